@@ -1,0 +1,23 @@
+# Each target does all of its own set-up; plain Python commands stand behind them.
+PYTHON ?= python3
+
+SECONDS ?= 600
+
+.PHONY: shop test soak benchmarks clean
+
+shop:  ## the example: a shop without and with the lock
+	$(PYTHON) -m example_worker
+
+test:  ## lint, types and all tests
+	$(PYTHON) -m tests
+
+soak:  ## the simulator for SECONDS (600), on new seeds
+	$(PYTHON) -m tests.simulation --seconds $(SECONDS)
+
+benchmarks:  ## cost of a lock and of a locked task, as ratios from one run
+	$(PYTHON) -m benchmarks.pair
+	$(PYTHON) -m benchmarks.task
+	$(PYTHON) -m benchmarks.renewals
+
+clean:  ## what the commands above made
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
