@@ -1,0 +1,36 @@
+"""Mutual exclusion for Celery tasks: a Redlock over independent Redis or Valkey nodes.
+
+`@app.task(base=LockedTask)` runs one at a time for the same arguments; see the README.
+"""
+
+from celery_redlock.errors import (
+    DuplicateTask,
+    LockLost,
+    LockTaken,
+    NodeError,
+    NotAcquired,
+    QuorumUnreachable,
+    RedlockError,
+    SettingsError,
+)
+from celery_redlock.lock.backoff import Backoff
+from celery_redlock.lock.redlock import Lock, Redlock
+from celery_redlock.tasks.task import LockedTask, current_lock
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backoff",
+    "DuplicateTask",
+    "Lock",
+    "LockLost",
+    "LockTaken",
+    "LockedTask",
+    "NodeError",
+    "NotAcquired",
+    "QuorumUnreachable",
+    "Redlock",
+    "RedlockError",
+    "SettingsError",
+    "current_lock",
+]

@@ -1,0 +1,156 @@
+"""Every error that the package raises.
+
+The text of each is made from its fields, and its `args` are those fields: so an error comes
+through pickle and through Celery's JSON result encoding as what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "DuplicateTask",
+    "LockLost",
+    "LockTaken",
+    "NodeError",
+    "NotAcquired",
+    "QuorumUnreachable",
+    "RedlockError",
+    "SettingsError",
+]
+
+
+class RedlockError(Exception):
+    """The root of all errors of this package."""
+
+
+class SettingsError(RedlockError):
+    """A setting, an option or an argument that cannot be meant.
+
+    level: where it stands ("app", "queue 'imports'", "task 'shop.settle'", "call", "Redlock").
+    name: as the user wrote it. value: its text, passwords masked.
+    way_out: what is allowed, as a sentence that follows "must be" or stands alone.
+    """
+
+    def __init__(self, level: str, name: str, value: str, way_out: str) -> None:
+        super().__init__(level, name, value, way_out)
+        self.level, self.name, self.value, self.way_out = level, name, value, way_out
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.name}={self.value}: {self.way_out}"
+
+
+class NodeError(RedlockError):
+    """One node gave no usable answer.
+
+    node: its address, without credentials. cause: the server's or the system's own words.
+    lost: True where the connection had worked before, so that trying it once more makes sense.
+    """
+
+    def __init__(self, node: str, cause: str, lost: bool = False) -> None:
+        super().__init__(node, cause, lost)
+        self.node, self.cause, self.lost = node, cause, lost
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.cause}"
+
+
+class NotAcquired(RedlockError):
+    """The lock was not acquired; the two kinds below say why."""
+
+    resource: str
+
+
+class LockTaken(NotAcquired):
+    """A quorum of nodes voted, and others hold what we lack.
+
+    holder: the label of the one that holds most of it. free_in: s until its lease ends if nobody
+    renews it, None where that is not known. waited: s since the first try.
+    deferrals: how often the message was put back before.
+    """
+
+    def __init__(
+        self,
+        resource: str,
+        holder: str = "",
+        free_in: float | None = None,
+        waited: float = 0.0,
+        deferrals: int = 0,
+    ) -> None:
+        super().__init__(resource, holder, free_in, waited, deferrals)
+        self.resource, self.holder, self.free_in = resource, holder, free_in
+        self.waited, self.deferrals = waited, deferrals
+
+    def after(self, waited: float) -> LockTaken:
+        """Return the same, as it is to be told after so many s."""
+        return LockTaken(self.resource, self.holder, self.free_in, waited, self.deferrals)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.resource!r} is held by {self.holder or 'an unnamed holder'}; waited "
+            f"{self.waited:.1f} s, {self.deferrals} deferrals. Wait longer (wait, max_wait, "
+            f"max_deferrals) or find out what the holder does"
+        )
+
+
+class QuorumUnreachable(NotAcquired):
+    """Fewer nodes than a quorum voted, so nobody can tell whether the lock is free.
+
+    causes: one text a node that gave no vote, "address: cause". quorum: votes needed.
+    """
+
+    def __init__(
+        self,
+        resource: str,
+        causes: Sequence[str] = (),
+        quorum: int = 0,
+        waited: float = 0.0,
+        deferrals: int = 0,
+    ) -> None:
+        super().__init__(resource, list(causes), quorum, waited, deferrals)
+        self.resource, self.causes, self.quorum = resource, list(causes), quorum
+        self.waited, self.deferrals = waited, deferrals
+
+    def after(self, waited: float) -> QuorumUnreachable:
+        """Return the same, as it is to be told after so many s."""
+        return QuorumUnreachable(self.resource, self.causes, self.quorum, waited, self.deferrals)
+
+    def __str__(self) -> str:
+        return (
+            f"no quorum of {self.quorum} nodes voted on {self.resource!r}; waited "
+            f"{self.waited:.1f} s, {self.deferrals} deferrals. Bring these nodes back: "
+            f"{'; '.join(self.causes) or 'no answer in time'}"
+        )
+
+
+class LockLost(RedlockError):
+    """The lease ran out, or was taken away, while the lock was in use.
+
+    reason: what ended it. body_ended: True where the task's body had run to its end before the
+    loss was noticed, so that its effects stand.
+    """
+
+    def __init__(self, resource: str, reason: str, body_ended: bool = False) -> None:
+        super().__init__(resource, reason, body_ended)
+        self.resource, self.reason, self.body_ended = resource, reason, body_ended
+
+    def __str__(self) -> str:
+        tense = "its body had ended" if self.body_ended else "its body had not ended"
+        return (
+            f"the lock on {self.resource!r} is lost ({self.reason}); {tense}. Another holder may "
+            "run beside it: check what was written, and see the nodes' logs for that time"
+        )
+
+
+class DuplicateTask(RedlockError):
+    """The same task for the same resource was sent before, and that send is still good.
+
+    task_id: the earlier send's.
+    """
+
+    def __init__(self, resource: str, task_id: str) -> None:
+        super().__init__(resource, task_id)
+        self.resource, self.task_id = resource, task_id
+
+    def __str__(self) -> str:
+        return f"{self.resource!r} was sent before as task {self.task_id}: wait for that one"

@@ -1,0 +1,1 @@
+"""The lock alone: usable without Celery, and importing none of it."""

@@ -1,0 +1,71 @@
+"""Randomized delays that grow from one attempt to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from celery_redlock.errors import SettingsError
+
+Jitter = Literal["full", "decorrelated", "none"]
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Delays between deferrals.
+
+    first, cap: s. factor: growth from one deferral to the next.
+    jitter: "full" draws from 0 to the grown delay, "decorrelated" from `first` to three times
+    the delay before, "none" takes the grown delay as it is.
+    Raises SettingsError where first, cap or factor cannot be meant.
+    Source of the jitters: AWS Architecture Blog, "Exponential Backoff And Jitter".
+    """
+
+    first: float = 0.25
+    cap: float = 30.0
+    factor: float = 2.0
+    jitter: Jitter = "full"
+
+    def __post_init__(self) -> None:
+        for name in ("first", "cap", "factor"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise SettingsError("Backoff", name, repr(value), "must be a number")
+        if not 0 < self.first <= self.cap < float("inf"):
+            way_out = "must be above 0 s and at most cap, and cap finite"
+            raise SettingsError("Backoff", "first, cap", f"{self.first!r}, {self.cap!r}", way_out)
+        if not 1 <= self.factor < float("inf"):
+            raise SettingsError("Backoff", "factor", repr(self.factor), "must be 1 or more")
+        if self.jitter not in get_args(Jitter):
+            way_out = f"must be one of {', '.join(get_args(Jitter))}"
+            raise SettingsError("Backoff", "jitter", repr(self.jitter), way_out)
+
+    def delay(
+        self, attempt: int, uniform: Callable[[float, float], float], previous: float | None = None
+    ) -> float:
+        """Return the s to wait before the next try.
+
+        attempt: 0 for the first deferral. uniform: draws between two bounds.
+        previous: the delay before, s; only "decorrelated" asks for it.
+        """
+        if self.jitter == "decorrelated":
+            return min(self.cap, uniform(self.first, 3 * (previous or self.first)))
+        try:
+            grown = min(self.cap, self.first * self.factor**attempt)
+        except OverflowError:
+            grown = self.cap
+        return grown if self.jitter == "none" else uniform(0.0, grown)
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the fields as a mapping that any serializer takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, fields: Mapping[str, Any]) -> Backoff:
+        """Build one from such a mapping; raises SettingsError for a field that is not known."""
+        unknown = set(fields) - set(cls.__dataclass_fields__)
+        if unknown:
+            known = ", ".join(cls.__dataclass_fields__)
+            raise SettingsError("Backoff", min(unknown), repr(dict(fields)), f"knows only {known}")
+        return cls(**fields)

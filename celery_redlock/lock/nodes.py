@@ -1,0 +1,769 @@
+"""One node: its address, its one ordered connection, and the scripts that run there.
+
+redis-py makes the connection (URL, TLS, ACL, Sentinel) and is then asked for its socket: commands
+are written without waiting, and answers are read in the order of the commands. One connection
+means that a release can never overtake a straggling grant. The library's own retries are off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import ipaddress
+import math
+import socket
+import ssl
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+import hiredis
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from celery_redlock.errors import NodeError, SettingsError
+from celery_redlock.lock.clock import Alarm, Clock, new_mutex, start_thread
+from celery_redlock.lock.keys import broken_key, fence_key, guard_keys, lock_key
+
+URL_SCHEMES = ("redis", "rediss", "unix", "sentinel")
+FIRST_RECONNECT, LONGEST_RECONNECT = 0.05, 1.0  # s: between tries to reach a node that refuses us
+CUT = "an exception struck in the middle of a command"
+LINGER = 30.0  # s that a thread waits for the next time that its node is to be connected
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
+_INCOMPLETE = object()
+
+
+class Script:
+    """A Lua script of this package, as the bytes that run it."""
+
+    def __init__(self, name: str) -> None:
+        source = files("celery_redlock.lock").joinpath("lua").joinpath(f"{name}.lua").read_bytes()
+        digest = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
+        self.source = source
+        self._by_source = bulk(b"EVAL") + bulk(source)
+        self.by_digest = bulk(b"EVALSHA") + bulk(digest)
+        self.load = b"*3\r\n" + bulk(b"SCRIPT") + bulk(b"LOAD") + bulk(source)
+
+    def call(self, keys: Sequence[str], *args: str) -> bytes:
+        """Return the request for these keys and arguments, by the script's digest."""
+        words = [str(len(keys)), *keys, *args]
+        return b"*%d\r\n%b%b" % (len(words) + 2, self.by_digest, b"".join(map(packed, words)))
+
+    def with_source(self, request: bytes) -> bytes:
+        """Return a request of this script with its text instead of the digest."""
+        return request.replace(self.by_digest, self._by_source, 1)
+
+
+def bulk(word: bytes) -> bytes:
+    """Return a word as a RESP bulk string."""
+    return b"$%d\r\n%b\r\n" % (len(word), word)
+
+
+def packed(text: str) -> bytes:
+    """Return a text as a RESP bulk string."""
+    return bulk(text.encode("utf-8", "surrogatepass"))
+
+
+GRANT, RENEW, RELEASE = Script("grant"), Script("renew"), Script("release")
+GUARD, TRUST = Script("guard"), Script("trust")
+
+
+class Requests:
+    """The requests of all locks under one prefix; what they have in common is packed once.
+
+    A grant ends with what the connection knows of its server (`Wire.guard`), added as it is
+    written.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        names = b"".join(map(packed, (*guard_keys(prefix), fence_key(prefix)))).replace(b"%", b"%%")
+        self._grant = b"*13\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
+        self._release = b"*6\r\n" + RELEASE.by_digest + b"$1\r\n1\r\n%b%b%b"
+        self._renew = b"*8\r\n" + RENEW.by_digest + b"$1\r\n1\r\n%b%b%b$0\r\n\r\n$0\r\n\r\n"
+
+    def grant(self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None = None) -> bytes:
+        """Return the request for a lock; all but the proposal (a fencing token) packed already."""
+        least = _NOTHING if proposal is None else bulk(b"%d" % proposal)
+        return self._grant % (key, value, ttl_ms, least)
+
+    def renew(self, key: bytes, value: bytes, ttl_ms: bytes) -> bytes:
+        """Return the request that renews a lock without a fencing token."""
+        return self._renew % (key, value, ttl_ms)
+
+    def renew_fully(
+        self, key: str, value: bytes, ttl_ms: bytes, token: int, *, repair: bool
+    ) -> bytes:
+        """Return the request that renews a lock, repairs it, and heals the fencing counter.
+
+        token: 0 where the lock has none.
+        """
+        keys = b"".join(map(packed, (key, fence_key(self._prefix), broken_key(key))))
+        least = bulk(b"%d" % token) if token else _NOTHING
+        flag = b"$1\r\n1\r\n" if repair else _NOTHING
+        words = b"$1\r\n3\r\n" + keys + value + ttl_ms + least + flag
+        return b"*10\r\n" + RENEW.by_digest + words
+
+    def release(self, key: bytes, value: bytes, channel: bytes) -> bytes:
+        """Return the request that gives a lock back; channel: packed, `_NOTHING` to say nothing."""
+        return self._release % (key, value, channel)
+
+
+_NOTHING = bulk(b"")
+SAY_NOTHING = _NOTHING  # instead of a channel
+NO_GUARD = _NOTHING * 3
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What keeps a node from voting that may have forgotten what it granted.
+
+    word: "strict": one that does not know this prefix is silent, unless an operator vouched for
+    it; "on": unless it has been up for longer than the silence; "off". prefix: of its notes.
+    silence: s.
+    """
+
+    word: str
+    prefix: str
+    silence: float
+
+    def arguments(self, run_id: str, uptime: float) -> tuple[str, ...]:
+        """Return what a server is told of itself: its run id, and ms of silence if it is new to us.
+
+        uptime: s, whole ones, as a server says it.
+        """
+        if self.word == "off":
+            return ("", "", "")
+        changed = math.ceil(self.silence * 1000)
+        known_for = 0 if self.word == "strict" else max(0, math.floor((uptime - 1) * 1000))
+        return run_id, str(max(0, changed - known_for)), str(changed)
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a server said of itself when it was connected.
+
+    run_id: "" where it may not be asked for. guard: what each grant is to end with.
+    silent_for: s for which it does not vote. evicts: its eviction policy where it may evict.
+    """
+
+    run_id: str = ""
+    guard: bytes = NO_GUARD
+    silent_for: float = 0.0
+    evicts: str = ""
+
+
+PING = b"*1\r\n$4\r\nPING\r\n"
+
+
+class Handler(Protocol):
+    """Whoever sent a command, and is told the end of it for each node, by one thread at a time."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the command may still be written; asked under the mutex of the wire.
+
+        So nothing follows a token's release: what ends the want comes before the release.
+        """
+
+    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """Take a node's reply; sent: monotonic s before the command left; run_id: whose it is."""
+
+    def failed(self, node: int, command: Command, error: NodeError) -> None:
+        """Learn that no reply will come: the command may have run, or may run later."""
+
+
+class Command:
+    """One request, the same for every node. script: what it calls, where a node may forget it.
+
+    guarded: it ends with what its connection knows of the server, added as it is written.
+    dated: it says what time it is, so that it counts as sent when it was first, however often.
+    """
+
+    __slots__ = ("dated", "guarded", "handler", "request", "script")
+
+    def __init__(
+        self,
+        request: bytes,
+        handler: Handler,
+        script: Script | None = None,
+        *,
+        guarded: bool = False,
+        dated: bool = False,
+    ) -> None:
+        self.request, self.handler, self.script = request, handler, script
+        self.guarded, self.dated = guarded, dated
+
+
+class Unheard:
+    """The handler of a command whose answer nobody needs."""
+
+    wanted = True
+
+    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """Leave it at that."""
+
+    def failed(self, node: int, command: Command, error: NodeError) -> None:
+        """Leave it at that."""
+
+
+Entry = tuple[Command, float, bytes]  # a command, when it was sent, and as what
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a node is and how to connect to it.
+
+    name: host and port, or path; for logs and errors, never with credentials.
+    server: what tells two addresses of one server apart from two servers.
+    """
+
+    name: str
+    server: str
+    pool: redis.ConnectionPool = field(repr=False)
+
+    def dial(self, timeout: float) -> Any:
+        """Return a connected and authenticated redis-py connection; timeout: s for each step."""
+        options = {
+            **self.pool.connection_kwargs,
+            "socket_timeout": timeout,
+            "socket_connect_timeout": timeout,
+            "retry": Retry(NoBackoff(), 0),
+            "retry_on_timeout": False,
+            "retry_on_error": [],
+            "health_check_interval": 0,
+            "protocol": 2,
+        }
+        connection = self.pool.connection_class(**options)
+        # it would tell the server who it is, and lose the reply of one that turns everybody away
+        connection.driver_info = connection.lib_name = connection.lib_version = None
+        connection.connect()
+        return connection
+
+    def without_secrets(self, text: str) -> str:
+        """Return what a server said, without the credentials that some echo."""
+        for name in ("password", "username"):
+            secret = self.pool.connection_kwargs.get(name)
+            text = text.replace(str(secret), "***") if secret else text
+        return text
+
+
+def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
+    """Return the address that a URL or a redis-py client names.
+
+    level, name: of the setting, for the error. timeout: s, for asking Sentinels.
+    Raises SettingsError for what is neither, and for a scheme that is not known.
+    """
+    if isinstance(node, redis.Redis):
+        pool = node.connection_pool
+        return _address_of(pool, _sentinel_name(pool))
+    if not isinstance(node, str):
+        way_out = f"must be a URL ({', '.join(f'{s}://' for s in URL_SCHEMES)}) or a redis.Redis"
+        raise SettingsError(level, name, f"a {type(node).__name__}", way_out)
+    scheme, separator, _ = node.partition("://")
+    if not separator or scheme not in URL_SCHEMES:
+        known = ", ".join(f"{s}://" for s in URL_SCHEMES)
+        raise SettingsError(
+            level, name, repr(masked(node)), f"a node's URL starts with one of {known}"
+        )
+    try:
+        if scheme == "sentinel":
+            return _sentinel_address(node, timeout)
+        return _address_of(redis.ConnectionPool.from_url(node), None)
+    except (ValueError, TypeError):
+        # the library's own text would show parts of the URL, and so of a password
+        way_out = (
+            "is not a URL of a node; in user and password, write special characters with a "
+            "percent sign (%2F for /), and Sentinels as sentinel://host:port,host:port/name"
+        )
+        raise SettingsError(level, name, repr(masked(node)), way_out) from None
+
+
+def masked(url: str) -> str:
+    """Return a URL with user, password and query taken out, fit for a log."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return "..." if "@" in url else url
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
+
+
+def _address_of(pool: redis.ConnectionPool, sentinel: str | None) -> Address:
+    options = pool.connection_kwargs
+    if sentinel is not None:
+        return Address(sentinel, sentinel, pool)
+    if "path" in options:
+        return Address(options["path"], options["path"], pool)
+    host, port = options.get("host", "localhost"), int(options.get("port", 6379))
+    return Address(f"{host}:{port}", f"{_canonical(host)}:{port}", pool)
+
+
+def _canonical(host: str) -> str:
+    """Return one spelling for the several ones of a host that need no look-up."""
+    if host.lower() in ("localhost", "localhost.localdomain", ""):
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower().rstrip(".")
+
+
+def _sentinel_name(pool: Any) -> str | None:
+    service = getattr(pool, "service_name", None)
+    return None if service is None else f"sentinel/{service}"
+
+
+def _sentinel_address(url: str, timeout: float) -> Address:
+    parts = urlsplit(url)
+    hosts = [entry.rpartition(":") for entry in parts.netloc.rpartition("@")[2].split(",")]
+    service = parts.path.strip("/")
+    if not service or not all(host and port.isdigit() for host, _, port in hosts):
+        raise ValueError("sentinel://host:port,host:port/name")
+    credentials = {
+        "username": unquote(parts.username or ""),
+        "password": unquote(parts.password or ""),
+    }
+    sentinel = Sentinel(
+        [(host, int(port)) for host, _, port in hosts],
+        sentinel_kwargs={"socket_timeout": timeout},
+        **{key: value for key, value in credentials.items() if value},
+    )
+    return _address_of(sentinel.master_for(service).connection_pool, f"sentinel/{service}")
+
+
+class Wire:
+    """One live connection: what was written and is not answered yet, in order.
+
+    Written under the node's mutex, read by one thread at a time. An exception in the middle of
+    either ends its use: nobody knows what left or came, and replies must not shift.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_reader",
+        "answers",
+        "cut",
+        "guard",
+        "is_tls",
+        "opened_at",
+        "pending",
+        "run_id",
+        "socket",
+        "unsent",
+        "used_at",
+    )
+
+    def __init__(self, connection: Any, run_id: str = "", guard: bytes = NO_GUARD) -> None:
+        self._connection = connection
+        self.run_id, self.guard = run_id, guard
+        self.cut = False  # an exception from outside struck in the middle of a command
+        self.opened_at = self.used_at = 0.0  # monotonic s: connected, last written to
+        self.socket = connection._sock
+        self.socket.setblocking(False)
+        # reading and writing share one TLS state, which two threads must not enter
+        self.is_tls = hasattr(self.socket, "pending")
+        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
+        self.pending: deque[Entry] = deque()
+        self.answers: deque[tuple[Entry, Any]] = deque()
+        self.unsent = b""
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Hand commands to the socket; what it does not take stays in `unsent`.
+
+        Raises OSError; then, too, they are among those that are pending.
+        """
+        try:
+            self.pending.extend(entries)
+            self._check()
+            guard = self.guard
+            texts = [text + guard if command.guarded else text for command, _, text in entries]
+            data = texts[0] if len(texts) == 1 else b"".join(texts)
+            if self.unsent:
+                data = self.unsent + data
+            try:
+                sent = self.socket.send(data)
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                sent = 0
+            if sent < len(data) or self.unsent:
+                self.unsent = data[sent:]
+        except OSError:
+            raise
+        except BaseException:
+            self.cut = True
+            raise
+
+    def _check(self) -> None:
+        if self.cut:
+            raise OSError(CUT)
+
+    def read(self) -> None:
+        """Move what has come to `answers`. Raises OSError at the connection's end."""
+        self._check()
+        try:
+            reader, first, done = self._reader, self.pending.popleft, self.answers.append
+            reader.feed(receive(self.socket))
+            while (reply := reader.gets()) is not _INCOMPLETE:
+                done((first(), reply))
+        except IndexError:
+            raise OSError("an answer that nobody asked for") from None
+        except OSError:
+            raise
+        except hiredis.ProtocolError as error:
+            raise OSError(f"not a Redis server: {error}") from error
+        except BaseException:
+            self.cut = True
+            raise
+
+    def close(self, *, reset: bool) -> None:
+        """End the connection; reset: throw away what has not left this machine."""
+        if reset:
+            with contextlib.suppress(OSError):  # a unix socket, or one closed already
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        self._connection.disconnect()
+        self.socket.close()  # where an exception has cut the line above, and this is done again
+
+
+def receive(sock: Any) -> bytes:
+    """Return what has come on a socket that does not block, b"" for nothing.
+
+    Raises OSError at the connection's end.
+    """
+    data: bytes | None = None
+    try:
+        data = sock.recv(65536)
+        if data and hasattr(sock, "pending"):  # TLS: decrypted already
+            while sock.pending():
+                data += sock.recv(65536)
+    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        return data or b""
+    if not data:
+        raise OSError("connection closed by the server")
+    return data
+
+
+class Node:
+    """The one ordered connection of this process to one node, made again when it breaks.
+
+    index: its place in the list of nodes. timeout: s for a connect and for an answer.
+    report: called with (node, what will get no reply, error, the wire or None) when a connection
+    breaks or cannot be made; it is to close the wire, where nobody reads from it. wake: called
+    when there is something new to poll for. admit: called with (node, greeting) before a
+    connection is used; raises NodeError to refuse it. All are called from any thread.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        address: Address,
+        timeout: float,
+        clock: Clock,
+        report: Callable[[int, deque[Entry], NodeError, Wire | None], None],
+        wake: Callable[[], None],
+        admit: Callable[[int, Greeting], None],
+        guard: Guard,
+    ) -> None:
+        self.index, self.address, self.timeout = index, address, timeout
+        self._guard = guard
+        self._clock, self._report, self._wake, self._admit = clock, report, wake, admit
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew without a connection, as a forked child must: the old one is its parent's."""
+        self._mutex = new_mutex()
+        self.wire: Wire | None = None
+        self.run_id = ""
+        self.error: NodeError | None = None
+        self._connecting = self._closed = False
+        self._connector: Alarm | None = (
+            None  # rung for the thread that connects, while there is one
+        )
+        self._tries, self._retry_at = 0, 0.0
+        self._queued: list[Entry] = []
+
+    @property
+    def name(self) -> str:
+        """Its address, without credentials."""
+        return self.address.name
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether a command waits for its answer."""
+        wire = self.wire
+        return bool(self._queued or (wire is not None and wire.pending))
+
+    def send(self, entries: Sequence[Entry]) -> None:
+        """Write commands in order, or keep them until the connection under way stands.
+
+        Never waits. What cannot be written is reported, what is not wanted any more is left out.
+        """
+        cause = None
+        with self._mutex:
+            wire = self.wire
+            wanted = _wanted(entries)
+            if wire is not None:
+                try:
+                    if wanted:
+                        wire.write(wanted)
+                        wire.used_at = wanted[-1][1]
+                except OSError as error:
+                    cause = self._cause(error)
+            elif self._connecting or self._start_connecting():
+                self._queued += wanted
+                return
+        if wire is None:
+            why = self.error or NodeError(self.name, "not connected")
+            self._report(self.index, deque(entries), why, None)
+        elif cause is not None:
+            self.drop(wire, cause)
+        elif wire.unsent:
+            self._wake()
+
+    def receive(self) -> Wire | None:
+        """Read what has come and return the wire, whose `answers` are to be handed on in order.
+
+        Never waits. None where there is no connection.
+        """
+        wire = self.wire
+        if wire is None:
+            return None
+        try:
+            if wire.unsent or wire.is_tls:
+                with self._mutex:
+                    if wire.unsent:
+                        wire.write(())
+                    wire.read()
+            else:
+                wire.read()
+        except OSError as error:
+            self.drop(wire, self._cause(error))
+        return wire
+
+    def overdue(self, now: float) -> bool:
+        """Tell whether the oldest command has waited for longer than a node may take."""
+        wire = self.wire
+        if wire is None or not wire.pending:
+            return False
+        try:
+            return now - max(wire.pending[0][1], wire.opened_at) > self.timeout
+        except IndexError:  # another thread has read it meanwhile
+            return False
+
+    def drop(self, wire: Wire, cause: str) -> None:
+        """Give a connection up at once and report every command that it takes along."""
+        with self._mutex:
+            if self.wire is not wire:
+                return
+            error = NodeError(self.name, cause, lost=True)
+            # emptied and closed where nobody reads: a reader with an answer in its hands would
+            # else find the next command in front, and one at the socket a stranger's descriptor.
+            # And first: cut after it, the connection is given up twice, but no command forgotten
+            self._report(self.index, wire.pending, error, wire)
+            self.wire, self.error, self._retry_at = None, error, 0.0
+
+    def abandon(self, cause: str) -> None:
+        """Give the connection up without touching what one who may still read from it holds."""
+        with self._mutex:
+            wire, self.wire = self.wire, None
+            if wire is None:
+                return
+            wire.cut = True
+            error = self.error = NodeError(self.name, cause, lost=True)
+            self._retry_at = 0.0
+            self._report(self.index, deque(wire.pending), error, None)
+
+    def close(self) -> None:
+        """Close the connection for good; what is under way is not reported."""
+        with self._mutex:
+            self._closed = True
+            self._queued.clear()
+            wire, self.wire = self.wire, None
+            if self._connector is not None:
+                self._connector.ring()
+        if wire is not None:
+            wire.close(reset=False)
+
+    def connect(self) -> None:
+        """Begin to connect in the background where there is no connection and one may be tried."""
+        with self._mutex:
+            if self.wire is None and not self._connecting:
+                self._start_connecting()
+
+    def _start_connecting(self) -> bool:
+        if self._closed or self._clock.now() < self._retry_at:
+            return False
+        if self._connector is None:
+            connector = Alarm()
+            start_thread(functools.partial(self._serve_connects, connector))
+            self._connector = connector
+        self._connector.ring()  # first: cut in between, it is one connect too many, not none
+        self._connecting = True
+        return True
+
+    def _serve_connects(self, connector: Alarm) -> None:
+        """Connect whenever that is asked for, in a thread of its own.
+
+        It lingers: under gevent each new thread would cost an event loop.
+        """
+        while connector.sleep(LINGER):
+            if self._closed:
+                return
+            if self.wire is None:
+                self._connect()
+        with self._mutex:
+            self._connector = None
+            if self._connecting:  # asked for just now
+                self._connecting = False
+                self._start_connecting()
+
+    def _connect(self) -> None:
+        """Connect, and send what has been queued meanwhile."""
+        connection = None
+        try:
+            connection = self.address.dial(self.timeout)
+            greeting = greet(connection, self._guard)
+            wire = Wire(connection, greeting.run_id, greeting.guard)
+            self._admit(self.index, greeting)
+        except Exception as error:  # also what a user's credential provider raises
+            if connection is not None:
+                connection.disconnect()
+            if not isinstance(error, NodeError):
+                error = NodeError(self.name, self._cause(error))
+            self._connect_failed(error)
+            return
+        cause = None
+        with self._mutex:
+            self._connecting, self._tries, self.error = False, 0, None
+            if self._closed:
+                wire.close(reset=False)
+                return
+            self.wire, self.run_id = wire, greeting.run_id
+            wire.opened_at = wire.used_at = self._clock.now()
+            queued, self._queued = _wanted(self._queued), []
+            try:
+                if queued:
+                    wire.write(queued)
+            except OSError as error:
+                cause = self._cause(error)
+        if cause is not None:
+            self.drop(wire, cause)
+        self._wake()
+
+    def _connect_failed(self, error: NodeError) -> None:
+        with self._mutex:
+            self._connecting, self.error = False, error
+            pause = min(LONGEST_RECONNECT, FIRST_RECONNECT * 2**self._tries)
+            self._tries, self._retry_at = min(self._tries + 1, 16), self._clock.now() + pause
+            queued, self._queued = self._queued, []
+        self._report(self.index, deque(queued), error, None)
+
+    def _cause(self, error: BaseException) -> str:
+        """Return an error in the words of the server or the system, without credentials."""
+        text = str(error).strip().rstrip(".") or type(error).__name__
+        return self.address.without_secrets(text)
+
+
+def _wanted(entries: Sequence[Entry]) -> Sequence[Entry]:
+    if len(entries) == 1:
+        return entries if entries[0][0].handler.wanted else ()
+    for command, _, _ in entries:
+        if not command.handler.wanted:
+            return [entry for entry in entries if entry[0].handler.wanted]
+    return entries
+
+
+def greet(connection: Any, guard: Guard) -> Greeting:
+    """Load the scripts on a new connection, and let the server note which run of it this is.
+
+    Raises redis.ResponseError where it does not say which, though the guard needs it.
+    """
+    connection.send_command("PING")
+    with contextlib.suppress(redis.exceptions.NoPermissionError):
+        connection.read_response()  # before more is written: a server that refuses us hangs up
+    scripts = (GRANT, RENEW, RELEASE)
+    for script in scripts:
+        connection.send_command("SCRIPT", "LOAD", script.source)
+    for _ in scripts:
+        with contextlib.suppress(redis.ResponseError):  # refused by an ACL: EVAL carries the text
+            connection.read_response()
+    facts = read_info(connection)
+    run_id = facts.get("run_id", "")
+    if guard.word != "off" and not run_id:
+        raise redis.ResponseError(
+            f"{facts.get('error') or 'INFO names no run_id'}: without INFO the restart guard "
+            'cannot tell a restart; allow it (ACL: +info), or set redlock_restart_guard = "off"'
+        )
+    arguments = guard.arguments(run_id, float(facts.get("uptime_in_seconds", 0)))
+    evicts = facts.get("maxmemory_policy", "noeviction")
+    return Greeting(
+        run_id,
+        b"".join(map(packed, arguments)),
+        0.0 if guard.word == "off" else _note_run(connection, guard, arguments),
+        evicts if facts.get("maxmemory", "0") != "0" and evicts != "noeviction" else "",
+    )
+
+
+def read_info(connection: Any) -> dict[str, str]:
+    """Return what INFO says of a server and its memory; its refusal as "error"."""
+    facts: dict[str, str] = {}
+    for section in ("server", "memory"):
+        try:
+            connection.send_command("INFO", section)
+            reply = connection.read_response()
+        except redis.ResponseError as error:
+            return {"error": str(error)}
+        text = reply.decode(errors="replace") if isinstance(reply, bytes) else str(reply)
+        pairs = (line.partition(":") for line in text.splitlines())
+        facts |= {name: value.strip() for name, colon, value in pairs if colon}
+    return facts
+
+
+def _note_run(connection: Any, guard: Guard, arguments: Sequence[str]) -> float:
+    """Return the s of a server's silence, which begins now and not with the first grant."""
+    keys = guard_keys(guard.prefix)
+    try:
+        connection.send_command("EVAL", GUARD.source, str(len(keys)), *keys, *arguments)
+        return int(connection.read_response()) / 1000
+    except redis.ResponseError:
+        return 0.0  # a replica, no memory, no right: each grant is refused by the same words
+
+
+def vouch(address: Address, timeout: float, prefix: str) -> str:
+    """Let a node vote that does not know this prefix, on an operator's word.
+
+    timeout: s for each step. Returns the name of one lock that stands there, "" where none does.
+    Raises redis.RedisError, OSError.
+    """
+    connection = address.dial(timeout)
+    try:
+        facts = read_info(connection)
+        if "run_id" not in facts:
+            raise redis.ResponseError(facts.get("error", "INFO names no run_id"))
+        keys = guard_keys(prefix)
+        connection.send_command("EVAL", TRUST.source, str(len(keys)), *keys, facts["run_id"])
+        connection.read_response()
+        return _any_lock(connection, prefix)
+    finally:
+        connection.disconnect()
+
+
+def _any_lock(connection: Any, prefix: str) -> str:
+    cursor, pattern = b"0", lock_key(_literally(prefix), "*")
+    while True:
+        connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", "10000")
+        cursor, names = connection.read_response()
+        if names:
+            name = names[0]
+            return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+        if cursor in (b"0", "0"):
+            return ""
+
+
+def _literally(text: str) -> str:
+    """Return a pattern for SCAN that means just this text."""
+    return "".join(f"\\{letter}" if letter in "*?[]^-\\" else letter for letter in text)

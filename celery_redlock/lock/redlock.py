@@ -1,0 +1,620 @@
+"""`Redlock` and `Lock`: acquire, extend, release over a majority of independent nodes.
+
+Source: redis.io "Distributed Locks with Redis" (Redlock), made exact: a deadline a node counted
+from before the request left, a round that ends as soon as the votes decide it, a fresh token for
+each round, and a release that goes to every node on the wire that the grant took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import random
+import socket
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from celery_redlock.errors import (
+    LockLost,
+    LockTaken,
+    NotAcquired,
+    QuorumUnreachable,
+    RedlockError,
+    SettingsError,
+)
+from celery_redlock.lock.keys import in_order, wake_channel
+from celery_redlock.lock.lease import silence
+from celery_redlock.lock.nodes import Guard, masked, parse_address, vouch
+from celery_redlock.lock.session import (
+    ROUNDS_IN_TTL,
+    Context,
+    Holding,
+    Observer,
+    Refused,
+    Session,
+    Setup,
+    Spot,
+    Terms,
+    causes_of,
+)
+from celery_redlock.lock.votes import Fault, fault_of, is_of_a_replica
+from celery_redlock.lock.wakeup import Waiter
+
+logger = logging.getLogger(__name__)
+
+RESTART_GUARDS = ("auto", "strict", "on", "off")
+FIRST_SPIN, LONGEST_SPIN = 0.05, 1.0  # s: between tries while the caller waits for the lock
+LONGEST_DEAF = 5.0  # s: between tries of one that would be woken, for a word that was missed
+HOPELESS = 3.0  # s: for which one waits for nodes that are set up wrongly
+WOKEN = 0.02  # s: within which those that one release wakes try, each at a moment of its own
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value is a finite number; bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_seconds(level: str, name: str, value: object, *, above: float = 0.0) -> float:
+    """Return a number of s above a bound; raises SettingsError for anything else."""
+    if not is_number(value) or value <= above:  # type: ignore[operator]
+        raise SettingsError(
+            level, name, repr(value), f"must be a number of seconds above {above:g}"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def check_ttl(level: str, name: str, ttl: object, node_timeout: float, max_ttl: float) -> float:
+    """Return a ttl in s that leaves time to renew it and is no longer than any client expects."""
+    seconds = check_seconds(level, name, ttl)
+    if seconds < ROUNDS_IN_TTL * node_timeout:
+        way_out = (
+            f"must be at least {ROUNDS_IN_TTL} x node_timeout = "
+            f"{ROUNDS_IN_TTL * node_timeout:g} s: raise it, or lower redlock_node_timeout"
+        )
+        raise SettingsError(level, name, repr(ttl), way_out)
+    if seconds > max_ttl:
+        way_out = f"must be at most redlock_max_ttl = {max_ttl:g} s: raise that for every client"
+        raise SettingsError(level, name, repr(ttl), way_out)
+    return seconds
+
+
+def check_prefix(level: str, name: str, prefix: object) -> str:
+    """Return a prefix that can stand as a hash tag."""
+    if not isinstance(prefix, str) or not prefix or "{" in prefix or "}" in prefix:
+        way_out = "must be a text, not empty, without { and }"
+        raise SettingsError(level, name, repr(prefix), way_out)
+    return prefix
+
+
+def check_drift(level: str, name: str, drift: object) -> float:
+    """Return a fraction by which clocks may differ in speed."""
+    if not is_number(drift) or not 0 <= drift < 0.5:  # type: ignore[operator]
+        way_out = "must be a fraction from 0 to below 0.5; 0.01 allows for 1 %"
+        raise SettingsError(level, name, repr(drift), way_out)
+    return float(drift)  # type: ignore[arg-type]
+
+
+def check_guard(level: str, name: str, guard: object) -> str:
+    """Return a known word for the restart guard."""
+    if guard not in RESTART_GUARDS:
+        way_out = f"must be one of {', '.join(map(repr, RESTART_GUARDS))}"
+        raise SettingsError(level, name, repr(guard), way_out)
+    return str(guard)
+
+
+class Redlock:
+    """Locks over N independent Redis or Valkey nodes, of which a majority decides.
+
+    nodes: URLs (redis://, rediss://, unix://, sentinel://host:port,host:port/name) or redis-py
+    clients, whose connection settings are taken. prefix: of all names on the nodes.
+    node_timeout: s that one node may take. clock_drift: fraction by which clocks may differ in
+    speed. max_ttl: s, the longest ttl of any client of the prefix.
+    restart_guard: "strict": a node that this prefix does not know, since it is new or restarted
+    without its data, does not vote for max_ttl and a second, unless `trust` vouches for it; "on":
+    one that has been up for longer is believed; "off"; "auto": strict with two nodes and more.
+    One object serves a whole process, every thread and greenlet of it; a forked child connects
+    anew. Raises SettingsError.
+    """
+
+    observer: ClassVar[Observer] = Observer()
+    session_type: ClassVar[type[Session]] = Session
+
+    def __init__(
+        self,
+        nodes: Iterable[Any],
+        *,
+        prefix: str = "redlock",
+        node_timeout: float = 0.2,
+        clock_drift: float = 0.01,
+        max_ttl: float = 60.0,
+        restart_guard: str = "auto",
+    ) -> None:
+        level = type(self).__name__
+        self.prefix = check_prefix(level, "prefix", prefix)
+        self.node_timeout = check_seconds(level, "node_timeout", node_timeout)
+        self.clock_drift = check_drift(level, "clock_drift", clock_drift)
+        self.max_ttl = check_seconds(level, "max_ttl", max_ttl)
+        self.restart_guard = check_guard(level, "restart_guard", restart_guard)
+        addresses = check_nodes(level, "nodes", nodes, self.node_timeout)
+        word = self.restart_guard
+        if word == "auto":
+            word = "strict" if len(addresses) > 1 else "off"
+        guard = Guard(word, self.prefix, silence(self.max_ttl))
+        setup = Setup(self.prefix, self.node_timeout, self.clock_drift, guard)
+        self.session = self.session_type(self, setup, addresses)
+        _sessions.add(self.session)
+
+    def lock(
+        self,
+        resource: str | Sequence[str],
+        *,
+        ttl: float = 30.0,
+        wait: float = 0.0,
+        renew: bool = True,
+        limit: int = 1,
+        fencing: bool = False,
+        max_hold: float | None = None,
+    ) -> Lock:
+        """Return the lock on a resource, or on several at once, not acquired yet.
+
+        ttl: s that a node keeps it unrenewed, so how long a dead holder's lock stays.
+        wait: s that `acquire` and `with` wait for it. renew: the watchdog renews it every ttl/3.
+        limit: how many may hold it at once; above 1 neither with several resources nor with
+        fencing. fencing: give each holder a `fencing_token`. max_hold: s after which renewal stops.
+        Raises SettingsError.
+        """
+        level = f"{type(self).__name__}.lock"
+        resources = check_resources(level, resource)
+        check_permits(level, limit=limit, fencing=fencing, resources=resources)
+        terms = Terms(
+            resources=resources,
+            limit=limit,
+            fencing=fencing,
+            ttl=check_ttl(level, "ttl", ttl, self.node_timeout, self.max_ttl),
+            wait=check_wait(level, "wait", wait),
+            renew=bool(renew),
+            max_hold=None if max_hold is None else check_seconds(level, "max_hold", max_hold),
+            label=f"pid {os.getpid()} on {socket.gethostname()}",
+        )
+        return Lock(self, terms)
+
+    def trust(self) -> None:
+        """Take the operator's word that no lock is held now: every reachable node votes at once.
+
+        For a new cluster, or nodes that restarted without their data while nothing ran. Says in
+        the log which nodes could not be told, and which hold locks all the same.
+        Raises QuorumUnreachable where no node could be told.
+        """
+        causes = []
+        nodes = self.session.quorum.nodes
+        for node in nodes:
+            try:
+                held = vouch(node.address, max(self.node_timeout, LONGEST_SPIN), self.prefix)
+            except Exception as error:  # also what a user's credential provider raises
+                causes.append(f"{node.name}: {node.address.without_secrets(str(error))}")
+                logger.warning("node %s could not be vouched for: %s", node.name, causes[-1])
+            else:
+                logger.info("node %s is vouched for: it votes from now on", node.name)
+                if held:
+                    logger.warning(
+                        "node %s was vouched for, but %r stands there: if its holder lives, a node "
+                        "that forgot it may now give it to another", node.name, held,
+                    )  # fmt: skip
+        if len(causes) == len(nodes):
+            raise QuorumUnreachable(f"every lock under {self.prefix!r}", causes, 1)
+
+    def close(self) -> None:
+        """Close the connections and end the threads. Held locks end with their ttl."""
+        self.session.close()
+
+    def __enter__(self) -> Redlock:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        names = ", ".join(node.name for node in self.session.quorum.nodes)
+        return f"<{type(self).__name__} {names}>"
+
+
+class Lock:
+    """One lock on one resource, of one context (thread, greenlet) at a time.
+
+    `with lock:` acquires, waiting up to `wait` s, and releases. The same object may be acquired
+    again after its release.
+    """
+
+    def __init__(self, redlock: Redlock, terms: Terms) -> None:
+        self._redlock, self._terms = redlock, terms
+        self._grips: list[Grip] = []  # one for each acquire that is not released yet
+        self._last: Grip | None = None  # to say of it why it is over
+        self._spots = spots_of(redlock.prefix, terms)
+
+    @property
+    def resource(self) -> str:
+        """What is protected, as the user names it; of several, all of them with commas between."""
+        return ", ".join(self._terms.resources)
+
+    @property
+    def ttl(self) -> float:
+        """S that a node keeps the lock unrenewed."""
+        return self._terms.ttl
+
+    @property
+    def held(self) -> bool:
+        """Whether the lock is ours now, by arithmetic on the clock: no I/O."""
+        holdings = self._holdings()
+        return bool(holdings) and all(holding.held for holding in holdings)
+
+    @property
+    def remaining(self) -> float:
+        """S of validity left if nothing renews it; 0.0 once it is lost or released."""
+        return min((holding.remaining for holding in self._holdings()), default=0.0)
+
+    @property
+    def fencing_token(self) -> int:
+        """A number greater than every earlier holder's, for storage that refuses smaller ones.
+
+        Of several resources the largest. Raises RedlockError where the lock was taken without
+        `fencing=True`, or is not acquired.
+        """
+        if not self._terms.fencing:
+            raise RedlockError(f"{self.resource!r} has no fencing token: take it with fencing=True")
+        holdings = self._holdings()
+        if not holdings:
+            raise RedlockError(f"{self.resource!r} is not acquired, so it has no fencing token yet")
+        return max(holding.fencing_token for holding in holdings)
+
+    def ensure(self) -> None:
+        """Raise LockLost unless the lock is held now. No I/O."""
+        if not self.held:
+            raise LockLost(self.resource, self._why())
+
+    def try_acquire(self, wait: float | None = None) -> bool:
+        """Acquire; False where it is taken. Raises QuorumUnreachable; wait: as for `acquire`."""
+        try:
+            self.acquire(wait)
+        except LockTaken:
+            return False
+        return True
+
+    def acquire(self, wait: float | None = None) -> Lock:
+        """Acquire and return the lock itself.
+
+        Keep the object: a Lock that nobody keeps is released instead of renewed.
+        wait: s to keep trying, the lock's own `wait` where None. What this thread, greenlet or
+        asyncio task holds already by the same `Redlock` is taken again and counted: it is free
+        once each acquire has had its release.
+        Raises LockTaken, QuorumUnreachable, LockLost where what it holds already is lost,
+        SettingsError where that promises less than is asked here, or where nodes turn out to be
+        one server, and RedlockError in another context than the one that has acquired this object.
+        """
+        patience = self._terms.wait if wait is None else check_wait("Lock.acquire", "wait", wait)
+        grip = Grip(self._redlock.session.context())
+        try:
+            self._check_owner(grip.context)
+            self._grips.append(grip)
+            self._check_owner(grip.context)  # of two threads that came at once, one was first
+            self._take(grip, patience)
+        except BaseException:
+            # also an exception from outside, as a soft time limit's, at whatever point
+            self._end(grip)
+            raise
+        self._last = grip
+        return self
+
+    def _take(self, grip: Grip, patience: float) -> None:
+        session, terms, rest = self._redlock.session, self._terms, self._spots
+        outer = session.outer(terms, grip.context)
+        if outer:
+            for resource, holding in list(outer.items()):
+                grip.join(holding)
+                if holding.abandoned:  # nobody kept its Lock, and it is given back just now
+                    grip.leave(holding)
+                    del outer[resource]
+            rest = [spot for spot in rest if spot.resource not in outer]
+            if not rest:
+                return
+        started = session.clock.now()
+        refused = self._try(grip, rest)
+        if refused is not None and patience > 0:
+            refused = self._wait(grip, rest, refused, started + patience)
+        if refused is None and terms.fencing and outer:
+            refused = grip.settle_fences()
+        if refused is not None:
+            raise refused.after(session.clock.now() - started)
+        for holding in outer.values():
+            if not holding.held:  # it ran out while the rest was waited for
+                raise LockLost(holding.resource, holding.reason)
+
+    def _try(self, grip: Grip, spots: Sequence[Spot]) -> Refused | None:
+        holding = Holding(self._redlock.session, self._terms, spots, grip.context)
+        grip.join(holding)  # before its grant leaves, so that a cut gives it back
+        refused = holding.acquire()
+        if refused is not None:
+            grip.leave(holding)
+        return refused
+
+    def _wait(
+        self, grip: Grip, spots: Sequence[Spot], first: Refused, until: float
+    ) -> Refused | None:
+        """Try again whenever it may be free, up to the monotonic s `until`.
+
+        No longer where nodes are set up so that waiting cannot help; for a moment all the same,
+        for what they said may be older than their last reconnect.
+        """
+        refused: Refused | None = first
+        session, tries, vain = self._redlock.session, 0, 0
+        clock = session.clock
+        hopeless_at = clock.now() + HOPELESS
+        resources = dict.fromkeys(spot.resource for spot in spots)
+        channels = [wake_channel(session.setup.prefix, resource) for resource in resources]
+        with session.listener.waiting(channels) as waiter:
+            while refused is not None and clock.now() < until:
+                if not self._is_hopeless(refused):
+                    hopeless_at = clock.now() + HOPELESS
+                elif clock.now() > hopeless_at:
+                    break
+                hears = all(map(session.listener.hears, channels))
+                pause = clock.now() + _pause(refused, tries, hears=hears)
+                session.quorum.wait(waiter, min(pause, until))
+                if waiter.take():
+                    clock.sleep(random.uniform(0, min(LONGEST_SPIN, WOKEN * 2**vain)))  # noqa: S311
+                    waiter.take()  # the same word, by other nodes
+                    vain = min(vain + 1, 16)
+                    self._share(waiter)
+                refused, tries = self._try(grip, spots), tries + 1
+        return refused
+
+    def _share(self, waiter: Waiter) -> None:
+        """Wake the next one, too, where one word may be for both: of permits, of several keys."""
+        if self._terms.limit > 1 or len(waiter.channels) > 1:
+            self._redlock.session.listener.pass_on(waiter)
+
+    def _is_hopeless(self, refused: Refused) -> bool:
+        """Tell whether no quorum can come about before somebody changes a setting."""
+        if isinstance(refused, LockTaken):
+            return False
+        quorum = self._redlock.session.quorum
+        wrong = [cause for cause in refused.causes if fault_of(cause) is Fault.MISCONFIGURED]
+        lasting = [cause for cause in wrong if not is_of_a_replica(cause)]  # a failover ends that
+        return len(lasting) > len(quorum.nodes) - quorum.size
+
+    def extend(self) -> None:
+        """Renew the lease now.
+
+        Raises LockLost where it is lost, and QuorumUnreachable where no quorum answered in time:
+        then the lock is held for `remaining` s and extend may be called again.
+        """
+        self._check_owner(self._redlock.session.context())
+        self.ensure()
+        session = self._redlock.session
+        reached = session.renew(self._holdings())
+        self.ensure()
+        if not reached:
+            quorum = session.quorum
+            raise QuorumUnreachable(self.resource, causes_of(quorum), quorum.size)
+
+    def release(self) -> None:
+        """Give the lock back: written to every node, without waiting for their replies.
+
+        Does nothing where it is released already; one that was lost is logged.
+        Raises RedlockError where it was never acquired, or from another context.
+        """
+        grip = next(reversed(self._grips), None)
+        held: list[Holding] = []
+        lost: list[Holding] = []
+        try:
+            self._check_acquired()
+            if grip is None or not self._holdings():
+                return  # released; or a child, which neither holds nor releases its parent's locks
+            mine = [holding for holding in grip.holdings if len(holding.users) == 1]
+            held = [holding for holding in mine if holding.held]
+            if len(held) < len(mine):
+                lost = [holding for holding in mine if holding.lost]
+            self._end(grip)
+        except RedlockError:
+            raise
+        except BaseException:  # cut before it was on its way, it would be renewed for ever
+            if grip in self._grips:
+                self._end(grip)
+            raise
+        for holding in held:
+            self._redlock.observer.released(holding)
+        for holding in lost:
+            logger.warning("released %r after it was lost: %s", holding.resource, holding.reason)
+            holding.session.watchdog.tell(functools.partial(holding.say_lost, holding.reason))
+
+    def _check_acquired(self) -> None:
+        if self._last is None:
+            raise RedlockError(f"{self.resource!r} was never acquired: call acquire() first")
+        if self._holdings():
+            self._check_owner(self._redlock.session.context())
+
+    def _end(self, grip: Grip) -> None:
+        """Let go of what may be held."""
+        try:
+            grip.let_go()
+        except BaseException:
+            grip.let_go()  # cut before it was on its way
+            raise
+        finally:
+            with contextlib.suppress(ValueError):  # cut before it was in
+                self._grips.remove(grip)
+
+    def __enter__(self) -> Lock:
+        return self.acquire()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.resource!r} {'held' if self.held else 'not held'}>"
+
+    def _holdings(self) -> list[Holding]:
+        """Return what the last acquire relies on; nothing in a child, whose parent holds it."""
+        grips = self._grips
+        if not grips or grips[0].context[0] != os.getpid():
+            return []
+        return grips[-1].holdings
+
+    def _why(self) -> str:
+        if self._last is None:
+            return "it is not acquired"
+        if self._grips and not self._holdings():
+            return "it belongs to the process that this one was forked from"
+        holdings = self._holdings()
+        if not holdings:
+            return "it is released"
+        return next((h.reason for h in holdings if h.lost), "it is released")
+
+    def _check_owner(self, context: Context) -> None:
+        """Raise where the object is acquired in another context; the first one in is its owner."""
+        owner = self._grips[0].context if self._grips else context
+        if owner[0] != context[0]:
+            self._grips.clear()  # in a child, of which nothing of its parent's is
+        elif owner != context:
+            raise RedlockError(
+                f"the lock on {self.resource!r} belongs to another thread, greenlet or task: make "
+                "one Lock for each"
+            )
+
+
+class Grip:
+    """What one acquire relies on: its own acquisition, and those around it that it takes again.
+
+    context: whose it is.
+    """
+
+    __slots__ = ("__weakref__", "context", "holdings")
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.holdings: list[Holding] = []
+
+    def join(self, holding: Holding) -> None:
+        """Rely on a holding from now on."""
+        if holding not in self.holdings:
+            self.holdings.append(holding)
+            holding.users.add(self)
+
+    def leave(self, holding: Holding) -> None:
+        """Rely on a holding no more, which is over."""
+        self.holdings.remove(holding)
+        holding.users.discard(self)
+
+    def settle_fences(self) -> Refused | None:
+        """Have one fencing token confirmed for all; None where it may be used."""
+        token = max(holding.fencing_token for holding in self.holdings)
+        refusals = (holding.settle_fences(token) for holding in self.holdings)
+        return next((refused for refused in refusals if refused is not None), None)
+
+    def let_go(self) -> None:
+        """Give back what nobody else relies on; twice does no harm."""
+        for holding in self.holdings:
+            holding.users.discard(self)
+            if not holding.users:
+                holding.let_go()
+
+
+def spots_of(prefix: str, terms: Terms) -> list[Spot]:
+    """Return the keys that a lock may claim: one a resource, or one a permit of its resource."""
+    return [
+        Spot(prefix, resource, permit, terms.ttl)
+        for resource in terms.resources
+        for permit in range(terms.limit)
+    ]
+
+
+def give_back(lock: Lock) -> None:
+    """Release a lock as often as it has been acquired; for whoever was cut and cannot know."""
+    while lock._grips:
+        before = len(lock._grips)
+        lock.release()
+        if len(lock._grips) == before:  # a child's, or never more than begun
+            return
+
+
+def _pause(refused: NotAcquired, tries: int, *, hears: bool) -> float:
+    """Return the s until the next try: randomized, and soon after the lease that refused.
+
+    hears: a release would wake us, so that trying by ourselves is for what was missed.
+    """
+    uniform = random.uniform
+    if hears and isinstance(refused, LockTaken):
+        spin = uniform(LONGEST_SPIN, LONGEST_DEAF)
+    else:
+        spin = uniform(0.001, min(LONGEST_SPIN, FIRST_SPIN * 2 ** min(tries, 16)))
+    ends = refused.free_in if isinstance(refused, LockTaken) else None
+    return spin if ends is None else min(spin, ends + uniform(0, FIRST_SPIN))
+
+
+def _forget_all() -> None:
+    for session in list(_sessions):
+        session.forget()
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def check_nodes(level: str, name: str, nodes: Any, node_timeout: float) -> list[Any]:
+    """Return the addresses of nodes, each named once; raises SettingsError."""
+    if isinstance(nodes, (str, bytes)) or not isinstance(nodes, Iterable):
+        shown = repr(masked(nodes)) if isinstance(nodes, str) else f"a {type(nodes).__name__}"
+        raise SettingsError(level, name, shown, "must be a list of URLs or redis-py clients")
+    addresses = [parse_address(node, level, name, node_timeout) for node in nodes]
+    if not addresses:
+        raise SettingsError(level, name, "[]", "must name one node at least, better three or five")
+    seen: dict[str, str] = {}
+    for address in addresses:
+        if address.server in seen:
+            shown = f"{seen[address.server]}, {address.name}"
+            way_out = "name each server once: the same one twice is one vote counted twice"
+            raise SettingsError(level, name, shown, way_out)
+        seen[address.server] = address.name
+    return addresses
+
+
+def check_resources(level: str, resources: object) -> tuple[str, ...]:
+    """Return the resources that are named, in the order in which everybody takes several."""
+    named = resources
+    if isinstance(named, str) or not isinstance(named, Iterable) or isinstance(named, bytes):
+        named = (named,)
+    found = list(named)
+    if not found or not all(isinstance(name, str) and name for name in found):
+        way_out = "must be a text, or a list of texts, none of them empty"
+        raise SettingsError(level, "resource", repr(resources), way_out)
+    return in_order(found)
+
+
+def check_wait(level: str, name: str, wait: object) -> float:
+    """Return a number of s from 0 upwards; raises SettingsError."""
+    if not is_number(wait) or wait < 0:  # type: ignore[operator]
+        raise SettingsError(level, name, repr(wait), "must be a number of seconds, 0 or more")
+    return float(wait)  # type: ignore[arg-type]
+
+
+def check_limit(level: str, name: str, limit: object) -> int:
+    """Return a number of permits, 1 or more; raises SettingsError."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise SettingsError(level, name, repr(limit), "must be a whole number, 1 or more")
+    return limit
+
+
+def check_permits(level: str, *, limit: object, fencing: object, resources: Sequence[str]) -> None:
+    """Refuse what cannot be together; raises SettingsError."""
+    permits = check_limit(level, "limit", limit)
+    if not isinstance(fencing, bool):
+        raise SettingsError(level, "fencing", repr(fencing), "must be True or False")
+    if permits > 1 and len(resources) > 1:
+        way_out = "permits above 1 are of one resource: name one, or leave the limit at 1"
+        raise SettingsError(level, "limit", repr(limit), way_out)
+    if permits > 1 and fencing:
+        way_out = "holders side by side have no order, so no fencing tokens: limit=1, or no fencing"
+        raise SettingsError(level, "limit", repr(limit), way_out)

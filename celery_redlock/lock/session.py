@@ -1,0 +1,801 @@
+"""What lives in a process: its acquisitions, and what keeps them up and gives them back.
+
+A `Session` is what one process has for all locks of one `Redlock`: connections, watchdog, releases
+that are not delivered yet. A `Holding` is one acquisition, made of one `Claim` for each key that it
+takes: a fresh token, its lease, and the votes on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import os
+import random
+import threading
+import weakref
+from asyncio.events import _get_running_loop
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from celery_redlock.errors import LockLost, LockTaken, NodeError, QuorumUnreachable, SettingsError
+from celery_redlock.lock.clock import Clock, SystemClock
+from celery_redlock.lock.keys import label_of, lock_key, new_token, value_of, wake_channel
+from celery_redlock.lock.lease import MARGIN, Fence, Hold, State, proposal
+from celery_redlock.lock.nodes import (
+    GRANT,
+    LONGEST_RECONNECT,
+    RELEASE,
+    RENEW,
+    SAY_NOTHING,
+    Address,
+    Command,
+    Entry,
+    Greeting,
+    Guard,
+    Node,
+    Requests,
+    bulk,
+    packed,
+)
+from celery_redlock.lock.quorum import Batch, GrantRound, Quorum, RenewRound
+from celery_redlock.lock.votes import advised
+from celery_redlock.lock.wakeup import Listener
+from celery_redlock.lock.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+SHORTEST_RENEWAL = 0.05  # s: between renewals of a lock that could not be renewed
+RELEASE_IS_OWED = 1.5  # ttls for which a node that cannot be told may still hold a key of ours
+ROUNDS_IN_TTL = 4  # a ttl leaves time for so many rounds
+RENEWED_TOGETHER = 30  # of a ttl: what is due within one such part is renewed in one batch
+IDLE = 30.0  # s after which a connection that nobody uses is asked whether it still stands
+
+Refused = LockTaken | QuorumUnreachable
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a lock is to be. Times in s.
+
+    resources: in the order of `keys.in_order`. label: who holds it, for people; owner: for signals.
+    """
+
+    resources: tuple[str, ...]
+    ttl: float
+    wait: float
+    renew: bool
+    max_hold: float | None
+    label: str
+    owner: object = None
+    limit: int = 1
+    fencing: bool = False
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all locks of a `Redlock` have in common. Times in s."""
+
+    prefix: str
+    node_timeout: float
+    clock_drift: float
+    guard: Guard
+
+
+class Observer:
+    """What is told of holds and nodes as it happens; this one keeps it for itself.
+
+    `acquired` and `released` are called in the caller's thread, the others in the watchdog's, apart
+    from all I/O. They tell, and never decide.
+    """
+
+    def acquired(self, holding: Holding) -> None:
+        """Hear that a lock is held from now on."""
+
+    def released(self, holding: Holding) -> None:
+        """Hear that a lock was given back."""
+
+    def extended(self, holding: Holding) -> None:
+        """Hear that a quorum renewed a lock."""
+
+    @property
+    def hears_extensions(self) -> bool:
+        """Whether `extended` is to be called: often, with many locks."""
+        return True
+
+    def lost(self, holding: Holding, reason: str) -> None:
+        """Hear that a lock is lost, for ever; reason: in words."""
+
+    def node_failed(self, redlock: Any, node: str, cause: str) -> None:
+        """Hear that a node stopped answering; cause: in words."""
+
+    def node_recovered(self, redlock: Any, node: str) -> None:
+        """Hear that a node answers again."""
+
+
+class Served(Protocol):
+    """Whom a session works for: the `Redlock`."""
+
+    @property
+    def observer(self) -> Observer:
+        """Who is told."""
+
+
+class Session:
+    """What one process keeps up for all locks of one `Redlock`.
+
+    redlock: whom it works for. setup: what its locks have in common.
+    """
+
+    def __init__(self, redlock: Served, setup: Setup, addresses: Sequence[Address]) -> None:
+        self.redlock, self.setup = redlock, setup
+        self.requests = Requests(setup.prefix)
+        self.open(addresses)
+        self.margin = MARGIN + self.clock.resolution
+        self.guarded = setup.guard.word != "off"
+        self._forget_own()
+
+    def open(self, addresses: Sequence[Address]) -> None:
+        """Make the clock, the connections and the threads that it works with; none starts yet."""
+        clock: Clock = SystemClock()
+        self.clock = clock
+        timeout, guard = self.setup.node_timeout, self.setup.guard
+        self.quorum = Quorum(
+            addresses, timeout, clock, self._node_changed, self._node_greeted, guard
+        )
+        self.watchdog: Watchdog[Holding] = Watchdog(
+            clock, functools.partial(self.renew, native=True), self._tidy
+        )
+        self.listener = Listener(addresses, timeout, clock)
+
+    def forget(self) -> None:
+        """Start anew in a forked child: nothing of the parent's is used or released there."""
+        self.quorum.forget()
+        self.watchdog.forget()
+        self.listener.forget()
+        self._forget_own()
+
+    def _forget_own(self) -> None:
+        self._unwritten: dict[int, Release] = {}
+        self._owed: list[dict[int, Release]] = [{} for _ in self.quorum.nodes]
+        self._doubtful: dict[str, Release] = {}  # by value: whose grant may still run some day
+        self._local = threading.local()
+        self._hurried_at = -math.inf
+
+    def close(self) -> None:
+        """Close the connections and end the threads."""
+        self.watchdog.stop()
+        self.listener.close()
+        self.quorum.close()
+
+    # what a context (thread, greenlet, asyncio task) holds, so that it can take it again
+
+    def context(self) -> Context:
+        """Return where this is called."""
+        try:
+            here = self._local.here
+        except AttributeError:
+            here = self._local.here = Here()
+        return os.getpid(), here, _asyncio_task()
+
+    def outer(self, terms: Terms, context: Context) -> dict[str, Holding]:
+        """Return what a context holds already of what terms ask for, by resource.
+
+        Raises LockLost where that is lost, and SettingsError where it promises less than is asked.
+        """
+        _, here, task = context
+        found = {}
+        for resource in terms.resources if here.held else ():
+            outer = here.held.get((task, resource))
+            if outer is not None:
+                outer.check_covers(resource, terms)
+                found[resource] = outer
+        return found
+
+    # releases
+
+    def hand_over(self, releases: Sequence[Release]) -> None:
+        """Write releases to all nodes without waiting; once begun, they cannot be lost.
+
+        An exception in the middle (a soft time limit, a killed greenlet) leaves them to the
+        watchdog's thread.
+        """
+        for release in releases:
+            self._unwritten[id(release)] = release
+        try:
+            for release in releases:
+                self._write(release)
+        finally:
+            # replies are read by the next round here, or by the watchdog a little later
+            self.watchdog.tidy_by(self.clock.now() + self.setup.node_timeout)
+
+    def _write(self, release: Release) -> None:
+        claim = release.claim
+        claim.hold.end()  # before the first byte: from here on nothing is held
+        self.watchdog.unwatch(release.holding)
+        self.quorum.broadcast(release.command(), self.clock.now())
+        if claim.round.asked_again:
+            self._doubtful[claim.value] = release
+        self._unwritten.pop(id(release), None)
+
+    def owe(self, node: int, release: Release) -> None:
+        """Keep a release for a node that could not be told, until its lease is over there."""
+        self._owed[node][id(release)] = release
+
+    def recognize(self, node: int, value: str) -> None:
+        """Release again what a node holds of ours, if a refusal shows what we gave up long ago.
+
+        A grant that a broken connection carried may run after the release that followed it.
+        """
+        release = self._doubtful.get(value)
+        if release is not None:
+            self.owe(node, release)
+            self.watchdog.tidy_by(self.clock.now())
+
+    def same_server(self) -> SettingsError | None:
+        """Return the error where two of the nodes are one server, which then would vote twice."""
+        pair = self.quorum.same_server
+        if pair is None:
+            return None
+        names = ", ".join(pair)
+        way_out = "these are one server (same run_id): name each server once"
+        return SettingsError(type(self.redlock).__name__, "nodes", names, way_out)
+
+    # what the watchdog's threads do
+
+    def renew(self, holdings: Sequence[Holding], *, native: bool = False) -> bool:
+        """Renew in one batch a node, and wait for the answers; False where a quorum lacks one.
+
+        native: called in a thread of the watchdog's.
+        """
+        if native:
+            self.quorum.mend()
+        sent = self.clock.now()
+        entries: list[list[Entry]] = [[] for _ in self.quorum.nodes]
+        batch = Batch()
+        kept = [holding for holding in holdings if holding.is_kept()]
+        renewals = [(holding, holding.renew(sent, entries, batch)) for holding in kept]
+        batch.close()
+        self.quorum.scatter(entries, sent)
+        self.quorum.wait(batch, sent + self.setup.node_timeout, native=native)
+        for holding, rounds in renewals:
+            if rounds:
+                holding.renewed(sent, rounds)
+        return all(round_.reached for _, rounds in renewals for round_ in rounds)
+
+    def _tidy(self) -> float:
+        """Read late replies, send what is owed; returns when to look again."""
+        now, timeout = self.clock.now(), self.setup.node_timeout
+        self.quorum.mend()
+        self.quorum.drain()
+        for release in list(self._unwritten.values()):
+            if now - release.made_at > timeout:  # else its owner is at it
+                self._write(release)
+        for node, owed in zip(self.quorum.nodes, self._owed, strict=True):
+            self._pay(node, owed, now)
+        for value, release in list(self._doubtful.items()):
+            if release.until <= now:
+                self._doubtful.pop(value, None)
+        self.quorum.keep_alive(IDLE)
+        gone = self.watchdog.watches and self.quorum.reconnect()
+        # the mail before what is owed: it may add to it
+        if gone or self.quorum.outstanding or self._unwritten or any(self._owed):
+            return now + timeout
+        return now + IDLE if any(node.wire for node in self.quorum.nodes) else math.inf
+
+    def _pay(self, node: Node, owed: dict[int, Release], now: float) -> None:
+        for key, release in list(owed.items()):
+            if release.until <= now:
+                owed.pop(key, None)
+            elif node.wire is not None:
+                owed.pop(key, None)
+                self.quorum.send_to(node.index, release.command())
+        if owed:
+            node.connect()
+
+    def _node_changed(self, node: Node, error: NodeError | None) -> None:
+        self.watchdog.tell(functools.partial(self._say_of_node, node.name, error))
+
+    def _say_of_node(self, name: str, error: NodeError | None) -> None:
+        redlock = self.redlock
+        if error is None:
+            logger.info("node %s answers again", name)
+            redlock.observer.node_recovered(redlock, name)
+        else:
+            logger.error("node %s gives no vote: %s", name, advised(error.cause))
+            redlock.observer.node_failed(redlock, name, error.cause)
+
+    def _node_greeted(self, node: Node, greeting: Greeting) -> None:
+        # a node that restarted is repaired while what it had promised is still true; no oftener
+        # than once a second: a connection that each renewal breaks would else be its own cause
+        now = self.clock.now()
+        if self._hurried_at <= now:  # else it lies ahead, and is for this node, too
+            self._hurried_at = max(now, self._hurried_at + LONGEST_RECONNECT)
+        self.watchdog.hurry(self._hurried_at)
+        if greeting.silent_for > 0:
+            self._log(logging.WARNING, f"gives no vote: {in_silence(greeting.silent_for)}", node)
+        if greeting.evicts:
+            way_out = "under pressure it forgets locks that are held; set it to noeviction"
+            policy = greeting.evicts
+            self._log(logging.ERROR, f"has maxmemory-policy {policy}: {way_out}", node)
+
+    def _log(self, level: int, text: str, node: Node) -> None:
+        self.watchdog.tell(functools.partial(logger.log, level, "node %s %s", node.name, text))
+
+
+class Here:
+    """One thread or greenlet. held: what it holds, by asyncio task (None outside) and resource."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[object, str], Holding] = {}
+
+
+Context = tuple[int, Here, object]  # process, thread or greenlet, asyncio task
+
+
+def _asyncio_task() -> object:
+    """Return the asyncio task that runs here, None outside of one."""
+    if _get_running_loop() is None:
+        return None
+    return asyncio.current_task()
+
+
+def in_silence(seconds: float) -> str:
+    """Return why a node does not vote, for how long, and the way out."""
+    return (
+        f"silent for {seconds:.0f} s more: it is new to this prefix, or restarted and may have "
+        "forgotten locks (restart guard); where no lock can be held now, vouch for it with "
+        "Redlock.trust()"
+    )
+
+
+class Release:
+    """One release of one claim, on its way to every node.
+
+    holding: what it belongs to. made_at: monotonic s. publish: whether waiters are told; not for
+    a failed try, which would wake those that make it fail.
+    """
+
+    wanted = True
+
+    def __init__(self, holding: Holding, claim: Claim, made_at: float, *, publish: bool) -> None:
+        self.holding, self.claim, self.made_at = holding, claim, made_at
+        self.until = made_at + RELEASE_IS_OWED * holding.terms.ttl  # by then every lease is over
+        self._publish = publish
+        self._was_held = claim.hold.state is State.HELD
+        self._heard: set[int] = set()  # nodes whose first answer is known, or never will be
+        self._not_ours = 0
+
+    def command(self) -> Command:
+        """Return what to send; not kept, for it refers to this."""
+        return Command(self.claim.release_request(publish=self._publish), self, RELEASE)
+
+    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """Take note of nodes where the key was not ours any more."""
+        quorum = self.holding.session.quorum
+        first = node not in self._heard
+        self._heard.add(node)
+        if type(reply) is not int and self.holding.session.clock.now() < self.until:
+            self.holding.session.owe(node, self)  # it cannot just now: loading, busy, no disk
+        if first and reply == 0 and self._was_held and node in self.claim.round.granted:
+            self._not_ours += 1
+            if self._not_ours == len(quorum.nodes) - quorum.size + 1:
+                reason = "at its release its key was no longer ours"
+                watchdog = self.holding.session.watchdog
+                watchdog.tell(functools.partial(self.holding.say_lost, reason))
+
+    def failed(self, node: int, command: Command, error: NodeError) -> None:
+        """Try again when the node is back, where it may hold a key of ours."""
+        session = self.holding.session
+        self._heard.add(node)
+        never_asked = node in self.claim.round.never_asked
+        if not never_asked and session.clock.now() < self.until:
+            session.owe(node, self)
+
+
+class Spot:
+    """One key that a lock may claim, and all of its requests that stays the same.
+
+    permit: which of a semaphore's.
+    """
+
+    __slots__ = ("channel", "key", "packed_key", "resource", "ttl_ms")
+
+    def __init__(self, prefix: str, resource: str, permit: int, ttl: float) -> None:
+        self.resource = resource
+        self.key = lock_key(prefix, resource, permit)
+        self.packed_key = packed(self.key)
+        self.channel = packed(wake_channel(prefix, resource))
+        self.ttl_ms = bulk(b"%d" % math.ceil(ttl * 1000))
+
+
+class Claim:
+    """What is claimed of one key: a fresh token, its lease, and the votes on it."""
+
+    __slots__ = (
+        "_release",
+        "_renewal",
+        "_value",
+        "fence",
+        "hold",
+        "round",
+        "session",
+        "spot",
+        "value",
+    )
+
+    def __init__(self, session: Session, terms: Terms, spot: Spot) -> None:
+        self.session, self.spot = session, spot
+        quorum, drift = session.quorum, session.setup.clock_drift
+        nodes, size = len(quorum.nodes), quorum.size
+        hold = Hold(nodes, size, terms.ttl, drift, session.margin, session.guarded)
+        fence = Fence(size) if terms.fencing else None
+        self.hold, self.fence = hold, fence
+        self.round = GrantRound(hold, nodes, quorum.send_to, fence)
+        self.value = value_of(new_token(), terms.label)
+        self._value = packed(self.value)
+        self._release = self._renewal = b""
+
+    def attempt(self) -> Refused | None:
+        """Make one round; None where it got the lock, else why it did not.
+
+        Whatever it returns or raises, the caller gives the claim back. Raises SettingsError where
+        nodes turn out to be one server.
+        """
+        session, round_, hold = self.session, self.round, self.hold
+        quorum, clock = session.quorum, session.clock
+        sent = round_.sent = clock.now()
+        least = None if self.fence is None else proposal(clock.wall_us())
+        request = session.requests.grant(self.spot.packed_key, self._value, self.spot.ttl_ms, least)
+        quorum.broadcast(Command(request, round_, GRANT, guarded=True, dated=bool(least)), sent)
+        self.release_request()  # packed while the nodes think
+        until = sent + min(session.setup.node_timeout, hold.ttl / ROUNDS_IN_TTL)
+        quorum.wait(round_, until)
+        time_is_up, round_.decided = not round_.decided, True
+        error = session.same_server()
+        if error is not None:
+            raise error
+        if round_.tally.reached and hold.begin(clock.now()):
+            return None
+        return self._refused(time_is_up)
+
+    def settle_fence(self, token: int, until: float) -> bool:
+        """See to it that a quorum of nodes has reached a token, by the monotonic s `until`."""
+        fence = self.fence
+        if fence is None:
+            return True
+        before = fence.token
+        fence.choose(token)
+        if not fence.usable:
+            quorum, sent = self.session.quorum, self.session.clock.now()
+            round_ = self.renew_round(lambda: None)
+            quorum.broadcast(Command(self.renewal_request(), round_, RENEW), sent)
+            quorum.wait(round_, until)
+        if not fence.usable:
+            fence.token = before  # of an outer holder: what a quorum has confirmed stays in use
+        return fence.usable and self.hold.held(self.session.clock.now())
+
+    def _refused(self, time_is_up: bool) -> Refused:
+        round_ = self.round
+        for node, refusal in round_.refusals.items():
+            self.session.recognize(node, refusal.value)
+        if round_.tally.taken(time_is_up=time_is_up):
+            return LockTaken(self.spot.resource, label_of(round_.holder()), round_.free_in())
+        quorum = self.session.quorum
+        return QuorumUnreachable(self.spot.resource, causes_of(quorum, round_), quorum.size)
+
+    def renew_round(self, changed: Any) -> RenewRound:
+        """Return a round that renews it. changed: called where a node has not our token."""
+        session = self.session
+        return RenewRound(self.hold, len(self.hold.ends), session.clock, changed, self.fence)
+
+    def renewal_request(self, *, repair: bool = False) -> bytes:
+        """Return the request that renews it, packed once, or one that sets it again."""
+        requests, fence = self.session.requests, self.fence
+        token = 0 if fence is None else fence.token
+        if token or repair:
+            return requests.renew_fully(
+                self.spot.key, self._value, self.spot.ttl_ms, token, repair=repair
+            )
+        if not self._renewal:
+            self._renewal = requests.renew(self.spot.packed_key, self._value, self.spot.ttl_ms)
+        return self._renewal
+
+    def repair(self, round_: RenewRound, now: float) -> Entry:
+        """Return what renews it on one node, and sets it again where it is missing."""
+        request = self.renewal_request(repair=True)
+        return Command(request, round_, RENEW), now, request
+
+    def release_request(self, *, publish: bool = True) -> bytes:
+        """Return the request that gives it back, packed once; publish: tells the waiters, too."""
+        requests = self.session.requests
+        if not publish:
+            return requests.release(self.spot.packed_key, self._value, SAY_NOTHING)
+        if not self._release:
+            spot = self.spot
+            self._release = requests.release(spot.packed_key, self._value, spot.channel)
+        return self._release
+
+
+class Holding:
+    """One acquisition, from its request to its end: all resources or none.
+
+    spots: one for each resource, in the order of `keys.in_order`, or of one resource one for each
+    permit. context: whose it is. Watched by the watchdog while it is held.
+    """
+
+    def __init__(
+        self, session: Session, terms: Terms, spots: Sequence[Spot], context: Context
+    ) -> None:
+        self.session, self.terms, self._spots = session, terms, spots
+        self._context = context
+        self.claims: list[Claim] = []
+        self.leeway = terms.ttl / RENEWED_TOGETHER
+        # who relies on it: it is given back after the last. Weak, so that what nobody can give
+        # back any more, since its acquire or release was cut, is not renewed for ever
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.abandoned = False  # its context may not take it again
+        self.renew_at = self._repair_at = math.inf
+        self.acquired_at = 0.0
+        self._warned = self._said_lost = False
+        self._releases: list[Release] = []
+
+    @property
+    def resource(self) -> str:
+        """What is held, for people."""
+        return ", ".join(dict.fromkeys(spot.resource for spot in self._spots))
+
+    def acquire(self) -> Refused | None:
+        """Try once, without waiting; None where it got everything, else why not, rolled back.
+
+        Raises SettingsError where nodes turn out to be one server.
+        """
+        started = self.session.clock.now()
+        refused = self._claim_all() if self.terms.limit == 1 else self._claim_permit()
+        if refused is None and self.terms.fencing:
+            refused = self.settle_fences(self.fencing_token)
+        if refused is None and len(self.claims) > 1 and not self.held:
+            # the first of them ran out while the last was waited for
+            refused = QuorumUnreachable(self.resource, (), self.session.quorum.size)
+        if refused is not None:
+            self.let_go(publish=False)
+            return refused
+        self._begin(started)
+        return None
+
+    def _claim_all(self) -> Refused | None:
+        for spot in self._spots:
+            claim = Claim(self.session, self.terms, spot)
+            self.claims.append(claim)  # before its grant leaves, so that it is given back
+            refused = claim.attempt()
+            if refused is not None:
+                return refused
+        return None
+
+    def _claim_permit(self) -> Refused | None:
+        """Try each permit once, from a random one on; where all are taken, say the soonest free."""
+        first, soonest = random.randrange(self.terms.limit), None  # noqa: S311 - no secret
+        for spot in [*self._spots[first:], *self._spots[:first]]:
+            self.let_go(publish=False)
+            claim = Claim(self.session, self.terms, spot)
+            self.claims, self._releases = [claim], []
+            refused = claim.attempt()
+            if not isinstance(refused, LockTaken):
+                return refused
+            soonest = _sooner(soonest, refused)
+        return soonest
+
+    def settle_fences(self, token: int) -> Refused | None:
+        """Have a token confirmed under each key; None where it may be used, else why it may not.
+
+        One number for several resources: a counter may have grown under one of them alone, where
+        a holder to come of another does not meet it.
+        """
+        session = self.session
+        for claim in self.claims:
+            until = session.clock.now() + session.setup.node_timeout
+            if not claim.settle_fence(token, until):
+                causes = causes_of(session.quorum)
+                return QuorumUnreachable(claim.spot.resource, causes, session.quorum.size)
+        return None
+
+    def _begin(self, started: float) -> None:
+        self.acquired_at = started
+        self._schedule(started + self.terms.ttl / 3)
+        self.session.watchdog.watch(self)
+        _, here, task = self._context
+        for spot in self._spots:
+            here.held[task, spot.resource] = self
+        self.session.redlock.observer.acquired(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether everything is ours now, by arithmetic."""
+        now, claims = self.session.clock.now(), self.claims
+        if len(claims) == 1:
+            return claims[0].hold.held(now)
+        return bool(claims) and all(claim.hold.held(now) for claim in claims)
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was held once and is over, though nobody gave it back."""
+        now = self.session.clock.now()
+        return any(
+            hold.state is State.LOST or (hold.state is State.HELD and not hold.held(now))
+            for hold in (claim.hold for claim in self.claims)
+        )
+
+    @property
+    def reason(self) -> str:
+        """Why it is lost, in words."""
+        reasons = [claim.hold.reason for claim in self.claims if claim.hold.reason]
+        return reasons[0] if reasons else "no quorum of nodes renewed it in time"
+
+    @property
+    def held_for(self) -> float:
+        """S since it was acquired."""
+        return self.session.clock.now() - self.acquired_at
+
+    @property
+    def remaining(self) -> float:
+        """S of validity left if nothing renews it; 0.0 once it is over."""
+        now = self.session.clock.now()
+        return min((claim.hold.remaining(now) for claim in self.claims), default=0.0)
+
+    @property
+    def fencing_token(self) -> int:
+        """Its token, or the greatest that it has heard of while none is chosen; 0: none."""
+        fences = [claim.fence for claim in self.claims if claim.fence]
+        return max((fence.token or fence.greatest for fence in fences), default=0)
+
+    def check_covers(self, resource: str, terms: Terms) -> None:
+        """Raise where what is held cannot stand for what is asked inside of it."""
+        if not self.held:
+            raise LockLost(resource, self.reason)
+        own = self.terms
+        if own.limit > terms.limit:
+            way_out = f"is held here as one of {own.limit} permits, which excludes nobody: nest it "
+            raise SettingsError("Lock", "limit", f"{terms.limit}", way_out + "with the same limit")
+        if terms.fencing and not own.fencing:
+            way_out = f"{resource!r} is held here without a fencing token: take the outer one with"
+            raise SettingsError("Lock", "fencing", "True", f"{way_out} fencing=True")
+
+    def leave(self) -> None:
+        """Let its context not take it again."""
+        _, here, task = self._context
+        held = here.held
+        for spot in self._spots:
+            if held.get((task, spot.resource)) is self:
+                held.pop((task, spot.resource), None)
+
+    def let_go(self, *, publish: bool = True) -> None:
+        """Send the release to every node; once is enough, twice does no harm."""
+        self.leave()
+        if not self._releases:
+            now = self.session.clock.now()
+            self._releases = [Release(self, c, now, publish=publish) for c in self.claims]
+        self.session.hand_over(self._releases)
+        self._releases = []  # they refer to each other
+
+    @property
+    def judge_at(self) -> float:
+        """The monotonic s at which it is at risk, or, warned of that, lost; inf once it is said."""
+        if self._said_lost:
+            return math.inf
+        if len(self.claims) == 1 and (hold := self.claims[0].hold).state is State.HELD:
+            return hold.valid_until - (hold.margin if self._warned else hold.ttl / 3)
+        states = {claim.hold.state for claim in self.claims}
+        if State.LOST in states:
+            return -math.inf
+        if states != {State.HELD}:
+            return math.inf
+        before = self.session.margin if self._warned else self.terms.ttl / 3
+        return min(claim.hold.valid_until for claim in self.claims) - before
+
+    def judge(self, now: float) -> None:
+        """Say in the log that it is at risk, and say once that it is lost."""
+        holds = [claim.hold for claim in self.claims]
+        for hold in holds:
+            hold.judge(now)
+        lost = [hold for hold in holds if hold.state is State.LOST]
+        if lost:
+            for hold in holds:
+                hold.lose(lost[0].reason)  # one of several is lost: so are all
+            self.say_lost(lost[0].reason)
+        elif not self._warned and any(hold.at_risk(now) for hold in holds):
+            self._warned = True
+            left = min(hold.remaining(now) for hold in holds)
+            logger.warning("%r is at risk: not renewed, lost in %.1f s", self.resource, left)
+
+    def say_lost(self, reason: str) -> None:
+        """Tell of the loss, once; called by the watchdog's second thread alone."""
+        if not self._said_lost:
+            self._said_lost = True
+            self.session.watchdog.unwatch(self)
+            logger.error("lost %r: %s", self.resource, reason)
+            self.session.redlock.observer.lost(self, reason)
+
+    def renew(self, now: float, entries: Sequence[list[Entry]], batch: Batch) -> list[RenewRound]:
+        """Add to what each node is to be sent; a round for each claim, none where it is over.
+
+        entries: of each node. batch: is told when a round is decided.
+        """
+        if not self.held:
+            self.renew_at = math.inf
+            return []
+        self._repair_at = math.inf
+        rounds = []
+        for claim in self.claims:
+            round_ = claim.renew_round(self._node_lacks_it)
+            batch.add(round_)
+            rounds.append(round_)
+            request = claim.renewal_request()
+            entry = (Command(request, round_, RENEW), now, request)
+            for own in entries:
+                own.append(entry)
+            for node in claim.hold.to_repair(now):
+                entries[node][-1] = claim.repair(round_, now)
+        return rounds
+
+    def is_kept(self) -> bool:
+        """Tell whether anybody is left who could give it back; else it is given back here."""
+        if self.users:
+            return True
+        self.abandoned = True  # before the second look: who joins looks at it after it has joined
+        if self.users:
+            self.abandoned = False
+            return True
+        self.let_go()  # first: a handler of the log may wait
+        logger.warning("released %r: nobody keeps its Lock any more", self.resource)
+        return False
+
+    def renewed(self, sent: float, rounds: Sequence[RenewRound]) -> None:
+        """Set the next renewal after one that was sent at a monotonic s."""
+        ttl, session = self.terms.ttl, self.session
+        if all(round_.reached for round_ in rounds):
+            self._warned = False
+            self._schedule(sent + ttl / 3)
+            observer = session.redlock.observer
+            if observer.hears_extensions:
+                session.watchdog.tell(functools.partial(observer.extended, self))
+        else:
+            hurry = max(SHORTEST_RENEWAL, self.remaining / 4)
+            self._schedule(session.clock.now() + min(ttl / 3, hurry))
+
+    def _node_lacks_it(self) -> None:
+        """Look at the deadline anew, and repair soon: when the round that told of it is over."""
+        session = self.session
+        soon = session.clock.now() + session.setup.node_timeout
+        if any(claim.hold.to_repair(soon) for claim in self.claims):
+            self._repair_at = soon
+            self._schedule(min(soon, self.renew_at))
+        session.watchdog.attend(self)
+
+    def _schedule(self, moment: float) -> None:
+        moment = min(moment, self._repair_at)
+        max_hold = self.terms.max_hold
+        last = math.inf if max_hold is None else self.acquired_at + max_hold
+        self.renew_at = moment if self.terms.renew and moment <= last else math.inf
+
+
+def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
+    """Return the refusal whose lease ends first; unknown ends come last."""
+    if one is None or one.free_in is None:
+        return other
+    return other if other.free_in is not None and other.free_in < one.free_in else one
+
+
+def causes_of(quorum: Quorum, round_: GrantRound | None = None) -> list[str]:
+    """Return one text for each node that gave no vote."""
+    errors = round_.errors if round_ else {}
+    silent = round_.silent if round_ else {}
+    causes = []
+    for node in quorum.nodes:
+        error = errors.get(node.index) or node.error
+        if node.index in silent:
+            causes.append(f"{node.name}: {in_silence(silent[node.index])}")
+        elif error is not None:
+            causes.append(f"{node.name}: {advised(error.cause)}")
+    return causes or [f"{node.name}: no answer in time" for node in quorum.nodes]

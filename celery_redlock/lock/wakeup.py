@@ -1,0 +1,239 @@
+"""Word of a release, for those of this process that wait for a lock.
+
+A message is a hint and nothing else: whoever is woken makes a round like any other, and whoever
+never hears one tries again by itself, at the end of the lease that refused it at the latest. One
+subscriber connection a node and process, made when somebody waits, each with a thread of its own,
+so that a stalled node delays nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import hiredis
+
+from celery_redlock.lock.clock import Bell, Clock, new_mutex, original, start_thread
+from celery_redlock.lock.nodes import Address, receive
+from celery_redlock.lock.quorum import Round
+
+LINGER = 30.0  # s that a connection is kept when nobody waits, or asked for when nothing comes
+FIRST_RECONNECT, LONGEST_RECONNECT = 0.05, 1.0  # s
+
+
+class Waiter(Round):
+    """One that waits until something may be free. channels: where that is said."""
+
+    def __init__(self, channels: Sequence[str]) -> None:
+        super().__init__()
+        self.channels = channels
+
+    def take(self) -> bool:
+        """Return whether it has been rung since the last time."""
+        rung, self.decided = self.decided, False
+        return rung
+
+
+class Listener:
+    """Who waits in this process, and for what; hears of releases on every node.
+
+    Of those that wait for one resource the first alone is rung: many would only collide.
+    """
+
+    def __init__(self, addresses: Sequence[Address], timeout: float, clock: Clock) -> None:
+        self._addresses, self._timeout, self._clock = addresses, timeout, clock
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew after a fork: threads and connections stay with the parent."""
+        self._mutex = new_mutex()
+        self._waiters: dict[str, list[Waiter]] = {}
+        self._ears: list[Ear] = []
+
+    @contextlib.contextmanager
+    def waiting(self, channels: Sequence[str]) -> Iterator[Waiter]:
+        """Wait on channels; the waiter is rung once one is subscribed to, and at each message."""
+        waiter = Waiter(channels)
+        try:
+            self._join(waiter)
+            yield waiter
+        finally:
+            self._leave(waiter)
+
+    def _join(self, waiter: Waiter) -> None:
+        with self._mutex:
+            for channel in waiter.channels:
+                self._waiters.setdefault(channel, []).append(waiter)
+            if not self._ears:
+                make = (self._timeout, self._clock, self.channels, self.heard)
+                self._ears = [Ear(address, *make) for address in self._addresses]
+        if all(map(self.hears, waiter.channels)):
+            waiter.decide()  # subscribed before it came: something may have been missed
+        self._attend()
+
+    def _leave(self, waiter: Waiter) -> None:
+        with self._mutex:
+            for channel in waiter.channels:
+                line = self._waiters.get(channel, [])
+                if waiter in line:
+                    line.remove(waiter)
+                if not line:
+                    self._waiters.pop(channel, None)
+        if waiter.decided:  # a word that it did not use is the next one's
+            for channel in waiter.channels:
+                self.heard(channel)
+        self._attend()
+
+    def pass_on(self, waiter: Waiter) -> None:
+        """Ring who waits behind a waiter: one word may have been for both."""
+        with self._mutex:
+            lines = [self._waiters.get(channel, []) for channel in waiter.channels]
+            behind = [line[line.index(waiter) + 1 :][:1] for line in lines if waiter in line]
+        for following in behind:
+            for other in following:
+                other.decide()
+
+    def _attend(self) -> None:
+        for ear in self._ears:
+            ear.attend()
+
+    def channels(self) -> set[str]:
+        """Return the channels that somebody waits on."""
+        return set(self._waiters)
+
+    def hears(self, channel: str) -> bool:
+        """Tell whether a node has confirmed that it will say what is published there."""
+        return any(channel in ear.confirmed for ear in self._ears)
+
+    def heard(self, channel: str) -> None:
+        """Ring the first that waits on a channel."""
+        with self._mutex:
+            line = self._waiters.get(channel)
+            first = line[0] if line else None
+        if first is not None:
+            first.decide()
+
+    def close(self) -> None:
+        """Close the connections for good."""
+        for ear in self._ears:
+            ear.close()
+
+
+class Ear:
+    """The subscriber connection to one node, in a thread that lives while somebody waits.
+
+    channels: returns what is to be subscribed to. heard: called with a channel at each message,
+    and when a subscription to it begins, for something may have been missed before.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        timeout: float,
+        clock: Clock,
+        channels: Callable[[], set[str]],
+        heard: Callable[[str], None],
+    ) -> None:
+        self._address, self._timeout, self._clock = address, timeout, clock
+        self._channels, self._heard = channels, heard
+        self._bell = Bell()
+        self._mutex = new_mutex()
+        self._running = self._closed = False
+        self._connection: Any = None
+        self._reader: Any = None
+        self._asked: set[str] = set()
+        self._tries = 0
+        self.confirmed: set[str] = set()
+
+    def attend(self) -> None:
+        """Look again at what is wanted."""
+        with self._mutex:
+            if not self._running and not self._closed and self._channels():
+                start_thread(self._run)
+                self._running = True
+                return
+        self._bell.ring()
+
+    def close(self) -> None:
+        """End the connection and the thread."""
+        self._closed = True
+        self._bell.ring()
+
+    def _run(self) -> None:
+        while not self._closed:
+            idle = False
+            try:
+                idle = not self._listen()
+                self._tries = 0
+            except Exception:  # whatever a connection, or a user's credential provider, raises
+                self._drop()
+                pause = min(LONGEST_RECONNECT, FIRST_RECONNECT * 2**self._tries)
+                self._tries = min(self._tries + 1, 16)
+                self._rest(pause)
+            if idle and self._ends():
+                break
+        self._drop()
+
+    def _ends(self) -> bool:
+        with self._mutex:
+            self._running = bool(self._channels())
+            return not self._running
+
+    def _listen(self) -> bool:
+        """Do one turn: subscribe to what is wanted, hand on what comes; False where nothing did."""
+        wanted = self._channels()
+        if wanted and self._connection is None:
+            self._connection = self._address.dial(self._timeout)
+            self._connection._sock.setblocking(False)
+            self._reader = hiredis.Reader(encoding="utf-8", errors="replace")
+        if self._connection is None:
+            return self._rest(LINGER)
+        self._send("SUBSCRIBE", wanted - self._asked)
+        self._send("UNSUBSCRIBE", self._asked - wanted)
+        self._asked = wanted
+        came = self._rest(LINGER)
+        if not came and wanted:
+            self._send("PING", ("",))  # is it still there?
+            came = self._rest(self._timeout)
+            if not came:
+                raise OSError("no answer")
+        self._reader.feed(receive(self._connection._sock))
+        while (reply := self._reader.gets()) is not False:
+            self._take(reply)
+        return came
+
+    def _send(self, command: str, words: Iterable[str]) -> None:
+        words = list(words)
+        if words:
+            request = self._connection.pack_command(command, *words)
+            data = b"".join(request)
+            if self._connection._sock.send(data) < len(data):
+                raise OSError("the node does not read what is sent")
+
+    def _take(self, reply: Any) -> None:
+        kind, channel = reply[:2] if isinstance(reply, list) else ("", "")
+        if kind == "subscribe":
+            self.confirmed.add(channel)
+        elif kind == "unsubscribe":
+            self.confirmed.discard(channel)
+        if kind in ("subscribe", "message"):
+            self._heard(channel)
+
+    def _rest(self, seconds: float) -> bool:
+        """Return when something comes, when somebody rings, or after so many s; False for that."""
+        poll = original("select", "poll")()
+        poll.register(self._bell.descriptor, select.POLLIN)
+        if self._connection is not None:
+            poll.register(self._connection._sock.fileno(), select.POLLIN)
+        ready = poll.poll(max(1, int(seconds * 1000)))
+        if any(descriptor == self._bell.descriptor for descriptor, _ in ready):
+            self._bell.hush()
+        return bool(ready)
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        self._asked, self.confirmed = set(), set()
+        if connection is not None:
+            connection.disconnect()

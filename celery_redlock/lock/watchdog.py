@@ -1,0 +1,169 @@
+"""Renewal, and word of a loss, on two threads apart from each other.
+
+One renews what it is given every third of its ttl and does what I/O is left over. The other does
+no I/O at all and takes no mutex that I/O holds, so that a stalled socket cannot delay the word
+that a lock is at risk or lost; what users' code is to hear, it tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from celery_redlock.lock.clock import Alarm, Clock, new_mutex, start_thread
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # s: after an error that should not be
+
+
+class Watched(Protocol):
+    """A hold as the watchdog sees it."""
+
+    renew_at: float  # monotonic s; inf: never (again)
+    leeway: float  # s by which it may be renewed earlier, together with others
+
+    @property
+    def judge_at(self) -> float:
+        """The monotonic s at which to judge it next; inf: never (again)."""
+
+    def judge(self, now: float) -> None:
+        """Say what is to be said of it by now: at risk, or lost."""
+
+
+W = TypeVar("W", bound=Watched)
+
+
+class Watchdog(Generic[W]):
+    """Looks after all the holds of a process.
+
+    renew: renews these in one batch and moves their `renew_at` on. tidy: does I/O that nobody
+    waits for; returns the monotonic s at which to be called again.
+    Both threads start with the first hold and sleep while there is nothing to do.
+    """
+
+    def __init__(
+        self, clock: Clock, renew: Callable[[Sequence[W]], object], tidy: Callable[[], float]
+    ) -> None:
+        self._clock, self._renew, self._tidy = clock, renew, tidy
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew after a fork: the threads and their locks stay with the parent."""
+        self._watched: dict[int, W] = {}
+        self._tidy_at = math.inf
+        self._news: deque[Callable[[], None]] = deque()
+        self._renewals, self._deadlines = Alarm(), Alarm()
+        self._starting = new_mutex()
+        self._started = self._stopped = False
+
+    def watch(self, hold: W) -> None:
+        """Renew a hold and judge it from now on."""
+        if not self._started:
+            self._start()
+        self._watched[id(hold)] = hold
+        self._renewals.by(hold.renew_at)
+        self._deadlines.by(hold.judge_at)
+
+    def unwatch(self, hold: W) -> None:
+        """Leave a hold alone; nothing happens where it is not watched."""
+        self._watched.pop(id(hold), None)
+
+    def attend(self, hold: W) -> None:
+        """Take notice that a hold is to be judged, or renewed, earlier than before."""
+        self._renewals.by(hold.renew_at)
+        self._deadlines.by(hold.judge_at)
+
+    @property
+    def watches(self) -> bool:
+        """Whether anything is watched."""
+        return bool(self._watched)
+
+    def hurry(self, moment: float) -> None:
+        """Renew by this monotonic s what is renewed at all."""
+        for hold in list(self._watched.values()):
+            if moment < hold.renew_at < math.inf:
+                hold.renew_at = moment
+        self._renewals.by(moment)
+
+    def tidy_by(self, moment: float) -> None:
+        """See to it that `tidy` is called by this monotonic s."""
+        if not self._started:
+            self._start()
+        if moment < self._tidy_at:
+            self._tidy_at = moment
+        self._renewals.by(moment)
+
+    def tell(self, news: Callable[[], None]) -> None:
+        """Call users' code soon, where it holds up neither I/O nor renewals."""
+        if not self._started:
+            self._start()
+        self._news.append(news)
+        self._deadlines.ring()
+
+    def stop(self) -> None:
+        """Let both threads end."""
+        self._stopped = True
+        self._renewals.ring()
+        self._deadlines.ring()
+
+    def _start(self) -> None:
+        with self._starting:
+            if not self._started:
+                start_thread(self._run_renewals)
+                start_thread(self._run_deadlines)
+                self._started = True
+
+    def _run_renewals(self) -> None:
+        alarm, failures = self._renewals, 0
+        while not self._stopped and alarm is self._renewals:
+            now = self._clock.now()
+            alarm.look(now)
+            try:
+                self._do_what_is_due(now)
+                failures = 0
+            except Exception:
+                # a thread that ended here would let every lock of the process run out
+                logger.exception("renewal failed; trying again in a moment")
+                alarm.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures))
+                failures = min(failures + 1, 16)
+            moments = [hold.renew_at for hold in list(self._watched.values())]
+            alarm.rest(min([self._tidy_at, *moments]), self._clock.now())
+
+    def _do_what_is_due(self, now: float) -> None:
+        watched = list(self._watched.values())
+        due = any(hold.renew_at <= now for hold in watched)
+        if due:  # in one batch with those that are due soon, else each would be one of its own
+            self._renew([hold for hold in watched if hold.renew_at - hold.leeway <= now])
+        if due or self._tidy_at <= now:
+            self._tidy_at = math.inf
+            again_at = self._tidy()  # first: whoever asks for it meanwhile must be heard
+            self._tidy_at = min(self._tidy_at, again_at)
+
+    def _run_deadlines(self) -> None:
+        alarm = self._deadlines
+        while not self._stopped and alarm is self._deadlines:
+            now = self._clock.now()
+            alarm.look(now)
+            soonest = math.inf
+            for hold in list(self._watched.values()):
+                moment = hold.judge_at
+                if moment <= now:
+                    self._safely(functools.partial(hold.judge, now))
+                    moment = hold.judge_at
+                if moment < soonest:
+                    soonest = moment
+            if self._news:  # one at a time: no flood of them may keep a loss from being told
+                self._safely(self._news.popleft())
+                alarm.ring()
+            alarm.rest(soonest, self._clock.now())
+
+    def _safely(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except BaseException:  # SystemExit, too: this thread has the losses of others to tell
+            logger.exception("somebody who was told of a lock or a node failed")

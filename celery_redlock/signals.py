@@ -1,0 +1,39 @@
+"""The public signals: `from celery_redlock.signals import lock_acquired`."""
+
+from celery_redlock.tasks.signals import (
+    LockAcquired,
+    LockDeferred,
+    LockExtended,
+    LockLost,
+    LockReleased,
+    LockSkipped,
+    NodeFailed,
+    NodeRecovered,
+    lock_acquired,
+    lock_deferred,
+    lock_extended,
+    lock_lost,
+    lock_released,
+    lock_skipped,
+    node_failed,
+    node_recovered,
+)
+
+__all__ = [
+    "LockAcquired",
+    "LockDeferred",
+    "LockExtended",
+    "LockLost",
+    "LockReleased",
+    "LockSkipped",
+    "NodeFailed",
+    "NodeRecovered",
+    "lock_acquired",
+    "lock_deferred",
+    "lock_extended",
+    "lock_lost",
+    "lock_released",
+    "lock_skipped",
+    "node_failed",
+    "node_recovered",
+]

