@@ -1,0 +1,1 @@
+"""The lock in a task's life."""

@@ -1,0 +1,147 @@
+"""What is to become of a message whose run did not get its lock. Decides, and does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from celery_redlock.errors import LockTaken, NotAcquired, QuorumUnreachable, SettingsError
+from celery_redlock.tasks.settings import Rules
+
+WORDS = ("requeue", "skip", "fail")
+AFTER_LEASE = 0.25  # s: tries after the end of a lease are spread over so long, or `first` if less
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What a `conflict` callable is told. waited: s since the first try."""
+
+    resource: str
+    holder: str
+    deferrals: int
+    waited: float
+    task: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the message has been through. waited: s since its first try; delay: s, the last one."""
+
+    deferrals: int = 0
+    waited: float = 0.0
+    delay: float | None = None
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """Put the message back. countdown: s; delay: s, what the backoff said before it was cut."""
+
+    countdown: float
+    delay: float
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Do not run it. reason: for people."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fail:
+    """End it as FAILURE."""
+
+    error: NotAcquired
+
+
+@dataclass(frozen=True)
+class RunUnlocked:
+    """Run the body without a lock, loudly."""
+
+
+Decision = Requeue | Skip | Fail | RunUnlocked
+
+
+def decide(
+    rules: Rules,
+    refused: NotAcquired,
+    past: Past,
+    ask: Callable[[Callable[[Contention], object], LockTaken], object],
+    uniform: Callable[[float, float], float],
+    countdown_cap: float,
+) -> Decision:
+    """Return what to do.
+
+    ask: calls a `conflict` callable with its Contention. uniform: draws between two bounds.
+    countdown_cap: s, the longest countdown that the broker bears.
+    """
+    if isinstance(refused, LockTaken):
+        word = _word(rules.conflict, refused, ask)
+    else:
+        word = rules.unreachable
+    if word == "skip":
+        return Skip(f"{refused.resource!r} is held by {_holder(refused)}")
+    if word == "run":
+        return RunUnlocked()
+    if word == "fail":
+        return Fail(told(refused, past))
+    return _again(rules, refused, past, uniform, countdown_cap)
+
+
+def _again(
+    rules: Rules,
+    refused: NotAcquired,
+    past: Past,
+    uniform: Callable[[float, float], float],
+    countdown_cap: float,
+) -> Decision:
+    delay = rules.backoff.delay(past.deferrals, uniform, past.delay)
+    countdown = min(delay, countdown_cap)
+    if isinstance(refused, LockTaken) and refused.free_in is not None:
+        # a holder that died wakes nobody: be there soon after its lease
+        spread = uniform(0.0, min(AFTER_LEASE, rules.backoff.first))
+        countdown = min(countdown, refused.free_in + spread)
+    spent = rules.max_deferrals is not None and past.deferrals >= rules.max_deferrals
+    if rules.max_wait is not None:
+        left = rules.max_wait - past.waited
+        spent = spent or left <= 0
+        countdown = min(countdown, max(0.0, left))
+    if not spent:
+        return Requeue(countdown, delay)
+    if rules.give_up == "skip":
+        reason = f"gave up on {refused.resource!r} after {past.waited:.1f} s"
+        return Skip(f"{reason}, {past.deferrals} deferrals")
+    return Fail(told(refused, past))
+
+
+def told(refused: NotAcquired, past: Past) -> NotAcquired:
+    """Return the error with what the message has been through."""
+    if isinstance(refused, QuorumUnreachable):
+        return QuorumUnreachable(
+            refused.resource, refused.causes, refused.quorum, past.waited, past.deferrals
+        )
+    if isinstance(refused, LockTaken):
+        return LockTaken(
+            refused.resource, refused.holder, refused.free_in, past.waited, past.deferrals
+        )
+    return refused
+
+
+def _word(
+    conflict: Any,
+    refused: LockTaken,
+    ask: Callable[[Callable[[Contention], object], LockTaken], object],
+) -> str:
+    word = ask(conflict, refused) if callable(conflict) else conflict
+    if word not in WORDS:
+        allowed = ", ".join(map(repr, WORDS))
+        way_out = f"the callable returned {word!r}, and must return one of {allowed}"
+        raise SettingsError(f"resource {refused.resource!r}", "conflict", repr(conflict), way_out)
+    return str(word)
+
+
+def _holder(refused: NotAcquired) -> str:
+    return refused.holder if isinstance(refused, LockTaken) else "nobody that can be asked"

@@ -1,0 +1,358 @@
+"""The way through a run: acquire, body, release.
+
+The gate stands around a task's `run`, and around a `__call__` of the user's own, inside Celery's
+tracer: a signal handler before the run could not stop it, and whatever is raised here is handled
+by the tracer as any task's exception. Nothing of a run is kept on the task: it hangs on the
+request, which Celery keeps a thread and greenlet.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from celery._state import get_current_worker_task
+from celery.exceptions import Ignore
+from celery.signals import task_postrun
+
+from celery_redlock.errors import LockLost, LockTaken, NotAcquired, RedlockError
+from celery_redlock.lock.keys import in_order
+from celery_redlock.lock.redlock import Lock, give_back
+from celery_redlock.lock.session import Terms
+from celery_redlock.tasks import contention, signals, states
+from celery_redlock.tasks.contention import Contention, Past, Requeue, RunUnlocked, Skip
+from celery_redlock.tasks.deferral import Slip, bearable, put_back, utc_now
+from celery_redlock.tasks.runtime import redlock_of, settings_of
+from celery_redlock.tasks.settings import Plan, Rules, compile_plan
+
+logger = logging.getLogger(__name__)
+
+PASSAGE = "_redlock_passage"  # the name on the request under which a run's passage hangs
+_CALLS_BODIES = ("celery.map", "celery.starmap", "celery.chunks")
+
+_DELAYED = re.compile(r"^(?:(?:[01]\.){28})+")  # Source: kombu.transport.native_delayed_delivery
+
+Body = Callable[..., Any]
+
+
+class Passage:
+    """One run on its way through the gate.
+
+    lock: what it holds. late: it lets go in task_postrun, after the result is stored.
+    """
+
+    __slots__ = ("late", "lock", "unlocked")
+
+    def __init__(self, lock: Lock, *, late: bool) -> None:
+        self.lock, self.late = lock, late
+        self.unlocked = False  # runs without a lock, as unreachable="run" says
+
+
+def passage_of(request: Any) -> Passage | None:
+    """Return the passage of a run, None outside one."""
+    passage: Passage | None = request.__dict__.get(PASSAGE)
+    return passage
+
+
+def gated(body: Any) -> Body:
+    """Return a class's `run` or `__call__` with the gate around it.
+
+    body: the attribute as it stands in the class: a function or a staticmethod. No `__wrapped__`
+    is left, for `task_annotations` with "@run" unwraps it and would throw the gate away.
+    """
+    function = body.__func__ if isinstance(body, staticmethod) else body
+    is_static = isinstance(body, staticmethod)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = self.request
+        call = function if is_static else functools.partial(function, self)
+        if (
+            request.called_directly
+            or PASSAGE in request.__dict__
+            or self.name.startswith("celery.")
+        ):
+            refuse_map(self, request)
+            return call(*args, **kwargs)
+        return run_locked(self, request, call, args, kwargs)
+
+    functools.update_wrapper(run, function)
+    del run.__wrapped__  # type: ignore[attr-defined]
+    run.__signature__ = _without_self(function, is_static)  # type: ignore[attr-defined]
+    run.redlock_gate = run  # type: ignore[attr-defined]
+    return run
+
+
+def is_gate(body: Any) -> bool:
+    """Tell a gate from a body that `functools.wraps` gave a gate's attributes."""
+    return getattr(body, "redlock_gate", None) is body
+
+
+def _without_self(function: Body, is_static: bool) -> inspect.Signature:
+    signature = inspect.signature(function, follow_wrapped=False)
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
+        # a decorator that passes everything on; one that names its parameters may add some
+        signature = inspect.signature(function)
+    if not is_static:
+        return signature
+    # a bound `run` loses its first parameter: give a static one something to lose
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[first, *signature.parameters.values()])
+
+
+def body_signature(cls: type) -> inspect.Signature:
+    """Return the signature of a task's body, without self.
+
+    From the class: on the instance autoretry's wrapper may stand, which hides it.
+    """
+    gates = (inspect.getattr_static(cls, name) for name in ("run", "__call__"))
+    gate = next(g for g in gates if is_gate(g))
+    signature = inspect.signature(gate)
+    parameters = list(signature.parameters.values())
+    named = parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
+    return signature.replace(parameters=parameters[1:]) if named else signature
+
+
+def refuse_map(task: Any, request: Any) -> None:
+    """Raise RedlockError where chunks, map or starmap calls this body: it would take no lock."""
+    if not request.called_directly:
+        return
+    caller = get_current_worker_task()
+    if caller is not None and caller.name in _CALLS_BODIES:
+        raise RedlockError(
+            f"{task.name} is called by {caller.name}, directly and so without its lock: use a "
+            "group of its signatures instead of chunks, map or starmap"
+        )
+
+
+def plan_of(task: Any) -> Plan:
+    """Return what a task's declaration means; raises SettingsError each time while it is wrong."""
+    cls = type(task)
+    plans: dict[Any, Plan] = cls.__dict__.get("_redlock_plans") or {}
+    which = (task.name, id(task.app))  # a class may be two tasks, by names set on instances
+    plan = plans.get(which)
+    if plan is None:
+        names = [name for name in dir(task) if name.startswith("lock_")]
+        found = {name: inspect.getattr_static(task, name) for name in names}
+        others = [n for n, v in found.items() if isinstance(v, (property, classmethod))]
+        attributes = {
+            name: value.__func__ if isinstance(value, staticmethod) else value
+            for name, value in found.items()
+        }
+        settings, signature = settings_of(task.app), body_signature(cls)
+        plan = compile_plan(settings, task.name, attributes, signature, others)
+        cls._redlock_plans = {**plans, which: plan}
+    return plan
+
+
+def queue_of(
+    app: Any, delivery: Mapping[str, Any] | None, known: dict[tuple[str, str], str] | None = None
+) -> str:
+    """Return the declared queue that a message came through, else its routing key.
+
+    known: queues found before, by exchange and routing key; for those that come with each run.
+    """
+    delivery = delivery or {}
+    exchange, routing_key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
+    if known and (found := known.get((exchange, routing_key))) is not None:
+        return found
+    # RabbitMQ kept it back: its own exchange is gone, and its key stands behind the bits
+    delayed = exchange.startswith("celery_delayed_")
+    key = _DELAYED.sub("", routing_key) if delayed else routing_key
+    for name, queue in app.amqp.queues.items():
+        if queue.routing_key == key and (delayed or queue.exchange.name == exchange):
+            if known is not None and not delayed:
+                known[exchange, routing_key] = str(name)
+            return str(name)
+    return str(key)
+
+
+def lock_of(
+    task: Any,
+    rules: Rules,
+    resources: Sequence[str],
+    *,
+    label: str,
+    wait: float | None = None,
+) -> Lock:
+    """Return the lock that a run by these rules takes; wait: s, instead of the rules'."""
+    terms = Terms(
+        resources=in_order(resources),
+        ttl=rules.ttl,
+        wait=rules.wait if wait is None else wait,
+        renew=rules.renew,
+        max_hold=rules.max_hold,
+        label=label,
+        owner=task,
+        limit=rules.limit,
+        fencing=rules.fencing,
+    )
+    return Lock(redlock_of(task.app), terms)
+
+
+def label_of_run(task: Any, request: Any) -> str:
+    """Return what the nodes show of the holder: task id, name, retries, nesting, worker."""
+    nesting = request.replaced_task_nesting or 0
+    return f"{request.id}:{task.name}:{request.retries}:{nesting} {request.hostname}"
+
+
+def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs: Any) -> Any:
+    """Run a body under its lock, or put its message to what the rules say."""
+    plan, slip = plan_of(task), Slip.of(request)
+    queue = (
+        task.own_queue(args, kwargs)
+        if request.is_eager
+        else queue_of(task.app, request.delivery_info, plan.queues)
+    )
+    rules = plan.rules(queue, slip.options)
+    resources = plan.resources(rules, task, args, kwargs, queue)
+    if not resources:
+        return call(*args, **kwargs)
+    lock = lock_of(task, rules, resources, label=label_of_run(task, request))
+    passage = Passage(lock, late=bool(task.acks_late) and not request.is_eager)
+    request.__dict__[PASSAGE] = passage  # before the grant leaves, so that postrun finds the lock
+    try:
+        lock.acquire()
+    except NotAcquired as refused:
+        request.__dict__.pop(PASSAGE, None)
+        turn_away(task, request, rules, slip, refused, args, kwargs)
+        request.__dict__[PASSAGE] = passage  # unreachable="run"
+        passage.unlocked = True
+    except BaseException:
+        let_go(request)
+        raise
+    return _run_body(task, request, passage, rules, slip, call, args, kwargs)
+
+
+def _run_body(
+    task: Any,
+    request: Any,
+    passage: Passage,
+    rules: Rules,
+    slip: Slip,
+    call: Body,
+    args: Sequence[Any],
+    kwargs: Any,
+) -> Any:
+    try:
+        tracked = bool(getattr(task, "_redlock_track_started", False))
+        states.show_started(task, request, tracked=tracked, deferred=slip.deferrals > 0)
+        result = call(*args, **kwargs)
+        if rules.lost == "abort" and not passage.unlocked:
+            ensure_to_the_end(passage.lock)
+        return result
+    finally:
+        if not passage.late:
+            let_go(request)
+
+
+def ensure_to_the_end(lock: Lock) -> None:
+    """Raise LockLost, which says that the body had ended, where the lock is not held any more."""
+    try:
+        lock.ensure()
+    except LockLost as lost:
+        raise LockLost(lost.resource, lost.reason, True) from None
+
+
+def let_go(request: Any) -> None:
+    """Release a run's lock; nothing happens where that is done or there is none."""
+    passage = passage_of(request)
+    if passage is not None:
+        give_back(passage.lock)
+        request.__dict__.pop(PASSAGE, None)  # last: where this is cut, task_postrun does it again
+
+
+def turn_away(
+    task: Any,
+    request: Any,
+    rules: Rules,
+    slip: Slip,
+    refused: NotAcquired,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Do what the rules say of a run without its lock; returns only where it is to run without.
+
+    Raises Ignore (put back, or skipped), or the error that ends the run as FAILURE.
+    """
+    past = slip.past(utc_now())
+
+    def ask(conflict: Callable[[Contention], object], taken: LockTaken) -> object:
+        told = (taken.resource, taken.holder, past.deferrals, past.waited, task)
+        return conflict(Contention(*told, tuple(args), dict(kwargs)))
+
+    cap = settings_of(task.app).countdown_cap
+    decision = contention.decide(rules, refused, past, ask, random.uniform, cap)
+    if isinstance(decision, RunUnlocked):
+        logger.error("%s runs WITHOUT its lock: %s", task.name, refused)
+    elif isinstance(decision, Skip):
+        skip(task, request, refused.resource, decision.reason)
+    elif isinstance(decision, Requeue) and goes_back(task, request):
+        defer(task, request, slip, past, refused, decision)
+    else:
+        raise contention.told(refused, past)
+
+
+def goes_back(task: Any, request: Any) -> bool:
+    """Tell whether a message can be put back.
+
+    An eager run has none: it has waited up to `wait`, and gives up. On a fan-out exchange each
+    copy would go to every queue again, and one message would become many.
+    """
+    if request.is_eager:
+        return False
+    exchange = (request.delivery_info or {}).get("exchange")
+    exchanges = (queue.exchange for queue in task.app.amqp.queues.values())
+    return not any(e.type == "fanout" and e.name == exchange for e in exchanges)
+
+
+def skip(task: Any, request: Any, resource: str, reason: str) -> None:
+    """End a run without running its body."""
+    logger.info("skipped %s[%s]: %s", task.name, request.id, reason)
+    states.show_skipped(task, request, resource, reason)
+    signals.lock_skipped.send(task, event=signals.LockSkipped(resource, reason))
+    raise Ignore(reason)
+
+
+def defer(
+    task: Any, request: Any, slip: Slip, past: Past, refused: NotAcquired, decision: Requeue
+) -> None:
+    """Put the message back: DEFERRED stored, sent, published, then Ignore raised, in this order."""
+    now = utc_now()
+    countdown = bearable(task.app, decision.countdown)
+    following = slip.next(now, decision.delay, request.retries, request.id)
+    holder = refused.holder if isinstance(refused, LockTaken) else ""
+    info = {
+        "resource": refused.resource,
+        "holder": holder,
+        "deferrals": following.deferrals,
+        "waited": past.waited,
+        "next_try": states.in_iso(now, countdown),
+    }
+    why = f"held by {holder}" if holder else str(refused)
+    logger.info("deferred %s[%s] for %.2f s: %s", task.name, request.id, countdown, why)
+    states.show_deferred(task, request, info)
+    put_back(task, request, following, countdown)
+    event = signals.LockDeferred(
+        refused.resource, holder, following.deferrals, past.waited, countdown
+    )
+    signals.lock_deferred.send(task, event=event)
+    raise Ignore(f"deferred: {why}")
+
+
+@task_postrun.connect(weak=False)
+def _let_go_late(sender: Any = None, **_: Any) -> None:
+    """Release after the result, links and retry are stored or published: late acknowledgement.
+
+    Source: celery.app.trace sends task_postrun in a finally, with the request still in place, on
+    every way out of a run that the child itself can see.
+    """
+    let_go(sender.request)
+
+
+# before every other receiver: what they raise past Exception would keep the lock for ever
+task_postrun.receivers.insert(0, task_postrun.receivers.pop())

@@ -1,0 +1,139 @@
+"""The public signals, and the frozen record that each carries as `event`.
+
+Celery signals: the sender is the task, or the `Redlock` where no task is in play. They fire in
+the process and thread where it happens, and tell; what a receiver raises changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from celery.utils.dispatch import Signal
+
+from celery_redlock.lock.redlock import Redlock
+from celery_redlock.lock.session import Holding, Observer
+
+lock_acquired = Signal(name="lock_acquired", providing_args={"event"})
+lock_deferred = Signal(name="lock_deferred", providing_args={"event"})
+lock_skipped = Signal(name="lock_skipped", providing_args={"event"})
+lock_released = Signal(name="lock_released", providing_args={"event"})
+lock_lost = Signal(name="lock_lost", providing_args={"event"})
+lock_extended = Signal(name="lock_extended", providing_args={"event"})
+node_failed = Signal(name="node_failed", providing_args={"event"})
+node_recovered = Signal(name="node_recovered", providing_args={"event"})
+
+
+@dataclass(frozen=True)
+class LockAcquired:
+    """A lock is held. ttl: s."""
+
+    resource: str
+    ttl: float
+
+
+@dataclass(frozen=True)
+class LockDeferred:
+    """A message was put back. waited: s since the first try; countdown: s until the next."""
+
+    resource: str
+    holder: str
+    deferrals: int
+    waited: float
+    countdown: float
+
+
+@dataclass(frozen=True)
+class LockSkipped:
+    """A run was skipped. reason: in words."""
+
+    resource: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LockReleased:
+    """A lock was given back. held_for: s. by: "holder"."""
+
+    resource: str
+    held_for: float
+    by: str = "holder"
+
+
+@dataclass(frozen=True)
+class LockLost:
+    """A lock is lost. reason: in words."""
+
+    resource: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LockExtended:
+    """A quorum renewed a lock. remaining: s of validity from now on."""
+
+    resource: str
+    remaining: float
+
+
+@dataclass(frozen=True)
+class NodeFailed:
+    """A node stopped answering. node: its address; cause: in the server's or the system's words."""
+
+    node: str
+    cause: str
+    resource: str = ""
+
+
+@dataclass(frozen=True)
+class NodeRecovered:
+    """A node answers again."""
+
+    node: str
+    resource: str = ""
+
+
+class SignalObserver(Observer):
+    """Turns what the lock's floor observes into signals; free where nobody listens."""
+
+    def acquired(self, holding: Holding) -> None:
+        """Send lock_acquired."""
+        if lock_acquired.receivers:
+            event = LockAcquired(holding.resource, holding.terms.ttl)
+            lock_acquired.send(_sender(holding), event=event)
+
+    def released(self, holding: Holding) -> None:
+        """Send lock_released."""
+        if lock_released.receivers:
+            event = LockReleased(holding.resource, holding.held_for)
+            lock_released.send(_sender(holding), event=event)
+
+    def extended(self, holding: Holding) -> None:
+        """Send lock_extended."""
+        event = LockExtended(holding.resource, holding.remaining)
+        lock_extended.send(_sender(holding), event=event)
+
+    @property
+    def hears_extensions(self) -> bool:
+        """Whether anybody listens."""
+        return bool(lock_extended.receivers)
+
+    def lost(self, holding: Holding, reason: str) -> None:
+        """Send lock_lost."""
+        lock_lost.send(_sender(holding), event=LockLost(holding.resource, reason))
+
+    def node_failed(self, redlock: Any, node: str, cause: str) -> None:
+        """Send node_failed."""
+        node_failed.send(redlock, event=NodeFailed(node, cause))
+
+    def node_recovered(self, redlock: Any, node: str) -> None:
+        """Send node_recovered."""
+        node_recovered.send(redlock, event=NodeRecovered(node))
+
+
+def _sender(holding: Holding) -> Any:
+    owner = holding.terms.owner
+    return holding.session.redlock if owner is None else owner
+
+
+Redlock.observer = SignalObserver()

@@ -1,0 +1,94 @@
+"""DEFERRED, STARTED, SKIPPED: what is stored in the result backend and sent as an event.
+
+Order matters: DEFERRED is stored and sent before the message is out, for whoever takes the
+message may finish it at once, and a later write would stay for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any
+
+from celery import states
+from celery.exceptions import SoftTimeLimitExceeded
+
+logger = logging.getLogger(__name__)
+
+DEFERRED = "DEFERRED"
+
+
+def ignores_result(task: Any, request: Any) -> bool:
+    """Tell whether a run's result is not wanted: the call's word goes before the task's.
+
+    Source: celery.app.task.Context has a class-level False, which is nobody's word.
+    """
+    of_call = request.__dict__.get("ignore_result")
+    return bool(task.ignore_result if of_call is None else of_call)
+
+
+def stores(task: Any, request: Any) -> bool:
+    """Tell whether a run's state goes into the result backend."""
+    return not request.is_eager and not ignores_result(task, request)
+
+
+def in_iso(now: datetime, seconds: float) -> str:
+    """Return the moment so many s after `now`, ISO 8601 with its zone."""
+    return (now + timedelta(seconds=seconds)).isoformat()
+
+
+def show_deferred(task: Any, request: Any, info: dict[str, Any]) -> None:
+    """Store and send DEFERRED. info: resource, holder, deferrals, waited, next_try."""
+    if stores(task, request):
+        _show(task, lambda: task.backend.store_result(request.id, info, DEFERRED, request=request))
+    _send(task, "task-deferred", **info)
+
+
+def show_started(task: Any, request: Any, *, tracked: bool, deferred: bool) -> None:
+    """Store STARTED once the lock is held, and let monitors leave DEFERRED.
+
+    tracked: the task has `track_started`, which the gate took over; deferred: this message was
+    put back before, so DEFERRED is what a person sees until now.
+    Source: celery.events.state: a task-started after a custom event does not change the state,
+    a task-retried does.
+    """
+    if not (tracked or deferred):
+        return
+    if stores(task, request):
+        meta = {"pid": os.getpid(), "hostname": request.hostname}
+        store = task.backend.store_result
+        _show(
+            task,
+            lambda: store(request.id, meta, states.STARTED, request=request),
+            let_through=(SoftTimeLimitExceeded,),  # the body is about to begin, and must not now
+        )
+    if deferred and not request.is_eager:
+        _send(task, "task-retried", exception="lock acquired after a deferral", traceback="")
+        _send(task, "task-started")
+
+
+def show_skipped(task: Any, request: Any, resource: str, reason: str) -> None:
+    """Store REVOKED, so that callers, chains and chords end, and send SKIPPED."""
+    if request.is_eager:
+        return
+    store = stores(task, request)
+    task.backend.mark_as_revoked(request.id, reason, request=request, store_result=store)
+    _send(task, "task-skipped", resource=resource, reason=reason)
+
+
+def _send(task: Any, event: str, **fields: Any) -> None:
+    _show(task, lambda: task.send_event(event, **fields))
+
+
+def _show(
+    task: Any, show: Callable[[], object], let_through: tuple[type[Exception], ...] = ()
+) -> None:
+    """Show a state; a backend or broker that is away keeps nobody from putting a message back."""
+    try:
+        show()
+    except let_through:
+        raise
+    except Exception as error:
+        logger.warning("cannot show the state of %s[%s]: %s", task.name, task.request.id, error)
