@@ -1,0 +1,118 @@
+"""What all tests share: real nodes, and a way to wait for what must come true."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import hypothesis
+import pytest
+import redis
+
+from celery_redlock import Lock, Redlock
+from celery_redlock.lock.inspection import ask_nodes
+from celery_redlock.testing import EmbeddedNode, embedded_nodes
+
+# s: a busy machine keeps a node or a thread of ours waiting for longer than the defaults allow
+NODE_TIMEOUT = 1.5
+TTL = 4 * NODE_TIMEOUT  # of locks that are renewed: a stall of two thirds of it loses none
+FREED = 15.0  # below two thirds of the default ttl: what is free by then did not just expire
+
+# how long an example takes says more about the machine than about what is tested
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
+
+T = TypeVar("T")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let redis-py 5 leave sockets of its clients to the garbage collector; later ones do not."""
+    if int(redis.__version__.partition(".")[0]) < 6:
+        config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
+
+
+def eventually(condition: Callable[[], T], within: float = 60.0) -> T:
+    """Return what a condition gives once it is true; fails where it is not within so many s."""
+    end = time.monotonic() + within
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not true within {within} s: {condition}"
+        time.sleep(0.02)
+    return value
+
+
+@pytest.fixture(scope="session")
+def standing_nodes() -> Iterator[list[EmbeddedNode]]:
+    """Give three nodes that no test ends; use `nodes`, which empties them first."""
+    with embedded_nodes(3) as servers:
+        yield servers
+
+
+@pytest.fixture
+def nodes(standing_nodes: list[EmbeddedNode]) -> list[EmbeddedNode]:
+    """Give three empty nodes that a test does not end."""
+    for node in standing_nodes:
+        node.client().flushall()
+    vouch_for(standing_nodes)
+    return standing_nodes
+
+
+@pytest.fixture
+def mortal_nodes() -> Iterator[list[EmbeddedNode]]:
+    """Give three nodes of the test's own, to be killed and frozen."""
+    with embedded_nodes(3) as servers:
+        vouch_for(servers)
+        yield servers
+
+
+def vouch_for(nodes: list[EmbeddedNode], prefix: str = "redlock") -> None:
+    """Let nodes vote that are new, or that a test has emptied."""
+    urls = [node.url for node in nodes]
+    with Redlock(urls, prefix=prefix, node_timeout=NODE_TIMEOUT) as made:
+        made.trust()
+
+
+@pytest.fixture
+def redlock(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+    """Give a Redlock over `nodes`, connected to each of them."""
+    with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
+        settle(made)
+        yield made
+
+
+def settle(redlock: Redlock) -> None:
+    """Return when every node has executed all that was written to it so far.
+
+    A grant or a release is over for its caller before the last node has seen it. A ping goes the
+    same way behind it.
+    """
+    eventually(lambda: not ask_nodes(redlock).failing)
+
+
+def end_of(lock: Lock) -> float:
+    """Return the monotonic s at which a lock ends unless it is renewed; a stall makes it less."""
+    return time.monotonic() + lock.remaining
+
+
+def see_renewal(lock: Lock) -> None:
+    """Return when a held lock has been renewed once more."""
+    end = end_of(lock)
+    eventually(lambda: end_of(lock) > end + lock.ttl / 10)
+
+
+def keys_on(nodes: list[EmbeddedNode]) -> list[list[str]]:
+    """Return the names of the locks that stand on each node."""
+    return [sorted(node.client().keys("*:lock:*")) for node in nodes]
+
+
+def is_free(nodes: list[EmbeddedNode], resource: str, prefix: str = "redlock") -> bool:
+    """Tell whether no node holds the lock of a resource."""
+    name = f"{{{prefix}}}:lock:{resource}"
+    return not any(node.client().exists(name) for node in nodes)
+
+
+def see_freed(nodes: list[EmbeddedNode], resource: str, prefix: str = "redlock") -> None:
+    """Return when a lock of the default ttl has been released on every node."""
+    eventually(lambda: is_free(nodes, resource, prefix), within=FREED)

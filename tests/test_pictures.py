@@ -1,0 +1,63 @@
+"""The pictures in docs/ are what their scripts draw, and say what the lock does."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from celery_redlock.lock.lease import lease_end, validity
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.fixture(scope="module")
+def lease() -> dict[str, Any]:
+    """Give what the script of the lease's picture defines."""
+    return runpy.run_path(str(DOCS / "pictures" / "lease.py"))
+
+
+def test_the_picture_of_a_lease_is_what_its_script_draws(lease: dict[str, Any]) -> None:
+    drawn = lease["draw"]()
+    assert lease["PICTURE"].read_text(encoding="utf-8") == drawn, (
+        "run `python docs/pictures/lease.py` and look at the result"
+    )
+
+
+def test_the_picture_counts_as_the_lock_does(lease: dict[str, Any]) -> None:
+    story = lease["tell"]()
+    counted = lease_end(0.0, lease["TTL"] / 1000, drift=0.01)
+    assert lease["COUNTED"] == pytest.approx(counted * 1000)
+    ends = [lane.end for lane in story.lanes]
+    assert story.valid_until == validity(ends, lease["QUORUM"])
+
+
+def test_the_picture_shows_a_loss_that_comes_before_any_rival(lease: dict[str, Any]) -> None:
+    story = lease["tell"]()
+    assert max(story.sends) < story.lost < story.rival_from
+
+
+def test_the_picture_needs_nothing_but_itself(lease: dict[str, Any]) -> None:
+    root = ET.fromstring(lease["PICTURE"].read_text(encoding="utf-8"))
+    names = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert names <= {"svg", "title", "desc", "pattern", "rect", "path", "circle", "text"}
+    values = [value for element in root.iter() for value in element.attrib.values()]
+    assert all(value.startswith("url(#") for value in values if "url" in value)
+
+
+def test_every_picture_on_a_page_is_there() -> None:
+    pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
+    shown = [(page, name) for page in pages for name in _pictures_on(page)]
+    assert any(page.name == "the-lock.md" for page, _ in shown)
+    for page, name in shown:
+        assert (page.parent / name).is_file(), f"{page.name} shows {name}"
+
+
+def _pictures_on(page: Path) -> list[str]:
+    """Return the local pictures that a page shows."""
+    shown = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    return [name for name in shown if "://" not in name]

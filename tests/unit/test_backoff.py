@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_redlock import Backoff, SettingsError
+
+attempts = st.integers(0, 10_000)
+jitters = st.sampled_from(["full", "decorrelated", "none"])
+
+
+@given(attempts, jitters, st.floats(0, 60), st.integers())
+def test_no_delay_is_below_zero_or_above_the_cap(
+    attempt: int, jitter: Any, previous: float, seed: int
+) -> None:
+    delay = Backoff(0.25, 30, 2, jitter).delay(attempt, random.Random(seed).uniform, previous)
+    assert 0 <= delay <= 30
+
+
+def test_without_jitter_it_grows_by_the_factor_up_to_the_cap() -> None:
+    backoff = Backoff(first=1, cap=10, factor=3, jitter="none")
+    assert [backoff.delay(n, random.uniform) for n in range(4)] == [1, 3, 9, 10]
+
+
+def test_full_jitter_draws_from_zero_to_the_grown_delay() -> None:
+    drawn: list[tuple[float, float]] = []
+
+    def uniform(low: float, high: float) -> float:
+        drawn.append((low, high))
+        return low
+
+    Backoff(first=0.5, cap=8).delay(3, uniform)
+    assert drawn == [(0.0, 4.0)]
+
+
+def test_decorrelated_jitter_draws_up_to_three_times_the_delay_before() -> None:
+    backoff = Backoff(first=0.5, cap=100, jitter="decorrelated")
+    assert backoff.delay(5, lambda low, high: high, previous=2.0) == 6.0
+    assert backoff.delay(0, lambda low, high: high) == 1.5
+
+
+@given(attempts)
+def test_it_comes_through_a_message(attempt: int) -> None:
+    backoff = Backoff(0.5, 7, 3, "none")
+    assert Backoff.from_message(backoff.to_message()) == backoff
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"first": 0}, "first"),
+        ({"first": 5, "cap": 1}, "cap"),
+        ({"first": "1"}, "first"),
+        ({"cap": float("inf")}, "cap"),
+        ({"factor": 0.5}, "factor"),
+        ({"factor": True}, "factor"),
+        ({"jitter": "some"}, "jitter"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(SettingsError, match=word):
+        Backoff(**fields)
+
+
+def test_an_unknown_field_of_a_message_is_refused() -> None:
+    with pytest.raises(SettingsError, match="frist"):
+        Backoff.from_message({"frist": 1})

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_redlock import Backoff, LockTaken, NotAcquired, QuorumUnreachable, SettingsError
+from celery_redlock.tasks.contention import (
+    Contention,
+    Decision,
+    Fail,
+    Past,
+    Requeue,
+    RunUnlocked,
+    Skip,
+    decide,
+)
+from celery_redlock.tasks.settings import Rules, compile_plan, read_app
+
+TAKEN = LockTaken("stock:7", "the other", free_in=9.0)
+AWAY = QuorumUnreachable("stock:7", ["a:1: refused"], 2)
+
+
+def rules(**lock: Any) -> Rules:
+    app = read_app({"redlock_nodes": ["redis://a"]})
+    named = {f"lock_{name}": value for name, value in lock.items()}
+    return compile_plan(app, "t", named, inspect.signature(lambda: None)).rules("q")
+
+
+def decided(
+    refused: NotAcquired = TAKEN,
+    past: Past = Past(),  # noqa: B008 - frozen
+    *,
+    uniform: Callable[[float, float], float] = lambda low, high: high,
+    cap: float = 900.0,
+    **lock: Any,
+) -> Decision:
+    def ask(conflict: Callable[[Contention], object], taken: LockTaken) -> object:
+        told = (taken.resource, taken.holder, past.deferrals, past.waited, None)
+        return conflict(Contention(*told, (), {}))
+
+    return decide(rules(**lock), refused, past, ask, uniform, cap)
+
+
+def test_by_default_the_message_goes_back() -> None:
+    assert decided() == Requeue(countdown=0.25, delay=0.25)
+
+
+def test_the_countdown_grows_with_the_deferrals() -> None:
+    countdowns = [decided(AWAY, Past(deferrals=n)) for n in range(4)]
+    assert [d.countdown for d in countdowns if isinstance(d, Requeue)] == [0.25, 0.5, 1.0, 2.0]
+
+
+def test_the_countdown_ends_with_the_lease_that_refused_it() -> None:
+    decision = decided(LockTaken("r", "h", free_in=2.0), Past(deferrals=20))
+    assert isinstance(decision, Requeue)
+    assert decision.delay == 30.0
+    assert 2.0 <= decision.countdown <= 2.25
+
+
+def test_a_lease_without_a_known_end_leaves_the_backoff_alone() -> None:
+    decision = decided(LockTaken("r", "h", free_in=None), Past(deferrals=20))
+    assert decision == Requeue(30.0, 30.0)
+
+
+def test_the_countdown_stays_below_what_the_broker_takes_for_a_lost_message() -> None:
+    decision = decided(AWAY, Past(deferrals=20), cap=5.0)
+    assert decision == Requeue(countdown=5.0, delay=30.0)
+
+
+@given(st.integers(0, 100), st.floats(0, 1e4), st.floats(0, 1e4), st.integers())
+def test_the_last_delay_is_cut_to_max_wait(
+    deferrals: int, waited: float, free_in: float, seed: int
+) -> None:
+    refused = LockTaken("r", "h", free_in=free_in)
+    decision = decided(
+        refused, Past(deferrals, waited), uniform=random.Random(seed).uniform, max_wait=100.0
+    )
+    if waited >= 100:
+        assert isinstance(decision, Fail)
+    else:
+        assert isinstance(decision, Requeue)
+        assert waited + decision.countdown <= 100 + 1e-6
+
+
+def test_spent_deferrals_end_as_failure_with_what_happened() -> None:
+    decision = decided(TAKEN, Past(deferrals=3, waited=7.5), max_deferrals=3)
+    assert isinstance(decision, Fail)
+    error = decision.error
+    assert isinstance(error, LockTaken)
+    assert (error.resource, error.holder, error.waited, error.deferrals) == (
+        "stock:7", "the other", 7.5, 3,
+    )  # fmt: skip
+
+
+def test_giving_up_counts_deferrals_whatever_their_cause_and_names_the_last_one() -> None:
+    decision = decided(AWAY, Past(deferrals=3), max_deferrals=3)
+    assert isinstance(decision, Fail)
+    assert isinstance(decision.error, QuorumUnreachable)
+    assert decision.error.causes == ["a:1: refused"]
+
+
+def test_giving_up_can_skip() -> None:
+    assert isinstance(decided(TAKEN, Past(deferrals=1), max_deferrals=1, give_up="skip"), Skip)
+
+
+def test_no_deferral_at_all_can_be_asked_for() -> None:
+    assert isinstance(decided(max_deferrals=0), Fail)
+
+
+def test_conflict_can_skip_or_fail() -> None:
+    assert isinstance(decided(conflict="skip"), Skip)
+    assert isinstance(decided(conflict="fail"), Fail)
+
+
+def test_unreachable_is_not_contention() -> None:
+    assert isinstance(decided(AWAY, conflict="skip"), Requeue)
+    assert isinstance(decided(AWAY, unreachable="fail"), Fail)
+    assert isinstance(decided(AWAY, unreachable="run"), RunUnlocked)
+    assert isinstance(decided(TAKEN, unreachable="run"), Requeue)
+
+
+def test_a_conflict_callable_decides_by_what_it_is_told() -> None:
+    told: list[Contention] = []
+
+    def conflict(contention: Contention) -> str:
+        told.append(contention)
+        return "skip" if contention.deferrals else "requeue"
+
+    assert isinstance(decided(conflict=conflict), Requeue)
+    assert isinstance(decided(TAKEN, Past(deferrals=1, waited=2.0), conflict=conflict), Skip)
+    assert (told[1].resource, told[1].holder, told[1].waited) == ("stock:7", "the other", 2.0)
+
+
+def test_a_conflict_callable_that_returns_another_word_is_an_error() -> None:
+    with pytest.raises(SettingsError, match="returned 'perhaps'"):
+        decided(conflict=lambda contention: "perhaps")
+
+
+def test_decorrelated_delays_follow_the_one_before() -> None:
+    backoff = Backoff(first=1, cap=100, jitter="decorrelated")
+    assert decided(AWAY, Past(3, 9.0, delay=4.0), backoff=backoff) == Requeue(12.0, 12.0)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.app.task import Context
+from celery.exceptions import Ignore, Reject
+from freezegun import freeze_time
+from kombu.serialization import dumps, loads
+
+from celery_redlock.tasks.contention import Past
+from celery_redlock.tasks.deferral import Requeue, Slip, bearable, utc_now
+
+
+def request(header: Any, **fields: Any) -> Context:
+    return Context({"redlock": header, "retries": 0, "id": "1", **fields}, called_directly=False)
+
+
+def test_a_first_delivery_has_no_past() -> None:
+    assert Slip.of(Context({"id": "1"})).past(utc_now()) == Past()
+
+
+@pytest.mark.parametrize("serializer", ["json", "pickle"])
+def test_the_slip_comes_through_a_message(serializer: str) -> None:
+    slip = Slip({"ttl": 9}).next(utc_now(), 1.5, 0)
+    content_type, encoding, body = dumps(slip.to_message(), serializer)
+    back = loads(body, content_type, encoding, accept=[content_type])
+    assert Slip.of(request(back)) == slip
+
+
+def test_the_wait_counts_from_the_first_try_by_the_wall_clock() -> None:
+    with freeze_time("2026-01-01 12:00:00") as clock:
+        slip = Slip().next(utc_now(), 1.0, 0)
+        clock.tick(5)
+        slip = slip.next(utc_now(), 2.0, 0)
+        clock.tick(5)
+        assert slip.past(utc_now()) == Past(deferrals=2, waited=10.0, delay=2.0)
+
+
+def test_a_clock_that_was_set_back_never_makes_the_wait_negative() -> None:
+    with freeze_time("2026-01-01 12:00:00") as clock:
+        slip = Slip().next(utc_now(), 1.0, 0)
+        clock.move_to("2026-01-01 11:00:00")
+        assert slip.past(utc_now()).waited == 0.0
+
+
+def test_a_real_retry_starts_counting_anew_and_keeps_the_calls_options() -> None:
+    slip = Slip({"ttl": 9}).next(utc_now(), 1.0, 0)
+    again = Slip.of(request(slip.to_message(), retries=1))
+    assert again == Slip({"ttl": 9})
+
+
+def test_a_child_that_inherits_its_parents_headers_does_not_inherit_the_slip() -> None:
+    parents = Slip({"key": False}).next(utc_now(), 1.0, 0, "parent").to_message()
+    assert Slip.of(request(parents, id="child")) == Slip()
+    assert Slip.of(request(parents, id="parent")).deferrals == 1
+
+
+@pytest.mark.parametrize("header", ["text", 7, ["x"], None])
+def test_a_strangers_header_counts_as_nothing(header: Any) -> None:
+    assert Slip.of(request(header)) == Slip()
+
+
+def test_an_eager_call_carries_its_header_among_the_others() -> None:
+    eager = Context({"id": "1", "headers": {"redlock": {"options": {"ttl": 9}}}, "retries": 0})
+    assert Slip.of(eager).options == {"ttl": 9}
+
+
+def test_a_requeue_is_a_reject_that_autoretry_lets_pass() -> None:
+    error = Requeue(OSError("broker away"), requeue=True)
+    assert isinstance(error, Reject)
+    assert isinstance(error, Ignore)
+    assert error.requeue
+
+
+def test_a_broker_without_delays_of_its_own_takes_any_countdown() -> None:
+    app = Celery("t", broker="memory://", set_as_default=False)
+    assert bearable(app, 0.05) == 0.05
+
+
+def test_a_quorum_queue_takes_whole_seconds_from_one_upwards() -> None:
+    app = Celery("t", broker="pyamqp://", set_as_default=False)
+    app.conf.task_default_queue_type = "quorum"
+    assert [bearable(app, s) for s in (0.05, 1.0, 1.2)] == [1.0, 1.0, 2.0]

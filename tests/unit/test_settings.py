@@ -1,0 +1,490 @@
+from __future__ import annotations
+
+import datetime as dt
+import enum
+import inspect
+import uuid
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from celery import Celery
+from hypothesis import given
+from hypothesis import strategies as st
+from kombu.utils.json import dumps, loads
+
+from celery_redlock import Backoff, SettingsError
+from celery_redlock.tasks.runtime import settings_of
+from celery_redlock.tasks.settings import (
+    BUILT_IN,
+    OPTIONS,
+    Plan,
+    canonical,
+    compile_plan,
+    digest,
+    one_redis,
+    read_app,
+)
+
+NODES = ["redis://a", "redis://b", "redis://c"]
+
+
+def f(a: Any, b: Any = 2, *rest: Any, **options: Any) -> None:
+    """Stand for a task's body."""
+
+
+def plan(conf: dict[str, Any] | None = None, body: Callable[..., Any] = f, **lock: Any) -> Plan:
+    app = read_app({"redlock_nodes": NODES, **(conf or {})})
+    attributes = {f"lock_{name}": value for name, value in lock.items()}
+    return compile_plan(app, "shop.f", attributes, inspect.signature(body))
+
+
+def resources(made: Plan, *args: Any, queue: str = "celery", **kwargs: Any) -> tuple[str, ...]:
+    return made.resources(made.rules(queue), None, args, kwargs, queue)
+
+
+def resource(made: Plan, *args: Any, queue: str = "celery", **kwargs: Any) -> str:
+    (one,) = resources(made, *args, queue=queue, **kwargs)
+    return one
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Spoken(str):
+    """A text that shows itself differently."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"spoken {super().__str__()}"
+
+
+class Size(enum.IntEnum):
+    BIG = 3
+
+
+class TestLevels:
+    def test_the_nearer_level_wins(self) -> None:
+        conf = {
+            "redlock_ttl": 11,
+            "redlock_wait": 1,
+            "redlock_max_wait": 1,
+            "redlock_give_up": "skip",
+            "redlock_queues": {"slow": {"wait": 2, "max_wait": 2, "ttl": 12}},
+        }
+        made = plan(conf, max_wait=3, ttl=13)
+        rules = made.rules("slow", {"ttl": 14})
+        assert (rules.give_up, rules.wait, rules.max_wait, rules.ttl) == ("skip", 2, 3, 14)
+        assert rules.conflict == BUILT_IN["conflict"]
+        assert made.rules("other").wait == 1
+
+    def test_none_is_a_value_and_overrides_too(self) -> None:
+        made = plan({"redlock_max_wait": 9, "redlock_key": "x:{a}"}, max_wait=None, key=None)
+        assert made.rules("q").max_wait is None
+        assert made.rules("q").key is None
+
+    def test_a_queues_exact_name_goes_before_globs_and_globs_in_their_order(self) -> None:
+        queues = {"imp*": {"wait": 1}, "import*": {"wait": 2}, "imports": {"wait": 3}}
+        made = plan({"redlock_queues": queues})
+        assert [made.rules(q).wait for q in ("imports", "imports.eu", "x")] == [3, 1, 0]
+
+    def test_a_calls_option_that_came_by_a_message_is_checked(self) -> None:
+        with pytest.raises(SettingsError, match=r"call: lock=\{'ttl'\}=-1"):
+            plan().rules("q", {"ttl": -1})
+
+    def test_a_calls_key_is_checked_against_the_function(self) -> None:
+        with pytest.raises(SettingsError, match="no argument 'skuu'"):
+            plan().rules("q", {"key": "stock:{skuu}"})
+
+    def test_the_default_ttl_stays_below_a_smaller_max_ttl(self) -> None:
+        assert plan({"redlock_max_ttl": 10}).rules("q").ttl == 10
+
+    def test_permits_and_fencing_can_be_set_at_every_level(self) -> None:
+        conf = {"redlock_limit": 2, "redlock_queues": {"wide": {"limit": 9}}}
+        made = plan(conf)
+        assert [made.rules(queue).limit for queue in ("celery", "wide")] == [2, 9]
+        assert made.rules("wide", {"limit": 4}).limit == 4
+        assert plan().rules("q", {"fencing": True}).fencing
+        assert (plan().rules("q").limit, plan().rules("q").fencing) == (1, False)
+
+    def test_a_backoff_travels_as_a_mapping(self) -> None:
+        rules = plan().rules("q", {"backoff": Backoff(1, 2).to_message()})
+        assert rules.backoff == Backoff(1, 2)
+
+
+class TestWrongSettings:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("ttl", 0.5),  # below four node timeouts
+            ("ttl", 61),  # above redlock_max_ttl
+            ("ttl", "30"),
+            ("ttl", None),
+            ("ttl", True),
+            ("ttl", float("nan")),
+            ("renew", 1),
+            ("max_hold", 0),
+            ("wait", -1),
+            ("conflict", "drop"),
+            ("conflict", 3),
+            ("backoff", 1.5),
+            ("max_wait", 0),
+            ("max_deferrals", -1),
+            ("max_deferrals", 1.5),
+            ("give_up", "requeue"),
+            ("lost", "ignore"),
+            ("unreachable", "skip"),
+            ("limit", 0),
+            ("limit", 1.5),
+            ("limit", True),
+            ("limit", None),
+            ("fencing", 1),
+            ("fencing", None),
+            ("key", 7),
+            ("key", []),
+            ("key", ""),
+            ("key", ["a", "x:{b}"]),
+            ("key", ["nope"]),
+            ("key", "stock:{nope}"),
+            ("key", ["stock:{a}", "stock:{nope}"]),
+            ("key", "stock:{a.b}"),
+            ("key", "stock:{a"),
+            ("key", "stock:{}"),
+        ],
+    )
+    def test_a_wrong_value_names_level_name_and_value(self, name: str, value: Any) -> None:
+        with pytest.raises(SettingsError) as caught:
+            plan(**{name: value})
+        error = caught.value
+        assert (error.level, error.name) == ("task 'shop.f'", f"lock_{name}")
+        assert error.value == repr(list(value) if isinstance(value, tuple) else value)
+        assert error.way_out
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("unique_for", 60),
+            ("unique_until", "start"),
+            ("duplicate", "fail"),
+            ("conflict", "coalesce"),
+        ],
+    )
+    def test_an_option_of_a_later_release_is_known_and_refused(self, name: str, value: Any) -> None:
+        with pytest.raises(SettingsError, match="later release"):
+            plan(**{name: value})
+
+    @pytest.mark.parametrize("name", ["done_ttl", "tasks"])
+    def test_a_setting_of_a_later_release_is_known_and_refused(self, name: str) -> None:
+        with pytest.raises(SettingsError, match=rf"redlock_{name}.*later release"):
+            plan({f"redlock_{name}": {"x": {}} if name == "tasks" else 60})
+
+    def test_an_unknown_option_is_refused_with_a_proposal(self) -> None:
+        with pytest.raises(SettingsError, match=r"lock_tll.*did you mean 'lock_ttl'"):
+            plan(tll=3)
+
+    def test_a_callable_that_is_no_option_is_the_users_own_method(self) -> None:
+        assert plan(account=lambda self: None)
+
+    def test_an_unknown_setting_is_refused_with_a_proposal(self) -> None:
+        with pytest.raises(SettingsError, match=r"redlock_node=.*did you mean 'redlock_nodes'"):
+            plan({"redlock_node": ["redis://a"]})
+
+    def test_an_unknown_option_of_a_queue_names_the_queue(self) -> None:
+        with pytest.raises(SettingsError, match=r"queue 'q'.*'wiat'.*did you mean 'wait'"):
+            plan({"redlock_queues": {"q": {"wiat": 1}}})
+
+    @pytest.mark.parametrize("value", [lambda task, args, kwargs: "x"])
+    def test_a_callable_does_not_stand_in_a_queue_or_a_call(self, value: Any) -> None:
+        with pytest.raises(SettingsError, match="callables stand at task and app level only"):
+            plan({"redlock_queues": {"q": {"key": value}}})
+        with pytest.raises(SettingsError, match="callables stand at task and app level only"):
+            plan().rules("q", {"conflict": value})
+
+    @pytest.mark.parametrize(
+        ("setting", "value", "words"),
+        [
+            ("redlock_nodes", [], "one node at least"),
+            ("redlock_nodes", "redis://a", "a list of URLs"),
+            ("redlock_nodes", ["http://a"], "starts with one of redis://"),
+            ("redlock_nodes", [7], "redis-py clients|redis.Redis"),
+            ("redlock_nodes", ["redis://localhost", "redis://127.0.0.1:6379/3"], "one vote"),
+            ("redlock_nodes", ["redis://a:port"], "not a URL of a node"),
+            ("redlock_nodes", ["sentinel://a:1"], "sentinel://host:port"),
+            ("redlock_prefix", "a{b", "without"),
+            ("redlock_prefix", "", "not empty"),
+            ("redlock_node_timeout", 0, "above 0"),
+            ("redlock_clock_drift", 1, "fraction"),
+            ("redlock_max_ttl", -1, "above 0"),
+            ("redlock_restart_guard", "maybe", "'auto'"),
+            ("redlock_queues", ["q"], "must map"),
+        ],
+    )
+    def test_a_wrong_setting_names_itself_and_the_way_out(
+        self, setting: str, value: Any, words: str
+    ) -> None:
+        with pytest.raises(SettingsError, match=words) as caught:
+            plan({setting: value})
+        assert caught.value.name == setting
+        assert caught.value.level == "app"
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "http://:s3cret@a",
+            "redis://user:s3cret@a:port",
+            "sentinel://:s3cret@a",
+            "s3cret@a",
+            "redis://a:x?password=s3cret",
+        ],
+    )
+    def test_no_password_is_shown(self, url: str) -> None:
+        with pytest.raises(SettingsError) as caught:
+            plan({"redlock_nodes": [url]})
+        assert "s3cret" not in str(caught.value)
+        assert "s3cret" not in repr(caught.value)
+
+    @pytest.mark.parametrize("name", ["redlock_url", "redlock_servers", "redlock_queues"])
+    def test_no_password_is_shown_wherever_a_url_stands(self, name: str) -> None:
+        with pytest.raises(SettingsError) as caught:
+            plan({name: ["redis://:s3cret@a"]})
+        assert "s3cret" not in str(caught.value)
+
+    def test_settings_do_not_show_passwords(self) -> None:
+        assert "s3cret" not in repr(read_app({"redlock_nodes": ["redis://:s3cret@a"]}))
+
+    def test_every_option_has_a_check_and_a_default_or_is_of_a_later_release(self) -> None:
+        made = plan()
+        later = {"unique_for", "unique_until", "duplicate"}
+        assert set(OPTIONS) == later | set(type(made.rules("q")).__dataclass_fields__)
+
+
+class TestOptionsThatExcludeEachOther:
+    SEVERAL = ("account:{a}", "account:{b}")
+
+    @pytest.mark.parametrize(
+        ("conf", "lock", "words"),
+        [
+            ({}, {"limit": 3, "fencing": True}, "no fencing tokens"),
+            ({}, {"limit": 3, "key": SEVERAL}, "of one resource"),
+            ({"redlock_limit": 3}, {"fencing": True}, "no fencing tokens"),
+            ({"redlock_fencing": True}, {"limit": 3}, "no fencing tokens"),
+            ({"redlock_limit": 3}, {"key": SEVERAL}, "of one resource"),
+            ({"redlock_key": ["a:{a}", "b:{b}"]}, {"limit": 3}, "of one resource"),
+        ],
+    )
+    def test_they_are_found_across_the_levels_when_the_task_is_compiled(
+        self, conf: dict[str, Any], lock: dict[str, Any], words: str
+    ) -> None:
+        with pytest.raises(SettingsError, match=rf"task 'shop.f': limit=3: .*{words}"):
+            plan(conf, **lock)
+
+    def test_what_the_nearer_level_sets_right_is_right(self) -> None:
+        assert plan({"redlock_limit": 3}, fencing=True, limit=1).rules("q").fencing
+
+    def test_those_of_a_queue_are_found_where_a_run_comes_through_it(self) -> None:
+        made = plan({"redlock_queues": {"narrow": {"limit": 3}}}, fencing=True)
+        assert made.rules("other").fencing
+        with pytest.raises(SettingsError, match=r"task 'shop.f' in queue 'narrow': limit=3"):
+            made.rules("narrow")
+
+    @pytest.mark.parametrize("call", [{"limit": 3}, {"limit": 2, "key": ["a:{a}", "b:{b}"]}])
+    def test_those_of_a_call_are_found_at_the_call_and_in_its_message(
+        self, call: dict[str, Any]
+    ) -> None:
+        made = plan(fencing=True)
+        for use in (made.check_call, lambda options: made.rules("q", options)):
+            with pytest.raises(SettingsError, match="call: limit="):
+                use(call)
+
+    def test_a_callable_that_returns_several_resources_excludes_permits_too(self) -> None:
+        made = plan(limit=2, key=lambda task, args, kwargs: [f"x:{arg}" for arg in args])
+        assert resource(made, 1) == resource(made, 1, 1) == "x:1"
+        with pytest.raises(SettingsError, match=r"task 'shop.f': limit=2: .*of one resource"):
+            resources(made, 1, 2)
+
+
+class TestNodesByDefault:
+    def test_one_redis_as_broker_is_the_node(self) -> None:
+        assert read_app({"broker_url": "redis://:pw@b:1/2"}).nodes == ("redis://:pw@b:1/2",)
+
+    def test_else_the_result_backend_is(self) -> None:
+        conf = {"broker_url": "amqp://x", "result_backend": "redis://r"}
+        assert read_app(conf).nodes == ("redis://r",)
+
+    @pytest.mark.parametrize("broker", ["amqp://x", "redis://a;redis://b", "sqs://", None])
+    def test_without_one_redis_the_setting_is_asked_for(self, broker: str | None) -> None:
+        with pytest.raises(SettingsError, match=r"redlock_nodes=.*redis://a"):
+            read_app({"broker_url": broker, "result_backend": "rpc://"})
+
+    def test_a_unix_socket_as_celery_writes_it_becomes_one_of_redis_py(self) -> None:
+        assert one_redis("redis+socket:///run/r.sock?virtual_host=3") == "unix:///run/r.sock?db=3"
+
+    def test_celerys_spelling_of_a_certificate_check_becomes_redis_pys(self) -> None:
+        url = "rediss://a/0?ssl_cert_reqs=CERT_REQUIRED"
+        assert one_redis(url) == "rediss://a/0?ssl_cert_reqs=required"
+
+    def test_ssl_settings_of_the_broker_are_not_taken_over_in_silence(self) -> None:
+        with pytest.raises(SettingsError, match="broker_use_ssl"):
+            read_app({"broker_url": "rediss://a", "broker_use_ssl": {"ssl_cert_reqs": 0}})
+
+    def test_the_broker_of_the_environment_is_the_node(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CELERY_BROKER_URL", "redis://shared")
+        app = Celery("t", broker="redis://localhost", set_as_default=False)
+        assert settings_of(app).nodes == ("redis://shared",)
+
+    def test_celerys_short_form_means_this_machine(self) -> None:
+        assert one_redis("redis://") == "redis://localhost"
+
+
+class TestKeys:
+    def test_positional_keyword_and_defaulted_calls_give_one_key(self) -> None:
+        made = plan()
+        keys = {resource(made, 1, 2), resource(made, 1, b=2), resource(made, b=2, a=1),
+                resource(made, 1)}  # fmt: skip
+        assert len(keys) == 1
+
+    def test_no_argument_stands_in_a_default_key(self) -> None:
+        made = plan()
+        key = resource(made, "s3cret", b={"card": "4111111111111111"})
+        assert "s3cret" not in key
+        assert "4111" not in key
+        assert key.startswith("shop.f:")
+
+    def test_a_default_key_has_one_length_however_large_the_arguments(self) -> None:
+        made = plan()
+        assert len(resource(made, "x" * 1_000_000)) == len(resource(made, 1))
+
+    @pytest.mark.parametrize(("one", "other"), [(1, "1"), (1, True), (0, False), (None, "None")])
+    def test_values_that_json_keeps_apart_stay_apart(self, one: Any, other: Any) -> None:
+        made = plan()
+        assert resource(made, one) != resource(made, other)
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            (1, 2),
+            {"b": 1, "a": [1, (2, 3)]},
+            {7: "x", None: 2, True: 3, 1.5: 4},
+            uuid.UUID(int=5),
+            Decimal("1.20"),
+            dt.datetime(2026, 1, 2, 3, 4, tzinfo=dt.timezone.utc),
+            dt.date(2026, 1, 2),
+            dt.time(3, 4),
+            b"\xff\x00",
+            Size.BIG,
+            1.5,
+            "grün",
+        ],
+    )
+    def test_a_key_is_the_same_before_and_after_the_message(self, value: Any) -> None:
+        assert canonical(loads(dumps(value))) == canonical(value)
+
+    def test_an_enum_counts_as_its_value(self) -> None:
+        assert canonical(Colour.RED) == canonical("red")
+
+    def test_the_order_of_a_dict_or_a_set_does_not_matter(self) -> None:
+        assert canonical({"a": 1, "b": 2}) == canonical({"b": 2, "a": 1})
+        assert canonical({"x", "y", "z"}) == canonical({"z", "y", "x"})
+
+    json_values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+
+    @given(json_values, json_values)
+    def test_two_values_share_a_form_only_where_json_writes_them_alike(
+        self, one: Any, other: Any
+    ) -> None:
+        def written(value: Any) -> str:
+            return str(dumps(value, sort_keys=True))
+
+        same_text = written(one) == written(other)
+        assert (canonical(one) == canonical(other)) == same_text
+
+    def test_a_value_without_a_stable_form_is_refused_by_name(self) -> None:
+        with pytest.raises(SettingsError, match=r"argument 'a'.*no stable form.*lock_key"):
+            digest({"a": object()}, "shop.f")
+
+    def test_a_list_of_names_takes_these_arguments_alone(self) -> None:
+        made = plan(key=["a"])
+        assert resource(made, 1, 2) == resource(made, 1, 3) != resource(made, 2, 2)
+        assert "secret" not in resource(made, "secret")
+
+    def test_a_list_of_templates_is_several_resources(self) -> None:
+        made = plan(key=["account:{a}", "account:{b}", "{task}"])
+        assert resources(made, 1, 2) == ("account:1", "account:2", "shop.f")
+
+    def test_a_list_of_one_template_is_that_one(self) -> None:
+        assert resource(plan(key=["account:{a}"]), 1) == "account:1"
+
+    def test_a_list_of_templates_comes_through_a_message(self) -> None:
+        rules = plan().rules("q", loads(dumps({"key": ["account:{a}", "account:{b}"]})))
+        assert plan().resources(rules, None, (1, 2), {}, "q") == ("account:1", "account:2")
+
+    def test_a_template_shows_values_as_text(self) -> None:
+        made = plan(key="stock:{a}:{b}:{task}:{queue}")
+        assert resource(made, "x", queue="q") == "stock:x:2:shop.f:q"
+
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [(Colour.RED, "red"), ((1, 2), [1, 2]), ({7: (1,)}, {"7": [1]}), (Spoken("x"), "x")],
+    )
+    def test_a_template_takes_values_as_they_come_out_of_a_message(
+        self, before: Any, after: Any
+    ) -> None:
+        made = plan(key="{a}")
+        assert resource(made, before) == resource(made, after)
+        assert resource(plan(), before) == resource(plan(), after)
+
+    def test_a_queues_list_of_names_that_a_task_lacks_is_an_error(self) -> None:
+        made = plan({"redlock_queues": {"q": {"key": ["nope"]}}})
+        with pytest.raises(SettingsError, match="no argument 'nope'"):
+            resource(made, 1, queue="q")
+
+    def test_a_template_reaches_into_rest_and_options(self) -> None:
+        made = plan(key="{rest[0]}-{options[sku]}")
+        assert resource(made, 1, 2, "r", sku="s") == "r-s"
+
+    def test_a_template_knows_the_digest_of_all_arguments(self) -> None:
+        assert resource(plan(key="{task}:{digest}"), 1, 2) == resource(plan(), 1, 2)
+
+    def test_an_arguments_name_wins_over_ours(self) -> None:
+        def body(task: str) -> None: ...
+
+        assert resource(plan(body=body, key="{task}"), "mine") == "mine"
+
+    def test_none_in_a_template_is_an_error_not_a_shared_key(self) -> None:
+        with pytest.raises(SettingsError, match="a is None"):
+            resource(plan(key="stock:{a}"), None)
+
+    def test_a_missing_item_of_a_template_is_an_error(self) -> None:
+        with pytest.raises(SettingsError, match="cannot be filled"):
+            resource(plan(key="{rest[0]}"), 1)
+
+    def test_a_callable_gets_task_args_and_kwargs(self) -> None:
+        made = plan(key=lambda task, args, kwargs: f"{args[0]}/{kwargs['b']}")
+        assert resource(made, 1, b=2) == "1/2"
+
+    def test_a_callable_may_return_several_resources(self) -> None:
+        made = plan(key=lambda task, args, kwargs: [f"account:{account}" for account in args])
+        assert set(resources(made, "b", "a", "b")) == {"account:a", "account:b"}
+
+    @pytest.mark.parametrize("returned", [None, 7, "", [], ["a", ""], ["a", 7]])
+    def test_a_callable_that_returns_no_text_is_an_error(self, returned: Any) -> None:
+        with pytest.raises(SettingsError, match="must return a text"):
+            resource(plan(key=lambda task, args, kwargs: returned), 1)
+
+    def test_a_callable_that_raises_is_an_error_that_says_what(self) -> None:
+        def key(task: Any, args: Any, kwargs: Any) -> str:
+            raise KeyError("sku")
+
+        with pytest.raises(SettingsError, match="the callable raised KeyError: 'sku'"):
+            resource(plan(key=key), 1)
+
+    def test_false_takes_no_lock(self) -> None:
+        assert resources(plan(key=False), 1) == ()
