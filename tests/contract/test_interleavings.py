@@ -1,0 +1,272 @@
+"""Threads, handlers and names that meet at the worst moment."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from celery_redlock import Lock, LockLost, Redlock, RedlockError, SettingsError
+from celery_redlock.lock.nodes import Command, packed
+from celery_redlock.lock.session import Holding, Observer
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import FREED, NODE_TIMEOUT, TTL, eventually, is_free, settle, vouch_for
+
+
+class Echo:
+    """Expects to be answered with its own number."""
+
+    wanted = True
+
+    def __init__(self, number: int, seen: list[tuple[int, Any]]) -> None:
+        self.number, self._seen = number, seen
+
+    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        self._seen.append((self.number, reply))
+
+    def failed(self, node: int, command: Command, error: Exception) -> None:
+        """Leave it at that: a connection broke."""
+
+
+@pytest.fixture
+def restless_threads() -> Iterator[None]:
+    """Let threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def echoes(count: int, seen: list[tuple[int, Any]]) -> Iterator[list[Command]]:
+    """Give batches of commands without end, each with a number of its own."""
+    for first in itertools.count(0, count):
+        numbers = range(first, first + count)
+        yield [Command(b"*2\r\n$4\r\nECHO\r\n" + packed(str(n)), Echo(n, seen)) for n in numbers]
+
+
+def for_seconds(seconds: float, *works: Callable[[], object]) -> None:
+    """Do each work again and again for so long, each in a thread of its own."""
+    end = time.monotonic() + seconds
+
+    def repeat(work: Callable[[], object]) -> None:
+        while time.monotonic() < end:
+            work()
+
+    threads = [threading.Thread(target=repeat, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.usefixtures("restless_threads")
+def test_answers_stay_with_their_commands_while_connections_break(
+    nodes: list[EmbeddedNode],
+) -> None:
+    seen: list[tuple[int, Any]] = []
+    batches = echoes(50, seen)
+    with Redlock([nodes[0].url], node_timeout=5.0) as redlock:
+        settle(redlock)
+        session = redlock.session
+        node = session.quorum.nodes[0]
+
+        def write() -> None:
+            now = session.clock.now()
+            node.send([(command, now, command.request) for command in next(batches)])
+            time.sleep(0.0005)
+
+        def break_off() -> None:
+            time.sleep(0.003)
+            wire = node.wire
+            if wire is not None and wire.pending:
+                node.drop(wire, "no answer within 5 s")
+
+        for_seconds(8, write, session.quorum.drain, session.quorum.drain, break_off)
+    assert len(seen) > 1000
+    assert [pair for pair in seen if pair[1] != str(pair[0]).encode()] == []
+
+
+def test_an_inner_lock_whose_outer_one_ran_out_meanwhile_is_not_acquired(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    urls = [node.url for node in nodes]
+    outer = redlock.lock("a", ttl=TTL, renew=False).acquire()
+    with Redlock(urls, node_timeout=NODE_TIMEOUT) as other:
+        theirs = other.lock("b", ttl=TTL, max_hold=TTL).acquire()
+        inner = redlock.lock(["a", "b"], ttl=TTL, wait=60)
+        with pytest.raises(LockLost):
+            inner.acquire()
+        assert not inner.held
+        theirs.release()
+    outer.release()
+
+
+def test_a_lock_that_nobody_keeps_is_released_instead_of_renewed(
+    redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    redlock.lock("r").acquire()
+    gc.collect()
+    # at its first renewal, so well before its ttl is over
+    eventually(lambda: is_free(nodes, "r"), within=FREED)
+    assert "released 'r': nobody keeps its Lock any more" in caplog.text
+
+
+@pytest.mark.parametrize("prefix", ["50%off", "a%%b", "x%b", "ü", "a b"])
+def test_a_prefix_may_have_any_letters(nodes: list[EmbeddedNode], prefix: str) -> None:
+    vouch_for(nodes, prefix)
+    urls = [node.url for node in nodes]
+    one, other = (Redlock(urls, prefix=prefix, node_timeout=NODE_TIMEOUT) for _ in range(2))
+    with one, other, one.lock("r") as lock:
+        assert lock.held
+        assert not other.lock("r").try_acquire()
+
+
+def test_a_name_that_led_to_another_nodes_server_for_a_while_is_a_node_again(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    first, _, last = redlock.session.quorum.nodes
+    own = last.address
+
+    def lead_to(address: Any) -> None:
+        last.address = address
+        wire = last.wire
+        if wire is not None:
+            last.drop(wire, "the name leads elsewhere")
+
+    lead_to(dataclasses.replace(first.address, name=own.name))
+    with pytest.raises(SettingsError, match="one server"):
+        eventually(lambda: not redlock.lock("r").try_acquire())
+    lead_to(own)
+
+    def acquired() -> bool:
+        try:
+            with redlock.lock("r", wait=1):
+                return True
+        except SettingsError:
+            return False
+
+    eventually(acquired)
+
+
+class TestHandlers:
+    """What users' code does when it is told of a loss."""
+
+    def lose(self, redlock: Redlock, name: str, nodes: list[EmbeddedNode]) -> None:
+        lock = redlock.lock(name, ttl=TTL).acquire()
+        settle(redlock)
+        for node in nodes:
+            node.client().delete(f"{{redlock}}:lock:{name}")
+        eventually(lambda: not lock.held)
+        lock.release()
+
+    def test_one_that_exits_does_not_end_the_telling(
+        self, redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.CRITICAL)  # its traceback is no news here
+        told: list[str] = []
+
+        class Exits(Observer):
+            def lost(self, holding: Holding, reason: str) -> None:
+                told.append(holding.resource)
+                raise SystemExit("the worker shall stop")
+
+        redlock.observer = Exits()  # type: ignore[misc]
+        for name in ("a", "b"):
+            self.lose(redlock, name, nodes)
+        eventually(lambda: told == ["a", "b"])
+
+    def test_a_flood_of_news_does_not_keep_a_loss_from_being_told(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        told = threading.Event()
+
+        class Waits(Observer):
+            def lost(self, holding: Holding, reason: str) -> None:
+                told.set()
+
+        redlock.observer = Waits()  # type: ignore[misc]
+        watchdog = redlock.session.watchdog
+
+        def flood() -> None:
+            while not told.is_set():
+                for _ in range(3):
+                    watchdog.tell(lambda: time.sleep(0.005))
+                time.sleep(0.005)
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        lock = redlock.lock("r", ttl=TTL, renew=False).acquire()
+        assert told.wait(60)
+        thread.join()
+        lock.release()
+
+
+def take(lock: Lock, gate: threading.Barrier) -> None:
+    gate.wait()
+    with lock:
+        pass
+
+
+@pytest.mark.usefixtures("restless_threads")
+def test_of_threads_that_share_a_lock_object_one_gets_it_and_none_leaks_it(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    for turn in range(150):
+        lock = redlock.lock(f"r{turn}")
+        gate = threading.Barrier(4)
+        with ThreadPoolExecutor(4) as pool:
+            futures = [pool.submit(take, lock, gate) for _ in range(4)]
+        errors = {type(future.exception()) for future in futures}
+        assert errors <= {type(None), RedlockError}
+    eventually(lambda: not redlock.session.watchdog._watched)
+
+
+def test_after_a_lock_that_nobody_keeps_its_resource_is_taken_and_given_back_as_ever(
+    redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    redlock.lock("r").acquire()
+    gc.collect()
+    with redlock.lock("r", wait=60) as lock:
+        assert lock.held
+    eventually(lambda: is_free(nodes, "r"), within=FREED)
+    assert "nobody keeps its Lock" not in caplog.text  # it did not take a renewal
+
+
+def test_a_connection_that_each_renewal_breaks_does_not_make_them_oftener(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    seconds = 4
+    broken = redlock.session.quorum.nodes[0]
+
+    def break_off() -> None:
+        time.sleep(0.01)
+        wire = broken.wire
+        if wire is not None:
+            broken.drop(wire, "broken by a test")
+
+    def scripts() -> int:
+        stats = nodes[1].client().info("commandstats")
+        return int(stats["cmdstat_evalsha"]["calls"])
+
+    with redlock.lock("r") as lock:
+        before = scripts()
+        for_seconds(seconds, break_off)
+        assert scripts() - before <= 3 * seconds
+        assert lock.held
+
+
+def test_a_mutex_whose_owner_was_cut_on_its_way_out_is_freed(redlock: Redlock) -> None:
+    with redlock.lock("r"):
+        pass  # from here on the watchdog looks after the process
+    redlock.session.quorum._reading.acquire()
+    with redlock.lock("r", wait=60) as lock:
+        assert lock.held

@@ -1,0 +1,153 @@
+"""A holder that is stopped past its validity: it knows at once, says nothing, touches nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import pytest
+
+from celery_redlock import LockLost, Redlock
+from celery_redlock.lock.clock import SystemClock
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import eventually, settle
+from tests.contract.contention import NODE_TIMEOUT, PROCESSES, TTL
+from tests.contract.proxy import Proxy, Way, proxies
+
+KEY = "{redlock}:lock:r"
+LATE = 20.0  # s by which a waiter may be late on a busy machine
+
+now = SystemClock().now
+
+
+@dataclass(frozen=True)
+class Awake:
+    """What the holder found first when it went on. remaining: s. refusal: what `ensure` raised."""
+
+    held: bool
+    remaining: float
+    refusal: str
+
+
+def hold(line: Connection, urls: list[str], *, renew: bool) -> None:
+    """Hold the lock in a process of its own, and report; each word on the line leads one step on.
+
+    Says first until which monotonic s the lock is valid unless it is renewed.
+    """
+    with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock:
+        lock = redlock.lock("r", ttl=TTL, renew=renew).acquire(wait=60)
+        settle(redlock)
+        line.send(now() + lock.remaining)
+        line.recv()
+        held, remaining, refusal = lock.held, lock.remaining, ""
+        try:
+            lock.ensure()
+        except LockLost as error:
+            refusal = error.reason
+        line.send(Awake(held, remaining, refusal))
+        line.recv()
+        lock.release()
+        settle(redlock)
+        line.send("released")
+
+
+class Holder:
+    """The process that holds the lock, at the other end of a line."""
+
+    def __init__(self, urls: list[str], *, renew: bool) -> None:
+        self.line, other_end = PROCESSES.Pipe()
+        self.process = PROCESSES.Process(
+            target=hold, args=(other_end, urls), kwargs={"renew": renew}, daemon=True
+        )
+        self.process.start()
+        other_end.close()
+
+    def says(self) -> object:
+        """Return its next word."""
+        assert self.line.poll(60), "the holder says nothing"
+        return self.line.recv()
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
+@contextlib.contextmanager
+def holder(urls: list[str], *, renew: bool = True) -> Iterator[Holder]:
+    made = Holder(urls, renew=renew)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.join()
+        made.line.close()
+
+
+@pytest.fixture
+def network(nodes: list[EmbeddedNode]) -> Iterator[list[Proxy]]:
+    """Give a proxy for each node, which counts what passes."""
+    with proxies(nodes) as made:
+        yield made
+
+
+def passed(network: list[Proxy]) -> list[dict[Way, int]]:
+    """Return how many bytes each proxy has received, a direction."""
+    return [dict(proxy.received) for proxy in network]
+
+
+def state_of(nodes: list[EmbeddedNode]) -> list[tuple[object, float]]:
+    """Return what stands on each node, and until which monotonic s it surely does."""
+    found: list[tuple[object, float]] = []
+    for node in nodes:
+        at, client = now(), node.client()
+        found.append((client.get(KEY), at + int(client.pttl(KEY)) / 1000))
+    return found
+
+
+def test_it_knows_before_any_byte_passes_and_its_release_touches_nobodys_key(
+    nodes: list[EmbeddedNode], network: list[Proxy]
+) -> None:
+    urls = [node.url for node in nodes]
+    with (
+        holder([proxy.url for proxy in network]) as first,
+        Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock,
+    ):
+        first.says()
+        first.signal(signal.SIGSTOP)
+        stopped = now()
+        with redlock.lock("r", ttl=30, wait=60, renew=False) as second:
+            settle(redlock)
+            eventually(lambda: now() > stopped + 2 * TTL)
+            before, taken = passed(network), state_of(nodes)
+            first.line.send("go on")
+            first.signal(signal.SIGCONT)
+            assert first.says() == Awake(False, 0.0, "no quorum of nodes renewed it in time")
+            assert passed(network) == before
+            first.line.send("release it")
+            assert first.says() == "released"
+            assert passed(network) != before
+            for (value, end), node in zip(taken, nodes, strict=True):
+                client = node.client()
+                assert client.get(KEY) == value
+                assert int(client.pttl(KEY)) / 1000 + now() > end - 0.01
+            assert second.held
+
+
+def test_a_waiter_gets_the_lock_when_its_validity_is_over_and_not_before(
+    nodes: list[EmbeddedNode], network: list[Proxy]
+) -> None:
+    urls = [node.url for node in nodes]
+    with (
+        holder([proxy.url for proxy in network], renew=False) as first,
+        Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock,
+    ):
+        valid_until = first.says()
+        first.signal(signal.SIGSTOP)
+        assert isinstance(valid_until, float)
+        with redlock.lock("r", ttl=TTL, wait=60):
+            assert valid_until < now() < valid_until + LATE

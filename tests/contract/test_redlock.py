@@ -1,0 +1,775 @@
+"""The lock on real nodes: acquire, renew, lose, release; nodes that die, stall and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import random
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from celery_redlock import (
+    Lock,
+    LockLost,
+    LockTaken,
+    QuorumUnreachable,
+    Redlock,
+    RedlockError,
+    SettingsError,
+)
+from celery_redlock.lock.inspection import ask_nodes
+from celery_redlock.lock.nodes import Wire
+from celery_redlock.lock.quorum import PollBehindSelect
+from celery_redlock.lock.redlock import give_back
+from celery_redlock.lock.session import Holding, Observer
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import (
+    FREED,
+    NODE_TIMEOUT,
+    TTL,
+    end_of,
+    eventually,
+    keys_on,
+    see_freed,
+    see_renewal,
+    settle,
+)
+
+KEY = "{redlock}:lock:r"
+
+
+def holdings_of(lock: Lock) -> list[Holding]:
+    return lock._grips[-1].holdings
+
+
+@contextlib.contextmanager
+def over(nodes: list[EmbeddedNode], **options: float) -> Iterator[Redlock]:
+    options = {"node_timeout": NODE_TIMEOUT, **options}
+    with Redlock([node.url for node in nodes], **options) as made:  # type: ignore[arg-type]
+        yield made
+
+
+@contextlib.contextmanager
+def over_urls(*nodes: str | redis.Redis) -> Iterator[Redlock]:
+    with Redlock(nodes, node_timeout=NODE_TIMEOUT) as made:
+        yield made
+
+
+class TestAcquireAndRelease:
+    def test_a_lock_stands_on_every_node_and_is_gone_after_its_release(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r") as lock:
+            assert lock.held
+            assert 10 < lock.remaining < 30
+            settle(redlock)
+            assert keys_on(nodes) == [[KEY]] * 3
+        assert not lock.held
+        assert lock.remaining == 0.0
+        see_freed(nodes, "r")
+
+    def test_its_value_starts_with_the_token_and_ends_with_a_readable_label(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r"):
+            settle(redlock)
+            value = nodes[0].client().get(KEY)
+        token, _, label = str(value).partition(":")
+        assert len(bytes.fromhex(token)) == 16
+        assert label.startswith(f"pid {os.getpid()} on ")
+
+    def test_each_attempt_has_a_token_of_its_own(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        lock, values = redlock.lock("r"), set()
+        for _ in range(5):
+            with lock:
+                settle(redlock)
+                values.add(nodes[0].client().get(KEY))
+        assert len(values) == 5
+
+    def test_a_second_one_is_taken_and_says_by_whom_and_until_when(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r"), over(nodes) as other:
+            with pytest.raises(LockTaken) as caught:
+                other.lock("r").acquire()
+            assert caught.value.holder.startswith("pid ")
+            assert caught.value.free_in is not None
+            assert 10 < caught.value.free_in <= 30
+            assert other.lock("r").try_acquire() is False
+
+    def test_a_failed_try_leaves_no_key_of_its_own(self, nodes: list[EmbeddedNode]) -> None:
+        with over(nodes) as mine, over(nodes[1:]) as rival, rival.lock("r"):
+            settle(mine)
+            assert mine.lock("r").try_acquire() is False
+            settle(mine)
+            assert keys_on(nodes[:1]) == [[]]
+
+    def test_two_resources_do_not_meet(self, redlock: Redlock) -> None:
+        with redlock.lock("r"), redlock.lock("s") as other:
+            assert other.held
+
+    def test_waiting_gets_the_lock_when_it_is_free(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        lock = redlock.lock("r").acquire()
+        with over(nodes) as other:
+            got = threading.Event()
+
+            def wait() -> None:
+                with other.lock("r", wait=60):
+                    got.set()
+
+            thread = threading.Thread(target=wait)
+            thread.start()
+            assert not got.wait(0.3)
+            lock.release()
+            assert got.wait(60)
+            thread.join()
+
+    def test_waiting_in_vain_takes_no_longer_than_asked_and_says_how_long_it_was(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r"), over(nodes) as other:
+            settle(other)
+            with pytest.raises(LockTaken) as caught:
+                other.lock("r").acquire(wait=0.3)
+        assert caught.value.waited >= 0.3
+
+    def test_a_lease_that_nobody_renews_ends_and_a_waiter_gets_it(
+        self, nodes: list[EmbeddedNode]
+    ) -> None:
+        with over(nodes, node_timeout=0.2) as made, over(nodes) as other:
+            lock = made.lock("r", ttl=1, renew=False).acquire(wait=60)
+            with other.lock("r", wait=60) as second:
+                assert second.held
+                assert not lock.held
+            lock.release()
+
+    def test_the_watchdog_keeps_a_lock_past_its_ttl(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r", ttl=TTL) as lock, over(nodes) as other:
+            settle(redlock)
+            settle(other)
+            end = time.monotonic() + TTL + 1
+            while time.monotonic() < end:
+                assert lock.held
+                assert not other.lock("r").try_acquire()
+                time.sleep(0.05)
+
+    def test_extend_renews_a_fixed_lease(self, redlock: Redlock) -> None:
+        with redlock.lock("r", renew=False) as lock:
+            before = end_of(lock)
+            time.sleep(0.1)
+            lock.extend()
+            after = lock.remaining + time.monotonic()  # read in this order, a stall adds to it
+            assert after > before + 0.05
+
+    def test_max_hold_ends_the_renewal(self, nodes: list[EmbeddedNode]) -> None:
+        with over(nodes, node_timeout=0.2) as made:
+            lock = made.lock("r", ttl=1, max_hold=0.5).acquire(wait=60)
+            eventually(lambda: not lock.held)
+            with pytest.raises(LockLost):
+                lock.ensure()
+            lock.release()
+
+    def test_one_object_can_be_acquired_again(self, redlock: Redlock) -> None:
+        lock = redlock.lock("r")
+        for _ in range(3):
+            with lock:
+                assert lock.held
+
+    def test_a_redis_py_client_names_a_node_too(self, nodes: list[EmbeddedNode]) -> None:
+        clients = [redis.Redis(port=node.port, socket_timeout=60) for node in nodes]
+        with over_urls(*clients) as made, made.lock("r") as lock:
+            assert lock.held
+
+    def test_one_node_is_a_quorum_of_one(self, nodes: list[EmbeddedNode]) -> None:
+        with over(nodes[:1]) as made, made.lock("r") as lock:
+            assert lock.held
+
+
+class TestRelease:
+    def test_it_does_not_touch_a_key_that_another_token_took(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        lock = redlock.lock("r").acquire()
+        settle(redlock)
+        for node in nodes:
+            node.client().set(KEY, "theirs", px=300_000)
+        lock.release()
+        settle(redlock)
+        assert [node.client().get(KEY) for node in nodes] == ["theirs"] * 3
+
+    def test_a_second_one_does_nothing(self, redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+        lock = redlock.lock("r").acquire()
+        lock.release()
+        with over(nodes) as other, other.lock("r", wait=60) as second:
+            settle(other)
+            lock.release()
+            settle(redlock)
+            assert second.held
+            assert keys_on(nodes) == [[KEY]] * 3
+
+    def test_one_that_was_never_acquired_is_an_error(self, redlock: Redlock) -> None:
+        with pytest.raises(RedlockError, match="never acquired"):
+            redlock.lock("r").release()
+
+    def test_leaving_a_with_never_hides_the_bodys_error(
+        self, redlock: Redlock, mortal_nodes: list[EmbeddedNode]
+    ) -> None:
+        def body(lock: Lock) -> None:
+            with lock:
+                for node in mortal_nodes:
+                    node.kill()
+                raise ZeroDivisionError
+
+        with over(mortal_nodes) as made, pytest.raises(ZeroDivisionError):
+            body(made.lock("r"))
+
+    def test_a_release_that_a_broken_connection_took_along_is_sent_again(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        lock = redlock.lock("r").acquire()
+        settle(redlock)
+        for node in nodes:
+            node.client().client_kill_filter(_type="normal", skipme=True)
+        lock.release()
+        see_freed(nodes, "r")
+
+    def test_a_script_cache_that_was_flushed_costs_nothing_but_a_second_request(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r"):
+            settle(redlock)
+            for node in nodes:
+                node.client().script_flush()
+        see_freed(nodes, "r")
+        for node in nodes:
+            node.client().script_flush()
+        with redlock.lock("r") as lock:
+            assert lock.held
+
+
+class TestLoss:
+    def test_a_key_taken_by_another_token_is_noticed_at_the_next_renewal(
+        self, redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        lock = redlock.lock("r", ttl=TTL).acquire()
+        settle(redlock)
+        for node in nodes:
+            node.client().set(KEY, "theirs")
+        eventually(lambda: not lock.held)
+        with pytest.raises(LockLost, match="another token took its key"):
+            lock.ensure()
+        eventually(lambda: "lost 'r': another token took its key" in caplog.text)
+        lock.release()
+
+    def test_a_lock_deleted_on_a_quorum_is_lost_and_never_held_again(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        lock = redlock.lock("r", ttl=TTL).acquire()
+        settle(redlock)  # a grant still on its way would bring the key back
+        for node in nodes[:2]:
+            node.client().delete(KEY)
+        eventually(lambda: not lock.held)
+        with pytest.raises(LockLost):
+            lock.extend()
+        assert not lock.held
+        lock.release()
+
+    def test_held_turns_false_at_the_validity_with_every_node_frozen(
+        self, mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.WARNING)
+        seen: list[str] = []
+
+        class Recorder(Observer):
+            def lost(self, holding: Holding, reason: str) -> None:
+                seen.append(holding.resource)
+
+        with over(mortal_nodes) as made:
+            made.observer = Recorder()  # type: ignore[misc]
+            settle(made)
+            lock = made.lock("r", ttl=TTL).acquire()
+            for node in mortal_nodes:
+                node.pause()
+            eventually(lambda: not lock.held)
+            eventually(lambda: seen == ["r"])
+            assert "'r' is at risk" in caplog.text
+            for node in mortal_nodes:
+                node.resume()
+            settle(made)
+            assert not lock.held
+            assert seen == ["r"]
+            lock.release()
+
+    def test_a_flushed_script_cache_does_not_cost_a_held_lock(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r", ttl=TTL) as lock:
+            settle(redlock)
+            for node in nodes:
+                node.client().script_flush()
+            see_renewal(lock)
+            assert lock.held
+
+    def test_a_holder_that_was_paused_past_its_validity_knows_it_at_once_and_it_is_told(
+        self, redlock: Redlock
+    ) -> None:
+        seen: list[str] = []
+
+        class Recorder(Observer):
+            def lost(self, holding: Holding, reason: str) -> None:
+                seen.append(reason)
+
+        redlock.observer = Recorder()  # type: ignore[misc]
+        lock = redlock.lock("r", renew=False).acquire()
+        (claim,) = holdings_of(lock)[0].claims
+        claim.hold.valid_until = 0.0  # as if the process had been stopped meanwhile
+        assert not lock.held
+        lock.release()
+        eventually(lambda: len(seen) == 1)
+
+    def test_a_key_that_was_overwritten_before_its_release_is_told_of(
+        self, redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with redlock.lock("r"):
+            settle(redlock)
+            for node in nodes:
+                node.client().set(KEY, "theirs", px=300_000)
+        eventually(lambda: "at its release its key was no longer ours" in caplog.text)
+
+    def test_a_receiver_that_is_slow_or_locks_itself_holds_up_no_other_lock(
+        self, mortal_nodes: list[EmbeddedNode]
+    ) -> None:
+        heard: list[bool] = []
+        go_on = threading.Event()
+
+        class Slow(Observer):
+            def node_failed(self, redlock: Redlock, node: str, cause: str) -> None:
+                with redlock.lock("audit") as audit:
+                    heard.append(audit.held)
+                go_on.wait(120)
+
+        with over(mortal_nodes) as made:
+            settle(made)
+            made.observer = Slow()  # type: ignore[misc]
+            with made.lock("r", ttl=TTL) as lock:
+                mortal_nodes[0].kill()
+                eventually(lambda: heard == [True])
+                for _ in range(2):
+                    see_renewal(lock)
+                    with made.lock("s") as other:
+                        assert other.held
+                assert not go_on.is_set()
+                go_on.set()
+
+    def test_a_renewal_that_one_node_does_not_answer_keeps_the_lock(
+        self, mortal_nodes: list[EmbeddedNode]
+    ) -> None:
+        with over(mortal_nodes) as made, made.lock("r", ttl=TTL) as lock:
+            settle(made)
+            mortal_nodes[2].pause()
+            for _ in range(3):
+                see_renewal(lock)
+            assert lock.held
+
+
+class TestNodesInTrouble:
+    def test_one_dead_node_of_three_stops_nothing(self, mortal_nodes: list[EmbeddedNode]) -> None:
+        mortal_nodes[0].kill()
+        with over(mortal_nodes) as made:
+            for _ in range(20):
+                with made.lock("r") as lock:
+                    assert lock.held
+
+    def test_two_dead_nodes_of_three_are_unreachable_not_taken(
+        self, mortal_nodes: list[EmbeddedNode]
+    ) -> None:
+        for node in mortal_nodes[:2]:
+            node.kill()
+        with over(mortal_nodes) as made:
+            with pytest.raises(QuorumUnreachable) as caught:
+                made.lock("r").acquire()
+            text = str(caught.value)
+            assert all(f"127.0.0.1:{node.port}: " in text for node in mortal_nodes[:2])
+            assert f"127.0.0.1:{mortal_nodes[2].port}: " not in text
+            eventually(lambda: keys_on(mortal_nodes[2:]) == [[]])
+
+    def test_a_node_that_is_back_votes_again(self, mortal_nodes: list[EmbeddedNode]) -> None:
+        with over(mortal_nodes, restart_guard="off") as made:
+            for node in mortal_nodes[:2]:
+                node.kill()
+            with pytest.raises(QuorumUnreachable):
+                made.lock("r").acquire()
+            mortal_nodes[0].start()
+            with made.lock("r", wait=60) as lock:
+                assert lock.held
+
+    def test_a_frozen_minority_costs_no_round_its_time(
+        self, mortal_nodes: list[EmbeddedNode]
+    ) -> None:
+        with over(mortal_nodes) as made:
+            with made.lock("r"):
+                mortal_nodes[0].pause()
+            started = time.monotonic()
+            rounds = 50
+            for _ in range(rounds):
+                with made.lock("r"):
+                    pass
+            # waiting for the frozen node each time would take four times as long
+            assert time.monotonic() - started < rounds * made.node_timeout / 4
+
+    def test_a_frozen_majority_is_unreachable_within_the_node_timeout_not_the_sockets(
+        self, mortal_nodes: list[EmbeddedNode]
+    ) -> None:
+        with over(mortal_nodes) as made:
+            with made.lock("r"):
+                pass
+            for node in mortal_nodes[:2]:
+                node.pause()
+            with pytest.raises(QuorumUnreachable):
+                made.lock("r").acquire()
+            for node in mortal_nodes[:2]:
+                node.resume()
+            with made.lock("r", wait=60) as lock:
+                assert lock.held
+
+    def test_a_wrong_password_is_one_lost_vote_and_is_not_shown(
+        self, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with EmbeddedNode() as closed:
+            closed.client().config_set("requirepass", "right-one")
+            urls = [nodes[0].url, nodes[1].url, f"redis://:wr0ng@127.0.0.1:{closed.port}"]
+            with over_urls(*urls) as made, made.lock("r") as lock:
+                assert lock.held
+                (down,) = eventually(lambda: ask_nodes(made).failing)
+                assert f"127.0.0.1:{closed.port}: " in down
+                eventually(lambda: "gives no vote" in caplog.text)
+        assert "wr0ng" not in caplog.text + down
+        assert caplog.text.count("gives no vote") == 1
+
+    def test_a_right_password_is_used(self) -> None:
+        with EmbeddedNode() as closed:
+            closed.client().config_set("requirepass", "right-one")
+            url = f"redis://:right-one@127.0.0.1:{closed.port}/3"
+            with over_urls(url) as made, made.lock("r") as lock:
+                assert lock.held
+
+    def test_a_read_only_replica_is_one_lost_vote(self, nodes: list[EmbeddedNode]) -> None:
+        with EmbeddedNode(replicaof=f"127.0.0.1 {nodes[0].port}") as replica:
+            three = [nodes[0], nodes[1], replica]
+            with over(three) as made, made.lock("r") as lock:
+                assert lock.held
+
+    def test_a_key_of_another_type_is_one_lost_vote(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        nodes[0].client().lpush(KEY, "x")
+        with redlock.lock("r") as lock:
+            assert lock.held
+
+    def test_the_same_server_by_two_names_is_found_when_it_is_connected(
+        self, nodes: list[EmbeddedNode]
+    ) -> None:
+        with EmbeddedNode(bind="127.0.0.1 127.0.0.2") as server:
+            urls = [server.url, f"redis://127.0.0.2:{server.port}", nodes[1].url]
+            with over_urls(*urls) as made:
+                with pytest.raises(SettingsError, match="one server"):
+                    ask_nodes(made)
+                for _ in range(2):
+                    with pytest.raises(SettingsError, match="one server"):
+                        made.lock("r").acquire()
+                eventually(lambda: keys_on([server]) == [[]])
+
+    def test_one_server_by_two_names_never_has_two_votes(self) -> None:
+        with EmbeddedNode(bind="127.0.0.1 127.0.0.2") as server, EmbeddedNode() as dead:
+            dead.kill()
+            urls = [server.url, f"redis://127.0.0.2:{server.port}", dead.url]
+            with over_urls(*urls) as made, pytest.raises((SettingsError, QuorumUnreachable)):
+                made.lock("r").acquire()
+
+    def test_a_refusal_is_logged_once_with_the_servers_words(
+        self, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        # of a primary of its own: a key that comes from there would be refused in other words
+        with (
+            EmbeddedNode() as primary,
+            EmbeddedNode(replicaof=f"127.0.0.1 {primary.port}") as replica,
+        ):
+            info = replica.client().info
+            eventually(lambda: info("replication")["master_link_status"] == "up")
+            three = [nodes[0], nodes[1], replica]
+            with over(three) as made:
+                for _ in range(20):
+                    with made.lock("r"):
+                        pass
+                eventually(lambda: "READONLY" in caplog.text)
+                with made.lock("r"):
+                    pass
+        lines = [r.message for r in caplog.records if "READONLY" in r.message]
+        assert len(lines) == 1
+        assert f"127.0.0.1:{replica.port}" in lines[0]
+
+    def test_a_credential_provider_that_fails_once_does_not_cost_a_node_for_ever(self) -> None:
+        class Flaky(redis.CredentialProvider):
+            failed = False
+
+            def get_credentials(self) -> tuple[str]:
+                if not self.failed:
+                    self.failed = True
+                    raise LookupError("the vault is away")
+                return ("right-one",)
+
+        with EmbeddedNode() as node:
+            node.client().config_set("requirepass", "right-one")
+            client = redis.Redis(port=node.port, credential_provider=Flaky())
+            with over_urls(client) as made, made.lock("r", wait=60) as lock:
+                assert lock.held
+
+
+class TestExceptionsFromOutside:
+    """A soft time limit, Ctrl-C or a killed greenlet strikes at any point of any call."""
+
+    # a signal that strikes inside a finalizer of somebody else's is theirs
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_nothing_is_renewed_for_ever_and_no_reply_goes_to_the_wrong_command(
+        self, nodes: list[EmbeddedNode]
+    ) -> None:
+        class StruckError(Exception):
+            pass
+
+        armed: list[bool] = []
+
+        def strike(*_: object) -> None:
+            if armed:
+                armed.clear()
+                raise StruckError
+
+        earlier = signal.signal(signal.SIGALRM, strike)
+        hits = 0
+        try:
+            with over(nodes) as made:
+                ask_nodes(made)
+                end = time.monotonic() + 12
+                turn = 0
+                while time.monotonic() < end:
+                    turn += 1
+                    lock = made.lock(f"r{turn}")
+                    try:
+                        armed.append(True)
+                        signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 1e-3))
+                        with lock:
+                            time.sleep(0.0005)
+                        armed.clear()
+                    except StruckError:
+                        hits += 1
+                    give_back(lock)  # cut at the entry of release, nobody inside can mend it
+                    assert not lock.held
+                # a shifted wire would answer this one with what was meant for another
+                with made.lock("control", wait=60) as control, over(nodes) as other:
+                    assert control.held
+                    assert not other.lock("control").try_acquire()
+                eventually(lambda: not made.session.watchdog._watched)
+                eventually(lambda: keys_on(nodes) == [[]] * 3, within=FREED)
+        finally:
+            armed.clear()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, earlier)
+        assert hits > 100
+
+    def test_no_request_follows_the_release_of_its_token(self, redlock: Redlock) -> None:
+        written: list[tuple[int, str, str]] = []
+        write = Wire.write
+
+        def note(self: Wire, entries: Any) -> None:
+            for command, _, _ in entries:
+                handler = command.handler
+                claim = getattr(handler, "claim", None)
+                hold = claim.hold if claim else getattr(handler, "hold", None)
+                written.append((id(self), type(handler).__name__, str(id(hold))))
+            write(self, entries)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Wire, "write", note)
+            kept = [redlock.lock("r", ttl=TTL) for _ in range(200)]
+            for lock in kept:  # kept, so that no two holds share an id
+                with lock:
+                    redlock.session.renew(holdings_of(lock))
+        released: set[tuple[int, str]] = set()
+        for wire, kind, hold in written:
+            assert (wire, hold) not in released or kind == "Release", kind
+            if kind == "Release":
+                released.add((wire, hold))
+        assert len(released) == 600
+
+
+class TestOneProcess:
+    def test_many_threads_share_the_connections_and_exclude_each_other(
+        self, redlock: Redlock
+    ) -> None:
+        inside, most, total = 0, 0, 0
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            nonlocal inside, most, total
+            try:
+                for _ in range(20):
+                    with redlock.lock("r", wait=200):
+                        inside += 1
+                        most = max(most, inside)
+                        total += 1
+                        inside -= 1
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(250)
+        assert (errors, most, total) == ([], 1, 120)
+
+    def test_many_threads_with_locks_of_their_own_all_get_them(self, redlock: Redlock) -> None:
+        errors: list[BaseException] = []
+
+        def work(name: str) -> None:
+            try:
+                for _ in range(50):
+                    with redlock.lock(name) as lock:
+                        assert lock.held
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(f"r{n}",)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(250)
+        assert errors == []
+
+    def test_another_threads_call_is_an_error(self, redlock: Redlock) -> None:
+        lock = redlock.lock("r").acquire()
+        caught: list[Exception] = []
+
+        def release() -> None:
+            try:
+                lock.release()
+            except RedlockError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=release)
+        thread.start()
+        thread.join()
+        assert "another thread" in str(caught[0])
+        assert lock.held
+        lock.release()
+
+    def test_a_forked_child_neither_holds_nor_releases_its_parents_lock(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        lock = redlock.lock("r", ttl=TTL).acquire()
+        settle(redlock)
+
+        def ports() -> set[int]:
+            wires = [node.wire for node in redlock.session.quorum.nodes]
+            return {wire.socket.getsockname()[1] for wire in wires if wire is not None}
+
+        parents = ports()
+        assert parents
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                held = lock.held
+                lock.release()
+                gc.collect()
+                with redlock.lock("s", wait=60) as own:
+                    shared = ports() & parents
+                    status = 0 if own.held and not held and not shared else 2
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        see_renewal(lock)  # the parent's watchdog still runs
+        assert lock.held
+        eventually(lambda: keys_on(nodes) == [[KEY]] * 3)
+        lock.release()
+
+    def test_a_closed_redlock_keeps_no_thread_and_no_descriptor(
+        self, nodes: list[EmbeddedNode]
+    ) -> None:
+        def descriptors() -> int:
+            gc.collect()
+            return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+        with over(nodes) as made, made.lock("r"):
+            pass
+        before = descriptors()
+        for _ in range(5):
+            with over(nodes) as made, made.lock("r"):
+                pass
+        eventually(lambda: descriptors() <= before)
+
+
+class TestWaitingWithoutPoll:
+    def test_each_waiter_hears_of_every_descriptor_that_is_ready(self) -> None:
+        pairs = [socket.socketpair() for _ in range(2)]
+        polls = [PollBehindSelect(), PollBehindSelect()]
+        for poll in polls:
+            for ours, _ in pairs:
+                poll.register(ours.fileno(), select.POLLIN)
+        assert [poll.poll(1) for poll in polls] == [[], []]
+        for _, theirs in pairs:
+            theirs.send(b"!")
+        ready = {ours.fileno() for ours, _ in pairs}
+        assert [{found for found, _ in poll.poll(1000)} for poll in polls] == [ready, ready]
+        for pair in pairs:
+            for end in pair:
+                end.close()
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"ttl": 5.9}, r"ttl=5.9: must be at least 4 x node_timeout = 6 s"),
+            ({"ttl": 61}, r"ttl=61: must be at most redlock_max_ttl"),
+            ({"wait": -1}, "wait=-1"),
+            ({"max_hold": 0}, "max_hold=0"),
+            ({"limit": 0}, "limit=0"),
+            ({"limit": True}, "limit=True"),
+            ({"limit": 2, "fencing": True}, "limit=2: .*no order"),
+            ({"fencing": 1}, "fencing=1"),
+        ],
+    )
+    def test_a_wrong_one_is_refused_by_name_and_value(
+        self, redlock: Redlock, options: dict[str, object], words: str
+    ) -> None:
+        with pytest.raises(SettingsError, match=words):
+            redlock.lock("r", **options)  # type: ignore[arg-type]
+
+    def test_permits_are_of_one_resource(self, redlock: Redlock) -> None:
+        with pytest.raises(SettingsError, match=r"limit=2: .*one resource"):
+            redlock.lock(["a", "b"], limit=2)
+
+    @pytest.mark.parametrize("resource", ["", None, 7, [], ["a", ""], [7], b"a"])
+    def test_a_resource_is_a_text_or_a_list_of_texts(
+        self, redlock: Redlock, resource: object
+    ) -> None:
+        with pytest.raises(SettingsError, match="resource"):
+            redlock.lock(resource)  # type: ignore[arg-type]
+
+    def test_a_list_of_one_is_that_one(self, redlock: Redlock) -> None:
+        assert redlock.lock(["r"]).resource == "r"

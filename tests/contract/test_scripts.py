@@ -1,0 +1,312 @@
+"""Each value that a script's header promises, on a real server, by digest and by source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from redis import Redis, ResponseError
+
+from celery_redlock.lock.keys import broken_key, fence_key, guard_keys, lock_key
+from celery_redlock.lock.nodes import (
+    GRANT,
+    GUARD,
+    NO_GUARD,
+    RELEASE,
+    RENEW,
+    SAY_NOTHING,
+    TRUST,
+    Requests,
+    Script,
+    bulk,
+    packed,
+)
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import eventually
+
+KEY = lock_key("redlock", "r")
+RUN, QUIET = guard_keys("redlock")
+FENCE, BROKEN = fence_key("redlock"), broken_key(KEY)
+CHANNEL = "{redlock}:wake:r"
+LIMIT = 9007199254740990
+
+
+@pytest.fixture
+def client(nodes: list[EmbeddedNode]) -> Redis:
+    client = nodes[0].client()
+    client.flushall()
+    return client
+
+
+def run(client: Redis, script: Script, keys: list[str], *args: str) -> Any:
+    return client.eval(script.source.decode(), len(keys), *keys, *args)
+
+
+def grant(
+    client: Redis,
+    value: str = "mine",
+    ttl: str = "30000",
+    least: str = "",
+    guard: tuple[str, str, str] = ("", "", ""),
+) -> Any:
+    return run(client, GRANT, [KEY, RUN, QUIET, FENCE], value, ttl, least, *guard)
+
+
+def renew(client: Redis, value: str = "mine", least: str = "", repair: str = "") -> Any:
+    return run(client, RENEW, [KEY, FENCE, BROKEN], value, "30000", least, repair)
+
+
+class TestGrant:
+    def test_it_sets_a_free_key_with_its_ttl(self, client: Redis) -> None:
+        assert grant(client) == 1
+        assert client.get(KEY) == "mine"
+        assert 10_000 < client.pttl(KEY) <= 30_000
+        assert client.keys("*") == [KEY]
+
+    def test_our_own_counts_and_is_renewed(self, client: Redis) -> None:
+        client.set(KEY, "mine", px=10_000)
+        assert grant(client) == 1
+        assert client.pttl(KEY) > 10_000
+
+    def test_it_refuses_and_says_who_and_for_how_long(self, client: Redis) -> None:
+        client.set(KEY, "theirs:label", px=20_000)
+        code, left, value = grant(client)
+        assert (code, value) == (0, "theirs:label")
+        assert 0 < left <= 20_000
+        assert client.get(KEY) == "theirs:label"
+
+    def test_of_a_key_without_expiry_it_says_that_its_end_is_not_known(self, client: Redis) -> None:
+        client.set(KEY, "theirs")
+        assert grant(client) == [0, -1, "theirs"]
+
+
+class TestFencing:
+    def test_the_first_token_is_the_one_that_is_proposed(self, client: Redis) -> None:
+        assert grant(client, least="1000") == [1, 1000]
+        assert client.get(FENCE) == "1000"
+
+    def test_the_next_is_greater_whatever_is_proposed(self, client: Redis) -> None:
+        client.set(FENCE, "5000")
+        assert grant(client, least="1000") == [1, 5001]
+
+    def test_our_own_again_says_the_counter_and_leaves_it(self, client: Redis) -> None:
+        grant(client, least="1000")
+        assert grant(client, least="9000") == [1, 1000]
+
+    def test_a_refusal_leaves_the_counter(self, client: Redis) -> None:
+        client.set(KEY, "theirs")
+        grant(client, least="1000")
+        assert client.get(FENCE) is None
+
+    def test_it_is_exact_up_to_its_limit_and_sets_no_lock_beyond(self, client: Redis) -> None:
+        client.set(FENCE, str(LIMIT - 1))
+        assert grant(client, least="1") == [1, LIMIT]
+        assert client.get(FENCE) == str(LIMIT)
+        client.delete(KEY)
+        with pytest.raises(ResponseError, match="FENCE exhausted"):
+            grant(client, least="1")
+        assert not client.exists(KEY)
+
+    def test_a_counter_that_is_no_number_sets_no_lock(self, client: Redis) -> None:
+        client.set(FENCE, "garbage")
+        with pytest.raises(ResponseError):
+            grant(client, least="1000")
+        assert not client.exists(KEY)
+
+    def test_a_renewal_lifts_the_counter_to_the_holders_token_and_never_lowers_it(
+        self, client: Redis
+    ) -> None:
+        client.set(KEY, "mine", px=30_000)
+        assert renew(client, least="1000") == [1, 1000]
+        assert client.get(FENCE) == "1000"
+        assert renew(client, least="7") == [1, 1000]
+
+    def test_a_renewal_of_anothers_lock_leaves_the_counter(self, client: Redis) -> None:
+        client.set(KEY, "theirs", px=30_000)
+        assert renew(client, least="1000") == -1
+        assert client.get(FENCE) is None
+
+
+class TestGuard:
+    NEW = ("run-2", "4000", "61000")
+
+    def test_a_node_that_knows_no_run_is_silent_for_as_long_as_it_is_told(
+        self, client: Redis
+    ) -> None:
+        code, left = grant(client, guard=self.NEW)
+        assert code == -1
+        assert 0 < left <= 4000
+        assert client.get(RUN) == "run-2"
+        assert not client.exists(KEY)
+
+    def test_a_node_that_knows_another_run_is_silent_for_longer(self, client: Redis) -> None:
+        client.set(RUN, "run-1")
+        code, left = grant(client, guard=self.NEW)
+        assert code == -1
+        assert 10_000 < left <= 61_000
+
+    def test_a_node_that_knows_this_run_votes(self, client: Redis) -> None:
+        client.set(RUN, "run-2")
+        assert grant(client, guard=self.NEW) == 1
+
+    def test_a_silence_is_never_shortened(self, client: Redis) -> None:
+        client.set(QUIET, "1", px=50_000)
+        assert grant(client, guard=self.NEW)[1] > 10_000
+
+    def test_a_node_that_knows_no_run_and_need_not_be_silent_votes(self, client: Redis) -> None:
+        assert grant(client, guard=("run-2", "0", "61000")) == 1
+        assert not client.exists(QUIET)
+
+    def test_a_silent_node_still_says_of_a_lock_who_holds_it(self, client: Redis) -> None:
+        client.set(KEY, "theirs", px=20_000)
+        assert grant(client, guard=self.NEW)[0] == 0
+        assert client.exists(QUIET)
+
+    def test_a_silent_node_confirms_what_is_ours(self, client: Redis) -> None:
+        client.set(KEY, "mine", px=20_000)
+        assert grant(client, guard=self.NEW) == 1
+
+    def test_the_silence_begins_when_a_node_is_connected(self, client: Redis) -> None:
+        assert 0 < run(client, GUARD, [RUN, QUIET], *self.NEW) <= 4000
+        assert grant(client, guard=self.NEW)[0] == -1
+
+    def test_a_known_run_is_not_silent(self, client: Redis) -> None:
+        client.set(RUN, "run-2")
+        assert run(client, GUARD, [RUN, QUIET], *self.NEW) == 0
+
+    def test_trust_ends_the_silence(self, client: Redis) -> None:
+        grant(client, guard=self.NEW)
+        assert run(client, TRUST, [RUN, QUIET], "run-2") == 1
+        assert grant(client, guard=self.NEW) == 1
+
+    def test_trust_ahead_of_it_prevents_the_silence(self, client: Redis) -> None:
+        assert run(client, TRUST, [RUN, QUIET], "run-2") == 0
+        assert grant(client, guard=self.NEW) == 1
+
+
+class TestRenew:
+    def test_it_prolongs_our_own(self, client: Redis) -> None:
+        client.set(KEY, "mine", px=10_000)
+        assert renew(client) == 1
+        assert client.pttl(KEY) > 10_000
+
+    def test_it_never_shortens(self, client: Redis) -> None:
+        client.set(KEY, "mine", px=60_000)
+        assert renew(client) == 1
+        assert client.pttl(KEY) > 30_000
+
+    def test_it_never_creates_a_key(self, client: Redis) -> None:
+        assert renew(client) == 0
+        assert not client.exists(KEY)
+
+    def test_it_leaves_anothers_key_alone(self, client: Redis) -> None:
+        client.set(KEY, "theirs", px=20_000)
+        assert renew(client) == -1
+        assert 0 < client.pttl(KEY) <= 20_000
+
+    def test_a_repair_sets_a_missing_key_also_on_a_silent_node(self, client: Redis) -> None:
+        client.set(QUIET, "1", px=50_000)
+        assert renew(client, repair="1") == 1
+        assert client.get(KEY) == "mine"
+        assert 10_000 < client.pttl(KEY) <= 30_000
+
+    def test_a_repair_leaves_anothers_key_alone(self, client: Redis) -> None:
+        client.set(KEY, "theirs", px=20_000)
+        assert renew(client, repair="1") == -1
+
+    def test_a_repair_does_not_bring_back_what_an_operator_broke(self, client: Redis) -> None:
+        client.set(BROKEN, "mine", px=20_000)
+        assert renew(client, repair="1") == -1
+        assert not client.exists(KEY)
+
+
+class TestRelease:
+    def test_it_deletes_our_own_and_says_so(self, client: Redis) -> None:
+        client.set(KEY, "mine")
+        hearing = client.pubsub()
+        hearing.subscribe(CHANNEL)
+        assert run(client, RELEASE, [KEY], "mine", CHANNEL) == 1
+        assert not client.exists(KEY)
+        kinds = []
+        eventually(lambda: kinds.append(hearing.get_message(timeout=1)) or len(kinds) > 1)
+        assert kinds[1]["channel"] == CHANNEL
+        hearing.close()
+
+    def test_without_a_channel_it_says_nothing(self, client: Redis) -> None:
+        client.set(KEY, "mine")
+        before = client.info("commandstats").get("cmdstat_publish", {}).get("calls", 0)
+        assert run(client, RELEASE, [KEY], "mine", "") == 1
+        assert client.info("commandstats").get("cmdstat_publish", {}).get("calls", 0) == before
+
+    def test_it_leaves_anothers_key_alone(self, client: Redis) -> None:
+        client.set(KEY, "theirs")
+        assert run(client, RELEASE, [KEY], "mine", CHANNEL) == 0
+        assert client.get(KEY) == "theirs"
+
+    def test_of_a_missing_key_it_is_nothing(self, client: Redis) -> None:
+        assert run(client, RELEASE, [KEY], "mine", CHANNEL) == 0
+
+    def test_a_server_that_refuses_to_publish_deletes_all_the_same(self, client: Redis) -> None:
+        rights = ["+@all", "-publish", "~*", "&*", "nopass", "on"]
+        client.execute_command("ACL", "SETUSER", "mute", "reset", *rights)
+        client.set(KEY, "mine")
+        try:
+            with Redis(port=client.connection_pool.connection_kwargs["port"], username="mute") as c:
+                assert run(c, RELEASE, [KEY], "mine", CHANNEL) == 1
+        finally:
+            client.execute_command("ACL", "DELUSER", "mute")
+        assert not client.exists(KEY)
+
+
+class TestRequests:
+    """What is packed by hand says the same as what a client library would send."""
+
+    REQUESTS = Requests("redlock")
+    WORDS = packed(KEY), packed("mine"), bulk(b"30000")
+
+    def sent(self, client: Redis, request: bytes) -> Any:
+        connection = client.connection_pool.make_connection()
+        connection.connect()
+        try:
+            connection._sock.sendall(request)
+            return connection.read_response()
+        finally:
+            connection.disconnect()
+
+    @pytest.fixture(autouse=True)
+    def loaded(self, client: Redis) -> None:
+        for script in (GRANT, RENEW, RELEASE):
+            client.script_load(script.source.decode())
+
+    def test_a_grant_and_its_release(self, client: Redis) -> None:
+        assert self.sent(client, self.REQUESTS.grant(*self.WORDS) + NO_GUARD) == 1
+        assert client.get(KEY) == "mine"
+        assert self.sent(client, self.REQUESTS.release(*self.WORDS[:2], packed(CHANNEL))) == 1
+        assert self.sent(client, self.REQUESTS.release(*self.WORDS[:2], SAY_NOTHING)) == 0
+
+    def test_a_grant_with_a_fencing_token_and_a_guard(self, client: Redis) -> None:
+        client.set(RUN, "run-2")
+        guard = b"".join(map(packed, TestGuard.NEW))
+        assert self.sent(client, self.REQUESTS.grant(*self.WORDS, 1000) + guard) == [1, 1000]
+
+    def test_a_renewal(self, client: Redis) -> None:
+        assert self.sent(client, self.REQUESTS.renew(*self.WORDS)) == 0
+        client.set(KEY, "mine", px=10_000)
+        assert self.sent(client, self.REQUESTS.renew(*self.WORDS)) == 1
+
+    @pytest.mark.parametrize(("token", "reply"), [(0, 1), (1000, [1, 1000])])
+    def test_a_repair(self, client: Redis, token: int, reply: object) -> None:
+        full = self.REQUESTS.renew_fully(KEY, *self.WORDS[1:], token, repair=True)
+        assert self.sent(client, full) == reply
+        assert client.get(KEY) == "mine"
+
+    @pytest.mark.parametrize("script", [GRANT, RENEW, RELEASE])
+    def test_by_digest_and_by_source_differ_in_the_script_alone(self, script: Script) -> None:
+        by_digest = script.call([KEY], "mine", "1")
+        by_source, load = script.with_source(by_digest), script.load
+        assert load.endswith(bulk(b"LOAD") + bulk(script.source))
+        assert by_digest.count(b"EVALSHA") == 1
+        assert bulk(script.source) in by_source
+        tail = b"".join([b"$1\r\n1\r\n", bulk(KEY.encode()), bulk(b"mine"), bulk(b"1")])
+        assert by_digest.endswith(tail)
+        assert by_source.endswith(tail)

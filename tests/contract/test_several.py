@@ -1,0 +1,341 @@
+"""Several holds at once: nested, as permits, on several resources; and the numbers they get."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import (
+    NODE_TIMEOUT,
+    eventually,
+    is_free,
+    keys_on,
+    see_freed,
+    settle,
+    vouch_for,
+)
+from tests.contract.contention import PROCESSES
+
+FENCE = "{redlock}:fence"
+
+
+@contextlib.contextmanager
+def over(nodes: list[EmbeddedNode], node_timeout: float = NODE_TIMEOUT) -> Iterator[Redlock]:
+    with Redlock([node.url for node in nodes], node_timeout=node_timeout) as made:
+        settle(made)
+        yield made
+
+
+@pytest.fixture
+def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+    """Give a client beside `redlock`, as of another process."""
+    with over(nodes) as made:
+        yield made
+
+
+@pytest.fixture
+def rivals(nodes: list[EmbeddedNode]) -> Iterator[list[Redlock]]:
+    """Give four clients, each as of a process of its own."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(over(nodes)) for _ in range(4)]
+
+
+def in_a_thread(do: Callable[[], object]) -> object:
+    """Return what a function gives in another thread."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(do()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def locks_on(nodes: list[EmbeddedNode]) -> list[list[str]]:
+    """Return the names of the locks that stand on each node, without their prefix."""
+    mark = "}:lock:"
+    return [[k.partition(mark)[2] for k in keys if mark in k] for keys in keys_on(nodes)]
+
+
+def lose(lock: Lock, redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+    """Take a held lock away on a quorum of nodes, and let it be noticed."""
+    settle(redlock)  # a grant still on its way would bring the key back
+    for node in nodes[:2]:
+        node.client().delete(f"{{redlock}}:lock:{lock.resource}")
+    with pytest.raises(LockLost):
+        lock.extend()
+
+
+class TestNested:
+    def test_what_is_held_here_is_taken_again_and_free_after_the_last_release(
+        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        outer = redlock.lock("r", wait=60)
+        with outer:
+            settle(redlock)
+            values = [node.client().get("{redlock}:lock:r") for node in nodes]
+            with redlock.lock("r") as inner, outer:
+                settle(redlock)
+                assert inner.held
+                assert outer.held
+                assert [node.client().get("{redlock}:lock:r") for node in nodes] == values
+            settle(redlock)
+            assert not inner.held
+            assert outer.held
+            assert not rival.lock("r").try_acquire()
+        see_freed(nodes, "r")
+
+    def test_another_thread_does_not_share_it(self, redlock: Redlock) -> None:
+        with redlock.lock("r", wait=60):
+            assert in_a_thread(lambda: redlock.lock("r").try_acquire()) is False
+
+    def test_an_asyncio_task_does_not_share_it_with_another(self, redlock: Redlock) -> None:
+        async def hold(held: asyncio.Event, done: asyncio.Event) -> bool:
+            with redlock.lock("r", wait=60):
+                held.set()
+                await done.wait()
+                return redlock.lock("r").try_acquire()  # its own
+
+        async def both() -> tuple[bool, bool]:
+            held, done = asyncio.Event(), asyncio.Event()
+            holder = asyncio.create_task(hold(held, done))
+            await held.wait()
+            others = redlock.lock("r").try_acquire()
+            done.set()
+            return others, await holder
+
+        assert asyncio.run(both()) == (False, True)
+
+    def test_inside_of_one_that_is_lost_it_is_lost_too(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r", wait=60) as outer:
+            lose(outer, redlock, nodes)
+            with pytest.raises(LockLost):
+                redlock.lock("r").acquire()
+
+    def test_it_is_lost_with_the_one_around_it(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r", wait=60) as outer, redlock.lock("r") as inner:
+            lose(outer, redlock, nodes)
+            assert not inner.held
+            with pytest.raises(LockLost):
+                inner.ensure()
+
+    def test_inside_of_one_of_several_permits_none_of_fewer_is_given(
+        self, redlock: Redlock
+    ) -> None:
+        with redlock.lock("r", wait=60, limit=3), redlock.lock("r", limit=4) as inner:
+            assert inner.held
+            with pytest.raises(SettingsError, match=r"limit=2: .*one of 3 permits"):
+                redlock.lock("r", limit=2).acquire()
+
+    def test_inside_of_one_without_a_fencing_token_none_with_one_is_given(
+        self, redlock: Redlock
+    ) -> None:
+        with (
+            redlock.lock("r", wait=60),
+            pytest.raises(SettingsError, match=r"fencing=True: .*without"),
+        ):
+            redlock.lock("r", fencing=True).acquire()
+
+    def test_inside_of_one_with_a_fencing_token_it_has_the_same(self, redlock: Redlock) -> None:
+        with (
+            redlock.lock("r", wait=60, fencing=True) as outer,
+            redlock.lock("r", fencing=True) as inner,
+        ):
+            assert inner.fencing_token == outer.fencing_token
+
+    def test_one_on_several_takes_what_is_not_held_and_gives_back_no_more(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("b", wait=60) as outer:
+            with redlock.lock(["a", "b", "c"], wait=60) as inner:
+                settle(redlock)
+                assert inner.held
+                assert locks_on(nodes) == [["a", "b", "c"]] * 3
+            see_freed(nodes, "a")
+            see_freed(nodes, "c")
+            assert outer.held
+            assert locks_on(nodes) == [["b"]] * 3
+
+
+class TestPermits:
+    def test_so_many_hold_at_once_and_no_more(
+        self, rivals: list[Redlock], nodes: list[EmbeddedNode]
+    ) -> None:
+        *three, fourth = rivals
+        locks = [made.lock("r", wait=60, limit=3).acquire() for made in three]
+        for made in three:
+            settle(made)
+        with pytest.raises(LockTaken) as caught:
+            fourth.lock("r", limit=3).acquire()
+        assert caught.value.free_in is not None
+        assert all(lock.held for lock in locks)
+        settle(fourth)
+        assert locks_on(nodes) == [["r", "r#1", "r#2"]] * 3
+        locks.pop().release()
+        locks.append(fourth.lock("r", wait=60, limit=3).acquire())
+        for lock in locks:
+            lock.release()
+
+    def test_one_that_wants_to_be_alone_counts_beside_others_and_they_beside_it(
+        self, rivals: list[Redlock]
+    ) -> None:
+        alone, *three = rivals
+        with alone.lock("r", wait=60):
+            locks = [made.lock("r", wait=60, limit=3).acquire() for made in three[:2]]
+            for made in rivals:
+                settle(made)
+            assert not three[2].lock("r", limit=3).try_acquire()
+        locks.append(three[2].lock("r", wait=60, limit=3).acquire())  # where the one alone was
+        assert not alone.lock("r").try_acquire()
+        for lock in locks:
+            lock.release()
+
+
+def take_turns(urls: list[str], names: list[str]) -> None:
+    """Take several locks again and again, in a process of its own."""
+    with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock:
+        for _ in range(20):
+            with redlock.lock(names, wait=100) as lock:
+                lock.ensure()
+
+
+class TestResources:
+    def test_all_or_none_are_taken_whatever_the_order(
+        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("b", wait=60):
+            settle(redlock)
+            for names in (["a", "b", "c"], ["c", "b", "a"]):
+                with pytest.raises(LockTaken, match="'b'"):
+                    rival.lock(names).acquire()
+                settle(rival)
+                assert locks_on(nodes) == [["b"]] * 3
+        with rival.lock(["c", "a", "b", "a"], wait=60) as lock:
+            settle(rival)
+            assert lock.resource == "a, b, c"
+            assert locks_on(nodes) == [["a", "b", "c"]] * 3
+        for name in ("a", "b", "c"):
+            see_freed(nodes, name)
+
+    def test_one_of_them_lost_is_all_lost(
+        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock(["a", "b"], wait=60) as lock:
+            settle(redlock)
+            for node in nodes[:2]:
+                node.client().delete("{redlock}:lock:b")
+            with pytest.raises(LockLost):
+                lock.extend()
+            assert not lock.held
+            assert lock.remaining == 0.0
+        see_freed(nodes, "a")
+
+    def test_two_processes_that_name_them_in_opposite_orders_block_each_other_not_for_ever(
+        self, nodes: list[EmbeddedNode]
+    ) -> None:
+        urls = [node.url for node in nodes]
+        both = [
+            PROCESSES.Process(target=take_turns, args=(urls, names), daemon=True)
+            for names in (["a", "b"], ["b", "a"])
+        ]
+        for process in both:
+            process.start()
+        for process in both:
+            process.join(120)
+            process.kill()
+        assert [process.exitcode for process in both] == [0, 0]
+        eventually(lambda: is_free(nodes, "a") and is_free(nodes, "b"))
+
+    @pytest.mark.parametrize("options", [{"renew": False}, {"max_hold": 0.1}])
+    def test_they_end_together_where_they_are_not_to_be_renewed(
+        self, nodes: list[EmbeddedNode], options: dict[str, Any]
+    ) -> None:
+        with over(nodes, node_timeout=0.2) as made:
+            lock = made.lock(["a", "b"], wait=60, ttl=1, **options).acquire()
+            eventually(lambda: not lock.held)
+            with pytest.raises(LockLost, match=r"'a, b' is lost .no quorum of nodes renewed"):
+                lock.ensure()
+            lock.release()
+
+
+def token_of(redlock: Redlock, resource: str | list[str] = "r") -> int:
+    """Hold a lock for a moment, and return its fencing token."""
+    with redlock.lock(resource, wait=60, fencing=True) as lock:
+        return lock.fencing_token
+
+
+def grows(tokens: list[int]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(tokens))
+
+
+class TestFencing:
+    def test_each_holder_has_a_greater_token_also_of_other_resources(
+        self, redlock: Redlock, rival: Redlock
+    ) -> None:
+        names: list[str | list[str]] = ["r", "s", ["r", "s"], "r", ["t", "r"], "s"]
+        tokens = [token_of(made, name) for name in names for made in (redlock, rival)]
+        assert grows(tokens)
+
+    def test_it_is_there_from_the_acquire_to_the_release_of_one_that_asked_for_it(
+        self, redlock: Redlock
+    ) -> None:
+        lock = redlock.lock("r", wait=60, fencing=True)
+        with pytest.raises(RedlockError, match="not acquired"):
+            _ = lock.fencing_token
+        with lock:
+            assert lock.fencing_token > 0
+        with redlock.lock("s") as other, pytest.raises(RedlockError, match="fencing=True"):
+            _ = other.fencing_token
+
+    def test_it_grows_past_a_node_that_is_ahead_of_every_wall_clock(
+        self, mortal_nodes: list[EmbeddedNode]
+    ) -> None:
+        first, second, third = mortal_nodes
+        ahead = 2**51
+        first.client().set(FENCE, ahead)
+        with over(mortal_nodes) as redlock:
+            second.pause()
+            tokens = [token_of(redlock)]
+            second.resume()
+            settle(redlock)
+            first.pause()  # whoever has not seen it must have been told
+            tokens.append(token_of(redlock))
+            first.resume()
+            settle(redlock)
+            third.pause()
+            tokens.append(token_of(redlock))
+            third.resume()
+        assert tokens[0] > ahead
+        assert grows(tokens)
+
+    def test_it_grows_though_a_minority_of_nodes_forgets_its_counters(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        tokens = []
+        for node in 2 * nodes:
+            tokens.append(token_of(redlock))
+            settle(redlock)
+            node.client().delete(FENCE)
+        assert grows(tokens)
+
+    def test_it_grows_though_nodes_restart_empty(self, mortal_nodes: list[EmbeddedNode]) -> None:
+        tokens = []
+        with over(mortal_nodes) as redlock:
+            for node in mortal_nodes:
+                tokens.append(token_of(redlock))
+                node.kill()
+                tokens.append(token_of(redlock))
+                node.start()
+                tokens.append(token_of(redlock))
+                vouch_for(mortal_nodes)
+        assert grows(tokens)

@@ -1,0 +1,133 @@
+"""The simulated server runs the shipped scripts as a real one does: same replies, same keys.
+
+Hypothesis makes the commands. What is left of a ttl is compared within what a busy machine needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hiredis
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis import Redis, ResponseError
+
+from celery_redlock.lock.keys import broken_key, fence_key, guard_keys, lock_key
+from celery_redlock.lock.nodes import GRANT, GUARD, RELEASE, RENEW, TRUST, Script
+from celery_redlock.testing import EmbeddedNode
+from tests.simulation.nodes import Node, library
+from tests.simulation.world import World
+
+SLACK = 20_000  # ms of a ttl; those below are far apart, and far longer
+LOCK = lock_key("redlock", "r")
+RUN, QUIET = guard_keys("redlock")
+FENCE, BROKEN = fence_key("redlock"), broken_key(LOCK)
+KEYS = (LOCK, RUN, QUIET, FENCE, BROKEN)
+
+values = st.sampled_from(["t1:one", "t2:two", "t3"])
+# a renewal tells its ttl from what is left, within a ms: so it is given none that is an error
+good_ttls = st.sampled_from(["100000", "300000"])
+ttls = st.one_of(good_ttls, st.sampled_from(["100000.0", "0"]))
+runs = st.sampled_from(["", "run1", "run2"])
+silences = st.sampled_from(["0", "200000", "500000"])
+tokens = st.sampled_from(["", "0", "7", "1700000000000000", "4503599627370496"])
+Call = tuple[Script, tuple[str, ...], tuple[str, ...]]
+
+calls: st.SearchStrategy[Call] = st.one_of(
+    st.tuples(
+        st.just(GRANT),
+        st.just((LOCK, RUN, QUIET, FENCE)),
+        st.tuples(values, ttls, tokens, runs, silences, silences),
+    ),
+    st.tuples(
+        st.just(RENEW),
+        st.just((LOCK, FENCE, BROKEN)),
+        st.tuples(values, good_ttls, tokens, st.sampled_from(["", "1"])),
+    ),
+    st.tuples(
+        st.just(RELEASE),
+        st.just((LOCK,)),
+        st.tuples(values, st.sampled_from(["", "ch"]), st.just("")),
+    ),
+    st.tuples(
+        st.just(GUARD),
+        st.just((RUN, QUIET)),
+        st.tuples(st.sampled_from(["run1", "run2"]), silences, silences),
+    ),
+    st.tuples(st.just(TRUST), st.just((RUN, QUIET)), st.tuples(st.sampled_from(["run1", "run2"]))),
+)
+# what befalls keys from outside: they end, or another program writes them
+changes = st.one_of(
+    st.tuples(st.just("DEL"), st.sampled_from(KEYS), st.just("")),
+    st.tuples(st.just("SET"), st.just(LOCK), values),
+    st.tuples(st.just("SET"), st.just(BROKEN), values),
+    st.tuples(st.just("SET"), st.just(FENCE), st.sampled_from(["9007199254740990", "5"])),
+)
+
+
+@pytest.fixture
+def real(nodes: list[EmbeddedNode]) -> Redis:
+    return nodes[0].client()
+
+
+@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.one_of(calls, changes), min_size=1, max_size=12))
+def test_a_simulated_server_answers_and_remembers_as_a_real_one(
+    real: Redis, steps: list[Any]
+) -> None:
+    real.flushall()
+    node = Node(World(0), 0, rate=1.0, offset=1000.0, scripts=library())
+    for step in steps:
+        if isinstance(step[0], Script):
+            expected, found = by_real(real, step), by_simulated(node, step)
+            assert same(expected, found), (step[1:], expected, found)
+        else:
+            change(real, node, step)
+        assert_same_keys(real, node)
+
+
+def by_real(real: Redis, call: Call) -> Any:
+    script, keys, arguments = call
+    try:
+        return real.eval(script.source.decode(), len(keys), *keys, *arguments)
+    except ResponseError as error:
+        return error
+
+
+def by_simulated(node: Node, call: Call) -> Any:
+    script, keys, arguments = call
+    words = ["EVAL", script.source.decode(), str(len(keys)), *keys, *arguments]
+    _, reply = node.execute([word.encode() for word in words])
+    reader = hiredis.Reader(encoding="utf-8")
+    reader.feed(reply)
+    return reader.gets()
+
+
+def same(expected: Any, found: Any) -> bool:
+    """Tell whether two replies say the same, but for some ms of what is left."""
+    if isinstance(expected, ResponseError):
+        first = str(expected).partition(" script: ")[0]
+        return isinstance(found, hiredis.ReplyError) and str(found).endswith(first)
+    if isinstance(expected, list):
+        return len(expected) == len(found) and all(map(same, expected, found))
+    if isinstance(expected, int) and 1000 < expected < 1_000_000:
+        return abs(expected - int(found)) < SLACK
+    return bool(expected == found)
+
+
+def change(real: Redis, node: Node, step: tuple[str, str, str]) -> None:
+    command, key, value = step
+    if command == "DEL":
+        real.delete(key)
+        node.drop(key.encode())
+    else:
+        real.set(key, value, px=300_000)
+        node.put(key.encode(), value.encode(), 300.0)
+
+
+def assert_same_keys(real: Redis, node: Node) -> None:
+    for key in KEYS:
+        value, left = node.look(key.encode())
+        assert real.get(key) == (None if value is None else value.decode()), key
+        assert abs(int(real.pttl(key)) - left) < SLACK, key

@@ -1,0 +1,270 @@
+"""Waiting for a lock on real nodes: woken by its release, not left behind without that word."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import statistics
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+
+import pytest
+
+from celery_redlock import Redlock
+from celery_redlock.lock.clock import SystemClock
+from celery_redlock.lock.keys import wake_channel
+from celery_redlock.lock.redlock import LONGEST_SPIN
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import FREED, NODE_TIMEOUT, eventually, settle
+from tests.contract.contention import PROCESSES
+
+CHANNEL = wake_channel("redlock", "r")
+WAIT = 60.0  # s
+
+now = SystemClock().now
+
+
+@contextlib.contextmanager
+def over(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+    with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
+        see_quorum(made)
+        yield made
+
+
+def see_quorum(redlock: Redlock) -> None:
+    """Return when a quorum has executed all that was written to it so far."""
+    quorum = redlock.session.quorum
+    eventually(lambda: len(quorum.connect(quorum.clock.now() + NODE_TIMEOUT)) >= quorum.size)
+
+
+@pytest.fixture
+def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+    """Give a client beside `redlock`, as of another process."""
+    with over(nodes) as made:
+        yield made
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Give threads to wait in."""
+    with ThreadPoolExecutor() as made:
+        yield made
+
+
+def take(redlock: Redlock) -> float:
+    """Wait for the lock, and return the monotonic s at which it was got."""
+    with redlock.lock("r", wait=WAIT):
+        return now()
+
+
+def see_listening(redlock: Redlock, nodes: int = 3) -> None:
+    """Return when a waiter hears of releases from so many nodes."""
+
+    def listens() -> bool:
+        ears = redlock.session.listener._ears
+        return sum(CHANNEL in ear.confirmed for ear in ears) >= nodes
+
+    eventually(listens)
+
+
+def see_waiting(redlock: Redlock, count: int = 1) -> None:
+    """Return when so many wait for the lock."""
+    eventually(lambda: len(redlock.session.listener._waiters.get(CHANNEL, ())) == count)
+
+
+class TestWoken:
+    def test_by_a_release_long_before_it_would_try_by_itself(
+        self, redlock: Redlock, rival: Redlock, pool: ThreadPoolExecutor
+    ) -> None:
+        hand_offs = []
+        for _ in range(9):
+            lock = redlock.lock("r", wait=WAIT).acquire()
+            waiting = pool.submit(take, rival)
+            see_waiting(rival)
+            see_listening(rival)
+            settle(rival)  # it has tried once more, since it is heard
+            released = now()
+            lock.release()
+            hand_offs.append(waiting.result(WAIT) - released)
+        assert statistics.median(hand_offs) < LONGEST_SPIN / 2
+
+    def test_while_one_node_is_frozen(
+        self, mortal_nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
+    ) -> None:
+        with over(mortal_nodes) as redlock, over(mortal_nodes) as rival:
+            mortal_nodes[0].pause()
+            lock = redlock.lock("r").acquire()
+            waiting = pool.submit(take, rival)
+            see_listening(rival, nodes=2)
+            lock.release()
+            assert waiting.result(FREED)
+
+    def test_on_a_new_connection_where_the_one_that_would_tell_was_closed(
+        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
+    ) -> None:
+        lock = redlock.lock("r").acquire()
+        waiting = pool.submit(take, rival)
+        for _ in range(3):
+            see_listening(rival)
+            for node in nodes:
+                assert node.client().client_kill_filter(_type="pubsub") == 1
+        see_listening(rival)
+        lock.release()
+        assert waiting.result(FREED)
+
+    def test_of_many_threads_of_a_process_not_all_at_once(
+        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        count = 24
+
+        def work() -> None:
+            with rival.lock("r", wait=WAIT):
+                time.sleep(0.05)  # a body: who is woken in vain has time to try
+
+        lock = redlock.lock("r", wait=WAIT).acquire()
+        with ThreadPoolExecutor(count) as threads:
+            waiting = [threads.submit(work) for _ in range(count)]
+            see_waiting(rival, count)
+            see_listening(rival)
+            settle(rival)
+            nodes[0].client().config_resetstat()
+            lock.release()
+            for one in waiting:
+                one.result(WAIT)
+        settle(rival)
+        scripts = nodes[0].client().info("commandstats")["cmdstat_evalsha"]["calls"]
+        tries = (scripts - 1) / 2  # each was released, or rolled back
+        # a release rings the first, by three nodes at the most: never all that wait
+        assert count <= tries < 3 * count
+
+
+class TestNotWoken:
+    def test_when_the_holder_was_killed_it_gets_the_lock_at_the_end_of_the_lease(
+        self, rival: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        line, other_end = PROCESSES.Pipe()
+        urls = [node.url for node in nodes]
+        process = PROCESSES.Process(target=hold, args=(other_end, urls), daemon=True)
+        process.start()
+        assert line.poll(WAIT)
+        valid_until = line.recv()
+        process.kill()
+        process.join()
+        assert take(rival) > valid_until
+
+    @pytest.mark.parametrize(
+        "rights",
+        [
+            pytest.param(["+@all", "resetchannels"], id="no channel"),
+            pytest.param(["+@all", "-subscribe", "allchannels"], id="no SUBSCRIBE"),
+            pytest.param(["+@all", "-publish", "allchannels"], id="no PUBLISH"),
+        ],
+    )
+    def test_without_the_right_it_gets_the_lock_all_the_same(
+        self, nodes: list[EmbeddedNode], pool: ThreadPoolExecutor, rights: list[str]
+    ) -> None:
+        for node in nodes:
+            setting = ["ACL", "SETUSER", "app", "reset", "on", ">right-one", "~*", *rights]
+            node.client().execute_command(*setting)
+        urls = [f"redis://app:right-one@127.0.0.1:{node.port}" for node in nodes]
+        try:
+            with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock, Redlock(urls) as rival:
+                lock = redlock.lock("r", wait=WAIT).acquire()
+                waiting = pool.submit(take, rival)
+                see_waiting(rival)
+                lock.release()
+                assert waiting.result(FREED)
+        finally:
+            for node in nodes:
+                node.client().execute_command("ACL", "DELUSER", "app")
+
+    def test_a_try_that_failed_tells_nobody(
+        self, rival: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        with over(nodes[1:]) as two, two.lock("r"):
+            settle(two)
+            client = nodes[0].client()
+            with client.pubsub(ignore_subscribe_messages=True) as heard:
+                heard.subscribe(CHANNEL)
+                heard.get_message(timeout=WAIT)
+                for _ in range(3):
+                    assert not rival.lock("r").try_acquire()
+                settle(rival)
+                assert not client.exists("{redlock}:lock:r")  # it had been granted, and taken back
+                client.publish(CHANNEL, "the first word")
+                assert eventually(heard.get_message)["data"] == "the first word"
+
+
+def hold(line: Connection, urls: list[str]) -> None:
+    """Hold the lock in a process of its own until it is killed; says until when it is valid."""
+    with Redlock(urls) as redlock, redlock.lock("r", ttl=2, wait=WAIT) as lock:
+        line.send(now() + lock.remaining)
+        threading.Event().wait()
+
+
+GREENLETS = """
+    with Redlock(sys.argv[1:], node_timeout=1.5) as redlock:
+        ticks, got = [], []
+
+        def wait():
+            with redlock.lock("r", wait=60) as lock:
+                got.append(lock.held)
+
+        def tick():
+            while not got:
+                ticks.append(1)
+                sleep(0.001)
+
+        lock = redlock.lock("r", wait=60).acquire()
+        waiting, ticking = spawn(wait), spawn(tick)
+        while not redlock.session.listener._waiters:
+            sleep(0.001)
+        begun = len(ticks)
+        while len(ticks) < begun + 100:  # never, if whoever waits keeps the others from running
+            sleep(0.001)
+        assert not got, "two greenlets hold it at once"
+        lock.release()
+        join(waiting)
+        assert got == [True]
+        print("each had it in turn")
+"""
+GEVENT = """
+    from gevent import joinall, monkey, sleep, spawn
+    monkey.patch_all()
+    import sys
+    from celery_redlock import Redlock
+
+    def join(greenlet):
+        joinall([greenlet], raise_error=True)
+"""
+EVENTLET = """
+    import eventlet
+    eventlet.monkey_patch()
+    import sys
+    from eventlet import sleep, spawn
+    from celery_redlock import Redlock
+
+    def join(greenlet):
+        greenlet.wait()
+"""
+
+
+@pytest.mark.parametrize(("library", "head"), [("gevent", GEVENT), ("eventlet", EVENTLET)])
+def test_a_greenlet_that_waits_lets_the_others_run(
+    nodes: list[EmbeddedNode], library: str, head: str
+) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    script = textwrap.dedent(head) + textwrap.dedent(GREENLETS)
+    urls = [node.url for node in nodes]
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, *urls],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (0, "each had it in turn\n"), run.stderr
