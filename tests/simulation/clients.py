@@ -1,0 +1,509 @@
+"""Processes that use the shipped code, and the system under it: clocks, mutexes, polls, sockets.
+
+The seam: a `Session` with a clock of its own, and the few names by which the package takes threads,
+mutexes and polls from the operating system (`simulated_system`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from celery_redlock.lock import clock as clock_module
+from celery_redlock.lock import nodes as nodes_module
+from celery_redlock.lock import quorum as quorum_module
+from celery_redlock.lock import redlock as redlock_module
+from celery_redlock.lock import session as session_module
+from celery_redlock.lock import wakeup as wakeup_module
+from celery_redlock.lock import watchdog as watchdog_module
+from celery_redlock.lock.nodes import Greeting, Guard, packed
+from celery_redlock.lock.redlock import Redlock
+from celery_redlock.lock.session import Claim, Here, Holding, Observer, Session
+from tests.simulation.network import Link, Path
+from tests.simulation.nodes import Node
+from tests.simulation.world import Thread, World, running
+
+EPOCH = 1_700_000_000.0  # s since 1970 at the real s 0
+
+
+class SoftTimeLimit(Exception):  # noqa: N818 - as billiard names it
+    """What a signal handler raises in the middle of anything."""
+
+
+class Clock:
+    """A process's clocks. rate: s of its clock in a real s; wall_error: s its calendar is ahead."""
+
+    resolution = 0.0
+
+    def __init__(self, process: Process, rate: float, offset: float, wall_error: float) -> None:
+        self._process, self._world = process, process.world
+        self.rate, self._offset, self.wall_error = rate, offset, wall_error
+
+    def now(self) -> float:
+        """Return monotonic s."""
+        return self._world.now * self.rate + self._offset
+
+    def wall_us(self) -> int:
+        """Return the us since 1970 as the process believes."""
+        self._process.step()
+        return int((EPOCH + self._world.now + self.wall_error) * 1e6)
+
+    def sleep(self, seconds: float) -> None:
+        """Rest for so many s of this clock."""
+        self._process.step()
+        thread = running()
+        assert thread is not None
+        thread.rest(self.real(seconds))
+
+    def real(self, seconds: float) -> float:
+        """Return the real s at which so many s of this clock are over."""
+        return self._world.now + seconds / self.rate
+
+
+class Process:
+    """One process: its clocks, its connections, and its own `Redlock`.
+
+    zombies: how often what is on its way in a breaking connection still arrives, up to
+    zombie_delay s later. Both, and short_writes, are fractions of 1 and s.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        nodes: Sequence[Node],
+        paths: Sequence[Path],
+        *,
+        rate: float,
+        offset: float,
+        wall_error: float,
+        **options: Any,
+    ) -> None:
+        self.world, self.name = world, name
+        self.clock = Clock(self, rate, offset, wall_error)
+        self.zombies, self.zombie_delay, self.short_writes = 0.5, 1.2, 0.0
+        self.stopped_until = 0.0  # real s: stopped by SIGSTOP, or by a machine that swaps
+        self._stop_in, self._stop_for = 0, 0.0  # I/O steps from now on, and s
+        self._alert = False  # whether a step may be where something befalls it
+        self.dead = False
+        self.descriptors: dict[int, Any] = {}
+        self.polls: list[Poll] = []
+        self.said: list[str] = []  # in its log
+        self.lost: list[Holding] = []  # as it was told
+        self._number = 0
+        self.addresses = [Address(self, *pair) for pair in zip(nodes, paths, strict=True)]
+        self.redlock = SimulatedRedlock(self, self.addresses, **options)
+
+    def connect(self) -> None:
+        """Be connected to every node when the schedule begins."""
+        with patched(nodes_module, greet=_known):
+            for node in self.redlock.session.quorum.nodes:
+                node._connect()
+
+    def thread(self, run: Callable[[], object]) -> Thread:
+        """Start a thread."""
+        return Thread(self.world, self, run)
+
+    def step(self) -> None:
+        """Pass a point of I/O, where a thread may be stopped or interrupted."""
+        if self._alert:
+            thread = running()
+            if thread is not None:
+                self._befall(thread)
+
+    def _befall(self, thread: Thread) -> None:
+        if self._stop_in:
+            self._stop_in -= 1
+            if not self._stop_in:
+                self.stop(self._stop_for)
+                thread.rest(self.stopped_until)
+        if thread.cut_in:
+            thread.cut_in -= 1
+            if not thread.cut_in:
+                self.world.counts["cuts"] += 1
+                self.world.note("%s is cut", self.name)
+                raise SoftTimeLimit
+
+    def stop_after(self, steps: int, seconds: float) -> None:
+        """Stop for so many real s at one of the next points of I/O."""
+        self._stop_in, self._stop_for, self._alert = steps, seconds, True
+
+    def cut_after(self, thread: Thread, steps: int) -> None:
+        """Interrupt a thread at one of its next points of I/O."""
+        thread.cut_in, self._alert = steps, True
+
+    def stop(self, seconds: float) -> None:
+        """Stop all its threads for so many real s, as SIGSTOP does."""
+        self.world.counts["stops"] += 1
+        self.world.note("%s stops for %.2f s", self.name, seconds)
+        self.stopped_until = max(self.stopped_until, self.world.now + seconds)
+
+    def kill(self) -> None:
+        """End as `kill -9` does; what it wrote may still arrive."""
+        self.dead = True
+        self.world.note("%s is killed", self.name)
+        for link in list(self.descriptors.values()):
+            if isinstance(link, Link):
+                link.disconnect()
+
+    def open(self, thing: Any) -> int:
+        """Return a descriptor for a socket or a bell."""
+        self._number += 1
+        self.descriptors[self._number] = thing
+        return self._number
+
+    def notify(self, descriptor: int) -> None:
+        """Wake the threads that poll something which is readable now."""
+        for poll in [poll for poll in self.polls if descriptor in poll.masks]:
+            if running() is None:
+                poll.thread.go_on()
+            else:
+                poll.thread.wake()
+
+    def socket_takes(self, size: int) -> int:
+        """Draw how many bytes a socket takes of so many."""
+        draw = self.world.random.random
+        return int(draw() * size) if self.short_writes and draw() < self.short_writes else size
+
+
+def here() -> Process:
+    """Return the process that runs, or is being made."""
+    thread = running()
+    process: Process = _making[-1] if thread is None else thread.process
+    return process
+
+
+_making: list[Process] = []
+
+
+class Mutex:
+    """A lock of the operating system, for one process's threads."""
+
+    __slots__ = ("_locked", "_waiting")
+
+    def __init__(self) -> None:
+        self._locked = False
+        self._waiting: list[Thread] = []
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it; False where it was not free (in time)."""
+        if not self._locked:
+            self._locked = True
+            return True
+        if not blocking:
+            return False
+        thread = running()
+        assert thread is not None, "nobody else would release it"
+        until = thread.process.clock.real(timeout) if timeout >= 0 else math.inf
+        return self._wait(thread, until)
+
+    def _wait(self, thread: Thread, until: float) -> bool:
+        while self._locked:
+            self._waiting.append(thread)
+            try:
+                woken = thread.rest(until)
+            finally:
+                if thread in self._waiting:
+                    self._waiting.remove(thread)
+            if self._locked and not woken:
+                return False
+        self._locked = True
+        return True
+
+    def release(self) -> None:
+        """Give it back."""
+        if not self._locked:
+            raise RuntimeError("release unlocked lock")
+        self._locked = False
+        if self._waiting:
+            self._waiting.pop(0).wake()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+
+class Bell:
+    """What a waiter is woken by, beside what it waits for: the pipe of the shipped one."""
+
+    def __init__(self) -> None:
+        self._process = here()
+        self.descriptor = self._process.open(self)
+        self.readable = False
+
+    def ring(self) -> None:
+        """Wake whoever polls it."""
+        self.readable = True
+        self._process.notify(self.descriptor)
+
+    def hush(self) -> None:
+        """Take note of all the ringing so far."""
+        self.readable = False
+
+
+class Poll:
+    """A poll object over this process's sockets and bells."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.masks: dict[int, int] = {}
+        self.thread: Any = None
+
+    def register(self, descriptor: int, events: int) -> None:
+        """Watch a descriptor."""
+        self.masks[descriptor] = events
+
+    def poll(self, milliseconds: int) -> list[tuple[int, int]]:
+        """Return what is ready, after so many ms of the process's clock at the most."""
+        process = self._process
+        process.step()
+        ready = self._ready()
+        if not ready and milliseconds > 0:
+            self.thread = running()
+            process.polls.append(self)
+            try:
+                self.thread.rest(process.clock.real(milliseconds / 1000))
+            finally:
+                process.polls.remove(self)
+            ready = self._ready()
+        return ready
+
+    def _ready(self) -> list[tuple[int, int]]:
+        things, ready = self._process.descriptors, []
+        for descriptor, mask in self.masks.items():
+            thing = things.get(descriptor)
+            if thing is None or thing.readable or mask & select.POLLOUT:
+                ready.append((descriptor, mask))
+        return ready
+
+
+def _new_poll(*, native: bool) -> Poll:
+    return Poll(here())
+
+
+class Ear:
+    """A subscriber connection: it hears of releases, late, and not while it is broken."""
+
+    def __init__(
+        self,
+        address: Address,
+        timeout: float,
+        clock: Clock,
+        channels: Callable[[], set[str]],
+        heard: Callable[[str], None],
+    ) -> None:
+        self._process, self._node, self._path = address.process, address.node, address.path
+        self._channels, self._heard = channels, heard
+        self._asked = False
+        self.confirmed: set[str] = set()
+
+    def attend(self) -> None:
+        """Ask for what is wanted."""
+        if not self._asked:
+            self._asked = True
+            self._later(self._subscribe)
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        self._node.ears.pop(self, None)
+
+    def published(self, channel: bytes) -> None:
+        """Take a message from the node."""
+        self._later(self._say, channel.decode())
+
+    def broken(self) -> None:
+        """Learn that the connection is gone, and make another."""
+        self.confirmed = set()
+        self.attend()
+
+    def _later(self, do: Callable[..., None], *args: Any) -> None:
+        world = self._process.world
+        delay = self._path.delay(world.now) + self._path.delay(world.now)
+        world.at(max(world.now + delay, self._process.stopped_until), do, *args)
+
+    def _subscribe(self) -> None:
+        self._asked = False
+        if self._process.dead:
+            return
+        if self._node.down:
+            self.attend()
+            return
+        wanted = self._channels()
+        self._node.ears[self] = {channel.encode() for channel in wanted}
+        new, self.confirmed = wanted - self.confirmed, set(wanted)
+        for channel in sorted(new):
+            self._say(channel)
+
+    def _say(self, channel: str) -> None:
+        if not self._process.dead:
+            self._heard(channel)
+
+
+class Address:
+    """Where a node is, for one process."""
+
+    def __init__(self, process: Process, node: Node, path: Path) -> None:
+        self.process, self.node, self.path = process, node, path
+        self.name = self.server = node.name
+
+    def dial(self, timeout: float) -> Link:
+        """Return a connection, after the time that takes."""
+        thread, path, world = running(), self.path, self.process.world
+        if thread is not None:
+            delay = path.delay(world.now) + path.delay(world.now)
+            thread.rest(self.process.clock.real(min(delay, timeout)))
+            if delay > timeout or self.node.stopped_until > world.now:
+                raise TimeoutError("Timeout connecting to server")
+            if self.node.down or path.random.random() < path.refuses:
+                raise ConnectionError("Connection refused")
+        return Link(self.process, self.node, path)
+
+    def without_secrets(self, text: str) -> str:
+        """Return a text as it is."""
+        return text
+
+
+class Witness(Observer):
+    """Hands on what the shipped code says of its holds."""
+
+    def acquired(self, holding: Holding) -> None:
+        """Hear that a lock is held from now on."""
+        process_of(holding).world.witness.acquired()
+
+    def lost(self, holding: Holding, reason: str) -> None:
+        """Hear that a lock is lost."""
+        process = process_of(holding)
+        process.lost.append(holding)
+        process.world.witness.lost(holding)
+
+
+class SimulatedSession(Session):
+    """A session whose contexts are simulated threads."""
+
+    @property
+    def process(self) -> Process:
+        """Whose it is."""
+        process: Process = self.redlock.process  # type: ignore[attr-defined]
+        return process
+
+    def _here(self) -> Here:
+        thread = running()
+        assert thread is not None
+        if thread.here is None:
+            thread.here = Here()
+        found: Here = thread.here
+        return found
+
+
+def process_of(holding: Holding) -> Process:
+    """Return whose an acquisition is."""
+    session = holding.session
+    assert isinstance(session, SimulatedSession)
+    return session.process
+
+
+class SimulatedRedlock(Redlock):
+    """A shipped `Redlock` in a simulated process."""
+
+    session_type = SimulatedSession
+    observer = Witness()
+
+    def __init__(self, process: Process, nodes: Sequence[Address], **options: Any) -> None:
+        self.process = process
+        _making.append(process)
+        super().__init__(nodes, **options)
+        _making.pop()
+
+
+class WatchedClaim(Claim):
+    """A shipped claim that the invariants know of."""
+
+    def __init__(self, session: Session, *what: Any) -> None:
+        super().__init__(session, *what)
+        assert isinstance(session, SimulatedSession)
+        session.process.world.witness.claimed(self, session.process)
+
+
+class Log:
+    """What the shipped code logs: kept where somebody reads it, and an error where it is one."""
+
+    def log(self, level: int, text: str, *args: object) -> None:
+        """Leave it."""
+
+    def say(self, text: str, *args: object) -> None:
+        """Keep it, with the process that says it."""
+        thread = running()
+        if thread is not None:
+            thread.process.said.append(text % args)
+
+    info = warning = error = say
+
+    def exception(self, text: str, *args: object) -> None:
+        """Take note of an exception that should not be."""
+        here().world.witness.failed(sys.exc_info()[1])
+
+
+def _parsed(node: Any, *_: object) -> Any:
+    return node
+
+
+def _known(link: Link, guard: Guard) -> Greeting:
+    """Greet a node that knows this prefix, and has all scripts: faster, for many worlds."""
+    run_id = link.node.run_id
+    return Greeting(run_id, b"".join(map(packed, guard.arguments(run_id, 0.0))))
+
+
+def _start_thread(run: Callable[[], None]) -> None:
+    here().thread(run)
+
+
+def _clock() -> Clock:
+    return here().clock
+
+
+def _new_token() -> str:
+    token: str = here().world.witness.new_token()
+    return token
+
+
+PATCHES: list[tuple[ModuleType, dict[str, Any]]] = [
+    (clock_module, {"new_mutex": Mutex}),
+    (nodes_module, {"start_thread": _start_thread, "new_mutex": Mutex}),
+    (quorum_module, {"new_mutex": Mutex, "Bell": Bell, "new_poll": _new_poll}),
+    (wakeup_module, {"new_mutex": Mutex, "Ear": Ear}),
+    (watchdog_module, {"start_thread": _start_thread, "new_mutex": Mutex, "logger": Log()}),
+    (
+        session_module,
+        {"Claim": WatchedClaim, "new_token": _new_token, "logger": Log(), "SystemClock": _clock},
+    ),
+    (redlock_module, {"parse_address": _parsed, "logger": Log()}),
+]
+
+
+@contextlib.contextmanager
+def patched(thing: Any, **names: Any) -> Iterator[None]:
+    """Give a module or a class other names for a while."""
+    before = {name: getattr(thing, name) for name in names}
+    for name, value in names.items():
+        setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)
+
+
+@contextlib.contextmanager
+def simulated_system() -> Iterator[None]:
+    """Take threads, mutexes, polls and sockets from the simulation for a while."""
+    with contextlib.ExitStack() as stack:
+        for module, names in PATCHES:
+            stack.enter_context(patched(module, **names))
+        yield

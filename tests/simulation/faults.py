@@ -1,0 +1,243 @@
+"""Profiles: how large a world is, what its clients do, and what befalls it.
+
+Times are in s. They are chosen so that what the algorithm counts in comes close together: a ttl of
+4 s, an answer within 1 s, clocks that differ by up to 9 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from celery_redlock.lock.lease import silence
+from celery_redlock.lock.votes import quorum_of
+from tests.simulation.invariants import Record
+from tests.simulation.nodes import Node, lost_until
+
+if TYPE_CHECKING:
+    from tests.simulation.clients import Process
+    from tests.simulation.schedules import Schedule
+
+ANY_SIZE = (1, 3, 3, 3, 3, 4, 5)  # one node alone has no restart guard, so it must not restart
+TTL, MAX_TTL, NODE_TIMEOUT = 1.0, 1.0, 0.25
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one kind of schedule is made of. Rates of faults are means for a whole schedule.
+
+    sizes, clients: one of them is drawn. rounds: acquisitions that a client tries. sections,
+    pauses: one of each is drawn for a client, the mean s that it holds, and lets pass before.
+    bases, slow, worst: of `network.Path`. drift: the fraction that clients allow for; every
+    clock's rate is off by up to half of it. span: s within which faults begin.
+    wall_error: s that calendars are off.
+    """
+
+    name: str
+    sizes: tuple[int, ...] = (3, 3, 3, 3, 3, 4, 5)
+    clients: tuple[int, ...] = (2, 2, 2, 3)
+    rounds: int = 4
+    sections: tuple[float, ...] = (0.02, 0.3, 1.5)
+    pauses: tuple[float, ...] = (0.01, 0.1)
+    horizon: float = 20.0
+    events: tuple[int, ...] = (20, 30, 40, 70)
+    span: float = 0.7
+    bases: tuple[float, ...] = (0.001, 0.005, 0.02, 0.08)
+    slow: float = 0.02
+    worst: float = 1.0
+    drift: float = 0.1
+    zombies: float = 0.6
+    guards: tuple[str, ...] = ("strict", "strict", "on")
+    breaks: float = 0.0
+    jams: float = 0.0
+    restarts: float = 0.0
+    keeps: tuple[str, ...] = ("nothing", "nothing", "some", "all")
+    freezes: float = 0.0
+    flushes: float = 0.0
+    forgets: float = 0.0
+    stops: float = 0.0
+    kills: float = 0.0
+    cuts: float = 0.0
+    steps_back: float = 0.0
+    wall_error: float = 0.2
+    short_writes: float = 0.0
+    cold: float = 0.05
+    limit: int = 1
+    fencing: float = 0.0
+    resources: int = 1
+    renews: float = 0.6
+    patient: float = 0.2
+    extends: float = 0.2
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("calm", sizes=ANY_SIZE, slow=0.0, drift=0.01, cold=0.0),
+        Profile("lossy", sizes=ANY_SIZE, breaks=1.0, jams=1.0, slow=0.05, short_writes=0.05),
+        Profile("even", sizes=(4,), breaks=0.3, jams=0.5),
+        Profile("late", sizes=ANY_SIZE, bases=(0.001, 0.08, 0.12), drift=0.02, renews=0.3,
+                sections=(1.5,)),
+        Profile("breaks", bases=(0.001, 0.08), breaks=3.0, drift=0.02, renews=0.3, sections=(1.5,)),
+        Profile("clocks", steps_back=0.3, renews=0.3, jams=0.3, sections=(1.5,), slow=0.0),
+        Profile("restarts", restarts=1.0, jams=0.7, sections=(0.3, 1.5), renews=0.8,
+                events=(40, 80), span=1.5),
+        Profile("pauses", sizes=ANY_SIZE, stops=1.5, jams=0.3, breaks=0.3),
+        Profile("cuts", sizes=ANY_SIZE, cuts=1.5, breaks=0.3, slow=0.01),
+        Profile("fencing", fencing=1.0, clients=(3,), rounds=6, sections=(0.01, 0.1), jams=0.7,
+                breaks=0.5, stops=0.2, wall_error=50.0),
+        Profile("lost-fences", fencing=1.0, clients=(3,), rounds=5, sections=(0.01, 0.3),
+                restarts=1.0, jams=0.7, stops=0.7),
+        Profile("forgetful", forgets=2.0, sections=(0.3, 1.5), jams=0.3, slow=0.0),
+        Profile("semaphore", limit=2, clients=(3, 4), breaks=0.3, restarts=0.2, jams=0.5),
+        Profile("several", resources=3, breaks=0.3, jams=0.5, restarts=0.2),
+        Profile("everything", breaks=0.5, jams=0.5, restarts=0.5, freezes=0.3, flushes=0.2,
+                stops=0.4, kills=0.2, cuts=0.3, steps_back=0.2, short_writes=0.05, fencing=0.3),
+    )
+}  # fmt: skip
+
+
+def poisson(draw: Callable[[], float], mean: float) -> int:
+    """Draw how often something happens that happens so often on the average."""
+    if mean <= 0:
+        return 0
+    bound, product, count = math.exp(-mean), draw(), 0
+    while product > bound:
+        product *= draw()
+        count += 1
+    return count
+
+
+class Faults:
+    """What befalls one schedule: drawn before it begins."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._world, self._profile = schedule.world, schedule.profile
+        self._random = schedule.world.random
+        self._forgotten: list[float] = []  # real s
+
+    def plan(self, span: float) -> None:
+        """Put faults into the first `span` s."""
+        profile = self._profile
+        plans: list[tuple[float, Callable[[], None]]] = [
+            (profile.breaks, self._break),
+            (profile.jams, self._jam),
+            (profile.restarts, self._restart),
+            (profile.freezes, self._freeze),
+            (profile.flushes, self._flush),
+            (profile.forgets, self._forget),
+            (profile.stops, self._stop),
+            (profile.kills, self._kill),
+            (profile.cuts, self._cut),
+            (profile.steps_back, self._step_back),
+        ]
+        for node in self._schedule.nodes if "some" in profile.keeps and profile.restarts else ():
+            self._world.at(self._random.random() * span, node.snapshot)
+        for mean, do in plans:
+            for _ in range(poisson(self._random.random, mean) if mean else 0):
+                self._world.at(self._random.random() * span, do)
+
+    def _node(self) -> Node:
+        return self._random.choice(self._schedule.nodes)
+
+    def _process(self) -> Process:
+        return self._random.choice(self._schedule.processes)
+
+    def _break(self) -> None:
+        links = list(self._node().links)
+        if links:
+            link = self._random.choice(links)
+            self._world.note("%s to %s breaks", link.process.name, link.node.name)
+            link.break_off()
+
+    def _jam(self) -> None:
+        """Cut a process off from some of the nodes for a while."""
+        until = self._world.now + self._random.random() * 1.5 * TTL
+        for address in self._process().addresses:
+            if self._random.random() < 0.6:
+                address.path.jams_until = until
+
+    def _restart(self) -> None:
+        """Restart some nodes one after another, as in a failure or an upgrade."""
+        draw = self._random.random
+        chosen = [node for node in self._schedule.nodes if draw() < 0.6]
+        pace = self._random.choice((0.0, 0.1, 0.6))
+        for number, node in enumerate(chosen):
+            self._world.at(self._world.now + number * pace, self._restart_one, node)
+
+    def _restart_one(self, node: Node) -> None:
+        if node.down:
+            return
+        keeps = self._random.choice(self._profile.keeps)
+        if keeps != "all":
+            node.silent_until = max(node.silent_until, lost_until(node, self._schedule.silence))
+        self._world.counts["restarts"] += 1
+        self._world.note("%s restarts, keeps %s", node.name, keeps)
+        node.stop(keeps=keeps)
+        away = self._random.choice((0.0, 0.02, 0.2, 0.5)) * self._random.random()
+        self._world.at(self._world.now + away, node.start)
+
+    def _freeze(self) -> None:
+        node = self._node()
+        node.freeze(self._world.now + self._random.random() * TTL)
+
+    def _flush(self) -> None:
+        self._node().forget_scripts()
+
+    def _forget(self) -> None:
+        """Lose a lock in a way that no guard sees, as by DEL, where the algorithm allows for it.
+
+        Of the h nodes that keep it so many may do so within a ttl that a rival still meets one.
+        """
+        node, now = self._node(), self._world.now
+        lately = [when for when in self._forgotten if now - when < 1.2 * TTL]
+        rivals = len(self._schedule.nodes) - quorum_of(len(self._schedule.nodes)) + 1
+        for record in self._schedule.witness.active:
+            if record.key and self._keeps(node, record):
+                kept = sum(self._keeps(other, record) for other in self._schedule.nodes)
+                if len(lately) + 1 > kept - rivals:
+                    return
+        for key in {record.key for record in self._schedule.witness.active if record.key}:
+            node.drop(key)
+        self._forgotten.append(now)
+        self._world.counts["forgotten"] += 1
+        self._world.note("%s forgets its locks", node.name)
+
+    def _keeps(self, node: Node, record: Record) -> bool:
+        return not node.down and node.look(record.key)[0] == record.value
+
+    def _stop(self) -> None:
+        steps, seconds = self._random.randint(1, 12), self._random.random() ** 2 * 1.5 * TTL
+        self._process().stop_after(steps, seconds)
+
+    def _kill(self) -> None:
+        process = self._process()
+        if not process.dead:
+            process.kill()
+
+    def _cut(self) -> None:
+        threads = [t for t in self._schedule.workers if t and not t.process.dead]
+        if threads:
+            thread = self._random.choice(threads)
+            thread.process.cut_after(thread, self._random.randint(1, 20))
+
+    def _step_back(self) -> None:
+        self._node().offset -= self._random.random() * TTL
+
+
+def guard_silence() -> float:
+    """Return the s for which a node that lost its memory keeps silent."""
+    return silence(MAX_TTL)
+
+
+def options_of(profile: Profile, guard: str) -> dict[str, Any]:
+    """Return what a client's `Redlock` is made with."""
+    return {
+        "node_timeout": NODE_TIMEOUT,
+        "clock_drift": profile.drift,
+        "max_ttl": MAX_TTL,
+        "restart_guard": guard,
+    }

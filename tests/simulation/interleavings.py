@@ -1,0 +1,183 @@
+"""Interleavings that random schedules hardly find, each as the steps that break a shortcut."""
+
+from __future__ import annotations
+
+from tests.simulation.stage import Stage
+
+# ttl 100 s, a silence of 101 s, an answer within 25 s
+
+
+def three_restarts(stage: Stage) -> None:
+    """A repaired node is one on which another client still counts."""
+    a, b = stage.actor("A"), stage.actor("B")
+    a.tries()  # A holds 0, 1, 2 until 100
+    stage.at(20)
+    a.cut_off(0)
+    stage.restarts(0)
+    b.tries("x")  # meets 0, which is silent until 121
+    stage.at(80)
+    a.extends()  # on 1 and 2, until 180
+    stage.restarts(1)
+    a.cut_off(1)
+    b.tries("y")  # meets 1, which is silent until 181
+    stage.at(122)
+    b.cut_off(1)
+    b.tries()  # granted by 0, refused by 2; what it sends to 1 is on its way
+    b.stops(until=183)
+    stage.restarts(0)
+    a.reaches(0)
+    stage.at(123)
+    a.extends()  # on 2; its key is missing on 0
+    stage.at(150)
+    a.extends()  # on 2, and a repair of 0, in its silence
+    stage.at(160)
+    a.extends()  # on both; but 0 must not count before 1 and 2 have confirmed A
+    stage.at(182)
+    b.reaches(1)  # which votes again: B has the votes of 0 and 1, and counts from 122
+    stage.at(184)
+    assert b.lock.held
+
+
+def a_renewal_after_the_end(stage: Stage) -> None:
+    """A client stopped past the end of its lease finds its keys gone, and puts them there again."""
+    a, b = stage.actor("A"), stage.actor("B")
+    a.tries()  # until 100
+    stage.at(50)
+    a.cut_off(0, 1, 2)
+    a.extends()  # on its way to all
+    a.stops(until=120)
+    stage.at(101)
+    b.tries()
+    stage.at(110)
+    b.releases()
+    a.reaches(0, 1, 2)  # each says that no key of A stands there
+    stage.at(121)
+    a.extends()
+    stage.at(160)
+    a.extends()
+    stage.at(161)
+
+
+def anothers_key(stage: Stage) -> None:
+    """A renewal meets the key of another, which must not pass for A's own."""
+    a, b = stage.actor("A"), stage.actor("B")
+    a.tries()
+    a.cut_off(2)
+    stage.at(60)
+    a.extends()  # on 0 and 1, until 160
+    stage.at(101)
+    b.cut_off(1)
+    b.tries()  # granted by 2, refused by 0
+    b.cut_off(2)  # so its release does not come through
+    a.reaches(2)
+    stage.at(102)
+    a.tries("x")
+    stage.at(103)
+    a.locks.pop()
+    a.extends()
+
+
+def a_late_release(stage: Stage) -> None:
+    """The release of a failed try arrives when the same process has tried again, and won."""
+    a, b = stage.actor("A"), stage.actor("B")
+    b.tries()
+    a.cut_off(0)
+    stage.at(1)
+    a.tries()  # refused by 1 and 2; its grant and its release are on their way to 0
+    b.releases()
+    a.breaks(0)
+    a.reaches(0)
+    stage.at(2)
+    a.tries("x")  # connects anew
+    a.cut_off(2)
+    stage.at(3)
+    a.tries()  # granted by 0 and 1
+    a.late()
+    stage.at(4)
+    b.cut_off(1)
+    b.tries()
+
+
+def a_counter_that_only_the_fast_saw(stage: Stage) -> None:
+    """A token is made of one node's counter, which the next quorum does not meet."""
+    fast = stage.actor("fast", wall_error=1000.0)
+    a, b = stage.actor("A"), stage.actor("B")
+    fast.cut_off(1, 2)
+    fast.tries(fencing=True)  # on 0 alone: its counter is ahead
+    stage.at(30)
+    fast.reaches(1, 2)
+    stage.at(31)
+    a.cut_off(2)
+    a.tries(fencing=True)  # on 0 and 1: its token is that of 0
+    a.releases()
+    a.cut_off(1)
+    stage.at(32)
+    b.cut_off(0)
+    b.tries(fencing=True)  # on 1 and 2
+    stage.at(90)
+
+
+def counters_lost(stage: Stage) -> None:
+    """Two nodes forget their counters between two holders."""
+    a, b = stage.actor("A"), stage.actor("B")
+    for _ in range(3):
+        a.tries(fencing=True)
+        a.releases()
+    stage.at(1)
+    stage.restarts(0, 1)
+    b.tries("meets them")
+    stage.at(103)
+    b.cut_off(2)
+    b.tries(fencing=True)
+    stage.at(130)
+
+
+def a_token_on_its_way(stage: Stage) -> None:
+    """A holder uses a token that one node alone has reached."""
+    fast = stage.actor("fast", wall_error=1000.0)
+    a, b = stage.actor("A"), stage.actor("B")
+    fast.cut_off(1, 2)
+    fast.tries(fencing=True)  # on 0 alone: its counter is ahead
+    stage.at(30)
+    a.cut_off(0, 2)
+    a.tries(fencing=True)  # granted by 1
+    a.cut_off(1)
+    a.reaches(0)  # granted by 0, which alone hears of the token
+    stage.at(31)
+    a.releases()
+    stage.at(132)  # its key on 1 has ended
+    b.cut_off(0)
+    b.tries(fencing=True)
+
+
+def a_proposal_from_before_the_loss(stage: Stage) -> None:
+    """A client stops between its two clocks, and its calendar is behind."""
+    a = stage.actor("A", wall_error=0.5)
+    b = stage.actor("B", wall_error=-0.5)
+    stage.at(10)
+    b.process.stop_after(2, 101.8)
+    b.tries(fencing=True)  # it has read its calendar
+    stage.at(10.5)
+    a.tries(fencing=True)  # its token is from now
+    stage.at(10.6)
+    stage.restarts(0, 1, 2)
+    a.tries("x")  # meets them: they are silent until 111.6
+    stage.at(112)
+
+
+def a_grant_after_a_short_silence(stage: Stage) -> None:
+    """A request from just after the loss is granted as the silence ends."""
+    a, b = stage.actor("A", wall_error=0.5), stage.actor("B", wall_error=-0.5)
+    stage.at(1)
+    a.tries(fencing=True)
+    a.releases()
+    stage.at(1.1)
+    stage.restarts(0, 1, 2)
+    b.tries("x")  # meets them
+    stage.at(1.2)
+    b.cut_off(0, 1, 2)
+    b.tries(fencing=True)  # on its way
+    b.stops(until=101.2)
+    stage.at(101.15)
+    b.reaches(0, 1, 2)
+    stage.at(101.3)

@@ -1,0 +1,300 @@
+"""What must be true after every event, whatever befell.
+
+A `Witness` sees the world from outside: what is written to which connection, what a node executes
+and answers, and what the clients believe. Each invariant has a name and a function of its own:
+
+- `one_holder`: at one real instant at most one client holds a key (a permit of a semaphore is one)
+- `continuity`: nobody holds again after another has held in between
+- `over_for_ever`: what was held and is over is not held again; lost and released are final
+- `truth`: of what is held, a quorum of nodes keeps the key, or is silent and votes for nobody
+- `ends_are_promised`: a lease counts from before its command left, by the ttl less the drift
+- `leases_end_before_keys`: in real time, no lease that a node gave outlives its key there
+- `probation_does_not_count`: a node on probation is none of those that make the validity
+- `silent_nodes_grant_nothing`: a node that lost memory grants nothing new during its silence
+- `ended_before_release`: nothing is held any more when the first byte of its release leaves
+- `nothing_after_release`: after its release nothing is written of a token but its release
+- `fences_grow`: each holder's fencing token is greater than all before
+- `lost_once`, `lost_when_over`: a loss is announced once, and nothing that is still held
+- `no_inner_error`: the watchdog catches no error that the shipped code made
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from celery_redlock.lock.lease import MARGIN, State
+from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW
+from celery_redlock.lock.session import Claim, Holding
+from celery_redlock.lock.votes import quorum_of
+from tests.simulation.nodes import Node, digest_of
+
+if TYPE_CHECKING:
+    from tests.simulation.clients import Process
+    from tests.simulation.network import Link
+    from tests.simulation.world import World
+
+ROUNDING = 1e-9  # s
+LOOK_EVERY = 8  # events: for what is expensive to look at, and stays wrong where it is
+OVER = (State.LOST, State.RELEASED)
+
+
+class Violation(AssertionError):  # noqa: N818 - it is no error of the program
+    """An invariant that does not hold. name: which."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(f"{name}: {text}")
+        self.name = name
+
+
+@dataclass(eq=False)
+class Record:
+    """What is known of one claim. name: its token. value: what it sets. key: under which name.
+
+    sent: by node, the s of its client's clock at which the last command was written that the node
+    executed in its favour. ends: by node, the real s at which its key ends there, as was known
+    then.
+    """
+
+    claim: Claim
+    process: Process
+    name: str
+    value: bytes
+    sent: list[float]
+    ends: list[float]
+    released: set[int]  # nodes to which its release was written
+    key: bytes = b""
+    was_held: bool = False
+    is_over: bool = False  # it was held, and is not any more
+    probation: frozenset[int] = frozenset()  # as it was looked at last
+    valid_until: float = -math.inf  # as it was looked at last
+
+    @property
+    def held(self) -> bool:
+        """Whether its client believes that it holds it now."""
+        return self.claim.hold.held(self.process.clock.now())
+
+
+class Witness:
+    """Sees everything, and says what must not be.
+
+    nodes: all of them. drift: the fraction that clients allow for.
+    """
+
+    def __init__(self, world: World, nodes: Sequence[Node], drift: float) -> None:
+        self.world, self.nodes, self.drift = world, nodes, drift
+        self.quorum = quorum_of(len(nodes))
+        self.broken: Violation | None = None
+        self.active: list[Record] = []
+        self._records: dict[bytes, Record] = {}
+        self._over: list[Record] = []
+        self._last: dict[bytes, Record] = {}  # by key: who held it last
+        self._fences: dict[str, int] = {}  # by resource: the greatest token handed out
+        self._said_lost: list[Holding] = []
+        self._tokens = self._looks = 0
+
+    def violated(self, name: str, text: str, *args: object) -> None:
+        """Take note that an invariant does not hold; the first one ends the schedule."""
+        if self.broken is None:
+            self.broken = Violation(name, text % args)
+
+    # what happens
+
+    def new_token(self) -> str:
+        """Return the next token: short, for people."""
+        self._tokens += 1
+        return f"t{self._tokens}"
+
+    def claimed(self, claim: Claim, process: Process) -> None:
+        """See a claim begin."""
+        value, never = claim.value.encode(), [-math.inf] * len(self.nodes)
+        name = claim.value.partition(":")[0]
+        record = Record(claim, process, name, value, never[:], never[:], set())
+        self._records[value] = record
+        self.active.append(record)
+        self.world.counts["claims"] += 1
+
+    def written(self, link: Link, words: list[bytes]) -> Record | None:
+        """See a command handed to a socket; returns of which claim, None where it is of none."""
+        script = script_of(words)
+        record = self._records.get(value_of(words)) if script else None
+        if record is None:
+            return None
+        if self.world.lines is not None:
+            where = link.process.name, link.node.name
+            self.world.note("%s > %s %s %s", *where, script, record.name)
+        if not record.key:
+            record.key = words[3]
+        if script == "release":
+            if record.held:
+                self.violated("ended_before_release", "%s", record.name)
+            record.released.add(link.node.index)
+        elif link.node.index in record.released:
+            self.violated("nothing_after_release", "%s of %s", script, record.name)
+        return record
+
+    def executed(
+        self,
+        record: Record,
+        node: Node,
+        script: str,
+        words: list[bytes],
+        reply: bytes,
+        written: float,
+    ) -> None:
+        """See a node execute a command. written: s of the client's clock."""
+        if self.world.lines is not None:
+            self.world.note("%s: %s %s -> %r", node.name, script, record.name, reply)
+        if script == "release":
+            return
+        if reply.startswith((b":1", b"*2\r\n:1")):
+            index = node.index
+            record.sent[index] = max(record.sent[index], written)
+            record.ends[index] = max(record.ends[index], node.end_of(record.key, record.value))
+            self._favoured(record, node, script, words)
+        elif script == "grant" and reply.startswith(b"*2\r\n:-1"):
+            self.world.counts["silences"] += 1
+
+    def _favoured(self, record: Record, node: Node, script: str, words: list[bytes]) -> None:
+        if script == "renew" and words[-1] == b"1":
+            self.world.counts["repairs"] += 1
+        if script == "grant" and node.was_free and node.is_silent:
+            self.violated("silent_nodes_grant_nothing", "%s to %s", node.name, record.name)
+
+    def acquired(self) -> None:
+        """See an acquisition succeed."""
+        self.world.counts["holds"] += 1
+
+    def fenced(self, resources: Sequence[str], token: int) -> None:
+        """See a fencing token handed out for the holder of some resources."""
+        for resource in resources:
+            before = self._fences.get(resource, 0)
+            if token <= before:
+                self.violated("fences_grow", "%s: %d after %d", resource, token, before)
+            self._fences[resource] = token
+
+    def lost(self, holding: Holding) -> None:
+        """See a loss announced."""
+        self.world.counts["losses"] += 1
+        if holding in self._said_lost:
+            self.violated("lost_once", "%s", holding.resource)
+        self._said_lost.append(holding)
+        if holding.held:
+            self.violated("lost_when_over", "%s", holding.resource)
+
+    def failed(self, error: BaseException | None) -> None:
+        """See an error that the shipped code caught, though there should be none."""
+        self.violated("no_inner_error", "%r", error)
+
+    # what must be true after every event
+
+    def check(self) -> None:
+        """Raise Violation where an invariant does not hold."""
+        self._looks += 1
+        holders: dict[bytes, Record] = {}
+        over = False
+        for record in self.active:
+            hold = record.claim.hold
+            if hold.state is State.HELD:
+                if record.process.clock.now() < hold.valid_until - hold.margin:
+                    self._check_alone(record, holders)
+                    self._check_held(record)
+                elif record.was_held:
+                    record.is_over = True
+            elif hold.state is not State.ACQUIRING:
+                over = True
+        if over:
+            self._set_aside()
+        if self._looks % LOOK_EVERY == 0:
+            self._check_over()
+        if self.broken is not None:
+            raise self.broken
+
+    def _set_aside(self) -> None:
+        self._over += [record for record in self.active if record.claim.hold.state in OVER]
+        self.active = [record for record in self.active if record.claim.hold.state not in OVER]
+
+    def _check_over(self) -> None:
+        for record in self._over:
+            if record.claim.hold.state not in OVER:
+                self.violated("over_for_ever", "%s came back", record.name)
+
+    def _check_alone(self, record: Record, holders: dict[bytes, Record]) -> None:
+        other = holders.setdefault(record.key, record)
+        if other is not record:
+            self.violated("one_holder", "%s beside %s", record.name, other.name)
+
+    def _check_held(self, record: Record) -> None:
+        hold = record.claim.hold
+        if not record.was_held:
+            record.was_held = True
+            self.world.note("%s is held until %.4f", record.name, hold.valid_until)
+        self._check_continuity(record)
+        if hold.valid_until != record.valid_until or self._looks % LOOK_EVERY == 0:
+            record.valid_until = hold.valid_until
+            self._check_ends(record)
+            self._check_truth(record)
+        if hold.probation or record.probation:
+            self._check_probation(record)
+
+    def _check_continuity(self, record: Record) -> None:
+        if record.is_over:
+            another = self._last.get(record.key) is not record
+            name = "continuity" if another else "over_for_ever"
+            self.violated(name, "%s came back", record.name)
+        self._last[record.key] = record
+
+    def _check_ends(self, record: Record) -> None:
+        hold, clock = record.claim.hold, record.process.clock
+        longest = hold.ttl * (1 - self.drift) - MARGIN
+        for node, end in enumerate(hold.ends):
+            if end > record.sent[node] + longest + ROUNDING:
+                what = record.name, end, record.sent[node]
+                self.violated("ends_are_promised", "%s until %.4f, sent %.4f", *what)
+            real = self.world.now + (end - clock.now()) / clock.rate
+            if real > record.ends[node] + ROUNDING:
+                what = record.name, real, record.ends[node]
+                self.violated("leases_end_before_keys", "%s until %.4f, key until %.4f", *what)
+
+    def _check_truth(self, record: Record) -> None:
+        true = sum([self._is_true(record, node) for node in self.nodes])
+        # where locks are forgotten unseen: so many that every rival's quorum meets one of them
+        unseen = self.world.counts["forgotten"]
+        least = len(self.nodes) - self.quorum + 1 if unseen else self.quorum
+        if true < least:
+            self.violated("truth", "%s has %d nodes", record.name, true)
+
+    def _is_true(self, record: Record, node: Node) -> bool:
+        return node.down or node.is_silent or node.holder(record.key) == record.value
+
+    def _check_probation(self, record: Record) -> None:
+        hold, now = record.claim.hold, record.process.clock.now()
+        counted = sorted(end for node, end in enumerate(hold.ends) if node not in hold.probation)
+        best = counted[-self.quorum] if len(counted) >= self.quorum else -math.inf
+        if hold.valid_until > best + ROUNDING:
+            self.violated("probation_does_not_count", "%s", record.name)
+        here = frozenset(hold.probation)
+        left = record.probation - here
+        self.world.counts["probations"] += len(here - record.probation)
+        self.world.counts["promotions"] += sum(hold.ends[node] > now for node in left)
+        record.probation = here
+
+
+@functools.lru_cache(maxsize=1)
+def _scripts() -> dict[bytes, str]:
+    named = {"grant": GRANT, "renew": RENEW, "release": RELEASE}
+    digests = {digest_of(script): name for name, script in named.items()}
+    return digests | {script.source: name for name, script in named.items()}
+
+
+def script_of(words: list[bytes]) -> str:
+    """Return the name of the lock's script that a command runs, "" for other commands."""
+    return _scripts().get(words[1], "") if words[0] in (b"EVALSHA", b"EVAL") else ""
+
+
+def value_of(words: list[bytes]) -> bytes:
+    """Return the value that a command of one of the lock's scripts is about."""
+    return words[3 + int(words[2])]

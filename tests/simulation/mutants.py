@@ -1,0 +1,387 @@
+"""The shortcuts that look right, each as a small patch of the shipped code, to be caught.
+
+If the simulation did not catch them, its silence about the shipped code would mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from celery_redlock.lock import lease as lease_module
+from celery_redlock.lock import quorum as quorum_module
+from celery_redlock.lock import redlock as redlock_module
+from celery_redlock.lock import session as session_module
+from celery_redlock.lock import votes as votes_module
+from celery_redlock.lock.lease import UNKNOWN, Fence, Hold, Probation, State
+from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW, Command, Guard, Script
+from celery_redlock.lock.quorum import GrantRound, RenewRound
+from celery_redlock.lock.session import Claim, Holding, Release, Session
+from tests.simulation import faults as faults_module
+from tests.simulation.clients import Clock, here, patched
+from tests.simulation.nodes import patched_scripts
+
+Patch = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A shortcut.
+
+    breaks: the invariants of which the first one broken is one; none: it only looks wrong.
+    profile: of schedules in which it shows. steps: instead, an exact interleaving that shows it.
+    """
+
+    name: str
+    patch: Patch
+    breaks: frozenset[str]
+    profile: str
+    steps: str
+
+    @property
+    def safe(self) -> bool:
+        """Whether it must not be caught."""
+        return not self.breaks
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(
+    *breaks: str, profile: str = "everything", steps: str = ""
+) -> Callable[[Callable[[], Iterator[None]]], Patch]:
+    """Register a patch of the shipped code under the name of its function."""
+
+    def register(patch: Callable[[], Iterator[None]]) -> Patch:
+        manager: Patch = contextlib.contextmanager(patch)
+        name = patch.__name__
+        MUTANTS[name] = Mutant(name, manager, frozenset(breaks), profile, steps)
+        return manager
+
+    return register
+
+
+def without(script: Script, *lines: str, instead: str = "") -> bytes:
+    """Return a script's text with some of it replaced."""
+    text = "\n".join(lines)
+    source = script.source.decode()
+    assert source.count(text) == 1, f"not once in the script: {text}"
+    return source.replace(text, instead).encode()
+
+
+# leases
+
+
+@mutant("ends_are_promised", "leases_end_before_keys", profile="late")
+def after_reply() -> Iterator[None]:
+    """The lease counts from the reply, not from before the request left."""
+    confirm, renewed = Hold.confirm, Hold.renewed
+
+    def confirm_now(self: Hold, node: int, sent: float, run_id: str = "") -> None:
+        confirm(self, node, here().clock.now(), run_id)
+
+    def renewed_now(self: Hold, node: int, sent: float, now: float, run_id: str = "") -> None:
+        renewed(self, node, now, now, run_id)
+
+    with patched(Hold, confirm=confirm_now, renewed=renewed_now):
+        yield
+
+
+@mutant("ends_are_promised", "leases_end_before_keys", profile="clocks")
+def no_drift() -> Iterator[None]:
+    """The whole ttl counts, as if all clocks were of one speed."""
+
+    def whole(sent: float, ttl: float, drift: float) -> float:
+        return sent + ttl
+
+    with patched(lease_module, lease_end=whole):
+        yield
+
+
+@mutant("probation_does_not_count", "truth", profile="lossy")
+def v_max() -> Iterator[None]:
+    """One renewed node is enough."""
+
+    def largest(ends: list[float], quorum: int) -> float:
+        return max(ends)
+
+    with patched(lease_module, validity=largest):
+        yield
+
+
+@mutant("one_holder", "truth", "probation_does_not_count", profile="even")
+def half_quorum() -> Iterator[None]:
+    """Half of an even number of nodes is a quorum."""
+
+    def half(nodes: int) -> int:
+        return (nodes + 1) // 2
+
+    with patched(votes_module, quorum_of=half), patched(quorum_module, quorum_of=half):
+        yield
+
+
+@mutant("ends_are_promised", profile="lossy")
+def timeout_counts() -> Iterator[None]:
+    """A renewal that was not answered counts as done."""
+    failed = RenewRound.failed
+
+    def renewed(self: RenewRound, node: int, command: Command, error: Any) -> None:
+        now = here().clock.now()
+        self.hold.renewed(node, now - faults_module.NODE_TIMEOUT, now)
+        failed(self, node, command, error)
+
+    with patched(RenewRound, failed=renewed):
+        yield
+
+
+@mutant("one_holder", "ended_before_release", profile="lossy")
+def late_clear() -> Iterator[None]:
+    """The lease ends when the release is answered, not before it is sent."""
+
+    def write(self: Session, release: Release) -> None:
+        self.watchdog.unwatch(release.holding)
+        self.quorum.broadcast(release.command(), self.clock.now())
+        self.quorum.wait(quorum_module.Round(), self.clock.now() + self.setup.node_timeout / 2)
+        release.claim.hold.end()
+        self._unwritten.pop(id(release), None)
+
+    with patched(Session, _write=write):
+        yield
+
+
+@mutant("continuity", steps="a_renewal_after_the_end")
+def not_terminal() -> Iterator[None]:
+    """What is lost may be won back by a later reply, or by a repair."""
+
+    def of_states(self: Holding) -> bool:
+        return bool(self.claims) and all(c.hold.state is State.HELD for c in self.claims)
+
+    with (
+        repair_counts(),
+        patched(Hold, judge=lambda self, now: False),
+        patched(Holding, held=property(of_states), judge_at=math.inf),
+    ):
+        yield
+
+
+# scripts and tokens
+
+
+@mutant("leases_end_before_keys", steps="anothers_key")
+def unowned_renew() -> Iterator[None]:
+    """A renewal prolongs whatever stands there."""
+    text = without(RENEW, "elseif current ~= ARGV[1] then", "  return -1")
+    with patched_scripts({RENEW: text}):
+        yield
+
+
+@mutant("one_holder", "truth", profile="lossy")
+def unowned_release() -> Iterator[None]:
+    """A release deletes whatever stands there."""
+    text = without(RELEASE, "if redis.call('GET', KEYS[1]) ~= ARGV[1] then", "  return 0", "end")
+    with patched_scripts({RELEASE: text}):
+        yield
+
+
+@mutant("leases_end_before_keys", profile="breaks")
+def resend_stale() -> Iterator[None]:
+    """A grant sent again finds its own token, leaves the old ttl, and counts from the new time."""
+    line = "if current and current ~= ARGV[1] then"
+    text = without(GRANT, line, instead=f"if current == ARGV[1] then\n  return 1\nend\n{line}")
+    make = GrantRound.__init__
+
+    def init(self: GrantRound, hold: Hold, nodes: int, resend: Any, fence: Any = None) -> None:
+        make(self, hold, nodes, lambda node, command, sent: resend(node, command), fence)
+
+    with patched_scripts({GRANT: text}), patched(GrantRound, __init__=init):
+        yield
+
+
+@mutant("truth", steps="a_late_release")
+def reuse_token() -> Iterator[None]:
+    """Each round of one process takes the same token."""
+    with patched(session_module, new_token=lambda: f"of {here().name}"):
+        yield
+
+
+# restarts
+
+
+@mutant("silent_nodes_grant_nothing", profile="restarts")
+def no_guard() -> Iterator[None]:
+    """A node that restarted empty votes at once."""
+    with patched(Guard, arguments=lambda self, run_id, uptime: (run_id, "0", "0")):
+        yield
+
+
+@mutant("silent_nodes_grant_nothing", profile="restarts")
+def short_guard() -> Iterator[None]:
+    """It keeps silent for less than a ttl."""
+    with patched(redlock_module, silence=lambda max_ttl: max_ttl / 2):
+        yield
+
+
+def _renewed(self: Hold, node: int, sent: float, now: float, run_id: str, *, repaired: Any) -> None:
+    """Do what `Hold.renewed` does, but for what is done about a node whose lease had run out."""
+    if self.judge(now) or self.state is not State.HELD:
+        return
+    self._runs[node] = run_id
+    self.repairs.pop(node, None)
+    repaired(self, node, self.ends[node] <= now)
+    self.ends[node] = max(self.ends[node], sent + self._span)
+    if self.probation:
+        self._confirm_others(node, sent)
+    self._recount()
+
+
+def _with(repaired: Callable[[Hold, int, bool, float], None]) -> AbstractContextManager[None]:
+    def renewed(self: Hold, node: int, sent: float, now: float, run_id: str = "") -> None:
+        def act(hold: Hold, index: int, lapsed: bool) -> None:
+            repaired(hold, index, lapsed, now)
+
+        _renewed(self, node, sent, now, run_id, repaired=act)
+
+    return patched(Hold, renewed=renewed)
+
+
+@mutant("one_holder", steps="three_restarts")
+def repair_counts() -> Iterator[None]:
+    """A repaired node counts at once."""
+    with _with(lambda hold, node, lapsed, now: None):
+        yield
+
+
+@mutant("one_holder", steps="three_restarts")
+def early_ends_probation() -> Iterator[None]:
+    """A later answer of the repaired node itself ends its probation."""
+
+    def repaired(hold: Hold, node: int, lapsed: bool, now: float) -> None:
+        hold.probation.pop(node, None)
+        if lapsed:
+            hold.probation[node] = Probation(now)
+
+    with _with(repaired):
+        yield
+
+
+@mutant("one_holder", steps="three_restarts")
+def self_confirm() -> Iterator[None]:
+    """A repaired node's own answers speak for it."""
+
+    def confirm(self: Hold, node: int, sent: float) -> None:
+        for other, probation in list(self.probation.items()):
+            if sent > probation.since:
+                probation.confirmed.add(node)
+                if len(probation.confirmed) >= self._quorum:
+                    del self.probation[other]
+
+    with patched(Hold, _confirm_others=confirm):
+        yield
+
+
+@mutant(profile="restarts")
+def old_kept_on_missing() -> Iterator[None]:
+    """What a node promised stays true though it says that the key is gone: the guard sees to it."""
+
+    def missing(self: Hold, node: int, now: float, run_id: str = "") -> None:
+        if self.judge(now) or self.state is not State.HELD:
+            return
+        self.repairs[node] = UNKNOWN
+
+    with patched(Hold, missing=missing):
+        yield
+
+
+@mutant(profile="restarts")
+def early_repair() -> Iterator[None]:
+    """A repair answered before the old lease of its node ends counts at once: as shipped."""
+    yield
+
+
+# fencing
+
+
+@mutant("fences_grow", profile="fencing")
+def incr_only() -> Iterator[None]:
+    """Each node counts upwards, the largest is the token, and nobody is told."""
+    with patched(session_module, proposal=lambda wall_us: 0), _never_written_back():
+        yield
+
+
+def _never_written_back() -> AbstractContextManager[None]:
+    return patched(Fence, usable=property(lambda self: self.token > 0))
+
+
+@mutant("fences_grow", steps="a_counter_that_only_the_fast_saw")
+def no_write_back() -> Iterator[None]:
+    """The largest counter is the token, without a quorum that has reached it."""
+    with _never_written_back():
+        yield
+
+
+@mutant("fences_grow", steps="a_token_on_its_way")
+def write_back_not_awaited() -> Iterator[None]:
+    """The token is used while it is on its way to a quorum."""
+
+    def settle(self: Claim, token: int, until: float) -> bool:
+        if self.fence is not None:
+            self.fence.choose(token)
+            round_ = self.renew_round(lambda: None)
+            quorum, sent = self.session.quorum, self.session.clock.now()
+            quorum.broadcast(Command(self.renewal_request(), round_, RENEW), sent)
+        return True
+
+    with patched(Claim, settle_fence=settle):
+        yield
+
+
+@mutant("fences_grow", "leases_end_before_keys", profile="fencing")
+def write_back_unowned() -> Iterator[None]:
+    """A node confirms a token though another's key stands there."""
+    source = without(
+        RENEW,
+        "elseif current ~= ARGV[1] then",
+        "  return -1",
+        instead="elseif current ~= ARGV[1] and ARGV[3] == '' then\n  return -1",
+    )
+    source = source.replace(b"if not current then\n", b"if not current and ARGV[3] == '' then\n", 1)
+    source = source.replace(
+        b"elseif redis.call('PTTL', KEYS[1]) <",
+        b"elseif current == ARGV[1] and redis.call('PTTL', KEYS[1]) <",
+    )
+    with patched_scripts({RENEW: source}):
+        yield
+
+
+@mutant("fences_grow", steps="counters_lost")
+def counters_without_clock() -> Iterator[None]:
+    """Counters alone make the tokens, and nodes lose them."""
+    with patched(session_module, proposal=lambda wall_us: 0):
+        yield
+
+
+@mutant("fences_grow", steps="a_proposal_from_before_the_loss")
+def clock_before_sent() -> Iterator[None]:
+    """The wall clock is read before the sending time, and a pause may lie between."""
+    attempt = Claim.attempt
+
+    def early(self: Claim) -> Any:
+        clock = here().clock
+        wall = clock.wall_us()
+        clock.sleep(0.001)
+        with patched(Clock, wall_us=lambda self: wall):
+            return attempt(self)
+
+    with patched(Claim, attempt=early):
+        yield
+
+
+@mutant("fences_grow", "silent_nodes_grant_nothing", steps="a_grant_after_a_short_silence")
+def silence_of_max_ttl() -> Iterator[None]:
+    """A node is silent for the longest ttl, without the wall clocks' error on top."""
+    with patched(redlock_module, silence=lambda max_ttl: max_ttl):
+        yield

@@ -1,0 +1,145 @@
+"""Schedules: a world made from a profile and a seed, and run from its start to its end."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from celery_redlock.errors import LockLost, LockTaken, NotAcquired, QuorumUnreachable
+from celery_redlock.lock.redlock import Lock
+from tests.simulation.clients import Process, SoftTimeLimit
+from tests.simulation.faults import TTL, Faults, Profile, guard_silence, options_of
+from tests.simulation.invariants import Witness
+from tests.simulation.network import Path
+from tests.simulation.nodes import Node, library
+from tests.simulation.world import Thread, World
+
+
+class Schedule:
+    """One run of a world: its nodes, its processes and what they do."""
+
+    def __init__(self, profile: Profile, seed: int, *, trace: bool = False) -> None:
+        self.profile = profile
+        self.world = world = World(seed, trace=trace)
+        random.seed(seed)  # the shipped code draws its pauses from there
+        draw = world.random
+        self.silence = guard_silence()
+        size = draw.choice(profile.sizes)
+        guard = "off" if size == 1 else draw.choice(profile.guards)
+        rate = 0.47 * profile.drift
+        scripts = library()
+        self.nodes = [
+            Node(
+                world, index, rate=1 + draw.choice((-rate, 0, rate)), offset=1000 + 10 * index,
+                scripts=scripts, uptime=1000.0,
+            )
+            for index in range(size)
+        ]  # fmt: skip
+        world.witness = self.witness = Witness(world, self.nodes, profile.drift)
+        self.processes: list[Process] = []
+        self.workers: list[Thread] = []
+        for index in range(draw.choice(profile.clients)):
+            self._add_process(index, guard)
+        for node in self.nodes:
+            node.trusted("redlock")
+        for process in self.processes:
+            if draw.random() >= profile.cold:
+                process.connect()
+        for process in self.processes:
+            self.workers.append(process.thread(Worker(self, process).run))
+
+    def _add_process(self, index: int, guard: str) -> None:
+        profile, world = self.profile, self.world
+        draw = world.random
+        paths = [
+            Path(draw.choice(profile.bases), profile.slow, profile.worst, draw) for _ in self.nodes
+        ]
+        rate = 0.47 * profile.drift
+        process = Process(
+            world, f"p{index}", self.nodes, paths,
+            rate=1 + draw.choice((-rate, 0, rate)), offset=100.0 * (index + 1),
+            wall_error=draw.uniform(-profile.wall_error, profile.wall_error),
+            **options_of(profile, guard),
+        )  # fmt: skip
+        process.zombies, process.short_writes = profile.zombies, profile.short_writes
+        self.processes.append(process)
+
+    def run(self) -> None:
+        """Run it to its end. Raises Violation."""
+        world, profile = self.world, self.profile
+        Faults(self).plan(profile.span)
+        try:
+            world.run(profile.horizon, self.witness.check, most=world.random.choice(profile.events))
+        finally:
+            world.close()
+
+
+class Worker:
+    """What one thread of a process does with locks: what tasks do, at random.
+
+    patient: it waits as the shipped code does. Else it tries when a lease that refused it ends,
+    or at any moment: fewer events, and those that matter.
+    """
+
+    def __init__(self, schedule: Schedule, process: Process) -> None:
+        self.schedule, self.process = schedule, process
+        self.random = draw = schedule.world.random
+        self.section = draw.choice(schedule.profile.sections)
+        self.pause = draw.choice(schedule.profile.pauses)
+        self.patient = draw.random() < schedule.profile.patient
+
+    def run(self) -> None:
+        """Acquire, hold and release some times."""
+        pause = self.random.random() * 2 * self.pause
+        for _ in range(self.schedule.profile.rounds):
+            try:
+                self.process.clock.sleep(pause)
+                pause = self.one()
+            except SoftTimeLimit:
+                pass
+
+    def one(self) -> float:
+        """Make one lock and use it; returns the s after which to make another."""
+        profile, draw = self.schedule.profile, self.random.random
+        resources, fencing = self._resources(), draw() < profile.fencing
+        lock = self.process.redlock.lock(
+            resources, ttl=TTL, wait=self.random.choice((0.3, 5.0)) if self.patient else 0.0,
+            renew=draw() < profile.renews, limit=profile.limit, fencing=fencing,
+        )  # fmt: skip
+        try:
+            lock.acquire()
+        except LockTaken as error:
+            return self._next(error.free_in)
+        except QuorumUnreachable:
+            return self._next(None)
+        if fencing:
+            self.schedule.witness.fenced(resources, lock.fencing_token)
+        try:
+            self._section(lock)
+        finally:
+            lock.release()
+        return draw() * 2 * self.pause
+
+    def _next(self, free_in: float | None) -> float:
+        """Return when to try again: as a lease ends, or at any moment."""
+        draw = self.random.random
+        if free_in is not None and draw() < 0.6:
+            return free_in + draw() * 0.02
+        return draw() * TTL
+
+    def _resources(self) -> Any:
+        names = ["a", "b", "c"][: self.schedule.profile.resources]
+        return self.random.sample(names, self.random.randint(1, len(names)))
+
+    def _section(self, lock: Lock) -> None:
+        draw, clock = self.random.random, self.process.clock
+        left = draw() * 2 * self.section
+        while left > 0:
+            pause = min(left, draw() * TTL)
+            left -= pause
+            clock.sleep(pause)
+            if draw() < self.schedule.profile.extends:
+                try:
+                    lock.extend()
+                except (LockLost, NotAcquired):
+                    return

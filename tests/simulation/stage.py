@@ -1,0 +1,217 @@
+"""Exact interleavings: a world in which nothing happens but what the steps say.
+
+Messages arrive at once, on ways that are open; on a closed way they wait until it is let.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from celery_redlock.errors import LockLost, NotAcquired
+from celery_redlock.lock.lease import silence
+from celery_redlock.lock.redlock import Lock
+from tests.simulation.clients import Process, SoftTimeLimit
+from tests.simulation.invariants import Witness
+from tests.simulation.network import Chunk, Link, Path
+from tests.simulation.nodes import Node, library, lost_until
+from tests.simulation.world import Thread, World
+
+A_LITTLE = 0.001  # s
+
+
+class Actor:
+    """One process of a stage, with one thread that does what it is told, step by step."""
+
+    def __init__(self, stage: Stage, name: str, **times: Any) -> None:
+        self._stage = stage
+        self.paths = [Path(0.0, 0.0, 0.0, stage.world.random) for _ in stage.nodes]
+        self.process = Process(
+            stage.world, name, stage.nodes, self.paths, **{**stage.options, **times}
+        )
+        self.process.zombies = 0.0
+        self.process.connect()
+        self._late: list[tuple[Link, Chunk]] = []
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._thread: Thread = self.process.thread(self._work)
+        self.locks: list[Lock] = []
+        self.began = self.ended = 0.0  # real s: of what it has done last
+        self.error: Exception | None = None  # of that
+        self.turns = 0
+
+    def _work(self) -> None:
+        while True:
+            while self._tasks:
+                self._tasks[0]()
+                self._tasks.popleft()
+            self._thread.rest()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has done all that it was told."""
+        return not self._tasks
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has a lock to extend or release."""
+        return bool(self.locks) and self.lock.held
+
+    def _do(self, task: Callable[[], None]) -> Actor:
+        self._tasks.append(task)
+        self._thread.wake()
+        self._stage.settle()
+        return self
+
+    @property
+    def lock(self) -> Lock:
+        """What it has acquired last, or tried to."""
+        return self.locks[-1]
+
+    def _makes(self, resource: str | list[str], **terms: Any) -> Lock:
+        terms = {"ttl": self._stage.ttl, "renew": False, **terms}
+        self.locks.append(self.process.redlock.lock(resource, **terms))
+        return self.lock
+
+    def _timed(self, task: Callable[[], object]) -> Actor:
+        def timed() -> None:
+            self.began, self.error = self._stage.world.now, None
+            try:
+                task()
+            except (LockLost, NotAcquired, SoftTimeLimit) as error:
+                self.error = error
+            self.ended = self._stage.world.now
+
+        return self._do(timed)
+
+    def tries(self, resource: str | list[str] = "a", **terms: Any) -> Actor:
+        """Try to acquire a lock, without waiting where no `wait` is given."""
+        lock = self._makes(resource, **terms)
+
+        def task() -> None:
+            lock.acquire()
+            if terms.get("fencing"):
+                self._stage.witness.fenced([lock.resource], lock.fencing_token)
+
+        return self._timed(task)
+
+    def extends(self) -> Actor:
+        """Renew what it has acquired last."""
+        return self._timed(self.lock.extend)
+
+    def releases(self) -> Actor:
+        """Release what it has tried to acquire last, where it holds it."""
+        lock = self.lock
+        return self._timed(lambda: lock.release() if lock.held else None)
+
+    def takes_turns(self, count: int, section: float) -> Actor:
+        """Wait for a lock, hold it for so many s, and release it, so many times."""
+
+        def task() -> None:
+            for _ in range(count):
+                with self._makes("a", wait=1e6):
+                    self.process.clock.sleep(section)
+                self.turns += 1
+
+        return self._timed(task)
+
+    def is_cut(self, step: int, do: Callable[[], object]) -> bool:
+        """Do something that is interrupted at this point of I/O; False where it has fewer."""
+        self.process.cut_after(self._thread, step)
+        do()
+        while not self.idle:
+            self._stage.at(self._stage.world.now + 1.0)
+        self._thread.cut_in = 0
+        return isinstance(self.error, SoftTimeLimit)
+
+    def stops(self, until: float) -> Actor:
+        """Stop, at once, until a real s."""
+        self.process.stop(until - self._stage.world.now)
+        return self
+
+    def cut_off(self, *nodes: int) -> Actor:
+        """Let nothing more come through between it and these nodes."""
+        for node in nodes:
+            self.paths[node].closed = True
+        return self
+
+    def breaks(self, *nodes: int) -> Actor:
+        """Break its connections to these nodes; what is on its way will arrive when it is said."""
+        for node in nodes:
+            for link in self._links_to(node):
+                self._late += [(link, chunk) for chunk in link.on_its_way]
+                link.break_off()
+        self._stage.settle()
+        return self
+
+    def late(self) -> Actor:
+        """Let arrive what was on its way when connections broke."""
+        for link, chunk in self._late:
+            chunk.lost = False
+            link.on_its_way.append(chunk)
+            link.flow()
+        self._late.clear()
+        self._stage.settle()
+        return self
+
+    def _links_to(self, node: int) -> list[Link]:
+        found = [thing for thing in self.process.descriptors.values() if isinstance(thing, Link)]
+        return [link for link in found if link.node is self._stage.nodes[node]]
+
+    def reaches(self, *nodes: int) -> Actor:
+        """Let through what waits between it and these nodes, and what is sent from now on."""
+        for node in nodes:
+            self.paths[node].closed = False
+            for link in self._links_to(node):
+                link.flow()
+        self._stage.settle()
+        return self
+
+
+class Stage:
+    """Nodes and actors, and their one clock. ttl, node_timeout, max_ttl: s."""
+
+    def __init__(
+        self, nodes: int = 3, *, ttl: float = 100.0, drift: float = 0.0, trace: bool = False
+    ) -> None:
+        self.world = world = World(0, trace=trace)
+        random.seed(0)
+        self.ttl = ttl
+        self.options: dict[str, Any] = {
+            "rate": 1.0, "offset": 0.0, "wall_error": 0.0,
+            "node_timeout": ttl / 4, "clock_drift": drift, "max_ttl": ttl,
+            "restart_guard": "strict",
+        }  # fmt: skip
+        self.silence = silence(ttl)
+        self.nodes = [
+            Node(world, index, rate=1.0, offset=1000.0, scripts=library(), uptime=1e6)
+            for index in range(nodes)
+        ]
+        for node in self.nodes:
+            node.trusted("redlock")
+        self.witness = world.witness = Witness(world, self.nodes, drift)
+
+    def actor(self, name: str, **times: Any) -> Actor:
+        """Return a new process."""
+        return Actor(self, name, **times)
+
+    def at(self, moment: float) -> Stage:
+        """Let time pass until a real s."""
+        self.world.run(moment, self.witness.check)
+        return self
+
+    def settle(self) -> None:
+        """Let happen what is due now, and what that leads to: timers are late by a little."""
+        self.world.run(self.world.now + A_LITTLE, self.witness.check)
+
+    def restarts(self, *nodes: int) -> Stage:
+        """Restart nodes without their memory."""
+        for index in nodes:
+            node = self.nodes[index]
+            node.silent_until = max(node.silent_until, lost_until(node, self.silence))
+            self.world.note("node%d restarts, keeps nothing", index)
+            node.stop(keeps="nothing")
+            node.start()
+        self.settle()
+        return self

@@ -1,0 +1,181 @@
+"""Hypothesis chooses what happens: to one lease, and to a whole world, step by step."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from celery_redlock.lock.lease import MARGIN, Hold, State, lease_end
+from tests.simulation.clients import simulated_system
+from tests.simulation.stage import Actor, Stage
+
+NODES, QUORUM, TTL, DRIFT = 5, 3, 10.0, 0.01
+nodes = st.integers(0, NODES - 1)
+late = st.floats(0, 12).map(lambda seconds: round(seconds, 2))
+
+
+class OneLease(RuleBasedStateMachine):
+    """A `Hold` hears what nodes say, in any order and however late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.hold = Hold(NODES, QUORUM, TTL, DRIFT, MARGIN, True)
+        self.sent = dict.fromkeys(range(NODES), -math.inf)  # of the last yes of each node
+        self.losses = 0
+        self.was_over = False
+
+    def was_sent(self, ago: float) -> float:
+        return self.now - ago
+
+    @rule(seconds=late)
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(node=nodes, ago=late, run=st.sampled_from("xy"))
+    def a_node_grants(self, node: int, ago: float, run: str) -> None:
+        self.sent[node] = max(self.sent[node], self.was_sent(ago))
+        self.hold.confirm(node, self.was_sent(ago), run)
+
+    @rule(node=nodes, ago=late, run=st.sampled_from("xy"))
+    def a_node_renews(self, node: int, ago: float, run: str) -> None:
+        before = self.hold.state
+        lapsed = self.hold.ends[node] <= self.now
+        self.sent[node] = max(self.sent[node], self.was_sent(ago))
+        self.losses += before is State.HELD and not self.hold.held(self.now)
+        self.hold.renewed(node, self.was_sent(ago), self.now, run)
+        if before is self.hold.state is State.HELD and lapsed:
+            assert node in self.hold.probation
+
+    @rule(node=nodes, run=st.sampled_from("xy"))
+    def a_key_is_missing(self, node: int, run: str) -> None:
+        self.losses += self.hold.state is State.HELD and not self.hold.held(self.now)
+        self.hold.missing(node, self.now, run)
+        if self.hold.state is State.HELD:
+            assert node in self.hold.repairs
+
+    @rule(node=nodes)
+    def anothers_key_stands_there(self, node: int) -> None:
+        self.losses += self.hold.state is State.HELD and not self.hold.held(self.now)
+        self.hold.denied(node, self.now)
+        if self.hold.state is State.HELD:
+            assert self.hold.ends[node] == -math.inf
+
+    @precondition(lambda self: self.hold.state is State.ACQUIRING)
+    @rule()
+    def a_quorum_has_granted(self) -> None:
+        self.hold.begin(self.now)
+
+    @rule()
+    def it_is_judged(self) -> None:
+        self.losses += self.hold.judge(self.now)
+        assert self.hold.state is not State.HELD or self.hold.held(self.now)
+
+    @rule()
+    def it_is_given_back(self) -> None:
+        self.hold.end()
+        assert not self.hold.held(self.now)
+
+    @invariant()
+    def what_is_over_stays_over(self) -> None:
+        over = self.hold.state in (State.LOST, State.RELEASED)
+        assert over or not self.was_over
+        self.was_over = over
+        assert not (over and self.hold.held(self.now))
+
+    @invariant()
+    def it_is_lost_once(self) -> None:
+        assert self.losses <= 1
+
+    @invariant()
+    def each_end_was_earned(self) -> None:
+        for node, end in enumerate(self.hold.ends):
+            assert end <= lease_end(self.sent[node], TTL, DRIFT) + 1e-9
+
+    @invariant()
+    def a_quorum_of_counted_nodes_makes_the_validity(self) -> None:
+        if self.hold.held(self.now):
+            ends = [e for n, e in enumerate(self.hold.ends) if n not in self.hold.probation]
+            assert sum(end >= self.hold.valid_until for end in ends) >= QUORUM
+
+
+class OneWorld(RuleBasedStateMachine):
+    """Two clients and three nodes; the witness checks its invariants after every event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.system = simulated_system()
+        self.system.__enter__()
+
+    @initialize()
+    def begin(self) -> None:
+        self.stage = Stage()
+        self.actors = [self.stage.actor("A"), self.stage.actor("B")]
+
+    def teardown(self) -> None:
+        if hasattr(self, "stage"):
+            self.stage.world.close()
+        self.system.__exit__(None, None, None)
+
+    who = st.integers(0, 1)
+    which = st.integers(0, 2)
+
+    def free(self, who: int) -> Actor | None:
+        """Return an actor that waits for nothing."""
+        actor = self.actors[who]
+        return actor if actor.idle else None
+
+    @rule(who=who)
+    def tries(self, who: int) -> None:
+        actor = self.free(who)
+        if actor is not None and not actor.holds:
+            actor.tries()
+
+    @rule(who=who)
+    def extends(self, who: int) -> None:
+        actor = self.free(who)
+        if actor is not None and actor.holds:
+            actor.extends()
+
+    @rule(who=who)
+    def releases(self, who: int) -> None:
+        actor = self.free(who)
+        if actor is not None and actor.holds:
+            actor.releases()
+
+    @rule(who=who, which=which)
+    def is_cut_off(self, who: int, which: int) -> None:
+        self.actors[who].cut_off(which)
+
+    @rule(who=who, which=which)
+    def reaches(self, who: int, which: int) -> None:
+        self.actors[who].reaches(which)
+
+    @rule(who=who, which=which)
+    def breaks(self, who: int, which: int) -> None:
+        self.actors[who].breaks(which)
+
+    @rule(who=who)
+    def what_was_late_arrives(self, who: int) -> None:
+        self.actors[who].late()
+
+    @rule(who=who, seconds=st.sampled_from([1, 30, 90, 110]))
+    def stops(self, who: int, seconds: int) -> None:
+        self.actors[who].stops(self.stage.world.now + seconds)
+
+    @rule(which=which)
+    def restarts(self, which: int) -> None:
+        self.stage.restarts(which)
+
+    @rule(seconds=st.sampled_from([0.5, 10, 24, 26, 40, 75, 100, 102]))
+    def time_passes(self, seconds: float) -> None:
+        self.stage.at(self.stage.world.now + seconds)
+
+
+OneLease.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+OneWorld.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestOneLease = OneLease.TestCase
+TestOneWorld = OneWorld.TestCase

@@ -1,0 +1,37 @@
+"""No schedule breaks an invariant, and a seed says all of what happens in it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.simulation.clients import simulated_system
+from tests.simulation.conftest import Told
+from tests.simulation.faults import PROFILES
+from tests.simulation.runner import run_many, summary
+from tests.simulation.schedules import Schedule
+
+SCHEDULES = int(os.environ.get("CELERY_REDLOCK_SCHEDULES", "200000"))
+SEED = 20_260_101
+
+
+@pytest.mark.timeout(1800)
+def test_no_schedule_breaks_an_invariant(simulated: Told) -> None:
+    outcome = run_many(SCHEDULES, base=SEED)
+    simulated(outcome.counts)
+    assert not outcome.failures, "\n".join(map(str, outcome.failures))
+    assert outcome.counts["schedules"] >= SCHEDULES
+    for what in ("holds", "losses", "repairs", "promotions", "silences", "zombies", "cuts"):
+        assert outcome.counts[what] > 0, summary(outcome.counts)
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+def test_the_same_seed_gives_the_same_schedule(profile: str) -> None:
+    def lines() -> list[str]:
+        with simulated_system():
+            schedule = Schedule(PROFILES[profile], 7, trace=True)
+            schedule.run()
+        return schedule.world.lines or []
+
+    assert lines() == lines() != []
