@@ -1,0 +1,293 @@
+"""The Celery app that the test workers run; each body writes when it began and ended."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from celery import Celery, Task
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from kombu import Queue
+
+from celery_redlock import Backoff, LockedTask, current_lock
+
+LOG = Path(os.environ.get("TEST_LOG", os.devnull))
+NODES = os.environ.get("TEST_NODES", "redis://nowhere")
+QUICK = Backoff(first=0.05, cap=0.5)
+TTL = 6.0  # s: of bodies that are renewed; a stall of two thirds of it loses no lock
+
+app = Celery("tests", set_as_default=False)
+BROKER = os.environ.get("TEST_BROKER", "memory://")
+app.conf.update(
+    broker_url=BROKER,
+    result_backend=BROKER,
+    broker_connection_retry_on_startup=True,
+    worker_prefetch_multiplier=1,
+    worker_cancel_long_running_tasks_on_connection_loss=False,
+    task_queues=[Queue("celery"), Queue("other"), Queue("held"), Queue("waiting")],
+    task_create_missing_queues=True,
+)
+app.conf.update(json.loads(os.environ.get("TEST_CONF", "{}")))
+
+if NODES != "unset":
+    app.conf.redlock_nodes = NODES.split(",")
+task = functools.partial(app.task, shared=False)  # else every app made later would have them
+
+
+def write(what: str, key: str, **more: Any) -> None:
+    """Append a line; the system's monotonic clock is one for all processes of a machine."""
+    line = {"what": what, "key": key, "at": time.monotonic(), "pid": os.getpid(), **more}
+    with LOG.open("a") as log:
+        log.write(json.dumps(line) + "\n")
+
+
+@contextmanager
+def written(key: str, **more: Any) -> Iterator[None]:
+    write("begin", key, **more)
+    try:
+        yield
+    finally:
+        write("end", key)
+
+
+@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, max_retries=0)
+def work(self: Any, key: str, seconds: float = 0.05) -> int:
+    assert self.lock.held
+    with written(key, id=self.request.id):
+        time.sleep(seconds)
+    return int(self.request.retries)
+
+
+late = task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, acks_late=True,
+                max_retries=0, name="tests.late")(work.run.__func__)  # fmt: skip
+
+
+def end_somehow(self: Any, key: str, how: str) -> str:
+    """End in the way that is asked for, the first time; just return after that."""
+    first = self.request.retries == 0 and not LOG.read_text().count(f'"ended:{how}"')
+    write("begin", key, how=how, retries=self.request.retries)
+    write(f"ended:{how}", key)
+    if not first:
+        return "again"
+    ways: dict[str, Callable[[], Any]] = {
+        "return": lambda: "done",
+        "raise": lambda: raise_(ValueError("body")),
+        "ignore": lambda: raise_(Ignore()),
+        "reject": lambda: raise_(Reject("no", requeue=False)),
+        "requeue": lambda: raise_(Reject("again", requeue=True)),
+        "retry": lambda: self.retry(countdown=0.2, max_retries=3),
+        "retry with other arguments": lambda: self.retry(
+            args=(f"{key}-other", how), countdown=0.2, max_retries=3
+        ),
+        "system exit": lambda: sys.exit(3),
+        "memory": lambda: raise_(MemoryError()),
+        "soft limit": self_soft_limit,
+        "unpicklable result": lambda: lambda: None,
+        "replace": lambda: self.replace(work.si(f"{key}-other")),
+    }
+    return str(ways[how]()) if how != "unpicklable result" else ways[how]()
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+def self_soft_limit() -> None:
+    try:
+        time.sleep(60)
+    except SoftTimeLimitExceeded:
+        lock = current_lock()
+        write("cleaning", "soft limit", held=lock is not None and lock.held)
+        raise
+
+
+locked = functools.partial(task, bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
+early_end = locked(name="tests.early_end")(end_somehow)
+late_end = locked(name="tests.late_end", acks_late=True)(end_somehow)
+
+
+@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, autoretry_for=(Exception,),
+          retry_backoff=False, default_retry_delay=0.2, max_retries=2)  # fmt: skip
+def autoretried(key: str) -> str:
+    write("begin", key)
+    raise ValueError(key)
+
+
+class Rude(Task):
+    """A user's own base that calls super() nowhere."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        write("called", str(args))
+        return self.run(*args, **kwargs)
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None: ...
+
+    def after_return(self, *args: Any) -> None: ...
+
+    def on_success(self, *args: Any) -> None: ...
+
+
+class RudeThenLocked(Rude, LockedTask):
+    abstract = True
+
+
+class LockedThenRude(LockedTask, Rude):
+    abstract = True
+
+
+rude = task(bind=True, base=RudeThenLocked, lock_key="k:{key}", lock_backoff=QUICK,
+                name="tests.rude")(work.run.__func__)  # fmt: skip
+polite = task(bind=True, base=LockedThenRude, lock_key="k:{key}", lock_backoff=QUICK,
+                  name="tests.polite")(work.run.__func__)  # fmt: skip
+
+
+class TellsAfterwards(LockedTask):
+    """Writes whether its lock is held once its result is stored."""
+
+    abstract = True
+
+    def after_return(self, *args: Any) -> None:
+        write("after", str(self.name), held=self.lock is not None and self.lock.held)
+
+
+def nothing() -> None:
+    """Do nothing, under a lock."""
+
+
+told = functools.partial(task, base=TellsAfterwards, lock_key="told:{task}")
+told_early = told(name="tests.told_early")(nothing)
+told_late = told(name="tests.told_late", acks_late=True)(nothing)
+
+
+class ClassTask(LockedTask):
+    """A class-based task with autoretry, which binds `run` to the instance."""
+
+    name = "tests.class_task"
+    lock_key = "k:{key}"
+    lock_backoff = QUICK
+    autoretry_for = (KeyError,)
+
+    def run(self, key: str, seconds: float = 0.05) -> int:
+        lock = self.lock
+        assert lock is not None
+        assert lock.held
+        with written(key):
+            time.sleep(seconds)
+        return int(self.request.retries)
+
+
+class_task = app.register_task(ClassTask())
+
+
+@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, lock_ttl=TTL)
+def long_work(key: str, seconds: float) -> bool:
+    with written(key):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            lock = current_lock()
+            assert lock is not None
+            lock.ensure()
+    return True
+
+
+@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
+def sees_its_state(self: Any, key: str) -> None:
+    status = self.backend.get_task_meta(self.request.id, cache=False)["status"]
+    write("state", key, status=status, held=self.lock.held)
+
+
+@task(base=LockedTask, lock_key="k:{key}", lock_ttl=TTL)
+def loses(key: str) -> str:
+    """Run until somebody takes the lock away."""
+    lock = current_lock()
+    assert lock is not None
+    write("begin", key)
+    end = time.monotonic() + 60
+    while lock.held and time.monotonic() < end:
+        time.sleep(0.02)
+    return "went on"
+
+
+@task(bind=True, base=LockedTask, lock_key="message", lock_backoff=QUICK)
+def shows_its_message(self: Any, *args: Any, **kwargs: Any) -> None:
+    request = self.request
+    kept = ("id", "root_id", "parent_id", "group", "group_index", "chord", "expires", "timelimit",
+            "retries", "reply_to", "correlation_id", "origin", "shadow", "argsrepr", "kwargsrepr",
+            "ignore_result", "stamped_headers", "stamps", "compression")  # fmt: skip
+    seen = {name: getattr(request, name, None) for name in kept}
+    headers = {k: v for k, v in (request.headers or {}).items() if k != "redlock"}
+    links = [link["task"] for link in (*(request.callbacks or ()), *(request.errbacks or ()))]
+    delivery = {k: v for k, v in request.delivery_info.items() if k != "redelivered"}
+    deferrals = (request.get("redlock") or {}).get("deferrals", 0)
+    seen |= {"headers": headers, "links": links, **delivery}
+    write("message", "message", seen=seen, args=args, kwargs=kwargs, deferrals=deferrals)
+
+
+@task()
+def add(*numbers: Any) -> int:
+    return len(numbers)
+
+
+@task(base=LockedTask, lock_key="kind", lock_backoff=QUICK)
+def kind_of(value: Any) -> str:
+    return type(value).__name__
+
+
+@task()
+def gather(numbers: list[int]) -> int:
+    write("gathered", "chord")
+    return len(numbers)
+
+
+@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
+def dies(key: str) -> None:
+    write("begin", key)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@task(base=LockedTask, lock_key="p:{key}", lock_limit=3, lock_backoff=QUICK, lock_ttl=TTL)
+def permitted(key: str, also: str = "anybody", until: str = "") -> None:
+    """Write under two names; then go on until a file of the third name is there."""
+    with written(key), written(also):
+        end = time.monotonic() + 120
+        while until and not LOG.with_name(until).exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(0.05)
+
+
+@task(base=LockedTask, lock_key=["k:{one}", "k:{other}"], lock_backoff=QUICK)
+def transfer(one: str, other: str) -> str:
+    with written(one), written(other):
+        time.sleep(0.05)
+    lock = current_lock()
+    assert lock is not None
+    return lock.resource
+
+
+@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, lock_fencing=True)
+def fenced(self: Any, key: str) -> int:
+    write("token", key, token=self.lock.fencing_token)
+    return int(self.lock.fencing_token)
+
+
+def nest(self: Any, key: str) -> str:
+    with work.lock_for(key) as again:
+        write("with", key, held=again.held)
+    state = work.apply((key,)).state
+    write("after", key, held=self.lock.held)
+    return str(state)
+
+
+nests_early = locked(name="tests.nests_early")(nest)
+nests_late = locked(name="tests.nests_late", acks_late=True)(nest)

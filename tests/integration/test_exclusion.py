@@ -1,0 +1,112 @@
+"""No two bodies of one key at once, and nothing else held up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from celery_redlock import Backoff
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import NODE_TIMEOUT, TTL, eventually, vouch_for
+from tests.integration.conftest import Stage, overlaps
+
+
+def test_100_runs_over_5_keys_on_two_workers_never_overlap_and_all_succeed(stage: Stage) -> None:
+    for name in ("w1", "w2"):
+        stage.worker(name, concurrency=4)
+    results = [stage.tasks.work.delay(f"key{n % 5}", 0.1) for n in range(100)]
+    assert [result.get(timeout=120) for result in results] == [0] * 100
+    intervals = stage.intervals()
+    runs = {key: len(spans) for key, spans in intervals.items()}
+    assert runs == {f"key{n}": 20 for n in range(5)}
+    assert {key: overlaps(spans) for key, spans in intervals.items()} == {k: [] for k in intervals}
+    everything = sorted(span for spans in intervals.values() for span in spans)
+    assert overlaps(everything), "different keys ran one after another"
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+def test_every_pool_takes_and_frees_the_lock(stage: Stage, pool: str) -> None:
+    stage.worker(pool=pool, concurrency=4)
+    results = [stage.tasks.work.delay(f"key{n % 2}") for n in range(12)]
+    assert [result.get(timeout=120) for result in results] == [0] * 12
+    if pool != "threads":  # bodies of one process share its pid there
+        assert not any(overlaps(spans) for spans in stage.intervals().values())
+    stage.see_freed("k:key0", "k:key1")
+
+
+def test_a_body_of_two_ttls_keeps_its_lock_and_a_rival_follows_soon(stage: Stage) -> None:
+    stage.worker(concurrency=2)
+    stage.tasks.long_work.delay("k", 2 * TTL)
+    stage.wait_for("begin")
+    stage.tasks.long_work.delay("k", 0.0)
+    stage.wait_for("end", 2)
+    first, second = stage.intervals()["k"]
+    assert first[1] - first[0] >= 2 * TTL
+    # Backoff(cap=0.5) says how soon; without the release it would be what is left of the ttl
+    assert 0 <= second[0] - first[1] < TTL * 2 / 3
+
+
+def test_a_dead_worker_holds_a_message_up_no_longer_than_its_lease(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, redlock_ttl=TTL)
+    holder = stage.worker("holder", queues=["held"], concurrency=10)
+    stage.worker("waiter", queues=["waiting"], concurrency=2)
+    keys = [f"k{n}" for n in range(10)]
+    for key in keys:
+        stage.tasks.work.apply_async((key, 600), queue="held")
+    stage.wait_for("begin", 10)
+    # by itself 0.5, 5, 50 and then 500 s; the first ones spare a node that is slow to connect
+    alone = {"backoff": Backoff(first=0.5, cap=500, factor=10, jitter="none")}
+    waiting = [stage.tasks.work.apply_async((k, 0), queue="waiting", lock=alone) for k in keys]
+    eventually(lambda: min(stage.deferrals(result) for result in waiting) >= 3)
+    holder.kill()
+    begins = stage.wait_for("begin", 20)[10:]
+    assert {line.key for line in begins} == set(keys)
+
+
+def test_one_dead_node_of_three_stops_nothing(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(mortal_nodes)
+    stage.worker(concurrency=4)
+    first = [stage.tasks.work.delay(f"key{n % 3}") for n in range(15)]
+    stage.wait_for("end", 3)
+    mortal_nodes[0].kill()
+    second = [stage.tasks.work.delay(f"key{n % 3}") for n in range(15)]
+    assert [result.get(timeout=120) for result in first + second] == [0] * 30
+    assert not any(overlaps(spans) for spans in stage.intervals().values())
+
+
+def test_without_a_quorum_no_body_starts_and_no_message_is_lost(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(mortal_nodes)
+    stage.worker(concurrency=4)
+    for node in mortal_nodes[:2]:
+        node.kill()
+    results = [stage.tasks.work.delay(f"key{n % 3}") for n in range(12)]
+    eventually(lambda: all(stage.info(r)["status"] == "DEFERRED" for r in results))
+    eventually(lambda: all(stage.info(r)["result"]["deferrals"] >= 3 for r in results))
+    assert stage.lines("begin") == []
+    vouch_for([mortal_nodes[0].start()])
+    assert [result.get(timeout=120) for result in results] == [0] * 12
+    assert len(stage.lines("begin")) == 12
+    assert not any(overlaps(spans) for spans in stage.intervals().values())
+
+
+def test_without_nodes_set_the_broker_is_the_node(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes)
+    conf = {"redlock_prefix": "alone", "redlock_node_timeout": NODE_TIMEOUT}
+    stage.env["TEST_CONF"] = json.dumps(conf)
+    stage.app.conf.redlock_nodes = None
+    stage.env["TEST_NODES"] = "unset"
+    stage.worker(concurrency=2)
+    results = [stage.tasks.work.delay("k") for _ in range(4)]
+    assert [result.get(timeout=120) for result in results] == [0] * 4
+    assert not overlaps(stage.intervals()["k"])
+    assert [node.client().keys("{alone}*") for node in nodes] == [[], [], []]

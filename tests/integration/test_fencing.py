@@ -1,0 +1,41 @@
+"""Tokens that grow from one holder to the next, over workers, tasks and plain locks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_redlock import LockedTask, RedlockError
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import NODE_TIMEOUT
+from tests.integration.conftest import Stage
+
+
+def test_each_run_has_a_greater_token_than_every_one_before_it(stage: Stage) -> None:
+    for name in ("w1", "w2"):
+        stage.worker(name, concurrency=2)
+    results = [stage.tasks.fenced.delay("k") for _ in range(12)]
+    for result in results:
+        result.get(timeout=120)
+    tokens = [line.more["token"] for line in sorted(stage.lines("token"), key=lambda li: li.at)]
+    assert len(tokens) == 12
+    assert tokens == sorted(set(tokens))
+    with stage.tasks.fenced.lock_for("k", wait=60) as lock:
+        assert lock.fencing_token > tokens[-1]
+
+
+def test_a_call_can_ask_for_a_token(nodes: list[EmbeddedNode]) -> None:
+    app = Celery("fencing", broker="memory://", set_as_default=False)
+    app.conf.redlock_nodes = [node.url for node in nodes]
+    app.conf.redlock_node_timeout = NODE_TIMEOUT
+
+    @app.task(bind=True, base=LockedTask, lock_key="k", shared=False)
+    def token(self: Any) -> int:
+        return int(self.lock.fencing_token)
+
+    assert token.apply(lock={"fencing": True}, throw=True).get() > 0
+    with pytest.raises(RedlockError, match="fencing=True"):
+        token.apply(throw=True)
+    app.close()

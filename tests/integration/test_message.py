@@ -1,0 +1,149 @@
+"""A deferral keeps the message whole, and nothing of it is ever lost."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable
+
+import pytest
+from celery import chain, chord, group
+
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import eventually
+from tests.integration.conftest import Stage
+
+
+def deferred(stage: Stage, result: object, times: int = 1) -> None:
+    """Wait until a message was put back so many times."""
+    eventually(lambda: stage.deferrals(result) >= times)
+
+
+def test_ten_deferrals_burn_no_retries(stage: Stage) -> None:
+    stage.worker(concurrency=1)
+    with stage.tasks.work.lock_for("k", wait=60):
+        result = stage.tasks.work.delay("k")
+        deferred(stage, result, 10)
+    assert stage.tasks.work.max_retries == 0
+    assert result.get(timeout=120) == 0  # what the body saw in request.retries
+    assert stage.info(result)["status"] == "SUCCESS"
+
+
+def test_a_deferral_keeps_everything_that_a_message_carries(stage: Stage) -> None:
+    stage.worker(concurrency=1, queues=["other"])
+    task, add = stage.tasks.shows_its_message, stage.tasks.add
+    call = task.s("x" * 3000, k=1).set(
+        queue="other", priority=7, time_limit=500, soft_time_limit=400, shadow="shadowed",
+        expires=dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=900),
+        headers={"x-custom": "v"}, argsrepr="(secret)", compression="gzip", ignore_result=False,
+    )  # fmt: skip
+    call.link(add.si())
+    call.link_error(add.si())
+    call.stamp(tenant="t1")
+    call.apply_async().get(timeout=120)
+    with stage.app.tasks[task.name].lock_for(wait=60):
+        result = call.clone().apply_async()
+        deferred(stage, result, 3)
+    result.get(timeout=120)
+    fresh, put_back = stage.wait_for("message", 2)
+    assert fresh.more.pop("deferrals") == 0
+    assert put_back.more.pop("deferrals") >= 3
+    for line in (fresh, put_back):  # a message has an id of its own
+        for name in ("id", "root_id", "correlation_id"):
+            assert line.more["seen"].pop(name)
+    assert put_back.more == fresh.more
+    assert fresh.more["seen"]["parent_id"] is None
+    assert fresh.more["seen"]["argsrepr"] == "(secret)"
+
+
+def test_a_message_that_expires_while_it_waits_is_revoked_and_leaves_nothing(
+    stage: Stage,
+) -> None:
+    stage.worker(concurrency=1)
+    with stage.tasks.work.lock_for("k", wait=60):
+        result = stage.tasks.work.apply_async(("k",), expires=1.0)
+        eventually(lambda: stage.info(result)["status"] == "REVOKED")
+    assert stage.lines("begin") == []
+    stage.see_freed("k:k")
+
+
+def test_a_chain_goes_on_with_the_real_result_of_a_contended_step(stage: Stage) -> None:
+    stage.worker(concurrency=2)
+    with stage.tasks.work.lock_for("k", wait=60):
+        result = chain(
+            stage.tasks.add.si(1), stage.tasks.work.si("k"), stage.tasks.add.s()
+        ).apply_async()
+        deferred(stage, result.parent, 2)
+    assert result.get(timeout=120) == 1
+    assert len(stage.lines("begin")) == 1
+
+
+def test_a_chord_of_equal_headers_runs_its_body_once(stage: Stage) -> None:
+    stage.worker(concurrency=4)
+    header = group(stage.tasks.work.si("k") for _ in range(4))
+    assert chord(header)(stage.tasks.gather.s()).get(timeout=120) == 4
+    assert len(stage.lines("begin")) == 4
+    assert len(stage.lines("gathered")) == 1
+
+
+def test_callbacks_fire_once_at_the_end_and_not_for_a_deferral(stage: Stage) -> None:
+    stage.worker(concurrency=2)
+    with stage.tasks.work.lock_for("k", wait=60):
+        result = stage.tasks.work.apply_async(
+            ("k",), link=stage.tasks.gather.si([1]), link_error=stage.tasks.gather.si([2])
+        )
+        deferred(stage, result, 2)
+        assert stage.lines("gathered") == []
+    stage.wait_for("gathered")
+    assert result.get(timeout=120) == 0
+    assert len(stage.lines("gathered")) == 1
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["acks late", "acks early"])
+def test_a_broker_that_is_away_while_a_message_is_put_back_loses_none(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], late: bool
+) -> None:
+    with EmbeddedNode(appendonly="yes", appendfsync="always") as broker:
+        stage = make_stage(
+            nodes, broker, broker_transport_options={"visibility_timeout": 8}, result_backend=None
+        )
+        worker = stage.worker(concurrency=1)
+        task = stage.tasks.late if late else stage.tasks.work
+        held = task.lock_for("k", wait=60).acquire()
+        task.apply_async(("k",), lock={"wait": 6.0}, ignore_result=True)
+        # the slot waits for the lock in there; then the broker goes
+        eventually(lambda: "received" in worker.output())
+        eventually(lambda: broker.client().hlen("unacked") == int(late))
+        broker.kill()
+        eventually(lambda: "cannot put back" in worker.output())
+        held.release()
+        broker.start()
+        if not late:
+            stage.wait_for("end")
+            return
+        # what was not acknowledged is delivered again when a consumer starts
+        eventually(lambda: "Connection to broker lost" in worker.output())
+        time.sleep(8)  # the visibility timeout, which kombu alone can see the end of
+        stage.worker("w2", concurrency=1)
+        stage.wait_for("end")
+
+
+def test_a_deferral_keeps_the_serializer_of_the_call(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, accept_content=["json", "pickle"])
+    stage.worker(concurrency=1)
+    with stage.tasks.kind_of.lock_for(1, wait=60):
+        result = stage.tasks.kind_of.apply_async(({1, 2},), serializer="pickle")
+        deferred(stage, result, 2)
+    assert result.get(timeout=120) == "set"
+
+
+def test_a_message_keeps_the_options_of_its_call_over_a_deferral(stage: Stage) -> None:
+    stage.worker(concurrency=1)
+    other = stage.tasks.work.lock_for("elsewhere", wait=60)
+    with other:
+        result = stage.tasks.work.apply_async(("k",), lock={"key": "k:elsewhere"})
+        deferred(stage, result, 2)
+        assert stage.info(result)["result"]["resource"] == "k:elsewhere"
+    assert result.get(timeout=120) == 0

@@ -1,0 +1,61 @@
+"""Clients of one prefix must go by the same terms; a worker that does not says so at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from celery_redlock import Redlock
+from celery_redlock.lock.inspection import exchange_terms, terms_of
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import NODE_TIMEOUT, eventually
+from tests.integration.conftest import Stage
+
+
+@pytest.fixture
+def client(nodes: list[EmbeddedNode]) -> Iterator[Callable[..., Redlock]]:
+    """Give a function that makes a Redlock over the nodes; each is closed in the end."""
+    made: list[Redlock] = []
+
+    def make(count: int = 3, **settings: float | str) -> Redlock:
+        urls = [node.url for node in nodes[:count]]
+        made.append(Redlock(urls, node_timeout=NODE_TIMEOUT, **settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for redlock in made:
+        redlock.close()
+
+
+def test_clients_that_agree_have_nothing_to_say(client: Callable[..., Redlock]) -> None:
+    assert exchange_terms(client()) == {}
+    assert exchange_terms(client()) == {}
+
+
+@pytest.mark.parametrize(
+    "other", [{"max_ttl": 90.0}, {"restart_guard": "on"}, {"count": 2}], ids=lambda o: next(iter(o))
+)
+def test_each_node_shows_the_terms_of_others(
+    client: Callable[..., Redlock], nodes: list[EmbeddedNode], other: dict[str, float | str]
+) -> None:
+    first, second = client(), client(**other)
+    exchange_terms(first)
+    names = [node.url[len("redis://") : -len("/0")] for node in nodes[: int(other.get("count", 3))]]
+    said = exchange_terms(second)
+    assert {terms: sorted(by) for terms, by in said.items()} == {terms_of(first): sorted(names)}
+    assert exchange_terms(second) == {}, "what was noted last stays"
+    assert terms_of(second) in exchange_terms(first)
+
+
+def test_a_worker_says_that_others_go_by_another_longest_ttl(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    first = make_stage(nodes).worker("w1", concurrency=1)
+    eventually(lambda: "lock nodes answer" in first.output())
+    second = make_stage(nodes, redlock_max_ttl=120).worker("w2", concurrency=1)
+    eventually(lambda: "other clients go by max_ttl=60 " in second.output())
+    (line,) = [line for line in second.output().splitlines() if "other clients" in line]
+    assert "ERROR" in line
+    assert "this worker by max_ttl=120 restart_guard=strict nodes=3" in line
+    assert "other clients" not in first.output()
