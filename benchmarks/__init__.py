@@ -1,0 +1,1 @@
+"""What a lock costs, as ratios to the least that its I/O can cost."""
