@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 __all__ = ["Interruption"]
 
@@ -24,13 +26,15 @@ class Interruption:
         """Take over both signals."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._arrived)
+        sys.unraisablehook = self._swallowed
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Let a signal end the block at once."""
+        """Let a signal end the block at once, or at its end where a finalizer swallowed it."""
         with self._set(True):
             self.check()
             yield
+        self.check()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -64,3 +68,8 @@ class Interruption:
         """Raise what has arrived: also a second time, where a finalizer swallowed the first."""
         if self._number:
             raise SystemExit(128 + self._number)
+
+    def _swallowed(self, unraisable: Any) -> None:
+        """Say nothing of our own exception out of a finalizer: `check` raises it again."""
+        if not (self._number and unraisable.exc_type is SystemExit):
+            sys.__unraisablehook__(unraisable)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -173,3 +175,28 @@ def test_the_summary_says_that_a_node_that_came_back_empty_is_silent() -> None:
         "lock node 127.0.0.1:7000: killed after 1 orders, back, empty, after 2 and silent for a "
         "minute from then on"
     )
+
+
+INTERRUPTED_IN_A_FINALIZER = """
+import signal, time
+from example_worker.interruption import Interruption
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+interruption = Interruption()
+interruption.install()
+with interruption.allowed():
+    Finalized()
+    print("the finalizer swallowed it", flush=True)
+print("not reached", flush=True)
+"""
+
+
+def test_a_signal_that_a_finalizer_swallows_still_ends_the_run_without_a_traceback() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IN_A_FINALIZER], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (130, "the finalizer swallowed it\n")
+    assert ended.stderr == ""
