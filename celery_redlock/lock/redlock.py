@@ -147,6 +147,7 @@ class Redlock:
         setup = Setup(self.prefix, self.node_timeout, self.clock_drift, guard)
         self.session = self.session_type(self, setup, addresses)
         _sessions.add(self.session)
+        _by_identity.setdefault(self.session.identity, self.session)
 
     def lock(
         self,
@@ -559,7 +560,13 @@ def _forget_all() -> None:
         session.forget()
 
 
+def session_of(identity: bytes) -> Session | None:
+    """Return a session of this process by what names its nodes and prefix; see `identity`."""
+    return _by_identity.get(identity)
+
+
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_by_identity: weakref.WeakValueDictionary[bytes, Session] = weakref.WeakValueDictionary()
 os.register_at_fork(after_in_child=_forget_all)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import logging
 import math
 import os
@@ -87,9 +88,15 @@ class Setup:
 class Observer:
     """What is told of holds and nodes as it happens; this one keeps it for itself.
 
-    `acquired` and `released` are called in the caller's thread, the others in the watchdog's, apart
-    from all I/O. They tell, and never decide.
+    `claiming`, `acquired` and `released` are called in the caller's thread, `settled` in any, the
+    others in the watchdog's, apart from all I/O. They tell, and never decide.
     """
+
+    def claiming(self, holding: Holding, claim: Claim) -> None:
+        """Hear that the request for a key is about to leave."""
+
+    def settled(self, claim: Claim) -> None:
+        """Hear that no node has anything of a claim any more, or is to be told of its end."""
 
     def acquired(self, holding: Holding) -> None:
         """Hear that a lock is held from now on."""
@@ -149,6 +156,13 @@ class Session:
             clock, functools.partial(self.renew, native=True), self._tidy
         )
         self.listener = Listener(addresses, timeout, clock)
+
+    @functools.cached_property
+    def identity(self) -> bytes:
+        """8 bytes that are the same in each process for these nodes and this prefix."""
+        servers = sorted(node.address.server for node in self.quorum.nodes)
+        text = "\n".join((self.setup.prefix, *servers)).encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(text, digest_size=8).digest()
 
     def forget(self) -> None:
         """Start anew in a forked child: nothing of the parent's is used or released there."""
@@ -210,6 +224,20 @@ class Session:
         finally:
             # replies are read by the next round here, or by the watchdog a little later
             self.watchdog.tidy_by(self.clock.now() + self.setup.node_timeout)
+
+    def release_left(self, terms: Terms, left: Sequence[Left], acquired_at: float) -> Holding:
+        """Give back, by its own tokens, what a process held that is gone; returns what that was.
+
+        acquired_at: monotonic s.
+        """
+        spots = [Spot(self.setup.prefix, one.resource, one.permit, terms.ttl) for one in left]
+        holding = Holding(self, terms, spots, self.context())
+        holding.acquired_at = acquired_at
+        holding.claims = [
+            Claim(self, terms, spot, one.value) for spot, one in zip(spots, left, strict=True)
+        ]
+        holding.let_go()
+        return holding
 
     def _write(self, release: Release) -> None:
         claim = release.claim
@@ -289,6 +317,7 @@ class Session:
         for key, release in list(owed.items()):
             if release.until <= now:
                 owed.pop(key, None)
+                release.settle(node.index)
             elif node.wire is not None:
                 owed.pop(key, None)
                 self.quorum.send_to(node.index, release.command())
@@ -367,6 +396,7 @@ class Release:
         self._was_held = claim.hold.state is State.HELD
         self._heard: set[int] = set()  # nodes whose first answer is known, or never will be
         self._not_ours = 0
+        self._unsettled = (1 << len(claim.hold.ends)) - 1  # nodes still to be told, as bits
 
     def command(self) -> Command:
         """Return what to send; not kept, for it refers to this."""
@@ -379,6 +409,8 @@ class Release:
         self._heard.add(node)
         if type(reply) is not int and self.holding.session.clock.now() < self.until:
             self.holding.session.owe(node, self)  # it cannot just now: loading, busy, no disk
+        else:
+            self.settle(node)
         if first and reply == 0 and self._was_held and node in self.claim.round.granted:
             self._not_ours += 1
             if self._not_ours == len(quorum.nodes) - quorum.size + 1:
@@ -393,6 +425,23 @@ class Release:
         never_asked = node in self.claim.round.never_asked
         if not never_asked and session.clock.now() < self.until:
             session.owe(node, self)
+        else:
+            self.settle(node)
+
+    def settle(self, node: int) -> None:
+        """Take note that a node needs to be told no more; after the last one, say so."""
+        self._unsettled &= ~(1 << node)
+        if not self._unsettled:
+            self.holding.session.redlock.observer.settled(self.claim)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is known of a claim whose process is gone: its key, and the value that proves it."""
+
+    resource: str
+    permit: int
+    value: str
 
 
 class Spot:
@@ -401,10 +450,10 @@ class Spot:
     permit: which of a semaphore's.
     """
 
-    __slots__ = ("channel", "key", "packed_key", "resource", "ttl_ms")
+    __slots__ = ("channel", "key", "packed_key", "permit", "resource", "ttl_ms")
 
     def __init__(self, prefix: str, resource: str, permit: int, ttl: float) -> None:
-        self.resource = resource
+        self.resource, self.permit = resource, permit
         self.key = lock_key(prefix, resource, permit)
         self.packed_key = packed(self.key)
         self.channel = packed(wake_channel(prefix, resource))
@@ -412,7 +461,10 @@ class Spot:
 
 
 class Claim:
-    """What is claimed of one key: a fresh token, its lease, and the votes on it."""
+    """What is claimed of one key: a fresh token, its lease, and the votes on it.
+
+    value: of a claim that another process has made.
+    """
 
     __slots__ = (
         "_release",
@@ -426,7 +478,7 @@ class Claim:
         "value",
     )
 
-    def __init__(self, session: Session, terms: Terms, spot: Spot) -> None:
+    def __init__(self, session: Session, terms: Terms, spot: Spot, value: str = "") -> None:
         self.session, self.spot = session, spot
         quorum, drift = session.quorum, session.setup.clock_drift
         nodes, size = len(quorum.nodes), quorum.size
@@ -434,7 +486,7 @@ class Claim:
         fence = Fence(size) if terms.fencing else None
         self.hold, self.fence = hold, fence
         self.round = GrantRound(hold, nodes, quorum.send_to, fence)
-        self.value = value_of(new_token(), terms.label)
+        self.value = value or value_of(new_token(), terms.label)
         self._value = packed(self.value)
         self._release = self._renewal = b""
 
@@ -567,21 +619,24 @@ class Holding:
 
     def _claim_all(self) -> Refused | None:
         for spot in self._spots:
-            claim = Claim(self.session, self.terms, spot)
-            self.claims.append(claim)  # before its grant leaves, so that it is given back
-            refused = claim.attempt()
+            refused = self._claim(spot)
             if refused is not None:
                 return refused
         return None
+
+    def _claim(self, spot: Spot) -> Refused | None:
+        claim = Claim(self.session, self.terms, spot)
+        self.claims.append(claim)  # before its grant leaves, so that it is given back
+        self.session.redlock.observer.claiming(self, claim)
+        return claim.attempt()
 
     def _claim_permit(self) -> Refused | None:
         """Try each permit once, from a random one on; where all are taken, say the soonest free."""
         first, soonest = random.randrange(self.terms.limit), None  # noqa: S311 - no secret
         for spot in [*self._spots[first:], *self._spots[:first]]:
             self.let_go(publish=False)
-            claim = Claim(self.session, self.terms, spot)
-            self.claims, self._releases = [claim], []
-            refused = claim.attempt()
+            self.claims, self._releases = [], []
+            refused = self._claim(spot)
             if not isinstance(refused, LockTaken):
                 return refused
             soonest = _sooner(soonest, refused)

@@ -53,7 +53,7 @@ class LockSkipped:
 
 @dataclass(frozen=True)
 class LockReleased:
-    """A lock was given back. held_for: s. by: "holder"."""
+    """A lock was given back. held_for: s. by: "holder", or "parent" where that one was killed."""
 
     resource: str
     held_for: float
@@ -104,9 +104,7 @@ class SignalObserver(Observer):
 
     def released(self, holding: Holding) -> None:
         """Send lock_released."""
-        if lock_released.receivers:
-            event = LockReleased(holding.resource, holding.held_for)
-            lock_released.send(_sender(holding), event=event)
+        tell_released(holding)
 
     def extended(self, holding: Holding) -> None:
         """Send lock_extended."""
@@ -129,6 +127,13 @@ class SignalObserver(Observer):
     def node_recovered(self, redlock: Any, node: str) -> None:
         """Send node_recovered."""
         node_recovered.send(redlock, event=NodeRecovered(node))
+
+
+def tell_released(holding: Holding, by: str = "holder") -> None:
+    """Send lock_released."""
+    if lock_released.receivers:
+        event = LockReleased(holding.resource, holding.held_for, by)
+        lock_released.send(_sender(holding), event=event)
 
 
 def _sender(holding: Holding) -> Any:

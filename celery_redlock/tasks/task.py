@@ -17,6 +17,7 @@ from celery_redlock.errors import NotAcquired, RedlockError, SettingsError
 from celery_redlock.lock.backoff import Backoff
 from celery_redlock.lock.inspection import NodeReport, ask_nodes, exchange_terms, terms_of
 from celery_redlock.lock.redlock import Lock, check_wait
+from celery_redlock.tasks.children import watch_children
 from celery_redlock.tasks.deferral import HEADER
 from celery_redlock.tasks.gate import gated, is_gate, lock_of, passage_of, plan_of, queue_of
 from celery_redlock.tasks.runtime import redlock_of, settings_of
@@ -197,6 +198,7 @@ def _check_app(app: Any) -> None:
 def _say_what_nodes_say(sender: Any = None, **_: Any) -> None:
     """Check the nodes at a worker's start and say what was found; the worker starts anyway."""
     app = sender.app
+    watch_children(app)
     own = (task for name, task in app.tasks.items() if not name.startswith("celery."))
     if not any(isinstance(task, LockedTask) for task in own):
         return

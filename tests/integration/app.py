@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
@@ -18,6 +19,7 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from kombu import Queue
 
 from celery_redlock import Backoff, LockedTask, current_lock
+from celery_redlock.signals import LockReleased, lock_released
 
 LOG = Path(os.environ.get("TEST_LOG", os.devnull))
 NODES = os.environ.get("TEST_NODES", "redis://nowhere")
@@ -291,3 +293,41 @@ def nest(self: Any, key: str) -> str:
 
 nests_early = locked(name="tests.nests_early")(nest)
 nests_late = locked(name="tests.nests_late", acks_late=True)(nest)
+
+
+def stay(key: str, how: str = "") -> str:
+    """Stay for longer than any test, or end the process at once; the second time, just return."""
+    if f'"stays", "key": "{key}"' in LOG.read_text():
+        write("stays again", key)
+        return "again"
+    write("stays", key)
+    if how == "segfault":
+        ctypes.string_at(0)
+    elif how == "_exit":
+        os._exit(7)
+    elif how == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end = time.monotonic() + 240
+    while time.monotonic() < end:
+        write("still", key)
+        time.sleep(0.05)
+    return "stayed"
+
+
+stays = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, name="tests.stays")(stay)
+stays_late = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, acks_late=True,
+                  reject_on_worker_lost=True, name="tests.stays_late")(stay)  # fmt: skip
+stays_retried = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, max_retries=3,
+                     retry_on_worker_lost=True, name="tests.stays_retried")(stay)  # fmt: skip
+
+
+@task(base=LockedTask, lock_key=["k:{one}", "k:{other}"])
+def stays_with_several(one: str, other: str, nested: str) -> None:
+    with work.lock_for(nested), permitted.lock_for(nested):
+        stay(one)
+
+
+@lock_released.connect
+def tell_of_parents(sender: Any, event: LockReleased, **_: Any) -> None:
+    if event.by == "parent":
+        write("parent's release", event.resource, sender=sender.name, held_for=event.held_for)

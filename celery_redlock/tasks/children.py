@@ -1,0 +1,464 @@
+"""What a worker's main process knows of the children of its pool, and gives back for a dead one.
+
+A child that is killed releases nothing, and its parent cannot compute what it held: tokens are
+fresh, and keys may come from a callable. So each child writes what it is about to claim into
+memory that it has shared with its parent since before the fork, ahead of the first byte of the
+request. The parent watches the child's process itself, for Celery's own hooks fire before a killed
+child is gone, or seconds later. When it is gone, it reads what stands there and releases it by its
+tokens.
+
+Nothing of this happens in pools that do not fork. A child that is spawned, not forked, shares no
+memory: its locks end with their ttl.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import select
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from celery.signals import worker_init
+
+from celery_redlock.errors import RedlockError
+from celery_redlock.lock.clock import Alarm, Bell, new_mutex, start_thread
+from celery_redlock.lock.keys import label_of
+from celery_redlock.lock.quorum import new_poll
+from celery_redlock.lock.redlock import Redlock, session_of
+from celery_redlock.lock.session import Claim, Holding, Left, Session, Terms
+from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.signals import SignalObserver, tell_released
+
+logger = logging.getLogger(__name__)
+
+HEADER, LINE, LINES = 64, 1024, 255  # bytes, bytes, how many locks one child can write down
+SIZE = HEADER + LINE * LINES  # of which only what is written ever takes memory
+UNWATCHED = 1000  # slots of forks that failed, or of children that have not said a word yet
+LOOK = 0.1  # s: between looks at a child where the system cannot tell of its end
+PATIENCE = 1.0  # s: for which a fork waits until users' handlers have heard of a release
+PAUSE = 1.0  # s: after an error that should not be
+
+FREE, CLAIMED, HELD, RELEASED = range(4)  # the first byte of a line
+BORN = 1  # the first byte of a slot
+
+
+_SEAL = struct.Struct("<II")  # checksum and length of what follows
+_HEAD = struct.Struct("<8sQddIIII")
+_BIRTH = struct.Struct("<IQ")  # pid, start time
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line: what a child claims of one key.
+
+    state: CLAIMED, HELD, or RELEASED where some node may not have heard of the release yet.
+    session: `Session.identity`. holding: the same for all claims of one acquisition. asked_at:
+    monotonic s. ttl: s. owner: the task's name. value: token and label.
+    """
+
+    state: int
+    session: bytes
+    holding: int
+    asked_at: float
+    ttl: float
+    permit: int
+    resource: str
+    owner: str
+    value: str
+
+
+def line_of(holding: Holding, claim: Claim) -> bytes:
+    """Return what a child writes of a claim, without its state."""
+    spot, terms, session = claim.spot, holding.terms, holding.session
+    resource = spot.resource.encode("utf-8", "surrogatepass")
+    owner = getattr(terms.owner, "name", "").encode("utf-8", "surrogatepass")
+    value = claim.value.encode("utf-8", "surrogatepass")
+    head = _HEAD.pack(
+        session.identity, id(holding), session.clock.now(), terms.ttl,
+        spot.permit, len(resource), len(owner), len(value),
+    )  # fmt: skip
+    body = head + resource + owner + value
+    return _SEAL.pack(zlib.crc32(body), len(body)) + body
+
+
+def entry_of(state: int, line: bytes) -> Entry | None:
+    """Return what stands on a line; None where it is not whole: a dying child writes anything."""
+    checksum, length = _SEAL.unpack_from(line)
+    body = line[_SEAL.size : _SEAL.size + length]
+    if state not in (CLAIMED, HELD, RELEASED) or len(body) != length or length < _HEAD.size:
+        return None
+    if zlib.crc32(body) != checksum:
+        return None
+    session, holding, asked_at, ttl, permit, *lengths = _HEAD.unpack_from(body)
+    texts, at = [], _HEAD.size
+    for size in lengths:
+        texts.append(body[at : at + size].decode("utf-8", "surrogatepass"))
+        at += size
+    resource, owner, value = texts
+    return Entry(state, session, holding, asked_at, ttl, permit, resource, owner, value)
+
+
+class Slot:
+    """The memory that one child shares with its parent, and with nobody else.
+
+    A line is whole or free at any moment: its first byte is written last, and cleared before the
+    line is used again. memory: what it is kept in, SIZE zeros.
+    """
+
+    def __init__(self, memory: Any = None) -> None:
+        self._memory = mmap.mmap(-1, SIZE) if memory is None else memory
+        self._free = list(range(HEADER + LINE * (LINES - 1), 0, -LINE))  # the first line last
+
+    def sign(self, pid: int, started: int) -> None:
+        """Say whose it is: the child's first word. started: as of `started_at`."""
+        _BIRTH.pack_into(self._memory, 1, pid, started)
+        self._memory[0] = BORN
+
+    @property
+    def child(self) -> tuple[int, int] | None:
+        """Pid and start time of the child; None where it has not said them yet."""
+        if self._memory[0] != BORN:
+            return None
+        pid, started = _BIRTH.unpack_from(self._memory, 1)
+        return pid, started
+
+    def write(self, line: bytes) -> int:
+        """Write what `line_of` gives, and return where; 0 where there is no room for it."""
+        if len(line) >= LINE or not self._free:
+            return 0
+        at = self._free.pop()
+        self._memory[at + 1 : at + 1 + len(line)] = line
+        self._memory[at] = CLAIMED
+        return at
+
+    def mark(self, at: int, state: int) -> None:
+        """Change the state of what has been written."""
+        self._memory[at] = state
+
+    def clear(self, at: int) -> None:
+        """Free a line."""
+        self._memory[at] = FREE
+        self._free.append(at)
+
+    def read(self) -> Iterator[Entry]:
+        """Yield what stands there."""
+        for at in range(HEADER, SIZE, LINE):
+            state = self._memory[at]
+            if state != FREE:
+                entry = entry_of(state, self._memory[at + 1 : at + LINE])
+                if entry is not None:
+                    yield entry
+
+    def close(self) -> None:
+        """Give the memory back, as far as this process goes."""
+        self._memory.close()
+
+
+class Scribe(SignalObserver):
+    """Writes down what a child claims, in its slot, until no node has anything of it any more."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot, self._pid = slot, os.getpid()
+        self._lines: dict[Claim, int] = {}
+        self._told = False
+
+    def claiming(self, holding: Holding, claim: Claim) -> None:
+        """Write it down, before its grant leaves."""
+        if os.getpid() != self._pid:  # forked past Python, so that nobody told us
+            return
+        at = self._slot.write(line_of(holding, claim))
+        if at:
+            self._lines[claim] = at
+        elif not self._told:
+            self._told = True
+            logger.warning(
+                "the parent process is not told of %r: its name is too long, or too many locks are "
+                "held at once; if this process is killed, it ends with its ttl",
+                claim.spot.resource,
+            )
+
+    def acquired(self, holding: Holding) -> None:
+        """Mark it as held, and tell."""
+        self._mark(holding, HELD)
+        super().acquired(holding)
+
+    def released(self, holding: Holding) -> None:
+        """Mark it as given back, and tell."""
+        self._mark(holding, RELEASED)
+        super().released(holding)
+
+    def _mark(self, holding: Holding, state: int) -> None:
+        for claim in holding.claims:
+            at = self._lines.get(claim)
+            if at is not None:
+                self._slot.mark(at, state)
+
+    def settled(self, claim: Claim) -> None:
+        """Forget it: every node has been told."""
+        at = self._lines.pop(claim, None)
+        if at is not None:
+            self._slot.clear(at)
+
+
+class Children:
+    """What a process knows of the children that it forks.
+
+    bell: each child rings it once. processes: those that are watched. working: taken while the
+    thread that watches does anything, so that no fork copies a mutex that users' handlers hold.
+    """
+
+    def __init__(self) -> None:
+        self.bell, self.working = Bell(), new_mutex()
+        self.slots: list[Slot] = []
+        self.processes: dict[Slot, Process] = {}
+        self.is_watched = False
+        self._next: Slot | None = None
+        self._paused: list[bool] = []  # of each fork under way: whether it has taken `working`
+
+    def before_fork(self) -> None:
+        """Make a slot for the child that is about to be forked."""
+        self._paused.append(self.working.acquire(True, PATIENCE))
+        self._next = None
+        unwatched = [slot for slot in self.slots if slot not in self.processes]
+        if len(unwatched) >= UNWATCHED:
+            self.slots.remove(unwatched[0])
+        try:
+            self._next = Slot()
+        except (OSError, ValueError) as error:
+            logger.warning("no memory to share with a child of the pool: %s", error)
+        else:
+            self.slots.append(self._next)
+
+    def after_fork(self) -> None:
+        """Go on, in the parent."""
+        if self._paused.pop():
+            self.working.release()
+
+    def become_child(self) -> SignalObserver:
+        """Keep of all this, in the child, its own slot alone; returns who writes there."""
+        own = self._next
+        for process in self.processes.values():
+            process.close()
+        for slot in self.slots:
+            if slot is not own:
+                slot.close()
+        if own is None:
+            return SignalObserver()
+        pid = os.getpid()
+        own.sign(pid, started_at(pid))
+        self.bell.ring()
+        return Scribe(own)
+
+
+_children: Children | None = None  # in the main process of a worker whose pool forks
+
+
+def _before_fork() -> None:
+    if _children is not None:
+        _children.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    if _children is not None:
+        _children.after_fork()
+
+
+def _after_fork_in_child() -> None:
+    global _children
+    before, _children = _children, None
+    if before is not None:
+        Redlock.observer = before.become_child()
+    elif isinstance(Redlock.observer, Scribe):  # a child's child, of which nobody watches the end
+        Redlock.observer = SignalObserver()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
+
+
+@worker_init.connect(weak=False)
+def _expect_children(sender: Any, **_: Any) -> None:
+    """Be ready before the pool is made, where it is one of processes.
+
+    Source: celery.worker.worker sends worker_init before it resolves the pool's name.
+    """
+    global _children
+    pool = sender.pool_cls
+    forks = getattr(pool, "uses_semaphore", str(pool).rpartition(".")[2] in _FORKING)
+    if forks and _children is None:
+        _children = Children()
+
+
+_FORKING = ("prefork", "processes", "prefork:TaskPool")  # as celery.concurrency names it
+
+
+def watch_children(app: Any) -> None:
+    """Release from now on what the children of this worker leave behind when they are killed."""
+    if _children is None or _children.is_watched:
+        return
+    if not _children.slots:
+        logger.warning(
+            "the pool's processes are not forked: the lock of one that is killed ends with its ttl"
+        )
+        return
+    _children.is_watched = True
+    start_thread(Watch(_children, app).run)
+
+
+class Watch:
+    """Waits for the end of each child, in a thread of its own, and gives back what it held."""
+
+    def __init__(self, children: Children, app: Any) -> None:
+        self._children, self._app = children, app
+
+    def run(self) -> None:
+        """Never return."""
+        while True:
+            try:
+                ready = self._wait()
+                with self._children.working:
+                    self._look(ready)
+            except BaseException:
+                # a thread that ended here would leave every dead child's locks to their ttl
+                logger.exception("watching the pool's processes failed; trying again in a moment")
+                Alarm().sleep(PAUSE)
+
+    def _wait(self) -> set[int]:
+        """Return which descriptors are readable, after a child's first word or its end."""
+        poll, milliseconds = new_poll(native=True), None
+        poll.register(self._children.bell.descriptor, select.POLLIN)
+        for process in self._children.processes.values():
+            if process.descriptor >= 0:
+                poll.register(process.descriptor, select.POLLIN)
+            else:
+                milliseconds = LOOK * 1000
+        return {descriptor for descriptor, _ in poll.poll(milliseconds)}
+
+    def _look(self, ready: set[int]) -> None:
+        """Begin to watch those that are new, release what the dead held, then tell of it."""
+        bell, slots, processes = (
+            self._children.bell, self._children.slots, self._children.processes
+        )  # fmt: skip
+        if bell.descriptor in ready:
+            bell.hush()
+        for slot in list(slots):
+            child = slot.child
+            if child is not None and slot not in processes:
+                processes[slot] = Process(*child)
+        released = []
+        for slot, process in list(processes.items()):
+            if process.is_gone(ready):
+                released += self._bury(slot, process)
+        for holding in released:
+            tell_released(holding, by="parent")
+
+    def _bury(self, slot: Slot, process: Process) -> list[Holding]:
+        """Release what a dead child held; returns what is to be told of."""
+        self._children.slots.remove(slot)
+        del self._children.processes[slot]
+        process.close()
+        by_holding: dict[tuple[bytes, int], list[Entry]] = defaultdict(list)
+        for entry in sorted(slot.read(), key=lambda entry: entry.asked_at):
+            by_holding[entry.session, entry.holding].append(entry)
+        slot.close()
+        return [
+            holding
+            for left in by_holding.values()
+            if (holding := self._release(left, process.pid)) is not None
+        ]
+
+    def _release(self, left: list[Entry], pid: int) -> Holding | None:
+        """Release what one acquisition claimed, on all nodes; returns it where it was held."""
+        first = left[0]
+        session = self._session_of(first.session)
+        if session is None:
+            logger.warning("process %d is gone; %r ends with its ttl", pid, first.resource)
+            return None
+        terms = Terms(
+            resources=tuple(dict.fromkeys(entry.resource for entry in left)),
+            ttl=first.ttl,
+            wait=0.0,
+            renew=False,
+            max_hold=None,
+            label=label_of(first.value),
+            owner=self._app.tasks.get(first.owner),
+        )
+        claims = [Left(entry.resource, entry.permit, entry.value) for entry in left]
+        holding = session.release_left(terms, claims, first.asked_at)
+        states = {entry.state for entry in left}
+        if states != {RELEASED}:  # else by the child, and a node may not have heard of it
+            logger.warning("process %d is gone: released %r for it", pid, holding.resource)
+        return holding if HELD in states else None
+
+    def _session_of(self, identity: bytes) -> Session | None:
+        with suppress(RedlockError):
+            session = redlock_of(self._app).session
+            if session.identity == identity:
+                return session
+        return session_of(identity)
+
+
+class Process:
+    """A child's process, of which the system tells the end where it can.
+
+    descriptor: readable once it is gone, also while nobody has waited for it; -1 where there is
+    none, and one has to look. started: as of `started_at`, for pids are used again.
+    """
+
+    def __init__(self, pid: int, started: int) -> None:
+        self.pid, self._started = pid, started
+        self.descriptor, self._gone = -1, False
+        try:
+            self.descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._gone = True
+        except (AttributeError, OSError):  # not this system, an older kernel, or not allowed
+            return
+        if started_at(pid) != started:
+            self._gone = True  # and the pid is another's by now
+
+    def is_gone(self, ready: set[int]) -> bool:
+        """Tell whether it runs no more. ready: the descriptors that are readable."""
+        if self._gone or self.descriptor >= 0:
+            return self._gone or self.descriptor in ready
+        return has_ended(self.pid) or started_at(self.pid) != self._started
+
+    def close(self) -> None:
+        """Watch it no more."""
+        descriptor, self.descriptor = self.descriptor, -1  # first: a fork may copy this moment
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def has_ended(pid: int) -> bool:
+    """Tell whether a child is gone, and leave it to its pool to wait for it."""
+    try:
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13; gone once the pool has waited
+            os.kill(pid, 0)
+            return False
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    except (ProcessLookupError, ChildProcessError):
+        return True
+
+
+def started_at(pid: int) -> int:
+    """Return when a process was started, in clock ticks since boot; 0 where nobody says.
+
+    Source: proc(5), /proc/<pid>/stat, field 22; the name before it may hold anything.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
