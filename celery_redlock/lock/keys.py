@@ -30,6 +30,11 @@ def wake_channel(prefix: str, resource: str) -> str:
     return f"{{{prefix}}}:wake:{resource}"
 
 
+def done_key(prefix: str, run: str) -> str:
+    """Return where a node notes that a run is done."""
+    return f"{{{prefix}}}:done:{run}"
+
+
 def guard_keys(prefix: str) -> tuple[str, str]:
     """Return where a node notes its run id, and that it is silent since it lost its memory."""
     return f"{{{prefix}}}:run", f"{{{prefix}}}:quiet"

@@ -86,13 +86,22 @@ class Requests:
         self._prefix = prefix
         names = b"".join(map(packed, (*guard_keys(prefix), fence_key(prefix)))).replace(b"%", b"%%")
         self._grant = b"*13\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
+        self._asking = b"*14\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
         self._release = b"*6\r\n" + RELEASE.by_digest + b"$1\r\n1\r\n%b%b%b"
+        self._last = b"*9\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b%b%b%b"
         self._renew = b"*8\r\n" + RENEW.by_digest + b"$1\r\n1\r\n%b%b%b$0\r\n\r\n$0\r\n\r\n"
 
     def grant(self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None = None) -> bytes:
         """Return the request for a lock; all but the proposal (a fencing token) packed already."""
         least = _NOTHING if proposal is None else bulk(b"%d" % proposal)
         return self._grant % (key, value, ttl_ms, least)
+
+    def ask(
+        self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None, mark: bytes
+    ) -> bytes:
+        """Return the same request of a run that asks whether its end was marked; mark: the key."""
+        least = _NOTHING if proposal is None else bulk(b"%d" % proposal)
+        return self._asking % (key, mark, value, ttl_ms, least)
 
     def renew(self, key: bytes, value: bytes, ttl_ms: bytes) -> bytes:
         """Return the request that renews a lock without a fencing token."""
@@ -114,6 +123,16 @@ class Requests:
     def release(self, key: bytes, value: bytes, channel: bytes) -> bytes:
         """Return the request that gives a lock back; channel: packed, `_NOTHING` to say nothing."""
         return self._release % (key, value, channel)
+
+    def release_done(
+        self, key: bytes, value: bytes, channel: bytes, mark: bytes, at_ms: int, kept_ms: int
+    ) -> bytes:
+        """Return the request that marks a run as done and gives its lock back; mark: the key.
+
+        at_ms: since 1970, when it was done. kept_ms: for how long the mark stays.
+        """
+        times = bulk(b"%d" % at_ms), bulk(b"%d" % kept_ms)
+        return self._last % (key, mark, value, channel, *times)
 
 
 _NOTHING = bulk(b"")

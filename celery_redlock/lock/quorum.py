@@ -75,7 +75,12 @@ class GrantRound(Round):
     fence: takes the nodes' fencing counters, where a token is wanted. resend: writes the command
     to one node once more, under its old sending time. Grants that come after the decision are
     counted on the hold; after its end they are nothing, for a release follows on the same wire.
+    asks_since: s since 1970 where nodes are asked whether the run is done: a mark made after that
+    says so. done: one node has such a mark, which is enough, for it tells a fact.
     """
+
+    asks_since: float | None = None
+    done = False
 
     def __init__(
         self,
@@ -109,6 +114,9 @@ class GrantRound(Round):
         elif type(reply) is not list:
             self.errors[node] = NodeError("", in_short(str(reply)))
             self._count(Vote.FAILED)
+        elif self.asks_since is not None and self._is_done(reply.pop()):
+            self.done = True
+            self.decide()
         elif reply[0] == 1:
             if self.fence is not None:
                 self.fence.counted(node, reply[1])
@@ -120,6 +128,9 @@ class GrantRound(Round):
         else:
             self.silent[node] = max(0, reply[1]) / 1000
             self._count(Vote.SILENT)
+
+    def _is_done(self, at_ms: int) -> bool:
+        return at_ms > 0 and self.asks_since is not None and at_ms / 1000 >= self.asks_since
 
     def _count_grant(self, node: int, sent: float, run_id: str) -> None:
         self.granted.add(node)

@@ -532,8 +532,16 @@ def spots_of(prefix: str, terms: Terms) -> list[Spot]:
     ]
 
 
-def give_back(lock: Lock) -> None:
-    """Release a lock as often as it has been acquired; for whoever was cut and cannot know."""
+def give_back(lock: Lock, *, done: bool = False) -> None:
+    """Release a lock as often as it has been acquired; for whoever was cut and cannot know.
+
+    done: what ran under it is, and is marked so, also where the lock was released or lost before.
+    """
+    if done and lock._last is not None:
+        for holding in lock._last.holdings:
+            holding.mark_done()
+            if lock._last not in lock._grips:
+                holding.let_go(publish=False)
     while lock._grips:
         before = len(lock._grips)
         lock.release()

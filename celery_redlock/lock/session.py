@@ -21,9 +21,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from celery_redlock.errors import LockLost, LockTaken, NodeError, QuorumUnreachable, SettingsError
+from celery_redlock.errors import (
+    LockLost,
+    LockTaken,
+    NodeError,
+    QuorumUnreachable,
+    RedlockError,
+    SettingsError,
+)
 from celery_redlock.lock.clock import Clock, SystemClock
-from celery_redlock.lock.keys import label_of, lock_key, new_token, value_of, wake_channel
+from celery_redlock.lock.keys import (
+    done_key,
+    label_of,
+    lock_key,
+    new_token,
+    value_of,
+    wake_channel,
+)
 from celery_redlock.lock.lease import MARGIN, Fence, Hold, State, proposal
 from celery_redlock.lock.nodes import (
     GRANT,
@@ -57,11 +71,30 @@ IDLE = 30.0  # s after which a connection that nobody uses is asked whether it s
 Refused = LockTaken | QuorumUnreachable
 
 
+class AlreadyDoneError(RedlockError):
+    """What was to run under this lock is done, as a node says: nothing is to be run."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What nodes keep of a run that may be delivered again: that it is done.
+
+    run: its name. kept_for: s. asks_since: s since 1970: the run itself asks before it begins, and
+    is done where a mark was made after that; None: it does not ask.
+    """
+
+    run: str
+    kept_for: float
+    asks_since: float | None = None
+
+
 @dataclass(frozen=True)
 class Terms:
     """What a lock is to be. Times in s.
 
     resources: in the order of `keys.in_order`. label: who holds it, for people; owner: for signals.
+    mark: of the run that takes it, where one is to be made at its end. With a limit above 1 such a
+    run takes a lock of its own, too: another delivery of it would just take another permit.
     """
 
     resources: tuple[str, ...]
@@ -73,6 +106,7 @@ class Terms:
     owner: object = None
     limit: int = 1
     fencing: bool = False
+    mark: Mark | None = None
 
 
 @dataclass(frozen=True)
@@ -384,7 +418,8 @@ class Release:
     """One release of one claim, on its way to every node.
 
     holding: what it belongs to. made_at: monotonic s. publish: whether waiters are told; not for
-    a failed try, which would wake those that make it fail.
+    a failed try, which would wake those that make it fail. Where the run is done it carries the
+    mark of that, which so is ahead of it on every connection, however often it is sent.
     """
 
     wanted = True
@@ -393,6 +428,7 @@ class Release:
         self.holding, self.claim, self.made_at = holding, claim, made_at
         self.until = made_at + RELEASE_IS_OWED * holding.terms.ttl  # by then every lease is over
         self._publish = publish
+        self._done_at = holding.done_at
         self._was_held = claim.hold.state is State.HELD
         self._heard: set[int] = set()  # nodes whose first answer is known, or never will be
         self._not_ours = 0
@@ -400,7 +436,8 @@ class Release:
 
     def command(self) -> Command:
         """Return what to send; not kept, for it refers to this."""
-        return Command(self.claim.release_request(publish=self._publish), self, RELEASE)
+        request = self.claim.release_request(publish=self._publish, done_at=self._done_at)
+        return Command(request, self, RELEASE)
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Take note of nodes where the key was not ours any more."""
@@ -472,6 +509,7 @@ class Claim:
         "_value",
         "fence",
         "hold",
+        "mark",
         "round",
         "session",
         "spot",
@@ -479,7 +517,7 @@ class Claim:
     )
 
     def __init__(self, session: Session, terms: Terms, spot: Spot, value: str = "") -> None:
-        self.session, self.spot = session, spot
+        self.session, self.spot, self.mark = session, spot, terms.mark
         quorum, drift = session.quorum, session.setup.clock_drift
         nodes, size = len(quorum.nodes), quorum.size
         hold = Hold(nodes, size, terms.ttl, drift, session.margin, session.guarded)
@@ -494,13 +532,13 @@ class Claim:
         """Make one round; None where it got the lock, else why it did not.
 
         Whatever it returns or raises, the caller gives the claim back. Raises SettingsError where
-        nodes turn out to be one server.
+        nodes turn out to be one server, and AlreadyDoneError.
         """
         session, round_, hold = self.session, self.round, self.hold
         quorum, clock = session.quorum, session.clock
         sent = round_.sent = clock.now()
         least = None if self.fence is None else proposal(clock.wall_us())
-        request = session.requests.grant(self.spot.packed_key, self._value, self.spot.ttl_ms, least)
+        request = self._grant_request(least)
         quorum.broadcast(Command(request, round_, GRANT, guarded=True, dated=bool(least)), sent)
         self.release_request()  # packed while the nodes think
         until = sent + min(session.setup.node_timeout, hold.ttl / ROUNDS_IN_TTL)
@@ -509,9 +547,21 @@ class Claim:
         error = session.same_server()
         if error is not None:
             raise error
+        if round_.done:
+            raise AlreadyDoneError(self.spot.resource)
         if round_.tally.reached and hold.begin(clock.now()):
             return None
         return self._refused(time_is_up)
+
+    def _grant_request(self, least: int | None) -> bytes:
+        requests, spot, mark = self.session.requests, self.spot, self.mark
+        if mark is None or mark.asks_since is None:
+            return requests.grant(spot.packed_key, self._value, spot.ttl_ms, least)
+        self.round.asks_since = mark.asks_since
+        return requests.ask(spot.packed_key, self._value, spot.ttl_ms, least, self._mark_key(mark))
+
+    def _mark_key(self, mark: Mark) -> bytes:
+        return packed(done_key(self.session.setup.prefix, mark.run))
 
     def settle_fence(self, token: int, until: float) -> bool:
         """See to it that a quorum of nodes has reached a token, by the monotonic s `until`."""
@@ -560,9 +610,17 @@ class Claim:
         request = self.renewal_request(repair=True)
         return Command(request, round_, RENEW), now, request
 
-    def release_request(self, *, publish: bool = True) -> bytes:
-        """Return the request that gives it back, packed once; publish: tells the waiters, too."""
-        requests = self.session.requests
+    def release_request(self, *, publish: bool = True, done_at: float = 0.0) -> bytes:
+        """Return the request that gives it back, packed once; publish: tells the waiters, too.
+
+        done_at: s since 1970 at which its run was done; 0.0: it is not, or has no mark.
+        """
+        requests, mark = self.session.requests, self.mark
+        if done_at and mark is not None:
+            channel = self.spot.channel if publish else SAY_NOTHING
+            times = int(done_at * 1000), math.ceil(mark.kept_for * 1000)
+            key = self._mark_key(mark)
+            return requests.release_done(self.spot.packed_key, self._value, channel, key, *times)
         if not publish:
             return requests.release(self.spot.packed_key, self._value, SAY_NOTHING)
         if not self._release:
@@ -591,6 +649,7 @@ class Holding:
         self.abandoned = False  # its context may not take it again
         self.renew_at = self._repair_at = math.inf
         self.acquired_at = 0.0
+        self.done_at = 0.0  # s since 1970, once what runs under it is done
         self._warned = self._said_lost = False
         self._releases: list[Release] = []
 
@@ -605,7 +664,10 @@ class Holding:
         Raises SettingsError where nodes turn out to be one server.
         """
         started = self.session.clock.now()
-        refused = self._claim_all() if self.terms.limit == 1 else self._claim_permit()
+        if self.terms.limit == 1:
+            refused = self._claim_all(self._spots)
+        else:
+            refused = self._claim_all(self._own_run()) or self._claim_permit()
         if refused is None and self.terms.fencing:
             refused = self.settle_fences(self.fencing_token)
         if refused is None and len(self.claims) > 1 and not self.held:
@@ -617,8 +679,15 @@ class Holding:
         self._begin(started)
         return None
 
-    def _claim_all(self) -> Refused | None:
-        for spot in self._spots:
+    def _own_run(self) -> list[Spot]:
+        """Return what a run that may be delivered again claims beside one of several permits."""
+        mark = self.terms.mark
+        if mark is None:
+            return []
+        return [Spot(self.session.setup.prefix, f"run:{mark.run}", 0, self.terms.ttl)]
+
+    def _claim_all(self, spots: Sequence[Spot]) -> Refused | None:
+        for spot in spots:
             refused = self._claim(spot)
             if refused is not None:
                 return refused
@@ -634,12 +703,13 @@ class Holding:
         """Try each permit once, from a random one on; where all are taken, say the soonest free."""
         first, soonest = random.randrange(self.terms.limit), None  # noqa: S311 - no secret
         for spot in [*self._spots[first:], *self._spots[:first]]:
-            self.let_go(publish=False)
-            self.claims, self._releases = [], []
             refused = self._claim(spot)
             if not isinstance(refused, LockTaken):
                 return refused
             soonest = _sooner(soonest, refused)
+            now, claim = self.session.clock.now(), self.claims[-1]
+            self.session.hand_over([Release(self, claim, now, publish=False)])
+            self.claims.pop()
         return soonest
 
     def settle_fences(self, token: int) -> Refused | None:
@@ -716,6 +786,11 @@ class Holding:
         if terms.fencing and not own.fencing:
             way_out = f"{resource!r} is held here without a fencing token: take the outer one with"
             raise SettingsError("Lock", "fencing", "True", f"{way_out} fencing=True")
+
+    def mark_done(self) -> None:
+        """Let its release mark its run as done, also where the lock is lost."""
+        if not self.done_at:
+            self.done_at = self.session.clock.wall_us() / 1e6
 
     def leave(self) -> None:
         """Let its context not take it again."""

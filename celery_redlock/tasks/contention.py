@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from celery_redlock.errors import LockTaken, NotAcquired, QuorumUnreachable, SettingsError
+from celery_redlock.lock.backoff import Backoff
 from celery_redlock.tasks.settings import Rules
 
 WORDS = ("requeue", "skip", "fail")
+TWINS = Backoff(first=1.0, cap=30.0)  # between the tries of a twin
 AFTER_LEASE = 0.25  # s: tries after the end of a lease are spread over so long, or `first` if less
 
 
@@ -99,11 +101,7 @@ def _again(
     countdown_cap: float,
 ) -> Decision:
     delay = rules.backoff.delay(past.deferrals, uniform, past.delay)
-    countdown = min(delay, countdown_cap)
-    if isinstance(refused, LockTaken) and refused.free_in is not None:
-        # a holder that died wakes nobody: be there soon after its lease
-        spread = uniform(0.0, min(AFTER_LEASE, rules.backoff.first))
-        countdown = min(countdown, refused.free_in + spread)
+    countdown = _by_the_lease(min(delay, countdown_cap), rules.backoff, refused, uniform)
     spent = rules.max_deferrals is not None and past.deferrals >= rules.max_deferrals
     if rules.max_wait is not None:
         left = rules.max_wait - past.waited
@@ -115,6 +113,29 @@ def _again(
         reason = f"gave up on {refused.resource!r} after {past.waited:.1f} s"
         return Skip(f"{reason}, {past.deferrals} deferrals")
     return Fail(told(refused, past))
+
+
+def await_twin(
+    refused: NotAcquired, tries: int, uniform: Callable[[float, float], float], countdown_cap: float
+) -> Requeue:
+    """Return when a second delivery of the message that runs is to look again: without a budget.
+
+    tries: so far. uniform, countdown_cap: as for `decide`.
+    """
+    delay = TWINS.delay(tries, uniform)
+    return Requeue(_by_the_lease(min(delay, countdown_cap), TWINS, refused, uniform), delay)
+
+
+def _by_the_lease(
+    countdown: float,
+    backoff: Backoff,
+    refused: NotAcquired,
+    uniform: Callable[[float, float], float],
+) -> float:
+    """Return a countdown that ends with the lease that refused: who died wakes nobody."""
+    if not isinstance(refused, LockTaken) or refused.free_in is None:
+        return countdown
+    return min(countdown, refused.free_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))
 
 
 def told(refused: NotAcquired, past: Past) -> NotAcquired:

@@ -7,25 +7,28 @@ and the message does not become its own parent.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.exceptions import OperationalError
 
+from celery_redlock.errors import RedlockError
 from celery_redlock.lock.clock import SystemClock
 from celery_redlock.tasks.contention import Past
-from celery_redlock.tasks.states import ignores_result
+from celery_redlock.tasks.states import ignores_result, show_lost
 
 logger = logging.getLogger(__name__)
 
 HEADER = "redlock"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to put a message back, broker away
+CLOCKS_DIFFER = 1.0  # s: at the most, between the calendars of two workers
 BEFORE_REQUEUE = 1.0  # s: else a broker that takes acknowledgements only would spin the message
 
 
@@ -43,7 +46,8 @@ class Slip:
 
     options: those of the call. deferrals: so far. since: of the first try, ISO 8601 in UTC.
     delay: s, the last one. retries: the message's own count when it was put back.
-    serializer: the call's own. id: the task that this belongs to.
+    serializer: the call's own. id: the task that this belongs to. redelivered: the broker has
+    delivered it again. twin: how often it has waited since for its own first delivery.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -53,6 +57,8 @@ class Slip:
     retries: int = 0
     serializer: str | None = None
     id: str | None = None
+    redelivered: bool = False
+    twin: int = 0
 
     @classmethod
     def of(cls, request: Any) -> Slip:
@@ -64,10 +70,11 @@ class Slip:
         slip = cls(**known)
         if slip.id not in (None, request.id):
             return _BLANK  # of a parent, whose headers were passed on
-        if slip.since is None or slip.retries == request.retries:
-            return slip
-        # a real retry takes the lock anew: what it waited before is not its own
-        return cls(slip.options, serializer=slip.serializer, id=slip.id)
+        put_back_before = slip.since is not None or slip.twin > 0
+        if put_back_before and slip.retries != request.retries:
+            # a real retry takes the lock anew: what it waited before is not its own
+            slip = cls(slip.options, serializer=slip.serializer, id=slip.id)
+        return slip
 
     def past(self, now: datetime) -> Past:
         """Return what the message has been through by now."""
@@ -80,7 +87,42 @@ class Slip:
         """Return the slip for one more deferral."""
         since = self.since or now.isoformat()
         count = self.deferrals + 1
-        return Slip(self.options, count, since, delay, retries, self.serializer, task_id)
+        return replace(
+            self,
+            deferrals=count,
+            since=since,
+            delay=delay,
+            retries=retries,
+            id=task_id,
+        )
+
+    def next_as_twin(self, retries: int, task_id: str) -> Slip:
+        """Return the slip of a message whose first delivery runs: its own wait begins anew."""
+        return Slip(
+            self.options,
+            retries=retries,
+            serializer=self.serializer,
+            id=task_id,
+            redelivered=self.redelivered,
+            twin=self.twin + 1,
+        )
+
+    def received(self, delivery: Mapping[str, Any] | None) -> Slip:
+        """Return the slip with what the broker says of this delivery."""
+        if self.redelivered or not (delivery or {}).get("redelivered"):
+            return self
+        return replace(self, redelivered=True)
+
+    def asks_since(self) -> float | None:
+        """Return the s since 1970 after which a done mark is one of this message's own runs.
+
+        -inf: each is. None: nobody else can have run it, and who uses a task id again may do so.
+        """
+        if self.redelivered or self.twin:
+            return -math.inf
+        if self.since is None:
+            return None
+        return datetime.fromisoformat(self.since).timestamp() - CLOCKS_DIFFER
 
     def to_message(self) -> dict[str, Any]:
         """Return it as a mapping that any serializer takes."""
@@ -110,25 +152,54 @@ def bearable(app: Any, countdown: float) -> float:
 def put_back(task: Any, request: Any, slip: Slip, countdown: float) -> None:
     """Publish the message again, to run after so many s; returns once the broker has it.
 
-    With late acknowledgement an unreachable broker raises Requeue: the message was never let go.
-    With early acknowledgement nobody but this slot still knows of it, so the slot tries again
-    until the broker is back; what is not a matter of the connection is raised.
+    With late acknowledgement nothing is lost where that fails, for the message was never let go:
+    Requeue hands it back. With early acknowledgement nobody but this slot still knows of it.
     """
-    pause = FIRST_PAUSE
-    clock = SystemClock()
-    while True:
-        try:
-            _publish(task, request, slip, countdown)
-        except OperationalError as error:  # what kombu makes of every error of the connection
-            next_step = "it stays with the broker" if task.acks_late else f"again in {pause:g} s"
-            logger.warning("cannot put back %s: %s; %s", request.id, error, next_step)
-            if task.acks_late:
-                clock.sleep(BEFORE_REQUEUE)
-                raise Requeue(error, requeue=True) from error
-            clock.sleep(pause)
+    if task.acks_late:
+        _put_back_or_keep(task, request, slip, countdown)
+    else:
+        _put_back_at_last(task, request, slip, countdown)
+
+
+def _put_back_or_keep(task: Any, request: Any, slip: Slip, countdown: float) -> None:
+    try:
+        _publish(task, request, slip, countdown)
+    except Exception as error:
+        logger.warning("cannot put back %s: %s; it stays with the broker", request.id, error)
+        with contextlib.suppress(SoftTimeLimitExceeded):  # a limit on the body, which has not begun
+            SystemClock().sleep(BEFORE_REQUEUE)
+        raise Requeue(error, requeue=True) from error
+
+
+def _put_back_at_last(task: Any, request: Any, slip: Slip, countdown: float) -> None:
+    """Try until the broker is back; what is not a matter of the connection is raised.
+
+    A soft time limit is one on the body, which has not begun: only the hard one ends this, or the
+    worker, and that as FAILURE, so that whoever waits learns of it.
+    """
+    clock, pause = SystemClock(), FIRST_PAUSE
+    away: OperationalError | None = None
+    try:
+        while True:
+            try:
+                _publish(task, request, slip, countdown)
+            except OperationalError as error:  # what kombu makes of every error of the connection
+                away = error
+                logger.warning("cannot put back %s: %s; again in %g s", request.id, error, pause)
+            except SoftTimeLimitExceeded:
+                continue
+            else:
+                return
+            with contextlib.suppress(SoftTimeLimitExceeded):
+                clock.sleep(pause)
             pause = min(LONGEST_PAUSE, 2 * pause)
-        else:
-            return
+    except Exception:
+        raise
+    except BaseException as end:  # the worker stops, or this greenlet is killed
+        if away is not None:
+            lost = RedlockError(f"put back nowhere: {type(end).__name__}, and {away}")
+            show_lost(task, request, lost)
+        raise
 
 
 def _publish(task: Any, request: Any, slip: Slip, countdown: float) -> None:

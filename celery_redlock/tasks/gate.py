@@ -13,17 +13,19 @@ import inspect
 import logging
 import random
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from celery import states as celery_states
 from celery._state import get_current_worker_task
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Reject
 from celery.signals import task_postrun
 
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, RedlockError
 from celery_redlock.lock.keys import in_order
 from celery_redlock.lock.redlock import Lock, give_back
-from celery_redlock.lock.session import Terms
+from celery_redlock.lock.session import AlreadyDoneError, Mark, Terms
 from celery_redlock.tasks import contention, signals, states
 from celery_redlock.tasks.contention import Contention, Past, Requeue, RunUnlocked, Skip
 from celery_redlock.tasks.deferral import Slip, bearable, put_back, utc_now
@@ -178,8 +180,12 @@ def lock_of(
     *,
     label: str,
     wait: float | None = None,
+    mark: Mark | None = None,
 ) -> Lock:
-    """Return the lock that a run by these rules takes; wait: s, instead of the rules'."""
+    """Return the lock that a run by these rules takes; wait: s, instead of the rules'.
+
+    mark: of a run that may be delivered again.
+    """
     terms = Terms(
         resources=in_order(resources),
         ttl=rules.ttl,
@@ -190,14 +196,31 @@ def lock_of(
         owner=task,
         limit=rules.limit,
         fencing=rules.fencing,
+        mark=mark,
     )
     return Lock(redlock_of(task.app), terms)
 
 
+def name_of_run(task: Any, request: Any) -> str:
+    """Return the name of a run: a retry is another one, and so is what a task is replaced by."""
+    nesting = request.replaced_task_nesting or 0
+    return f"{request.id}:{task.name}:{request.retries}:{nesting}"
+
+
 def label_of_run(task: Any, request: Any) -> str:
     """Return what the nodes show of the holder: task id, name, retries, nesting, worker."""
-    nesting = request.replaced_task_nesting or 0
-    return f"{request.id}:{task.name}:{request.retries}:{nesting} {request.hostname}"
+    return f"{name_of_run(task, request)} {request.hostname}"
+
+
+def mark_of(task: Any, request: Any, slip: Slip) -> Mark | None:
+    """Return the mark of a run that acknowledges late; None where its message has no twin to come.
+
+    Each copy of a broadcast message is to run, though all of them have one id.
+    """
+    if not goes_back(task, request):
+        return None
+    kept_for = settings_of(task.app).done_ttl
+    return Mark(name_of_run(task, request), kept_for, slip.asks_since())
 
 
 def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs: Any) -> Any:
@@ -212,8 +235,12 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
     resources = plan.resources(rules, task, args, kwargs, queue)
     if not resources:
         return call(*args, **kwargs)
-    lock = lock_of(task, rules, resources, label=label_of_run(task, request))
-    passage = Passage(lock, late=bool(task.acks_late) and not request.is_eager)
+    late, mark = bool(task.acks_late) and not request.is_eager, None
+    if late:
+        slip = slip.received(request.delivery_info)
+        mark = mark_of(task, request, slip)
+    lock = lock_of(task, rules, resources, label=label_of_run(task, request), mark=mark)
+    passage = Passage(lock, late=late)
     request.__dict__[PASSAGE] = passage  # before the grant leaves, so that postrun finds the lock
     try:
         lock.acquire()
@@ -222,6 +249,9 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
         turn_away(task, request, rules, slip, refused, args, kwargs)
         request.__dict__[PASSAGE] = passage  # unreachable="run"
         passage.unlocked = True
+    except AlreadyDoneError:
+        let_go(request)
+        drop(task, request)
     except BaseException:
         let_go(request)
         raise
@@ -258,11 +288,14 @@ def ensure_to_the_end(lock: Lock) -> None:
         raise LockLost(lost.resource, lost.reason, True) from None
 
 
-def let_go(request: Any) -> None:
-    """Release a run's lock; nothing happens where that is done or there is none."""
+def let_go(request: Any, *, done: bool = False) -> None:
+    """Release a run's lock; nothing happens where that is done or there is none.
+
+    done: the run is at its end, and its message will not come back, unless as a twin.
+    """
     passage = passage_of(request)
     if passage is not None:
-        give_back(passage.lock)
+        give_back(passage.lock, done=done)
         request.__dict__.pop(PASSAGE, None)  # last: where this is cut, task_postrun does it again
 
 
@@ -279,6 +312,8 @@ def turn_away(
 
     Raises Ignore (put back, or skipped), or the error that ends the run as FAILURE.
     """
+    if is_twin(task, request, refused) and goes_back(task, request):
+        await_first(task, request, slip, refused)
     past = slip.past(utc_now())
 
     def ask(conflict: Callable[[Contention], object], taken: LockTaken) -> object:
@@ -308,6 +343,35 @@ def goes_back(task: Any, request: Any) -> bool:
     exchange = (request.delivery_info or {}).get("exchange")
     exchanges = (queue.exchange for queue in task.app.amqp.queues.values())
     return not any(e.type == "fanout" and e.name == exchange for e in exchanges)
+
+
+def is_twin(task: Any, request: Any, refused: NotAcquired) -> bool:
+    """Tell whether who holds the lock is this very run, by another delivery of its message."""
+    own = f"{name_of_run(task, request)} "
+    return isinstance(refused, LockTaken) and refused.holder.startswith(own)
+
+
+def await_first(task: Any, request: Any, slip: Slip, refused: NotAcquired) -> NoReturn:
+    """Put a twin back, to look again whether the first delivery is done or has died.
+
+    No state, event or signal tells of it: they would overwrite what the first one is at. For the
+    same reason no budget ends it, nor what `conflict` says.
+    """
+    cap = settings_of(task.app).countdown_cap
+    decision = contention.await_twin(refused, slip.twin, random.uniform, cap)
+    countdown = bearable(task.app, decision.countdown)
+    logger.info(
+        "%s[%s] runs already, by another delivery of its message: this one looks again in %.2f s",
+        task.name, request.id, countdown,
+    )  # fmt: skip
+    put_back(task, request, slip.next_as_twin(request.retries, request.id), countdown)
+    raise Ignore("runs already")
+
+
+def drop(task: Any, request: Any) -> NoReturn:
+    """Acknowledge a message whose run is done, and leave its state as it is."""
+    logger.info("dropped %s[%s]: another delivery of its message is done", task.name, request.id)
+    raise Ignore("done already")
 
 
 def skip(task: Any, request: Any, resource: str, reason: str) -> None:
@@ -344,14 +408,29 @@ def defer(
     raise Ignore(f"deferred: {why}")
 
 
+def is_done(state: str | None, outcome: object) -> bool:
+    """Tell whether a run that ended like this is done: its message does not come back by itself.
+
+    state: the tracer's word, None where an exception passed it. outcome: the result or the error.
+    Source: celery.worker.request: Request.on_success, on_failure and on_retry acknowledge, or
+    reject without requeue. A MemoryError ends the worker with the message in its hands.
+    """
+    if state == celery_states.REJECTED:
+        return isinstance(outcome, Reject) and not outcome.requeue
+    if state == celery_states.FAILURE:
+        return not isinstance(outcome, MemoryError)
+    return state in (celery_states.SUCCESS, celery_states.RETRY, celery_states.IGNORED)
+
+
 @task_postrun.connect(weak=False)
-def _let_go_late(sender: Any = None, **_: Any) -> None:
+def _let_go_late(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
     """Release after the result, links and retry are stored or published: late acknowledgement.
 
     Source: celery.app.trace sends task_postrun in a finally, with the request still in place, on
-    every way out of a run that the child itself can see.
+    every way out of a run that the child itself can see. What is on its way out there meanwhile is
+    an exception of the result backend or of a link that could not be sent: not an end.
     """
-    let_go(sender.request)
+    let_go(sender.request, done=sys.exc_info()[1] is None and is_done(state, retval))
 
 
 # before every other receiver: what they raise past Exception would keep the lock for ever

@@ -38,6 +38,8 @@ from celery_redlock.lock.redlock import (
 )
 
 DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # s
+LONGEST_MARK = 600.0  # s, where `redlock_done_ttl` does not say it: each mark takes memory
+VISIBILITY = 3600.0  # s: kombu's own, where `visibility_timeout` is not set
 LATER = "comes with a later release; leave it out until then"
 
 
@@ -64,6 +66,7 @@ class AppSettings:
     clock_drift: float
     max_ttl: float
     restart_guard: str
+    done_ttl: float
     options: Mapping[str, Any]
     queues: Mapping[str, Mapping[str, Any]]
     countdown_cap: float
@@ -237,7 +240,7 @@ APP_ONLY = (
     "tasks",
 )
 TEMPLATE_NAMES = ("task", "queue", "digest")  # beside the arguments, whose names win
-APP_LATER = ("done_ttl", "tasks")
+APP_LATER = ("tasks",)
 
 
 def checked(
@@ -300,9 +303,10 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
         clock_drift=check_drift(level, "redlock_clock_drift", value("clock_drift", 0.01)),
         max_ttl=check_seconds(level, "redlock_max_ttl", value("max_ttl", DEFAULT_MAX_TTL)),
         restart_guard=check_guard(level, "redlock_restart_guard", value("restart_guard", "auto")),
+        done_ttl=_done_ttl(conf, level, value("done_ttl", None)),
         options={},
         queues={},
-        countdown_cap=_countdown_cap(conf),
+        countdown_cap=_visibility(conf) / 4,
     )
     queues = _queue_options(value("queues", None) or {}, bare)
     return replace(bare, options=_app_options(conf, bare), queues=queues)
@@ -384,15 +388,22 @@ def one_redis(url: Any) -> str | None:
     return f"unix://{path}" + (f"?db={database[0].strip('/')}" if database else "")
 
 
-def _countdown_cap(conf: Mapping[str, Any]) -> float:
-    """Return the longest countdown, s, that no broker takes for a lost message.
+def _visibility(conf: Mapping[str, Any]) -> float:
+    """Return the s after which a broker takes a message for lost; countdowns stay well below.
 
     Source: kombu's Redis and SQS transports deliver again what is not acknowledged within
-    `visibility_timeout`, 3600 s where not set; a message that waits is not acknowledged.
+    `visibility_timeout`; a message that waits is not acknowledged.
     """
     options = conf.get("broker_transport_options") or {}
-    timeout = options.get("visibility_timeout", 3600)
-    return float(timeout) / 4 if isinstance(timeout, (int, float)) and timeout > 0 else 900.0
+    timeout = options.get("visibility_timeout", VISIBILITY)
+    return float(timeout) if isinstance(timeout, (int, float)) and timeout > 0 else VISIBILITY
+
+
+def _done_ttl(conf: Mapping[str, Any], level: str, given: Any) -> float:
+    """Return the s for which a run is known as done: until no other delivery is to be expected."""
+    if given is None:
+        return min(_visibility(conf) + 60.0, LONGEST_MARK)
+    return check_seconds(level, "redlock_done_ttl", given)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,13 @@ def show_skipped(task: Any, request: Any, resource: str, reason: str) -> None:
     _send(task, "task-skipped", resource=resource, reason=reason)
 
 
+def show_lost(task: Any, request: Any, error: Exception) -> None:
+    """Store FAILURE for a message that nobody has any more."""
+    store = stores(task, request)
+    mark = task.backend.mark_as_failure
+    _show(task, lambda: mark(request.id, error, request=request, store_result=store))
+
+
 def _send(task: Any, event: str, **fields: Any) -> None:
     _show(task, lambda: task.send_event(event, **fields))
 

@@ -176,7 +176,7 @@ class TestWrongSettings:
         with pytest.raises(SettingsError, match="later release"):
             plan(**{name: value})
 
-    @pytest.mark.parametrize("name", ["done_ttl", "tasks"])
+    @pytest.mark.parametrize("name", ["tasks"])
     def test_a_setting_of_a_later_release_is_known_and_refused(self, name: str) -> None:
         with pytest.raises(SettingsError, match=rf"redlock_{name}.*later release"):
             plan({f"redlock_{name}": {"x": {}} if name == "tasks" else 60})
