@@ -119,7 +119,7 @@ class Slot:
 
     def sign(self, pid: int, started: int) -> None:
         """Say whose it is: the child's first word. started: as of `started_at`."""
-        _BIRTH.pack_into(self._memory, 1, pid, started)
+        self._memory[1 : 1 + _BIRTH.size] = _BIRTH.pack(pid, started)
         self._memory[0] = BORN
 
     @property

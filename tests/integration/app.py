@@ -318,7 +318,8 @@ stays = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, name="test
 stays_late = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, acks_late=True,
                   reject_on_worker_lost=True, name="tests.stays_late")(stay)  # fmt: skip
 stays_retried = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, max_retries=3,
-                     retry_on_worker_lost=True, name="tests.stays_retried")(stay)  # fmt: skip
+                     retry_on_worker_lost=True, default_retry_delay=0,
+                     name="tests.stays_retried")(stay)  # fmt: skip
 
 
 @task(base=LockedTask, lock_key=["k:{one}", "k:{other}"])

@@ -1,0 +1,271 @@
+"""What a child writes down for its parent, torn at any byte; and the end of a process."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import concurrency
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from celery_redlock.lock.redlock import Redlock
+from celery_redlock.lock.session import Claim, Holding, Spot, Terms
+from celery_redlock.tasks import children
+from celery_redlock.tasks.children import (
+    CLAIMED,
+    HEADER,
+    HELD,
+    LINE,
+    LINES,
+    RELEASED,
+    SIZE,
+    Children,
+    Entry,
+    Process,
+    Scribe,
+    Slot,
+    entry_of,
+    has_ended,
+    line_of,
+    started_at,
+)
+
+NOWHERE = Redlock(["redis://127.0.0.1:1"])  # never connected to
+TEXTS = st.text(st.characters(codec=None), max_size=60)  # surrogates, too
+
+
+def holding_of(*resources: str, permit: int = 0, label: str = "label") -> Holding:
+    """Return what is about to be claimed, with a fresh token for each resource."""
+    terms = Terms(
+        resources, ttl=30.0, wait=0.0, renew=True, max_hold=None, label=label,
+        owner=SimpleNamespace(name="shop.order"),
+    )  # fmt: skip
+    spots = [Spot("redlock", resource, permit, 30.0) for resource in resources]
+    holding = Holding(NOWHERE.session, terms, spots, NOWHERE.session.context())
+    holding.claims = [Claim(NOWHERE.session, terms, spot) for spot in spots]
+    return holding
+
+
+def a_line(resource: str = "k", label: str = "label") -> bytes:
+    holding = holding_of(resource, label=label)
+    return line_of(holding, holding.claims[0])
+
+
+def read(slot: Slot) -> list[Entry]:
+    return list(slot.read())
+
+
+class Tape(bytearray):
+    """Memory that remembers how it was written to."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.strokes: list[tuple[int, bytes]] = []
+
+    def __setitem__(self, where: Any, what: Any) -> None:
+        start = where.start if isinstance(where, slice) else where
+        self.strokes.append((start, what if isinstance(where, slice) else bytes([what])))
+        super().__setitem__(where, what)
+
+    def cuts(self) -> Iterator[bytearray]:
+        """Yield the memory, the same each time, after each byte that was ever written."""
+        memory = bytearray(len(self))
+        yield memory
+        for start, stroke in self.strokes:
+            for at, byte in enumerate(stroke, start):
+                memory[at] = byte
+                yield memory
+
+
+@given(TEXTS, TEXTS, st.integers(0, 2**32 - 1))
+def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit: int) -> None:
+    holding = holding_of(resource, permit=permit, label=label)
+    slot = Slot(bytearray(SIZE))
+    at = slot.write(line_of(holding, holding.claims[0]))
+    slot.mark(at, HELD)
+    [entry] = read(slot)
+    assert (entry.resource, entry.permit, entry.ttl) == (resource, permit, 30.0)
+    assert entry.value == holding.claims[0].value
+    assert (entry.state, entry.owner, entry.holding) == (HELD, "shop.order", id(holding))
+    assert entry.session == NOWHERE.session.identity
+
+
+DOES = st.one_of(
+    st.tuples(st.just("write"), st.text(max_size=8)),
+    st.tuples(st.sampled_from(["hold", "release", "clear"]), st.integers(0, 3)),
+)
+
+
+@given(st.lists(DOES, min_size=1, max_size=8))
+@example([("write", "a"), ("hold", 0), ("clear", 0), ("write", "b"), ("write", "c")])
+def test_a_child_that_is_killed_at_any_byte_leaves_whole_lines(doings: list[Any]) -> None:
+    tape = Tape(SIZE)
+    slot, lines, stages = Slot(tape), [], [set()]
+    for what, which in doings:
+        if what == "write":
+            line = a_line(which)
+            lines.append([slot.write(line), CLAIMED, line])
+        elif which < len(lines) and what == "clear":
+            slot.clear(lines.pop(which)[0])
+        elif which < len(lines):
+            lines[which][1] = HELD if what == "hold" else RELEASED
+            slot.mark(lines[which][0], lines[which][1])
+        stages.append({(state, line) for _, state, line in lines})
+    wanted = [{entry_of(state, line) for state, line in stage} for stage in stages]
+    seen = 0
+    for memory in tape.cuts():
+        found = set(read(Slot(memory)))
+        while found != wanted[seen]:
+            seen += 1
+            assert seen < len(wanted), "what stands there is neither the old nor the new"
+    assert wanted[seen] == wanted[-1]
+
+
+@given(st.binary(min_size=200, max_size=LINE - 1), st.integers(1, 255))
+def test_garbage_is_no_entry(garbage: bytes, state: int) -> None:
+    assert entry_of(state, garbage) is None
+
+
+@given(st.integers(1, 200), st.integers(1, 255))
+def test_a_line_that_was_scribbled_over_is_no_entry(where: int, change: int) -> None:
+    line = bytearray(a_line("resource", "label" * 20))
+    line[where % len(line)] ^= change
+    assert entry_of(HELD, bytes(line)) is None
+
+
+def test_a_child_is_known_by_its_last_byte_alone() -> None:
+    tape = Tape(SIZE)
+    Slot(tape).sign(4711, 123_456_789_012)
+    *before, last = [Slot(memory).child for memory in tape.cuts()]
+    assert not any(before)
+    assert last == (4711, 123_456_789_012)
+
+
+def test_what_is_too_long_or_too_much_is_not_written() -> None:
+    slot = Slot(bytearray(SIZE))
+    assert not slot.write(a_line("k" * LINE))
+    places = {slot.write(a_line()) for _ in range(LINES)}
+    assert len(places) == LINES
+    assert min(places) == HEADER
+    assert max(places) == SIZE - LINE
+    assert not slot.write(a_line())
+    slot.clear(HEADER)
+    assert slot.write(a_line()) == HEADER
+
+
+def test_a_scribe_follows_each_claim_from_its_request_to_its_last_release() -> None:
+    slot = Slot(bytearray(SIZE))
+    scribe = Scribe(slot)
+    holding = holding_of("one", "two")
+    for claim in holding.claims:
+        scribe.claiming(holding, claim)
+    assert [(e.resource, e.state) for e in read(slot)] == [("one", CLAIMED), ("two", CLAIMED)]
+    scribe.acquired(holding)
+    assert {entry.state for entry in read(slot)} == {HELD}
+    scribe.released(holding)
+    assert {entry.state for entry in read(slot)} == {RELEASED}
+    for claim in holding.claims:
+        scribe.settled(claim)
+        scribe.settled(claim)  # also where a second release was under way
+    assert read(slot) == []
+
+
+def test_a_scribe_says_once_what_it_cannot_write(caplog: pytest.LogCaptureFixture) -> None:
+    slot = Slot(bytearray(SIZE))
+    scribe = Scribe(slot)
+    for _ in range(2):
+        holding = holding_of("k" * LINE)
+        scribe.claiming(holding, holding.claims[0])
+        scribe.acquired(holding)
+        scribe.released(holding)
+        scribe.settled(holding.claims[0])
+    assert [record.getMessage().count("ends with its ttl") for record in caplog.records] == [1]
+    assert read(slot) == []
+
+
+@pytest.mark.parametrize(
+    ("pool", "forks"),
+    [
+        *((pool, True) for pool in ("prefork", "processes", concurrency.ALIASES["prefork"])),
+        *((pool, False) for pool in ("solo", "threads", "gevent", "eventlet")),
+        *((pool, False) for pool in ("celery.concurrency.thread:TaskPool", "my.own:Pool")),
+        (concurrency.get_implementation("prefork"), True),
+        (concurrency.get_implementation("solo"), False),
+        (concurrency.get_implementation("threads"), False),
+    ],
+    ids=str,
+)
+def test_only_a_pool_of_processes_is_looked_after(
+    pool: object, forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "_children", None)
+    children._expect_children(SimpleNamespace(pool_cls=pool))
+    assert (children._children is not None) == forks
+    children.watch_children(None)  # no child, no thread
+    assert not (forks and children._children.is_watched)
+
+
+def test_slots_that_no_child_ever_signed_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "UNWATCHED", 3)
+    made = Children()
+    for _ in range(10):
+        made.before_fork()
+        made.after_fork()
+    assert len(made.slots) == 3
+
+
+@pytest.fixture(params=["pidfd", "waitid", "kill"])
+def process(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Give a process that runs, on a system with less and less to watch it by."""
+    for name in {"pidfd": [], "waitid": ["pidfd_open"], "kill": ["pidfd_open", "waitid"]}[
+        request.param
+    ]:
+        monkeypatch.delattr(os, name)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as started:
+        yield started
+        started.kill()
+
+
+def gone(process: Process) -> bool:
+    """Tell whether it is gone, after a look at its descriptor where it has one."""
+    ready = []
+    if process.descriptor >= 0:
+        ready, _, _ = select.select([process.descriptor], [], [], 0)
+    return process.is_gone(set(ready))
+
+
+def test_a_process_is_gone_when_it_is_dead_and_not_before(
+    process: subprocess.Popen[bytes],
+) -> None:
+    watched = Process(process.pid, started_at(process.pid))
+    assert not gone(watched)
+    process.send_signal(signal.SIGSTOP)
+    assert not gone(watched)
+    process.kill()
+    if hasattr(os, "waitid"):  # it shows also while nobody has waited for it
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    else:
+        process.wait()
+    assert gone(watched)
+    process.wait()
+    assert gone(watched)
+    assert gone(Process(process.pid, 1))
+    assert has_ended(process.pid)
+    watched.close()
+    watched.close()
+
+
+def test_a_pid_that_is_anothers_by_now_is_gone(process: subprocess.Popen[bytes]) -> None:
+    watched = Process(process.pid, started_at(process.pid) + 1)
+    assert gone(watched)
+    watched.close()
