@@ -1,8 +1,14 @@
 """The same message put back, whole: it keeps its id and everything else that it carries.
 
 Source: Celery's own `Task.retry`, which makes its message the same way; what that leaves out
-(`argsrepr`, `kwargsrepr`, `compression`, and on 5.5 and 5.6 `ignore_result`) is passed on here,
-and the message does not become its own parent.
+(`argsrepr`, `kwargsrepr`, `compression`, the delivery mode, and on 5.5 and 5.6 `ignore_result`) is
+passed on here, and the message does not become its own parent.
+
+RabbitMQ needs three things more. Where quorum queues are in use, Celery lets the broker keep a
+delayed message, which comes back by another exchange, with the delay before its routing key; Celery
+would then send it on to the default queue. What dead-lettering wrote into the headers must not go
+out again, or RabbitMQ takes the message for one that runs in a circle and drops it. And a publish
+is only known to have arrived where the broker confirms it.
 """
 
 from __future__ import annotations
@@ -10,14 +16,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
+from amqp.exceptions import MessageNacked
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.utils.quorum_queues import detect_quorum_queues
+from kombu.entity import Exchange, Queue
 from kombu.exceptions import OperationalError
+from kombu.pools import producers
 
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.clock import SystemClock
@@ -30,6 +40,11 @@ HEADER = "redlock"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to put a message back, broker away
 CLOCKS_DIFFER = 1.0  # s: at the most, between the calendars of two workers
 BEFORE_REQUEUE = 1.0  # s: else a broker that takes acknowledgements only would spin the message
+
+# Source for both: kombu.transport.native_delayed_delivery
+CAME_BACK = "celery_delayed_delivery"  # the exchange by which RabbitMQ brings back what it kept
+_DELAYED = re.compile(r"^(?:(?:[01]\.){28})+")
+_DEATHS = ("x-death", "x-first-death-", "x-last-death-")  # headers; Source: RabbitMQ, "DLX"
 
 
 class Requeue(Reject, Ignore):
@@ -48,6 +63,7 @@ class Slip:
     delay: s, the last one. retries: the message's own count when it was put back.
     serializer: the call's own. id: the task that this belongs to. redelivered: the broker has
     delivered it again. twin: how often it has waited since for its own first delivery.
+    exchange: the message's own, for while RabbitMQ keeps it back.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +75,7 @@ class Slip:
     id: str | None = None
     redelivered: bool = False
     twin: int = 0
+    exchange: str | None = None
 
     @classmethod
     def of(cls, request: Any) -> Slip:
@@ -105,6 +122,7 @@ class Slip:
             id=task_id,
             redelivered=self.redelivered,
             twin=self.twin + 1,
+            exchange=self.exchange,
         )
 
     def received(self, delivery: Mapping[str, Any] | None) -> Slip:
@@ -137,16 +155,82 @@ def utc_now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def bearable(app: Any, countdown: float) -> float:
+@dataclass(frozen=True)
+class Address:
+    """Where a message was published to, before RabbitMQ may have kept it back.
+
+    exchange: its name; None where RabbitMQ kept the message back and nobody noted it.
+    """
+
+    exchange: str | None
+    routing_key: str
+
+    @classmethod
+    def of(cls, delivery: Mapping[str, Any] | None, slip: Slip = _BLANK) -> Address:
+        """Read it from a run's delivery info or from the options of a send."""
+        delivery = delivery or {}
+        exchange, key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
+        exchange = str(getattr(exchange, "name", exchange))
+        if exchange == CAME_BACK:
+            return cls(slip.exchange, _DELAYED.sub("", key))
+        return cls(exchange, str(key))
+
+    def reaches(self, queue: Queue) -> bool:
+        """Tell whether a message to here comes into a queue on a topic exchange."""
+        if self.exchange not in (None, queue.exchange.name):
+            return False
+        words = {"*": r"[^.]+\.", "#": r"(?:[^.]+\.)*"}
+        binding = (queue.routing_key or "").split(".")
+        pattern = "".join(words.get(word, re.escape(word) + r"\.") for word in binding)
+        return re.fullmatch(pattern, f"{self.routing_key}.") is not None
+
+
+def has_quorum_queues(app: Any) -> bool:
+    """Tell whether Celery lets the broker, a RabbitMQ, keep delayed messages."""
+    driver = driver_of(app)
+    return driver == "amqp" and bool(detect_quorum_queues(app, driver)[0])
+
+
+def driver_of(app: Any) -> str:
+    """Return the kind of broker in kombu's word: "amqp", "redis" and so on."""
+    return str(app.producer_pool.connections.connection.transport.driver_type)
+
+
+def is_kept_by_broker(app: Any, address: Address) -> bool:
+    """Tell whether RabbitMQ keeps a delayed message to here, and brings it back.
+
+    Source: celery.app.base.Celery.send_task, celery.worker.consumer.delayed_delivery: queues on
+    direct exchanges are left out; what fits no queue would be dropped in silence.
+    """
+    queues = app.amqp.queues.values()
+    return has_quorum_queues(app) and any(
+        queue.exchange.type != "direct" and address.reaches(queue) for queue in queues
+    )
+
+
+def bearable(app: Any, countdown: float, address: Address) -> float:
     """Return a countdown, s, as the broker can keep it.
 
     RabbitMQ's quorum queues keep delayed messages themselves, in whole seconds from 1 upwards.
-    Source: celery.app.base.Celery.send_task, kombu.transport.native_delayed_delivery.
     """
-    driver = app.producer_pool.connections.connection.transport.driver_type
-    if driver == "amqp" and detect_quorum_queues(app, driver)[0]:
+    if is_kept_by_broker(app, address):
         return float(max(1, math.ceil(countdown)))
     return countdown
+
+
+def destination(app: Any, address: Address) -> dict[str, Any]:
+    """Return the options of a send that make a message go to its own address again.
+
+    Without quorum queues the delivery info says it. With them Celery takes the exchange's type and
+    the routing key from a queue object, for which one stands here; it delays by no direct one.
+    """
+    if not has_quorum_queues(app):
+        return {}
+    kind = "topic" if is_kept_by_broker(app, address) else "direct"
+    exchange = CAME_BACK if address.exchange is None else address.exchange
+    key = address.routing_key
+    queue = Queue(key, Exchange(exchange, kind), routing_key=key)
+    return {"queue": queue, "exchange": exchange, "routing_key": key, "declare": []}
 
 
 def put_back(task: Any, request: Any, slip: Slip, countdown: float) -> None:
@@ -178,12 +262,13 @@ def _put_back_at_last(task: Any, request: Any, slip: Slip, countdown: float) -> 
     worker, and that as FAILURE, so that whoever waits learns of it.
     """
     clock, pause = SystemClock(), FIRST_PAUSE
-    away: OperationalError | None = None
+    away: Exception | None = None
     try:
         while True:
             try:
                 _publish(task, request, slip, countdown)
-            except OperationalError as error:  # what kombu makes of every error of the connection
+            # what kombu makes of every error of the connection, and a RabbitMQ that refuses
+            except (OperationalError, MessageNacked) as error:
                 away = error
                 logger.warning("cannot put back %s: %s; again in %g s", request.id, error, pause)
             except SoftTimeLimitExceeded:
@@ -203,21 +288,44 @@ def _put_back_at_last(task: Any, request: Any, slip: Slip, countdown: float) -> 
 
 
 def _publish(task: Any, request: Any, slip: Slip, countdown: float) -> None:
-    headers = {**(request.headers or {}), HEADER: slip.to_message()}
+    address = Address.of(request.delivery_info, slip)
+    carried = {
+        name: value
+        for name, value in (request.headers or {}).items()
+        if not name.startswith(_DEATHS)
+    }
     signature = task.signature_from_request(
         request,
         countdown=countdown,
         retries=request.retries,
-        headers=headers,
+        headers={**carried, HEADER: replace(slip, exchange=address.exchange).to_message()},
         ignore_result=ignores_result(task, request),
         argsrepr=request.get("argsrepr"),
         kwargsrepr=request.get("kwargsrepr"),
         compression=request.get("compression"),
+        delivery_mode=(request.get("properties") or {}).get("delivery_mode"),
         **({"serializer": slip.serializer} if slip.serializer else {}),
+        **destination(task.app, address),
     )
     # a request that looks called directly: else the publisher makes the task its own parent
     task.push_request(called_directly=True)
     try:
-        signature.apply_async(add_to_parent=False)
+        with confirming_producer(task.app) as producer:
+            signature.apply_async(add_to_parent=False, producer=producer)
     finally:
         task.pop_request()
+
+
+@contextlib.contextmanager
+def confirming_producer(app: Any) -> Iterator[Any]:
+    """Give a producer whose publish returns once the broker has the message.
+
+    RabbitMQ says so only where it is asked to, and else a message that never left this machine's
+    buffers counts as published. Source: kombu.transport.pyamqp, `confirm_publish`.
+    """
+    if driver_of(app) != "amqp":
+        yield None  # Celery's own
+        return
+    connection = app.connection_for_write(transport_options={"confirm_publish": True})
+    with producers[connection].acquire(block=True) as producer:
+        yield producer

@@ -12,7 +12,6 @@ import functools
 import inspect
 import logging
 import random
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -28,7 +27,7 @@ from celery_redlock.lock.redlock import Lock, give_back
 from celery_redlock.lock.session import AlreadyDoneError, Mark, Terms
 from celery_redlock.tasks import contention, signals, states
 from celery_redlock.tasks.contention import Contention, Past, Requeue, RunUnlocked, Skip
-from celery_redlock.tasks.deferral import Slip, bearable, put_back, utc_now
+from celery_redlock.tasks.deferral import Address, Slip, bearable, put_back, utc_now
 from celery_redlock.tasks.runtime import redlock_of, settings_of
 from celery_redlock.tasks.settings import Plan, Rules, compile_plan
 
@@ -36,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 PASSAGE = "_redlock_passage"  # the name on the request under which a run's passage hangs
 _CALLS_BODIES = ("celery.map", "celery.starmap", "celery.chunks")
-
-_DELAYED = re.compile(r"^(?:(?:[01]\.){28})+")  # Source: kombu.transport.native_delayed_delivery
 
 Body = Callable[..., Any]
 
@@ -152,25 +149,21 @@ def plan_of(task: Any) -> Plan:
 
 
 def queue_of(
-    app: Any, delivery: Mapping[str, Any] | None, known: dict[tuple[str, str], str] | None = None
+    app: Any, address: Address, known: dict[tuple[str | None, str], str] | None = None
 ) -> str:
     """Return the declared queue that a message came through, else its routing key.
 
     known: queues found before, by exchange and routing key; for those that come with each run.
     """
-    delivery = delivery or {}
-    exchange, routing_key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
-    if known and (found := known.get((exchange, routing_key))) is not None:
+    exchange, key = address.exchange, address.routing_key
+    if known and (found := known.get((exchange, key))) is not None:
         return found
-    # RabbitMQ kept it back: its own exchange is gone, and its key stands behind the bits
-    delayed = exchange.startswith("celery_delayed_")
-    key = _DELAYED.sub("", routing_key) if delayed else routing_key
     for name, queue in app.amqp.queues.items():
-        if queue.routing_key == key and (delayed or queue.exchange.name == exchange):
-            if known is not None and not delayed:
-                known[exchange, routing_key] = str(name)
+        if queue.routing_key == key and exchange in (None, queue.exchange.name):
+            if known is not None:
+                known[exchange, key] = str(name)
             return str(name)
-    return str(key)
+    return key
 
 
 def lock_of(
@@ -229,7 +222,7 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
     queue = (
         task.own_queue(args, kwargs)
         if request.is_eager
-        else queue_of(task.app, request.delivery_info, plan.queues)
+        else queue_of(task.app, Address.of(request.delivery_info, slip), plan.queues)
     )
     rules = plan.rules(queue, slip.options)
     resources = plan.resources(rules, task, args, kwargs, queue)
@@ -340,9 +333,11 @@ def goes_back(task: Any, request: Any) -> bool:
     """
     if request.is_eager:
         return False
-    exchange = (request.delivery_info or {}).get("exchange")
-    exchanges = (queue.exchange for queue in task.app.amqp.queues.values())
-    return not any(e.type == "fanout" and e.name == exchange for e in exchanges)
+    address = Address.of(request.delivery_info, Slip.of(request))
+    queues = task.app.amqp.queues.values()
+    return not any(
+        q.exchange.type == "fanout" and q.exchange.name == address.exchange for q in queues
+    )
 
 
 def is_twin(task: Any, request: Any, refused: NotAcquired) -> bool:
@@ -359,7 +354,8 @@ def await_first(task: Any, request: Any, slip: Slip, refused: NotAcquired) -> No
     """
     cap = settings_of(task.app).countdown_cap
     decision = contention.await_twin(refused, slip.twin, random.uniform, cap)
-    countdown = bearable(task.app, decision.countdown)
+    address = Address.of(request.delivery_info, slip)
+    countdown = bearable(task.app, decision.countdown, address)
     logger.info(
         "%s[%s] runs already, by another delivery of its message: this one looks again in %.2f s",
         task.name, request.id, countdown,
@@ -387,7 +383,8 @@ def defer(
 ) -> None:
     """Put the message back: DEFERRED stored, sent, published, then Ignore raised, in this order."""
     now = utc_now()
-    countdown = bearable(task.app, decision.countdown)
+    address = Address.of(request.delivery_info, slip)
+    countdown = bearable(task.app, decision.countdown, address)
     following = slip.next(now, decision.delay, request.retries, request.id)
     holder = refused.holder if isinstance(refused, LockTaken) else ""
     info = {

@@ -417,7 +417,9 @@ class Plan:
     app: AppSettings
     options: Mapping[str, Any]
     signature: inspect.Signature
-    queues: dict[tuple[str, str], str] = field(default_factory=dict, compare=False, repr=False)
+    queues: dict[tuple[str | None, str], str] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     _by_queue: dict[str, Rules] = field(default_factory=dict, compare=False, repr=False)
 
     def rules(self, queue: str, call: Mapping[str, Any] | None = None) -> Rules:

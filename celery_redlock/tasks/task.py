@@ -18,7 +18,7 @@ from celery_redlock.lock.backoff import Backoff
 from celery_redlock.lock.inspection import NodeReport, ask_nodes, exchange_terms, terms_of
 from celery_redlock.lock.redlock import Lock, check_wait
 from celery_redlock.tasks.children import watch_children
-from celery_redlock.tasks.deferral import HEADER
+from celery_redlock.tasks.deferral import HEADER, Address
 from celery_redlock.tasks.gate import gated, is_gate, lock_of, passage_of, plan_of, queue_of
 from celery_redlock.tasks.runtime import redlock_of, settings_of
 from celery_redlock.tasks.settings import Plan, check_known_names
@@ -104,7 +104,11 @@ class LockedTask(Task):
         options = dict(self._get_exec_options())
         options = self.app.amqp.router.route(options, self.name, args, kwargs, self)
         queue = options.get("queue")
-        return queue_of(self.app, options) if queue is None else str(getattr(queue, "name", queue))
+        return (
+            queue_of(self.app, Address.of(options))
+            if queue is None
+            else str(getattr(queue, "name", queue))
+        )
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Send the task, as Celery does; `lock={"ttl": 60}` sets options for this call alone.

@@ -16,7 +16,9 @@ from typing import Any
 
 from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from kombu import Queue
+from celery.signals import task_received
+from kombu import Exchange, Queue
+from kombu.common import Broadcast
 
 from celery_redlock import Backoff, LockedTask, current_lock
 from celery_redlock.signals import LockReleased, lock_released
@@ -26,15 +28,31 @@ NODES = os.environ.get("TEST_NODES", "redis://nowhere")
 QUICK = Backoff(first=0.05, cap=0.5)
 TTL = 6.0  # s: of bodies that are renewed; a stall of two thirds of it loses no lock
 
+
+def topic_queues(kind: str, **options: Any) -> list[Queue]:
+    """Return queues by which RabbitMQ can keep messages back, if they are quorum queues."""
+    names, wide = Exchange(kind, "topic"), Exchange(f"{kind}-wide", "topic")
+    plain = [Queue(name, names, routing_key=name, **options) for name in (kind, f"{kind}-other")]
+    return [*plain, Queue(f"{kind}-wide", wide, routing_key="wide.#", **options)]
+
+
+QUEUES = {
+    "celery": [Queue(name) for name in ("celery", "other", "held", "waiting")],
+    "classic": [*topic_queues("classic"), Broadcast("everybody")],
+    "quorum": topic_queues("quorum", queue_arguments={"x-queue-type": "quorum"}),
+}
+KIND = os.environ.get("TEST_QUEUES", "celery")
+
 app = Celery("tests", set_as_default=False)
 BROKER = os.environ.get("TEST_BROKER", "memory://")
 app.conf.update(
     broker_url=BROKER,
-    result_backend=BROKER,
+    result_backend=os.environ.get("TEST_BACKEND", BROKER),
     broker_connection_retry_on_startup=True,
     worker_prefetch_multiplier=1,
     worker_cancel_long_running_tasks_on_connection_loss=False,
-    task_queues=[Queue("celery"), Queue("other"), Queue("held"), Queue("waiting")],
+    task_queues=QUEUES[KIND],
+    task_default_queue=KIND,
     task_create_missing_queues=True,
 )
 app.conf.update(json.loads(os.environ.get("TEST_CONF", "{}")))
@@ -48,7 +66,7 @@ def write(what: str, key: str, **more: Any) -> None:
     """Append a line; the system's monotonic clock is one for all processes of a machine."""
     line = {"what": what, "key": key, "at": time.monotonic(), "pid": os.getpid(), **more}
     with LOG.open("a") as log:
-        log.write(json.dumps(line) + "\n")
+        log.write(json.dumps(line, default=str) + "\n")
 
 
 @contextmanager
@@ -221,19 +239,29 @@ def loses(key: str) -> str:
     return "went on"
 
 
+@task_received.connect
+def note_message(request: Any = None, **_: Any) -> None:
+    """Write what only the worker's main process sees of a message."""
+    if request.type == shows_its_message.name:
+        message = request._message
+        write("received", request.id, content_type=message.content_type,
+              delivery_mode=message.properties.get("delivery_mode"))  # fmt: skip
+
+
 @task(bind=True, base=LockedTask, lock_key="message", lock_backoff=QUICK)
 def shows_its_message(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Write everything that the message carries."""
     request = self.request
-    kept = ("id", "root_id", "parent_id", "group", "group_index", "chord", "expires", "timelimit",
-            "retries", "reply_to", "correlation_id", "origin", "shadow", "argsrepr", "kwargsrepr",
-            "ignore_result", "stamped_headers", "stamps", "compression")  # fmt: skip
+    kept = ("id", "root_id", "parent_id", "group", "group_index", "chord", "chain", "callbacks",
+            "errbacks", "expires", "timelimit", "retries", "reply_to", "correlation_id", "origin",
+            "shadow", "argsrepr", "kwargsrepr", "ignore_result", "stamped_headers", "stamps",
+            "compression", "replaced_task_nesting")  # fmt: skip
     seen = {name: getattr(request, name, None) for name in kept}
-    headers = {k: v for k, v in (request.headers or {}).items() if k != "redlock"}
-    links = [link["task"] for link in (*(request.callbacks or ()), *(request.errbacks or ()))]
+    seen["headers"] = {k: v for k, v in (request.headers or {}).items() if k != "redlock"}
     delivery = {k: v for k, v in request.delivery_info.items() if k != "redelivered"}
     deferrals = (request.get("redlock") or {}).get("deferrals", 0)
-    seen |= {"headers": headers, "links": links, **delivery}
-    write("message", "message", seen=seen, args=args, kwargs=kwargs, deferrals=deferrals)
+    seen |= {**delivery, "args": repr(args), "kwargs": repr(kwargs)}
+    write("message", request.id, seen=seen, deferrals=deferrals)
 
 
 @task()

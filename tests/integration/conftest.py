@@ -6,13 +6,19 @@ import gc
 import importlib
 import itertools
 import json
+import os
+import shutil
+import subprocess
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from kombu import Connection
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import NODE_TIMEOUT, eventually, is_free, see_freed
@@ -82,6 +88,10 @@ class Stage:
         """Return how often a message was put back, by its state's word."""
         return int((self.info(result)["result"] or {}).get("deferrals", 0))
 
+    def see_deferred(self, result: Any, times: int = 1) -> None:
+        """Return when a message was put back so many times."""
+        eventually(lambda: self.deferrals(result) >= times)
+
     def is_free(self, resource: str) -> bool:
         return is_free(self.nodes, resource)
 
@@ -103,10 +113,41 @@ def standing_broker() -> Iterator[EmbeddedNode]:
         gc.collect()  # a result unsubscribes when it is forgotten, and its server must be there
 
 
+def set_stage(
+    stack: ExitStack,
+    folder: Path,
+    nodes: list[EmbeddedNode],
+    broker: EmbeddedNode,
+    amqp: str | None = None,
+    queues: str = "celery",
+    **conf: Any,
+) -> Stage:
+    """Set a stage until the stack is left. amqp: a RabbitMQ's URL; the broker keeps results then.
+
+    queues: those of `tests.integration.app.QUEUES`. conf: settings of the workers' app.
+    """
+    log = folder / "lines"
+    log.touch()
+    env = {
+        "TEST_BROKER": amqp or broker.url,
+        "TEST_BACKEND": broker.url,
+        "TEST_QUEUES": queues,
+        "TEST_NODES": ",".join(node.url for node in nodes),
+        "TEST_LOG": str(log),
+        "TEST_CONF": json.dumps({"redlock_node_timeout": NODE_TIMEOUT, **conf}),
+    }
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    for name, value in env.items():
+        patch.setenv(name, value)
+    import tests.integration.app as tasks
+
+    tasks = importlib.reload(tasks)
+    stack.callback(tasks.app.close)
+    return Stage(tasks, broker, nodes, log, env, stack)
+
+
 @pytest.fixture
-def make_stage(
-    standing_broker: EmbeddedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Stage]]:
+def make_stage(standing_broker: EmbeddedNode, tmp_path: Path) -> Iterator[Callable[..., Stage]]:
     """Give a function that sets a stage over given nodes, with settings for the workers' app."""
     standing_broker.client().flushall()
     with ExitStack() as stack:
@@ -114,22 +155,7 @@ def make_stage(
         def make(
             nodes: list[EmbeddedNode], broker: EmbeddedNode | None = None, **conf: Any
         ) -> Stage:
-            broker = broker or standing_broker
-            log = tmp_path / "lines"
-            log.touch()
-            env = {
-                "TEST_BROKER": broker.url,
-                "TEST_NODES": ",".join(node.url for node in nodes),
-                "TEST_LOG": str(log),
-                "TEST_CONF": json.dumps({"redlock_node_timeout": NODE_TIMEOUT, **conf}),
-            }
-            for name, value in env.items():
-                monkeypatch.setenv(name, value)
-            import tests.integration.app as tasks
-
-            tasks = importlib.reload(tasks)
-            stack.callback(tasks.app.close)
-            return Stage(tasks, broker, nodes, log, env, stack)
+            return set_stage(stack, tmp_path, nodes, broker or standing_broker, **conf)
 
         yield make
 
@@ -138,3 +164,31 @@ def make_stage(
 def stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
     """Give a stage over the three standing nodes."""
     return make_stage(nodes)
+
+
+@contextmanager
+def virtual_host() -> Iterator[str]:
+    """Give the URL of a virtual host of RabbitMQ, which goes with all that is in it.
+
+    Where no RabbitMQ answers its test is skipped, and fails where CI is set.
+    """
+    server = os.environ.get("CELERY_REDLOCK_RABBITMQ", "amqp://guest:guest@127.0.0.1:5672")
+    control = shutil.which("rabbitmqctl")
+    try:
+        with Connection(f"{server}//", connect_timeout=5) as connection:
+            connection.connect()
+        missing = "" if control else "rabbitmqctl, which makes virtual hosts"
+    except OSError as error:
+        missing = f"RabbitMQ: {error}"
+    if control is None or missing:
+        say = pytest.fail if os.environ.get("CI") else pytest.skip
+        say(f"not there: {missing}")
+    name = f"celery_redlock_{uuid.uuid4().hex[:12]}"
+    user = urlsplit(server).username or "guest"
+    try:
+        subprocess.run([control, "-q", "add_vhost", name], check=True)
+        permit = [control, "-q", "set_permissions", "-p", name, user, ".*", ".*", ".*"]
+        subprocess.run(permit, check=True)
+        yield f"{server}/{name}"
+    finally:
+        subprocess.run([control, "-q", "delete_vhost", name], check=False)

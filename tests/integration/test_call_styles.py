@@ -28,6 +28,7 @@ from celery_redlock.signals import (
     lock_acquired,
     lock_released,
 )
+from celery_redlock.tasks.deferral import Address
 from celery_redlock.tasks.gate import _let_go_late, goes_back, queue_of
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, see_freed
@@ -242,9 +243,8 @@ def test_an_eager_run_follows_the_tasks_own_routing(app: Celery) -> None:
 
 
 def test_a_message_that_rabbitmq_kept_back_is_still_of_its_queue(app: Celery) -> None:
-    kept = {"exchange": "celery_delayed_delivery", "routing_key": "0." * 27 + "1.slow"}
-    assert queue_of(app, kept) == "slow"
-    assert queue_of(app, {"exchange": "", "routing_key": "0.1.slow"}) == "0.1.slow"
+    assert queue_of(app, Address(None, "slow")) == "slow"
+    assert queue_of(app, Address("elsewhere", "slow")) == "slow"
 
 
 def test_a_message_of_a_fan_out_is_not_put_back(app: Celery) -> None:

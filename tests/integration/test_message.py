@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import time
 from collections.abc import Callable
 
@@ -14,46 +13,14 @@ from tests.conftest import eventually
 from tests.integration.conftest import Stage
 
 
-def deferred(stage: Stage, result: object, times: int = 1) -> None:
-    """Wait until a message was put back so many times."""
-    eventually(lambda: stage.deferrals(result) >= times)
-
-
 def test_ten_deferrals_burn_no_retries(stage: Stage) -> None:
     stage.worker(concurrency=1)
     with stage.tasks.work.lock_for("k", wait=60):
         result = stage.tasks.work.delay("k")
-        deferred(stage, result, 10)
+        stage.see_deferred(result, 10)
     assert stage.tasks.work.max_retries == 0
     assert result.get(timeout=120) == 0  # what the body saw in request.retries
     assert stage.info(result)["status"] == "SUCCESS"
-
-
-def test_a_deferral_keeps_everything_that_a_message_carries(stage: Stage) -> None:
-    stage.worker(concurrency=1, queues=["other"])
-    task, add = stage.tasks.shows_its_message, stage.tasks.add
-    call = task.s("x" * 3000, k=1).set(
-        queue="other", priority=7, time_limit=500, soft_time_limit=400, shadow="shadowed",
-        expires=dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=900),
-        headers={"x-custom": "v"}, argsrepr="(secret)", compression="gzip", ignore_result=False,
-    )  # fmt: skip
-    call.link(add.si())
-    call.link_error(add.si())
-    call.stamp(tenant="t1")
-    call.apply_async().get(timeout=120)
-    with stage.app.tasks[task.name].lock_for(wait=60):
-        result = call.clone().apply_async()
-        deferred(stage, result, 3)
-    result.get(timeout=120)
-    fresh, put_back = stage.wait_for("message", 2)
-    assert fresh.more.pop("deferrals") == 0
-    assert put_back.more.pop("deferrals") >= 3
-    for line in (fresh, put_back):  # a message has an id of its own
-        for name in ("id", "root_id", "correlation_id"):
-            assert line.more["seen"].pop(name)
-    assert put_back.more == fresh.more
-    assert fresh.more["seen"]["parent_id"] is None
-    assert fresh.more["seen"]["argsrepr"] == "(secret)"
 
 
 def test_a_message_that_expires_while_it_waits_is_revoked_and_leaves_nothing(
@@ -73,7 +40,7 @@ def test_a_chain_goes_on_with_the_real_result_of_a_contended_step(stage: Stage) 
         result = chain(
             stage.tasks.add.si(1), stage.tasks.work.si("k"), stage.tasks.add.s()
         ).apply_async()
-        deferred(stage, result.parent, 2)
+        stage.see_deferred(result.parent, 2)
     assert result.get(timeout=120) == 1
     assert len(stage.lines("begin")) == 1
 
@@ -92,7 +59,7 @@ def test_callbacks_fire_once_at_the_end_and_not_for_a_deferral(stage: Stage) -> 
         result = stage.tasks.work.apply_async(
             ("k",), link=stage.tasks.gather.si([1]), link_error=stage.tasks.gather.si([2])
         )
-        deferred(stage, result, 2)
+        stage.see_deferred(result, 2)
         assert stage.lines("gathered") == []
     stage.wait_for("gathered")
     assert result.get(timeout=120) == 0
@@ -128,22 +95,11 @@ def test_a_broker_that_is_away_while_a_message_is_put_back_loses_none(
         stage.wait_for("end")
 
 
-def test_a_deferral_keeps_the_serializer_of_the_call(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
-    stage = make_stage(nodes, accept_content=["json", "pickle"])
-    stage.worker(concurrency=1)
-    with stage.tasks.kind_of.lock_for(1, wait=60):
-        result = stage.tasks.kind_of.apply_async(({1, 2},), serializer="pickle")
-        deferred(stage, result, 2)
-    assert result.get(timeout=120) == "set"
-
-
 def test_a_message_keeps_the_options_of_its_call_over_a_deferral(stage: Stage) -> None:
     stage.worker(concurrency=1)
     other = stage.tasks.work.lock_for("elsewhere", wait=60)
     with other:
         result = stage.tasks.work.apply_async(("k",), lock={"key": "k:elsewhere"})
-        deferred(stage, result, 2)
+        stage.see_deferred(result, 2)
         assert stage.info(result)["result"]["resource"] == "k:elsewhere"
     assert result.get(timeout=120) == 0

@@ -7,10 +7,18 @@ from celery import Celery
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject
 from freezegun import freeze_time
+from kombu import Exchange, Queue
 from kombu.serialization import dumps, loads
 
 from celery_redlock.tasks.contention import Past
-from celery_redlock.tasks.deferral import Requeue, Slip, bearable, utc_now
+from celery_redlock.tasks.deferral import (
+    Address,
+    Requeue,
+    Slip,
+    bearable,
+    destination,
+    utc_now,
+)
 
 
 def request(header: Any, **fields: Any) -> Context:
@@ -76,10 +84,60 @@ def test_a_requeue_is_a_reject_that_autoretry_lets_pass() -> None:
 
 def test_a_broker_without_delays_of_its_own_takes_any_countdown() -> None:
     app = Celery("t", broker="memory://", set_as_default=False)
-    assert bearable(app, 0.05) == 0.05
+    assert bearable(app, 0.05, Address("celery", "celery")) == 0.05
+    assert destination(app, Address("celery", "celery")) == {}
 
 
-def test_a_quorum_queue_takes_whole_seconds_from_one_upwards() -> None:
+@pytest.fixture
+def quorum_app() -> Celery:
     app = Celery("t", broker="pyamqp://", set_as_default=False)
-    app.conf.task_default_queue_type = "quorum"
-    assert [bearable(app, s) for s in (0.05, 1.0, 1.2)] == [1.0, 1.0, 2.0]
+    options = {"queue_arguments": {"x-queue-type": "quorum"}}
+    app.conf.task_queues = [
+        Queue("celery", Exchange("tasks", "topic"), routing_key="celery", **options),
+        Queue("wide", Exchange("wide", "topic"), routing_key="wide.#", **options),
+        Queue("direct", Exchange("direct", "direct"), routing_key="direct", **options),
+    ]
+    return app
+
+
+def test_a_quorum_queue_takes_whole_seconds_from_one_upwards(quorum_app: Celery) -> None:
+    here = Address("tasks", "celery")
+    assert [bearable(quorum_app, s, here) for s in (0.05, 1.0, 1.2)] == [1.0, 1.0, 2.0]
+
+
+def test_what_rabbitmq_would_not_bring_back_waits_in_the_worker(quorum_app: Celery) -> None:
+    for where in (Address("direct", "direct"), Address("", "celery"), Address("tasks", "nobody")):
+        assert bearable(quorum_app, 0.05, where) == 0.05
+        options = destination(quorum_app, where)
+        assert options["queue"].exchange.type == "direct"  # which Celery does not delay by
+        assert (options["exchange"], options["routing_key"]) == (where.exchange, where.routing_key)
+
+
+def test_a_message_goes_to_its_own_routing_key_again(quorum_app: Celery) -> None:
+    options = destination(quorum_app, Address("wide", "wide.a.b"))
+    assert options["queue"].routing_key == "wide.a.b"
+    assert options["queue"].exchange.type == "topic"
+
+
+@pytest.mark.parametrize(
+    ("binding", "key", "fits"),
+    [
+        ("a.b", "a.b", True), ("a.b", "a.c", False), ("a.b", "axb", False),
+        ("a.*", "a.b", True), ("a.*", "a", False), ("a.*", "a.b.c", False),
+        ("a.#", "a", True), ("a.#", "a.b.c", True), ("a.#", "ab", False), ("#", "a.b", True),
+    ],
+)  # fmt: skip
+def test_a_topic_fits_as_rabbitmq_says(binding: str, key: str, fits: bool) -> None:
+    queue = Queue("q", Exchange("x", "topic"), routing_key=binding)
+    assert Address("x", key).reaches(queue) is fits
+    assert Address(None, key).reaches(queue) is fits
+    assert not Address("y", key).reaches(queue)
+
+
+def test_a_message_that_rabbitmq_kept_back_still_knows_where_it_was_sent() -> None:
+    bits = "0." * 27 + "1."
+    kept = {"exchange": "celery_delayed_delivery", "routing_key": f"{bits}{bits}wide.a"}
+    assert Address.of(kept) == Address(None, "wide.a")
+    assert Address.of(kept, Slip(exchange="wide")) == Address("wide", "wide.a")
+    own = {"exchange": "", "routing_key": "0.1.slow"}
+    assert Address.of(own, Slip(exchange="wide")) == Address("", "0.1.slow")

@@ -1,0 +1,149 @@
+"""On RabbitMQ: deferrals, what a message carries, a lost connection; classic and quorum queues."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from celery import chord
+from celery.exceptions import TaskRevokedError
+
+from celery_redlock import LockTaken
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import eventually, vouch_for
+from tests.contract.proxy import FAIR, Link, Proxy, Stream, Way, Weather
+from tests.integration import carried
+from tests.integration.conftest import Stage, overlaps, set_stage, virtual_host
+
+
+@pytest.fixture(scope="module")
+def rabbitmq() -> Iterator[str]:
+    with virtual_host() as url:
+        yield url
+
+
+@pytest.fixture(scope="module", params=["classic", "quorum"])
+def stage(
+    request: pytest.FixtureRequest,
+    rabbitmq: str,
+    standing_broker: EmbeddedNode,
+    standing_nodes: list[EmbeddedNode],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stage]:
+    """Give a stage with a worker that stays for all tests here; each has keys of its own."""
+    for node in standing_nodes:
+        node.client().flushall()
+    vouch_for(standing_nodes)
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    conf: dict[str, Any] = {"accept_content": ["json", "pickle"]}
+    with ExitStack() as stack:
+        made = set_stage(
+            stack, folder, standing_nodes, standing_broker, rabbitmq, request.param, **conf
+        )
+        made.worker(concurrency=2)
+        yield made
+
+
+def test_everything_stays_with_a_message_over_many_deferrals(stage: Stage) -> None:
+    kind = stage.tasks.KIND
+    wide = {"exchange": f"{kind}-wide", "routing_key": "wide.a.b"}
+    for name, where in (("other", {"queue": f"{kind}-other"}), ("wide", wide)):
+        carried.send(stage, f"{name}-fresh", **where)
+        eventually(lambda name=name: carried.seen(stage, f"{name}-fresh")[0])
+    with stage.tasks.shows_its_message.lock_for(wait=60):
+        carried.send(stage, "other-back", queue=f"{kind}-other")
+        carried.send(stage, "wide-back", **wide)
+        for name in ("other-back", "wide-back"):
+            eventually(lambda name=name: len(carried.received(stage, name)) >= 4)
+    for name in ("other", "wide"):
+        fresh, none = carried.seen(stage, f"{name}-fresh")
+        eventually(lambda name=name: carried.seen(stage, f"{name}-back")[0])
+        back, deferrals = carried.seen(stage, f"{name}-back")
+        assert none == 0
+        assert deferrals >= 3
+        deaths = [header for header in back["headers"] if "-death" in header]
+        for header in deaths:  # of the last deferral alone: RabbitMQ drops what runs in a circle
+            value = back["headers"].pop(header)
+            assert header != "x-death" or [death["count"] for death in value] == [1]
+        assert carried.own_words(back) == carried.own_words(fresh)
+        assert (fresh["argsrepr"], fresh["priority"]) == ("(secret)", 7)
+        assert carried.BITS.sub("", back["routing_key"]) == fresh["routing_key"]
+        kept_back = kind == "quorum"
+        assert (back["exchange"] == fresh["exchange"]) is not kept_back
+        for each in carried.received(stage, f"{name}-back"):
+            assert each == {"content_type": "application/x-python-serialize", "delivery_mode": 1}
+
+
+def test_a_deferral_does_not_extend_expires(stage: Stage) -> None:
+    expires = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=2)
+    with stage.tasks.work.lock_for("expiring", wait=60):
+        result = stage.tasks.work.apply_async(("expiring",), expires=expires)
+        stage.see_deferred(result)
+        with pytest.raises(TaskRevokedError):
+            result.get(timeout=120)
+    assert not [line for line in stage.lines("begin") if line.key == "expiring"]
+
+
+def test_a_chord_of_equal_headers_runs_them_in_turn(stage: Stage) -> None:
+    header = [stage.tasks.work.si("chord") for _ in range(3)]
+    assert chord(header)(stage.tasks.gather.s()).get(timeout=120) == 3
+    spans = stage.intervals()["chord"]
+    assert len(spans) == 3
+    assert not overlaps(spans)
+
+
+def test_a_message_handed_back_by_its_body_takes_the_lock_again(stage: Stage) -> None:
+    result = stage.tasks.late_end.delay("requeued", "requeue")
+    assert result.get(timeout=120) == "again"
+    stage.see_freed("k:requeued")
+
+
+def test_a_message_of_a_fan_out_fails_instead_of_multiplying(stage: Stage) -> None:
+    if stage.tasks.KIND == "quorum":
+        pytest.skip("Celery gives a fan-out's queues no type")
+    with stage.tasks.work.lock_for("fan", wait=60):
+        result = stage.tasks.work.apply_async(("fan",), queue="everybody")
+        with pytest.raises(LockTaken):
+            result.get(timeout=120)
+
+
+class Chasm(Proxy):
+    """Swallows, once it is open, the first large piece to the server and all that follows."""
+
+    is_open = False
+
+    def _receive(self, link: Link, stream: Stream) -> None:
+        before = self.received[Way.TO_NODE]
+        super()._receive(link, stream)
+        if self.is_open and self.received[Way.TO_NODE] > before + 3000:
+            self.is_open = False
+            self._weather = Weather(swallows=frozenset({Way.TO_NODE}))
+
+
+def test_what_is_put_back_into_a_dead_connection_is_not_lost(stage: Stage, rabbitmq: str) -> None:
+    server = urlsplit(rabbitmq)
+    chasm = Chasm(SimpleNamespace(port=server.port or 5672))
+    through = server._replace(netloc=f"{server.username}:{server.password}@127.0.0.1:{chasm.port}")
+    queue = f"{stage.tasks.KIND}-far"
+    far = replace(stage, env={**stage.env, "TEST_BROKER": through.geturl()})
+    try:
+        with ExitStack() as far.stack:
+            far.worker("far", concurrency=1, queues=[queue])
+            with stage.tasks.work.lock_for("far", wait=60):
+                ballast = {"ballast": "x" * 3000}
+                result = stage.tasks.work.apply_async(("far",), queue=queue, headers=ballast)
+                stage.see_deferred(result)
+                chasm.is_open = True
+                eventually(lambda: chasm.weather.swallows)
+                chasm.cut()
+                chasm.weather = FAIR
+            assert result.get(timeout=120) == 0
+    finally:
+        chasm.close()
