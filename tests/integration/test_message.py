@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from celery import chain, chord, group
 
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
+from tests.integration import carried
 from tests.integration.conftest import Stage
 
 
@@ -21,6 +23,52 @@ def test_ten_deferrals_burn_no_retries(stage: Stage) -> None:
     assert stage.tasks.work.max_retries == 0
     assert result.get(timeout=120) == 0  # what the body saw in request.retries
     assert stage.info(result)["status"] == "SUCCESS"
+
+
+def test_a_deferral_keeps_everything_that_a_message_carries(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, accept_content=["json", "pickle"])
+    stage.worker(concurrency=1, queues=["other"])
+    carried.send(stage, "fresh", queue="other")
+    fresh, none = eventually(
+        lambda: carried.seen(stage, "fresh")[0] and carried.seen(stage, "fresh")
+    )
+    with stage.tasks.shows_its_message.lock_for(wait=60):
+        carried.send(stage, "back", queue="other")
+        eventually(lambda: len(carried.received(stage, "back")) >= 4)
+    back, deferrals = eventually(
+        lambda: carried.seen(stage, "back")[0] and carried.seen(stage, "back")
+    )
+    assert none == 0
+    assert deferrals >= 3
+    assert carried.own_words(back) == carried.own_words(fresh)
+    assert (back["exchange"], back["routing_key"]) == (fresh["exchange"], fresh["routing_key"])
+    assert (back["id"], back["correlation_id"]) == ("back", "back")
+    received = carried.received(stage, "back")
+    assert received == [received[0]] * len(received)
+    assert received[0] == {"content_type": "application/x-python-serialize", "delivery_mode": 1}
+
+
+def test_a_deferral_leaves_expires_where_it_was(stage: Stage) -> None:
+    stage.worker(concurrency=1)
+    expires = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=900)
+    with stage.tasks.shows_its_message.lock_for(wait=60):
+        result = stage.tasks.shows_its_message.apply_async(expires=expires, task_id="expiring")
+        stage.see_deferred(result, 3)
+    seen = eventually(lambda: carried.seen(stage, "expiring")[0])
+    assert dt.datetime.fromisoformat(seen["expires"]) == expires
+
+
+def test_a_task_without_a_parent_does_not_become_its_own(stage: Stage) -> None:
+    stage.worker(concurrency=1)
+    with stage.tasks.shows_its_message.lock_for(wait=60):
+        result = stage.tasks.shows_its_message.apply_async(task_id="orphan")
+        stage.see_deferred(result, 2)
+    seen = eventually(lambda: carried.seen(stage, "orphan")[0])
+    assert (seen["parent_id"], seen["root_id"]) == (None, "orphan")
+    assert result.get(timeout=120) is None
+    assert not result.children
 
 
 def test_a_message_that_expires_while_it_waits_is_revoked_and_leaves_nothing(
