@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from redis import Redis, ResponseError
 
-from celery_redlock.lock.keys import broken_key, fence_key, guard_keys, lock_key
+from celery_redlock.lock.keys import broken_key, done_key, fence_key, guard_keys, lock_key
 from celery_redlock.lock.nodes import (
     GRANT,
     GUARD,
@@ -27,6 +27,7 @@ from tests.conftest import eventually
 KEY = lock_key("redlock", "r")
 RUN, QUIET = guard_keys("redlock")
 FENCE, BROKEN = fence_key("redlock"), broken_key(KEY)
+DONE = done_key("redlock", "1:t:0:0")
 CHANNEL = "{redlock}:wake:r"
 LIMIT = 9007199254740990
 
@@ -48,8 +49,11 @@ def grant(
     ttl: str = "30000",
     least: str = "",
     guard: tuple[str, str, str] = ("", "", ""),
+    *,
+    asks: bool = False,
 ) -> Any:
-    return run(client, GRANT, [KEY, RUN, QUIET, FENCE], value, ttl, least, *guard)
+    keys = [KEY, RUN, QUIET, FENCE, *([DONE] if asks else [])]
+    return run(client, GRANT, keys, value, ttl, least, *guard)
 
 
 def renew(client: Redis, value: str = "mine", least: str = "", repair: str = "") -> Any:
@@ -258,6 +262,47 @@ class TestRelease:
         assert not client.exists(KEY)
 
 
+class TestDoneMark:
+    """The end of a run: each answer to one that asks ends with when it was marked, or 0."""
+
+    def test_a_release_marks_for_as_long_as_it_is_told(self, client: Redis) -> None:
+        client.set(KEY, "mine")
+        assert run(client, RELEASE, [KEY, DONE], "mine", CHANNEL, "1700000000000", "500000") == 1
+        assert client.get(DONE) == "1700000000000"
+        assert 100_000 < client.pttl(DONE) <= 500_000
+        assert not client.exists(KEY)
+
+    def test_a_release_of_what_is_anothers_marks_all_the_same(self, client: Redis) -> None:
+        client.set(KEY, "theirs")
+        assert run(client, RELEASE, [KEY, DONE], "mine", CHANNEL, "1700000000000", "500000") == 0
+        assert client.get(DONE) == "1700000000000"
+        assert client.get(KEY) == "theirs"
+
+    @pytest.mark.parametrize(("mark", "told"), [(None, 0), ("1700000000000", 1700000000000)])
+    def test_each_answer_ends_with_the_mark(
+        self, client: Redis, mark: str | None, told: int
+    ) -> None:
+        if mark:
+            client.set(DONE, mark)
+        assert grant(client, asks=True) == [1, 0, told]
+        assert grant(client, "theirs", asks=True)[2:] == ["mine", told]
+        assert grant(client, asks=True, least="7") == [1, 0, told]
+        client.delete(KEY)
+        assert grant(client, asks=True, least="7") == [1, 7, told]
+        client.delete(KEY)
+        client.set(QUIET, "1", px=50_000)
+        assert grant(client, asks=True)[2:] == [told]
+
+    def test_who_does_not_ask_is_not_answered(self, client: Redis) -> None:
+        client.set(DONE, "1700000000000")
+        assert grant(client) == 1
+        assert len(grant(client, "theirs")) == 3
+
+    def test_a_mark_that_is_no_number_is_none(self, client: Redis) -> None:
+        client.set(DONE, "garbage")
+        assert grant(client, asks=True) == [1, 0, 0]
+
+
 class TestRequests:
     """What is packed by hand says the same as what a client library would send."""
 
@@ -288,6 +333,14 @@ class TestRequests:
         client.set(RUN, "run-2")
         guard = b"".join(map(packed, TestGuard.NEW))
         assert self.sent(client, self.REQUESTS.grant(*self.WORDS, 1000) + guard) == [1, 1000]
+
+    def test_a_grant_that_asks_and_a_release_that_marks(self, client: Redis) -> None:
+        words, mark = self.WORDS, packed(DONE)
+        assert self.sent(client, self.REQUESTS.ask(*words, None, mark) + NO_GUARD) == [1, 0, 0]
+        last = self.REQUESTS.release_done(*words[:2], packed(CHANNEL), mark, 1700000000000, 500000)
+        assert self.sent(client, last) == 1
+        told = [1, 7, 1700000000000]
+        assert self.sent(client, self.REQUESTS.ask(*words, 7, mark) + NO_GUARD) == told
 
     def test_a_renewal(self, client: Redis) -> None:
         assert self.sent(client, self.REQUESTS.renew(*self.WORDS)) == 0

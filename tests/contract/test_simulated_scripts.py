@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis, ResponseError
 
-from celery_redlock.lock.keys import broken_key, fence_key, guard_keys, lock_key
+from celery_redlock.lock.keys import broken_key, done_key, fence_key, guard_keys, lock_key
 from celery_redlock.lock.nodes import GRANT, GUARD, RELEASE, RENEW, TRUST, Script
 from celery_redlock.testing import EmbeddedNode
 from tests.simulation.nodes import Node, library
@@ -23,7 +23,8 @@ SLACK = 20_000  # ms of a ttl; those below are far apart, and far longer
 LOCK = lock_key("redlock", "r")
 RUN, QUIET = guard_keys("redlock")
 FENCE, BROKEN = fence_key("redlock"), broken_key(LOCK)
-KEYS = (LOCK, RUN, QUIET, FENCE, BROKEN)
+DONE = done_key("redlock", "1:t:0:0")
+KEYS = (LOCK, RUN, QUIET, FENCE, BROKEN, DONE)
 
 values = st.sampled_from(["t1:one", "t2:two", "t3"])
 # a renewal tells its ttl from what is left, within a ms: so it is given none that is an error
@@ -32,12 +33,13 @@ ttls = st.one_of(good_ttls, st.sampled_from(["100000.0", "0"]))
 runs = st.sampled_from(["", "run1", "run2"])
 silences = st.sampled_from(["0", "200000", "500000"])
 tokens = st.sampled_from(["", "0", "7", "1700000000000000", "4503599627370496"])
+marks = st.sampled_from(["1700000000000", "1700000000001"])
 Call = tuple[Script, tuple[str, ...], tuple[str, ...]]
 
 calls: st.SearchStrategy[Call] = st.one_of(
     st.tuples(
         st.just(GRANT),
-        st.just((LOCK, RUN, QUIET, FENCE)),
+        st.sampled_from([(LOCK, RUN, QUIET, FENCE), (LOCK, RUN, QUIET, FENCE, DONE)]),
         st.tuples(values, ttls, tokens, runs, silences, silences),
     ),
     st.tuples(
@@ -48,7 +50,12 @@ calls: st.SearchStrategy[Call] = st.one_of(
     st.tuples(
         st.just(RELEASE),
         st.just((LOCK,)),
-        st.tuples(values, st.sampled_from(["", "ch"]), st.just("")),
+        st.tuples(values, st.sampled_from(["", "ch"])),
+    ),
+    st.tuples(
+        st.just(RELEASE),
+        st.just((LOCK, DONE)),
+        st.tuples(values, st.just(""), marks, good_ttls),
     ),
     st.tuples(
         st.just(GUARD),
@@ -62,6 +69,7 @@ changes = st.one_of(
     st.tuples(st.just("DEL"), st.sampled_from(KEYS), st.just("")),
     st.tuples(st.just("SET"), st.just(LOCK), values),
     st.tuples(st.just("SET"), st.just(BROKEN), values),
+    st.tuples(st.just("SET"), st.just(DONE), st.sampled_from(["1700000000002", "garbage"])),
     st.tuples(st.just("SET"), st.just(FENCE), st.sampled_from(["9007199254740990", "5"])),
 )
 

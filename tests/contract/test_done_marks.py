@@ -1,0 +1,254 @@
+"""The mark that a run is done: made with its release, asked for with the next grant."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from celery_redlock import Lock, LockTaken, Redlock
+from celery_redlock.lock.redlock import give_back
+from celery_redlock.lock.session import AlreadyDoneError, Mark
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import NODE_TIMEOUT, TTL, eventually, keys_on, settle
+
+RUN = "1:shop.settle:0:0"
+DONE = "{redlock}:done:" + RUN
+KEPT = 500.0  # s
+ANY = -math.inf
+
+
+def lock_of(
+    redlock: Redlock, since: float | None = None, run: str = RUN, resource: Any = "r", **terms: Any
+) -> Lock:
+    """Return the lock of a run that may be delivered again; since: what it asks, None nothing."""
+    lock = redlock.lock(resource, ttl=TTL, **terms)
+    lock._terms = replace(lock._terms, mark=Mark(run, KEPT, since), label=f"{run} w1@here")
+    return lock
+
+
+def ends(redlock: Redlock, **lock: Any) -> None:
+    """Let a run take its lock, end, and be marked as done."""
+    give_back(lock_of(redlock, **lock).acquire(), done=True)
+    settle(redlock)
+
+
+def marks_on(nodes: list[EmbeddedNode]) -> list[bool]:
+    return [bool(node.client().exists(DONE)) for node in nodes]
+
+
+@pytest.fixture
+def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+    """Give a client beside `redlock`, as of another process."""
+    with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
+        settle(made)
+        yield made
+
+
+def test_the_release_of_a_run_that_is_done_marks_it_on_every_node(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    before = time.time()
+    ends(redlock)
+    assert keys_on(nodes) == [[], [], []]
+    for node in nodes:
+        assert before - 1 <= int(node.client().get(DONE)) / 1000 <= time.time() + 1
+        assert KEPT - 100 < node.client().pttl(DONE) / 1000 <= KEPT
+
+
+def test_a_release_that_is_no_end_marks_nothing(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    give_back(lock_of(redlock).acquire())
+    lock_of(redlock).acquire().release()
+    settle(redlock)
+    assert marks_on(nodes) == [False] * 3
+
+
+def test_a_delivery_that_asks_is_told_and_leaves_nothing_behind(
+    redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    ends(redlock)
+    with pytest.raises(AlreadyDoneError):
+        lock_of(rival, since=ANY, wait=60.0).acquire()
+    settle(rival)
+    assert keys_on(nodes) == [[], [], []]
+
+
+def test_a_delivery_that_does_not_ask_runs(redlock: Redlock, rival: Redlock) -> None:
+    ends(redlock)
+    with lock_of(rival) as lock:
+        assert lock.held
+
+
+def test_another_run_is_not_done(redlock: Redlock, rival: Redlock) -> None:
+    ends(redlock)
+    with lock_of(rival, since=ANY, run="1:shop.settle:1:0") as lock:
+        assert lock.held
+
+
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_one_node_of_the_quorum_that_says_so_is_enough(
+    redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode], told: int
+) -> None:
+    ends(redlock)
+    for index, node in enumerate(nodes):
+        if index != told:
+            node.client().delete(DONE)
+    away = nodes[told - 1]
+    away.pause()
+    try:
+        assert outcome(rival) == "done"
+    finally:
+        away.resume()
+
+
+def outcome(redlock: Redlock) -> str:
+    lock = lock_of(redlock, since=ANY)
+    try:
+        lock.acquire()
+    except AlreadyDoneError:
+        return "done"
+    lock.release()
+    settle(redlock)
+    return "held"
+
+
+def test_a_mark_on_a_quorum_is_met_by_every_quorum(
+    redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    ends(redlock)
+    for node in nodes:
+        mark = node.client().get(DONE)
+        node.client().delete(DONE)
+        assert [outcome(rival) for _ in range(5)] == ["done"] * 5
+        node.client().set(DONE, mark)
+
+
+def test_a_run_that_is_done_is_told_so_also_where_another_holds_the_lock(
+    redlock: Redlock, rival: Redlock
+) -> None:
+    ends(redlock)
+    with redlock.lock("r", ttl=TTL), pytest.raises(AlreadyDoneError):
+        lock_of(rival, since=ANY).acquire()
+
+
+def test_a_mark_from_before_the_first_try_is_of_an_earlier_message(
+    redlock: Redlock, rival: Redlock
+) -> None:
+    ends(redlock)
+    with lock_of(rival, since=time.time() + 60) as lock:
+        assert lock.held
+    with pytest.raises(AlreadyDoneError):
+        lock_of(rival, since=time.time() - 60).acquire()
+
+
+def test_fencing_and_asking_go_together(redlock: Redlock, rival: Redlock) -> None:
+    with lock_of(redlock, since=ANY, fencing=True) as lock:
+        first = lock.fencing_token
+    ends(redlock, fencing=True)
+    with pytest.raises(AlreadyDoneError):
+        lock_of(rival, since=ANY, fencing=True).acquire()
+    with lock_of(rival, since=ANY, run="2:t:0:0", fencing=True) as lock:
+        assert lock.fencing_token > first
+
+
+def test_a_lost_lock_does_not_keep_a_run_that_ended_from_being_marked(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    lock = lock_of(redlock).acquire()
+    for node in nodes:
+        node.client().set("{redlock}:lock:r", "theirs", px=300_000)
+    eventually(lambda: not lock.held)
+    give_back(lock, done=True)
+    settle(redlock)
+    assert marks_on(nodes) == [True] * 3
+    assert all(node.client().get("{redlock}:lock:r") == "theirs" for node in nodes)
+
+
+def test_a_run_that_released_its_lock_itself_is_marked_at_its_end(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    lock = lock_of(redlock).acquire()
+    lock.release()
+    settle(redlock)
+    assert marks_on(nodes) == [False] * 3
+    give_back(lock, done=True)
+    settle(redlock)
+    assert marks_on(nodes) == [True] * 3
+
+
+def test_of_several_resources_the_mark_is_ahead_of_the_first_release(
+    redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    ends(redlock, resource=["a", "b"])
+    assert marks_on(nodes) == [True] * 3
+    with pytest.raises(AlreadyDoneError):
+        lock_of(rival, since=ANY, resource=["a", "b"]).acquire()
+
+
+def test_a_twin_does_not_take_another_permit(redlock: Redlock, rival: Redlock) -> None:
+    with lock_of(redlock, limit=3) as first:
+        with pytest.raises(LockTaken) as refused:
+            lock_of(rival, since=ANY, limit=3).acquire()
+        assert refused.value.holder.startswith(f"{RUN} ")
+        with lock_of(rival, run="2:t:0:0", limit=3) as another:
+            assert another.held
+            assert first.held
+    ends(redlock, limit=3)
+    with pytest.raises(AlreadyDoneError):
+        lock_of(rival, since=ANY, limit=3).acquire()
+
+
+def test_a_run_without_a_permit_leaves_nothing_of_its_own_lock(
+    redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    third = Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT)
+    with third, lock_of(redlock, limit=2), lock_of(rival, run="2:t:0:0", limit=2):
+        with pytest.raises(LockTaken):
+            lock_of(third, run="3:t:0:0", limit=2).acquire()
+        settle(third)
+        names = [key for keys in keys_on(nodes) for key in keys]
+        assert not [name for name in names if "run:3" in name]
+        assert [name for name in names if "run:2" in name]
+    settle(redlock)
+    settle(rival)
+    assert keys_on(nodes) == [[], [], []]
+
+
+def test_a_node_without_memory_for_the_mark_frees_the_lock_all_the_same(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    lock = lock_of(redlock).acquire()
+    clients = [node.client() for node in nodes]
+    for client in clients:
+        client.config_set("maxmemory", "1")
+    try:
+        give_back(lock, done=True)
+        settle(redlock)
+    finally:
+        for client in clients:
+            client.config_set("maxmemory", "0")
+    assert keys_on(nodes) == [[], [], []]
+    assert marks_on(nodes) == [False] * 3
+
+
+def test_a_mark_and_its_release_are_owed_together_to_a_node_that_was_away(
+    mortal_nodes: list[EmbeddedNode],
+) -> None:
+    urls = [node.url for node in mortal_nodes]
+    with Redlock(urls, node_timeout=NODE_TIMEOUT, restart_guard="off") as redlock:
+        settle(redlock)
+        lock = lock_of(redlock).acquire()
+        settle(redlock)
+        mortal_nodes[0].pause()
+        give_back(lock, done=True)
+        # it is frozen, so its connection is given up, and what was under way is owed to it
+        eventually(lambda: redlock.session.quorum.nodes[0].wire is None)
+        mortal_nodes[0].resume()
+        eventually(lambda: marks_on(mortal_nodes) == [True] * 3)
+        eventually(lambda: keys_on(mortal_nodes) == [[], [], []])
