@@ -32,7 +32,8 @@ class Profile:
     pauses: one of each is drawn for a client, the mean s that it holds, and lets pass before.
     bases, slow, worst: of `network.Path`. drift: the fraction that clients allow for; every
     clock's rate is off by up to half of it. span: s within which faults begin.
-    wall_error: s that calendars are off.
+    wall_error: s that calendars are off. runs: of so many names, each of which may be delivered
+    to every client, and again after its end.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Profile:
     limit: int = 1
     fencing: float = 0.0
     resources: int = 1
+    runs: int = 0
     renews: float = 0.6
     patient: float = 0.2
     extends: float = 0.2
@@ -93,6 +95,8 @@ PROFILES = {
         Profile("forgetful", forgets=2.0, sections=(0.3, 1.5), jams=0.3, slow=0.0),
         Profile("semaphore", limit=2, clients=(3, 4), breaks=0.3, restarts=0.2, jams=0.5),
         Profile("several", resources=3, breaks=0.3, jams=0.5, restarts=0.2),
+        Profile("twins", runs=2, sections=(0.02, 0.3), breaks=0.5, jams=0.7, slow=0.05, rounds=5),
+        Profile("twins-with-permits", runs=2, limit=2, sections=(0.02, 0.3), breaks=0.3, jams=0.5),
         Profile("everything", breaks=0.5, jams=0.5, restarts=0.5, freezes=0.3, flushes=0.2,
                 stops=0.4, kills=0.2, cuts=0.3, steps_back=0.2, short_writes=0.05, fencing=0.3),
     )

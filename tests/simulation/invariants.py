@@ -14,6 +14,7 @@ and answers, and what the clients believe. Each invariant has a name and a funct
 - `ended_before_release`: nothing is held any more when the first byte of its release leaves
 - `nothing_after_release`: after its release nothing is written of a token but its release
 - `fences_grow`: each holder's fencing token is greater than all before
+- `done_once`: no body of a run begins whose lock was freed by the release of a body that had ended
 - `lost_once`, `lost_when_over`: a loss is announced once, and nothing that is still held
 - `no_inner_error`: the watchdog catches no error that the shipped code made
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from celery_redlock.lock.lease import MARGIN, State
@@ -69,6 +70,9 @@ class Record:
     key: bytes = b""
     was_held: bool = False
     is_over: bool = False  # it was held, and is not any more
+    run: str = ""  # of what may be delivered again: its name
+    body_ended: bool = False  # as its client knows, before it gives the lock back
+    too_late: set[int] = field(default_factory=set)  # nodes that granted it what such an end freed
     probation: frozenset[int] = frozenset()  # as it was looked at last
     valid_until: float = -math.inf  # as it was looked at last
 
@@ -113,6 +117,7 @@ class Witness:
         value, never = claim.value.encode(), [-math.inf] * len(self.nodes)
         name = claim.value.partition(":")[0]
         record = Record(claim, process, name, value, never[:], never[:], set())
+        record.run = "" if claim.mark is None else claim.mark.run
         self._records[value] = record
         self.active.append(record)
         self.world.counts["claims"] += 1
@@ -149,24 +154,44 @@ class Witness:
         if self.world.lines is not None:
             self.world.note("%s: %s %s -> %r", node.name, script, record.name, reply)
         if script == "release":
+            if record.body_ended and reply == b":1\r\n":
+                node.freed.add((record.run, record.key))
             return
-        if reply.startswith((b":1", b"*2\r\n:1")):
+        if reply.startswith((b":1", b"*2\r\n:1", b"*3\r\n:1")):
             index = node.index
             record.sent[index] = max(record.sent[index], written)
             record.ends[index] = max(record.ends[index], node.end_of(record.key, record.value))
             self._favoured(record, node, script, words)
-        elif script == "grant" and reply.startswith(b"*2\r\n:-1"):
+        elif script == "grant" and reply.startswith((b"*2\r\n:-1", b"*3\r\n:-1")):
             self.world.counts["silences"] += 1
 
     def _favoured(self, record: Record, node: Node, script: str, words: list[bytes]) -> None:
         if script == "renew" and words[-1] == b"1":
             self.world.counts["repairs"] += 1
+        if script == "grant" and (record.run, record.key) in node.freed:
+            record.too_late.add(node.index)
         if script == "grant" and node.was_free and node.is_silent:
             self.violated("silent_nodes_grant_nothing", "%s to %s", node.name, record.name)
 
     def acquired(self) -> None:
         """See an acquisition succeed."""
         self.world.counts["holds"] += 1
+
+    def body_began(self, holding: Holding) -> None:
+        """See the body of a run begin under what it has acquired."""
+        for record in self._records_of(holding):
+            counted = record.too_late & record.claim.round.granted
+            if counted:
+                self.violated("done_once", "%s after the end of %s", record.name, record.run)
+
+    def body_ended(self, holding: Holding) -> None:
+        """See the body of a run end, before its client gives anything back."""
+        self.world.counts["bodies"] += 1
+        for record in self._records_of(holding):
+            record.body_ended = True
+
+    def _records_of(self, holding: Holding) -> list[Record]:
+        return [self._records[claim.value.encode()] for claim in holding.claims]
 
     def fenced(self, resources: Sequence[str], token: int) -> None:
         """See a fencing token handed out for the holder of some resources."""

@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from celery_redlock.lock import lease as lease_module
@@ -20,7 +20,7 @@ from celery_redlock.lock import votes as votes_module
 from celery_redlock.lock.lease import UNKNOWN, Fence, Hold, Probation, State
 from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW, Command, Guard, Script
 from celery_redlock.lock.quorum import GrantRound, RenewRound
-from celery_redlock.lock.session import Claim, Holding, Release, Session
+from celery_redlock.lock.session import Claim, Holding, Release, Session, Spot
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
 from tests.simulation.nodes import patched_scripts
@@ -205,6 +205,58 @@ def resend_stale() -> Iterator[None]:
 def reuse_token() -> Iterator[None]:
     """Each round of one process takes the same token."""
     with patched(session_module, new_token=lambda: f"of {here().name}"):
+        yield
+
+
+# ends of runs
+
+
+@mutant("done_once", profile="twins")
+def release_before_done() -> Iterator[None]:
+    """The lock is free before its run is marked as done, be it by the next command on the wire."""
+    write = Session._write
+
+    def release_and_mark(self: Session, release: Release) -> None:
+        done_at, release._done_at = release._done_at, 0.0
+        write(self, release)
+        if done_at:
+            release._done_at = done_at
+            write(self, release)
+
+    with patched(Session, _write=release_and_mark):
+        yield
+
+
+@mutant("done_once", profile="twins")
+def done_by_a_majority() -> Iterator[None]:
+    """One node that knows of the end is not enough."""
+    is_done = GrantRound._is_done
+
+    def counted(self: GrantRound, at_ms: int) -> bool:
+        said: int = self.__dict__.get("said", 0) + is_done(self, at_ms)
+        self.__dict__["said"] = said
+        return said > 1
+
+    with patched(GrantRound, _is_done=counted):
+        yield
+
+
+@mutant("done_once", profile="twins")
+def done_read_before_the_grant() -> Iterator[None]:
+    """A run asks whether it is done, with a lock that nobody else wants, and then for its own."""
+    claim = Holding._claim
+
+    def ask_first(self: Holding, spot: Spot) -> Any:
+        terms = self.terms
+        assert terms.mark is not None
+        nobody_wants = here().world.witness.new_token()
+        refused = claim(self, Spot(self.session.setup.prefix, nobody_wants, 0, terms.ttl))
+        if refused is None:
+            self.terms = replace(terms, mark=replace(terms.mark, asks_since=None))
+            refused = claim(self, spot)
+        return refused
+
+    with patched(Holding, _claim=ask_first):
         yield
 
 

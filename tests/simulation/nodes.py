@@ -116,6 +116,7 @@ class Node:
         self.silent_until = -math.inf  # real s: it lost memory and must not vote before
         self.was_free = False  # whether nothing stood under the key of the last command
         self.snapshots: list[Any] = []
+        self.freed: set[tuple[str, bytes]] = set()  # run and key: by the release of a body's end
         self._scripts = scripts
         self._loaded: dict[bytes, tuple[str, Any]] = {}
         self._uptime = uptime
@@ -233,6 +234,8 @@ class Node:
     def stop(self, *, keeps: str) -> None:
         """End as `kill -9` does. keeps: "all", "nothing", or "some": what the last snapshot has."""
         self.down = True
+        if keeps != "all":
+            self.freed.clear()  # the marks went with it, or some of them
         if keeps == "some" and self.snapshots:
             self.store = self._engine.copy(self.snapshots[-1])
         elif keeps != "all":

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from typing import Any
 
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, QuorumUnreachable
-from celery_redlock.lock.redlock import Lock
+from celery_redlock.lock.redlock import Lock, give_back
+from celery_redlock.lock.session import AlreadyDoneError, Mark
 from tests.simulation.clients import Process, SoftTimeLimit
 from tests.simulation.faults import TTL, Faults, Profile, guard_silence, options_of
 from tests.simulation.invariants import Witness
 from tests.simulation.network import Path
 from tests.simulation.nodes import Node, library
 from tests.simulation.world import Thread, World
+
+KEPT = 100.0  # s: of a done mark; no schedule is longer
 
 
 class Schedule:
@@ -106,6 +111,8 @@ class Worker:
             resources, ttl=TTL, wait=self.random.choice((0.3, 5.0)) if self.patient else 0.0,
             renew=draw() < profile.renews, limit=profile.limit, fencing=fencing,
         )  # fmt: skip
+        if profile.runs:
+            return self._delivery(lock)
         try:
             lock.acquire()
         except LockTaken as error:
@@ -118,6 +125,30 @@ class Worker:
             self._section(lock)
         finally:
             lock.release()
+        return draw() * 2 * self.pause
+
+    def _delivery(self, lock: Lock) -> float:
+        """Run what may have run before; returns the s after which to take another message."""
+        witness, draw = self.schedule.witness, self.random.random
+        run = f"run{self.random.randrange(self.schedule.profile.runs)}"
+        lock._terms = replace(lock._terms, mark=Mark(run, KEPT, asks_since=-math.inf))
+        done = False
+        try:
+            lock.acquire()
+            holding = lock._holdings()[0]
+            witness.body_began(holding)
+            self._section(lock)
+            done = draw() < 0.8  # else its message comes back by itself
+            if done:
+                witness.body_ended(holding)
+        except LockTaken as error:
+            return self._next(error.free_in)
+        except QuorumUnreachable:
+            return self._next(None)
+        except AlreadyDoneError:
+            self.schedule.world.counts["dropped"] += 1
+        finally:
+            give_back(lock, done=done)
         return draw() * 2 * self.pause
 
     def _next(self, free_in: float | None) -> float:

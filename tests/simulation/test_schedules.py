@@ -22,7 +22,16 @@ def test_no_schedule_breaks_an_invariant(simulated: Told) -> None:
     simulated(outcome.counts)
     assert not outcome.failures, "\n".join(map(str, outcome.failures))
     assert outcome.counts["schedules"] >= SCHEDULES
-    for what in ("holds", "losses", "repairs", "promotions", "silences", "zombies", "cuts"):
+    for what in (
+        "holds",
+        "losses",
+        "repairs",
+        "promotions",
+        "silences",
+        "zombies",
+        "cuts",
+        "dropped",
+    ):
         assert outcome.counts[what] > 0, summary(outcome.counts)
 
 
