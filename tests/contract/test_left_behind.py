@@ -1,0 +1,149 @@
+"""What a process that is gone had claimed: known to the last, and released by its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from celery_redlock import LockTaken, Redlock
+from celery_redlock.lock.redlock import session_of
+from celery_redlock.lock.session import Claim, Holding, Left, Observer, Terms
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
+from tests.contract.proxy import FAIR, Proxy, Way, Weather, proxies
+
+
+class Ledger(Observer):
+    """Keeps what is claimed until it hears that no node has anything of it any more."""
+
+    def __init__(self) -> None:
+        self.open: list[Claim] = []
+        self.written: list[str] = []
+
+    def claiming(self, holding: Holding, claim: Claim) -> None:
+        assert holding.claims[-1] is claim
+        self.open.append(claim)
+        self.written.append(claim.spot.key)
+
+    def settled(self, claim: Claim) -> None:
+        if claim in self.open:
+            self.open.remove(claim)
+
+
+@pytest.fixture
+def ledger(redlock: Redlock) -> Ledger:
+    redlock.observer = Ledger()  # type: ignore[misc]
+    return redlock.observer
+
+
+@pytest.fixture
+def before(nodes: list[EmbeddedNode]) -> Iterator[list[Proxy]]:
+    with proxies(nodes) as made:
+        yield made
+
+
+def left_by(resource: str, value: str) -> tuple[Terms, list[Left]]:
+    terms = Terms((resource,), 30.0, 0.0, renew=False, max_hold=None, label="theirs")
+    return terms, [Left(resource, 0, value)]
+
+
+def test_a_claim_is_told_of_before_its_request_leaves(before: list[Proxy]) -> None:
+    sent: list[int] = []
+
+    class Watches(Observer):
+        def claiming(self, holding: Holding, claim: Claim) -> None:
+            sent.append(sum(proxy.received[Way.TO_NODE] for proxy in before))
+
+    with Redlock([proxy.url for proxy in before], node_timeout=NODE_TIMEOUT) as redlock:
+        redlock.trust()
+        redlock.observer = Watches()  # type: ignore[misc]
+        settle(redlock)
+        so_far = sum(proxy.received[Way.TO_NODE] for proxy in before)
+        with redlock.lock("k"):
+            assert sent == [so_far]
+
+
+def test_a_claim_is_settled_once_every_node_has_been_told(redlock: Redlock, ledger: Ledger) -> None:
+    with redlock.lock(["one", "two"]), redlock.lock("permit", limit=2):
+        assert len(ledger.open) == 3
+    eventually(lambda: not ledger.open)
+    assert len(ledger.written) == 3
+
+
+def test_a_refused_claim_is_settled_too(
+    redlock: Redlock, ledger: Ledger, nodes: list[EmbeddedNode]
+) -> None:
+    urls = [node.url for node in nodes]
+    with Redlock(urls, node_timeout=NODE_TIMEOUT) as other, other.lock("k"):  # noqa: SIM117
+        with pytest.raises(LockTaken):
+            redlock.lock(["a", "k"]).acquire()
+    assert len(ledger.written) == 2
+    eventually(lambda: not ledger.open)
+
+
+def test_a_claim_stays_open_while_a_node_has_not_answered(before: list[Proxy]) -> None:
+    with Redlock([proxy.url for proxy in before], node_timeout=NODE_TIMEOUT) as redlock:
+        redlock.trust()
+        settle(redlock)
+        ledger = redlock.observer = Ledger()  # type: ignore[misc]
+        lock = redlock.lock("k").acquire()
+        before[0].weather = Weather(swallows=frozenset(Way))
+        lock.release()
+        with redlock.lock("other"):  # by now the other two have answered
+            assert "k" in {claim.spot.resource for claim in ledger.open}
+        before[0].weather = FAIR
+        eventually(lambda: not ledger.open)
+
+
+def test_a_claim_is_settled_when_its_time_is_up(mortal_nodes: list[EmbeddedNode]) -> None:
+    urls = [node.url for node in mortal_nodes]
+    with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock:
+        settle(redlock)
+        ledger = redlock.observer = Ledger()  # type: ignore[misc]
+        lock = redlock.lock("k", ttl=TTL).acquire()
+        mortal_nodes[0].kill()
+        lock.release()
+        eventually(lambda: not ledger.open)
+
+
+def test_what_another_left_is_released_by_its_token(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    for node in nodes:
+        node.client().set("{redlock}:lock:k", "token:theirs", px=300_000)
+    redlock.session.release_left(*left_by("k", "token:theirs"), 0.0)
+    see_freed(nodes, "k")
+
+
+def test_what_another_has_taken_since_is_left_alone(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    for node in nodes:
+        node.client().set("{redlock}:lock:k", "later:theirs", px=300_000)
+    redlock.session.release_left(*left_by("k", "token:theirs"), 0.0)
+    settle(redlock)
+    assert not is_free(nodes, "k")
+
+
+def test_a_node_that_is_away_is_told_of_what_was_left_when_it_is_back(
+    mortal_nodes: list[EmbeddedNode],
+) -> None:
+    for node in mortal_nodes:
+        node.client().set("{redlock}:lock:k", "token:theirs", px=300_000)
+    with Redlock([node.url for node in mortal_nodes], node_timeout=NODE_TIMEOUT) as redlock:
+        mortal_nodes[0].pause()
+        redlock.session.release_left(*left_by("k", "token:theirs"), 0.0)
+        eventually(lambda: is_free(mortal_nodes[1:], "k"))
+        mortal_nodes[0].resume()
+        see_freed(mortal_nodes, "k")
+
+
+def test_a_session_is_found_by_what_names_its_nodes(nodes: list[EmbeddedNode]) -> None:
+    urls = [node.url for node in nodes]
+    with Redlock(urls, prefix="mine") as one, Redlock(urls, prefix="yours") as other:
+        assert session_of(one.session.identity) is one.session
+        assert session_of(other.session.identity) is other.session
+        with Redlock(urls[::-1], prefix="mine") as again:
+            assert again.session.identity == one.session.identity
+        assert session_of(b"nobody's") is None
