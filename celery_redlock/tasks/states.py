@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from celery import states
-from celery.exceptions import SoftTimeLimitExceeded
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +70,21 @@ def show_started(task: Any, request: Any, *, tracked: bool, deferred: bool) -> N
 
 
 def show_skipped(task: Any, request: Any, resource: str, reason: str) -> None:
-    """Store REVOKED, so that callers, chains and chords end, and send SKIPPED."""
+    """Store REVOKED, so that callers, chains and chords end, and send SKIPPED.
+
+    Source: celery.backends.base: mark_as_revoked leaves out what is chained after the task, and a
+    chord that stands behind it would wait for ever; mark_as_failure tells all of it.
+    """
     if request.is_eager:
         return
-    store = stores(task, request)
-    task.backend.mark_as_revoked(request.id, reason, request=request, store_result=store)
+    task.backend.mark_as_failure(
+        request.id,
+        TaskRevokedError(reason),
+        request=request,
+        store_result=stores(task, request),
+        call_errbacks=False,
+        state=states.REVOKED,
+    )
     _send(task, "task-skipped", resource=resource, reason=reason)
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from celery import Celery, Task
+from celery import Celery, Task, chord
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import task_received
 from kombu import Exchange, Queue
@@ -269,11 +269,6 @@ def add(*numbers: Any) -> int:
     return len(numbers)
 
 
-@task(base=LockedTask, lock_key="kind", lock_backoff=QUICK)
-def kind_of(value: Any) -> str:
-    return type(value).__name__
-
-
 @task()
 def gather(numbers: list[int]) -> int:
     write("gathered", "chord")
@@ -360,3 +355,36 @@ def stays_with_several(one: str, other: str, nested: str) -> None:
 def tell_of_parents(sender: Any, event: LockReleased, **_: Any) -> None:
     if event.by == "parent":
         write("parent's release", event.resource, sender=sender.name, held_for=event.held_for)
+
+
+@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
+def step(self: Any, key: str) -> str:
+    """Run as a part of a canvas; what it returns names it."""
+    write("step", key, id=self.request.id, stamps=self.request.stamps)
+    return key
+
+
+asks = task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, name="tests.asks",
+            lock_conflict=lambda contention: "requeue")(step.run.__func__)  # fmt: skip
+
+
+@task()
+def join(parts: Any) -> str:
+    """Return the results that came, in one text."""
+    write("joined", str(parts))
+    return "+".join(parts) if isinstance(parts, list) else f"<{parts}>"
+
+
+@task()
+def note(*what: Any) -> None:
+    """Write that a callback was called. what: for an errback first the failed task's own."""
+    write("noted", str(what[-1]))
+
+
+@locked(name="tests.becomes")
+def becomes(self: Any, key: str, other: str, many: int = 0) -> str:
+    """Become another step, or a chord of so many; one more is sent, of this very key."""
+    write("became", key)
+    step.delay(key)
+    parts = [step.si(other) for _ in range(many)]
+    return str(self.replace(chord(parts, join.s()) if many else step.si(other)))
