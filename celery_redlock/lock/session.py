@@ -265,7 +265,8 @@ class Session:
         acquired_at: monotonic s.
         """
         spots = [Spot(self.setup.prefix, one.resource, one.permit, terms.ttl) for one in left]
-        holding = Holding(self, terms, spots, self.context())
+        named = [spot for spot in spots if spot.resource in terms.resources]
+        holding = Holding(self, terms, named, self.context())
         holding.acquired_at = acquired_at
         holding.claims = [
             Claim(self, terms, spot, one.value) for spot, one in zip(spots, left, strict=True)

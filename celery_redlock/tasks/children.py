@@ -51,7 +51,7 @@ BORN = 1  # the first byte of a slot
 
 
 _SEAL = struct.Struct("<II")  # checksum and length of what follows
-_HEAD = struct.Struct("<8sQddIIII")
+_HEAD = struct.Struct("<8sQdd?IIII")
 _BIRTH = struct.Struct("<IQ")  # pid, start time
 
 
@@ -61,7 +61,8 @@ class Entry:
 
     state: CLAIMED, HELD, or RELEASED where some node may not have heard of the release yet.
     session: `Session.identity`. holding: the same for all claims of one acquisition. asked_at:
-    monotonic s. ttl: s. owner: the task's name. value: token and label.
+    monotonic s. ttl: s. is_asked_for: not so where it is of the run's own lock, beside a permit.
+    owner: the task's name. value: token and label.
     """
 
     state: int
@@ -69,6 +70,7 @@ class Entry:
     holding: int
     asked_at: float
     ttl: float
+    is_asked_for: bool
     permit: int
     resource: str
     owner: str
@@ -83,7 +85,7 @@ def line_of(holding: Holding, claim: Claim) -> bytes:
     value = claim.value.encode("utf-8", "surrogatepass")
     head = _HEAD.pack(
         session.identity, id(holding), session.clock.now(), terms.ttl,
-        spot.permit, len(resource), len(owner), len(value),
+        spot.resource in terms.resources, spot.permit, len(resource), len(owner), len(value),
     )  # fmt: skip
     body = head + resource + owner + value
     return _SEAL.pack(zlib.crc32(body), len(body)) + body
@@ -97,13 +99,12 @@ def entry_of(state: int, line: bytes) -> Entry | None:
         return None
     if zlib.crc32(body) != checksum:
         return None
-    session, holding, asked_at, ttl, permit, *lengths = _HEAD.unpack_from(body)
+    *numbers, resource_size, owner_size, value_size = _HEAD.unpack_from(body)
     texts, at = [], _HEAD.size
-    for size in lengths:
+    for size in (resource_size, owner_size, value_size):
         texts.append(body[at : at + size].decode("utf-8", "surrogatepass"))
         at += size
-    resource, owner, value = texts
-    return Entry(state, session, holding, asked_at, ttl, permit, resource, owner, value)
+    return Entry(state, *numbers, *texts)
 
 
 class Slot:
@@ -386,7 +387,7 @@ class Watch:
             logger.warning("process %d is gone; %r ends with its ttl", pid, first.resource)
             return None
         terms = Terms(
-            resources=tuple(dict.fromkeys(entry.resource for entry in left)),
+            resources=tuple(dict.fromkeys(e.resource for e in left if e.is_asked_for)),
             ttl=first.ttl,
             wait=0.0,
             renew=False,

@@ -147,3 +147,17 @@ def test_a_session_is_found_by_what_names_its_nodes(nodes: list[EmbeddedNode]) -
         with Redlock(urls[::-1], prefix="mine") as again:
             assert again.session.identity == one.session.identity
         assert session_of(b"nobody's") is None
+
+
+def test_what_a_run_claims_for_itself_is_released_and_not_named(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    for node in nodes:
+        for resource in ("k", "run:id"):
+            node.client().set(f"{{redlock}}:lock:{resource}", "token:theirs", px=300_000)
+    terms, left = left_by("k", "token:theirs")
+    own = Left("run:id", 0, "token:theirs")
+    holding = redlock.session.release_left(terms, [own, *left], 0.0)
+    assert holding.resource == "k"
+    see_freed(nodes, "k")
+    see_freed(nodes, "run:id")

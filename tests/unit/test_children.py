@@ -95,6 +95,7 @@ def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit:
     assert (entry.resource, entry.permit, entry.ttl) == (resource, permit, 30.0)
     assert entry.value == holding.claims[0].value
     assert (entry.state, entry.owner, entry.holding) == (HELD, "shop.order", id(holding))
+    assert entry.is_asked_for
     assert entry.session == NOWHERE.session.identity
 
 
