@@ -223,6 +223,61 @@ def test_slots_that_no_child_ever_signed_do_not_pile_up(monkeypatch: pytest.Monk
     assert len(made.slots) == 3
 
 
+def test_a_fork_waits_until_the_dead_are_buried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "PATIENCE", 0.01)
+    made = Children()
+    made.before_fork()
+    assert not made.working.acquire(False)
+    made.after_fork()
+    assert made.working.acquire(False)
+    made.before_fork()  # not for ever
+    made.after_fork()
+    assert not made.working.acquire(False), "it was another's"
+
+
+GENERATIONS = """
+import os
+from types import SimpleNamespace
+from celery_redlock.lock.redlock import Redlock
+from celery_redlock.tasks import children
+
+def fork(run):
+    pid = os.fork()
+    if not pid:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+def say(who):
+    print(who, type(Redlock.observer).__name__, flush=True)
+
+def child():
+    say("child")
+    fork(lambda: say("grandchild"))
+    say("child")
+
+fork(lambda: say("of no pool"))
+children._expect_children(SimpleNamespace(pool_cls="prefork"))
+pids = [fork(child), fork(child)]
+slots = children._children.slots
+assert [slot.child[0] for slot in slots] == pids
+say("parent")
+"""
+
+
+def test_each_child_writes_in_its_own_slot_and_a_childs_child_in_none() -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", GENERATIONS], capture_output=True, text=True, check=True, timeout=120
+    )
+    child = ["child Scribe", "grandchild SignalObserver", "child Scribe"]
+    assert made.stdout.splitlines() == [
+        "of no pool SignalObserver", *child, *child, "parent SignalObserver",
+    ]  # fmt: skip
+
+
 @pytest.fixture(params=["pidfd", "waitid", "kill"])
 def process(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -258,7 +313,7 @@ def test_a_process_is_gone_when_it_is_dead_and_not_before(
     else:
         process.wait()
     assert gone(watched)
-    process.wait()
+    assert process.wait() == -signal.SIGKILL  # left to whom it belongs
     assert gone(watched)
     assert gone(Process(process.pid, 1))
     assert has_ended(process.pid)
