@@ -15,8 +15,9 @@ from celery_redlock.lock.inspection import ask_nodes
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 
 # s: a busy machine keeps a node or a thread of ours waiting for longer than the defaults allow
-NODE_TIMEOUT = 1.5
-TTL = 4 * NODE_TIMEOUT  # of locks that are renewed: a stall of two thirds of it loses none
+PATIENCE = 7.0  # of the default ttl a quarter: no stall of 5 s makes a node miss it
+NODE_TIMEOUT = 2.0  # where short ttls are needed
+TTL = 4 * NODE_TIMEOUT  # of locks that are renewed: a stall of 5 s, below two thirds, loses none
 FREED = 15.0  # below two thirds of the default ttl: what is free by then did not just expire
 
 # how long an example takes says more about the machine than about what is tested
@@ -70,13 +71,21 @@ def mortal_nodes() -> Iterator[list[EmbeddedNode]]:
 def vouch_for(nodes: list[EmbeddedNode], prefix: str = "redlock") -> None:
     """Let nodes vote that are new, or that a test has emptied."""
     urls = [node.url for node in nodes]
-    with Redlock(urls, prefix=prefix, node_timeout=NODE_TIMEOUT) as made:
+    with Redlock(urls, prefix=prefix, node_timeout=PATIENCE) as made:
         made.trust()
 
 
 @pytest.fixture
 def redlock(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
     """Give a Redlock over `nodes`, connected to each of them."""
+    with Redlock([node.url for node in nodes], node_timeout=PATIENCE) as made:
+        settle(made)
+        yield made
+
+
+@pytest.fixture
+def brisk_redlock(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+    """Give a Redlock over `nodes` whose locks may have `TTL`, to see renewals and ends of it."""
     with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
         settle(made)
         yield made
@@ -89,6 +98,19 @@ def settle(redlock: Redlock) -> None:
     same way behind it.
     """
     eventually(lambda: not ask_nodes(redlock).failing)
+
+
+def see_quorum(redlock: Redlock) -> None:
+    """Return when a quorum has executed all that was written to it so far.
+
+    A first lock begins with connects, and what a process is stopped in it does not get back.
+    """
+
+    def answers() -> bool:
+        report = ask_nodes(redlock)
+        return report.answering >= report.quorum
+
+    eventually(answers)
 
 
 def end_of(lock: Lock) -> float:
