@@ -10,7 +10,7 @@ import pytest
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.keys import guard_keys
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
-from tests.conftest import NODE_TIMEOUT, TTL, eventually, see_renewal, settle, vouch_for
+from tests.conftest import NODE_TIMEOUT, PATIENCE, TTL, eventually, see_renewal, settle, vouch_for
 
 KEY = "{redlock}:lock:r"
 RUN, QUIET = guard_keys("redlock")
@@ -29,6 +29,7 @@ def restart_empty(node: EmbeddedNode) -> None:
 class TestSilence:
     def test_new_nodes_do_not_vote_and_say_for_how_long_and_the_way_out(self) -> None:
         with embedded_nodes(3) as nodes, over(nodes) as redlock:
+            settle(redlock)
             with pytest.raises(QuorumUnreachable) as caught:
                 redlock.lock("r", ttl=TTL).acquire()
             words = r"silent for \d+ s more: .*restarted.*Redlock\.trust\(\)"
@@ -39,10 +40,10 @@ class TestSilence:
             assert not any(node.client().exists(KEY) for node in nodes)
 
     def test_a_silence_ends_by_itself(self) -> None:
-        with embedded_nodes(2) as nodes, over(nodes, max_ttl=1, node_timeout=0.25) as redlock:
+        with embedded_nodes(2) as nodes, over(nodes) as redlock:
             with pytest.raises(QuorumUnreachable):
-                redlock.lock("r", ttl=1).acquire()
-            with redlock.lock("r", ttl=1, wait=60):
+                redlock.lock("r", ttl=TTL).acquire()
+            with redlock.lock("r", ttl=TTL, wait=60):
                 assert not any(node.client().exists(QUIET) for node in nodes)
 
     def test_trust_ends_it_at_once_for_everybody(self) -> None:
@@ -50,15 +51,17 @@ class TestSilence:
             with pytest.raises(QuorumUnreachable):
                 redlock.lock("r", ttl=TTL).acquire()
             other.trust()
+            settle(redlock)
             with redlock.lock("r", ttl=TTL) as lock:
                 assert lock.held
 
     def test_a_node_that_restarted_empty_is_silent_and_the_others_decide(
         self, mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
     ) -> None:
-        with over(mortal_nodes) as redlock:
+        # its holder repairs it a node timeout after it is connected, or at a renewal
+        with over(mortal_nodes, node_timeout=PATIENCE, max_ttl=30) as redlock:
             restart_empty(mortal_nodes[0])
-            with redlock.lock("r", ttl=TTL, wait=30) as lock:
+            with redlock.lock("r", wait=30) as lock:
                 assert lock.held
                 settle(redlock)
                 assert not mortal_nodes[0].client().exists(KEY)
@@ -71,7 +74,7 @@ class TestSilence:
     ) -> None:
         mortal_nodes[2].kill()
         redlock, rival = over(mortal_nodes), over(mortal_nodes)
-        with redlock, rival, redlock.lock("r", ttl=TTL) as lock:
+        with redlock, rival, redlock.lock("r", ttl=TTL, wait=60) as lock:
             restart_empty(mortal_nodes[1])
             mortal_nodes[2].start()
             vouch_for(mortal_nodes[2:])
@@ -86,7 +89,8 @@ class TestSilence:
         ):
             nodes = [*both, kept]
             vouch_for(nodes)
-            with over(nodes) as redlock, redlock.lock("r", ttl=TTL) as lock:
+            # long enough for its key, and then its silence, to be met whatever stalls meanwhile
+            with over(nodes, max_ttl=30) as redlock, redlock.lock("r", wait=60) as lock:
                 settle(redlock)
                 restart_empty(kept)  # its file brings everything back
                 assert kept.client().get(KEY)
@@ -97,6 +101,7 @@ class TestSilence:
         self, nodes: list[EmbeddedNode]
     ) -> None:
         with over(nodes) as redlock:
+            settle(redlock)
             with redlock.lock("r", ttl=TTL):
                 pass
             for node in nodes:
@@ -106,30 +111,33 @@ class TestSilence:
 
     def test_on_believes_a_node_that_has_been_up_for_longer(self) -> None:
         with embedded_nodes(2) as nodes:
-            options = {"restart_guard": "on", "max_ttl": 1, "node_timeout": 0.25}
-            up = lambda: int(nodes[0].client().info("server")["uptime_in_seconds"])  # noqa: E731
-            eventually(lambda: up() > 3)
-            with over(nodes, **options) as redlock, redlock.lock("r", ttl=1) as lock:
-                assert lock.held
+            up = lambda: int(nodes[1].client().info("server")["uptime_in_seconds"])  # noqa: E731
+            eventually(lambda: up() > TTL + 2)
+            with over(nodes, restart_guard="on") as redlock:
+                settle(redlock)
+                with redlock.lock("r", ttl=TTL) as lock:
+                    assert lock.held
 
     def test_one_node_alone_has_no_guard_unless_it_is_asked_for(self) -> None:
         with EmbeddedNode() as node:
-            with over([node]) as redlock, redlock.lock("r", ttl=TTL) as lock:
+            with over([node]) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
                 assert lock.held
                 assert not node.client().exists(RUN)
-            silent = pytest.raises(QuorumUnreachable, match="silent for")
-            with over([node], restart_guard="strict") as redlock, silent:
-                redlock.lock("s", ttl=TTL).acquire()
+            with over([node], restart_guard="strict") as redlock:
+                settle(redlock)
+                with pytest.raises(QuorumUnreachable, match="silent for"):
+                    redlock.lock("s", ttl=TTL).acquire()
 
 
 class TestTrust:
     def test_it_says_which_node_holds_a_lock_all_the_same(
         self, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
     ) -> None:
-        with over(nodes, prefix="odd*[prefix]") as redlock:
+        with over(nodes, prefix="odd*[prefix]", node_timeout=PATIENCE, max_ttl=30) as redlock:
             redlock.trust()
             assert "stands there" not in caplog.text
-            with redlock.lock("r", ttl=TTL):
+            settle(redlock)
+            with redlock.lock("r"):
                 settle(redlock)
                 redlock.trust()
         assert caplog.text.count("'{odd*[prefix]}:lock:r' stands there") == 3
@@ -153,7 +161,7 @@ class TestRepair:
     def test_a_node_that_restarted_empty_gets_the_lock_back_from_its_holder(
         self, mortal_nodes: list[EmbeddedNode]
     ) -> None:
-        with over(mortal_nodes) as redlock, redlock.lock("r", ttl=TTL) as lock:
+        with over(mortal_nodes) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
             settle(redlock)
             value = mortal_nodes[0].client().get(KEY)
             restart_empty(mortal_nodes[0])
@@ -163,7 +171,7 @@ class TestRepair:
     def test_a_lock_outlives_the_restart_of_all_its_nodes_one_after_the_other(
         self, mortal_nodes: list[EmbeddedNode]
     ) -> None:
-        with over(mortal_nodes) as redlock, redlock.lock("r", ttl=TTL) as lock:
+        with over(mortal_nodes) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
             settle(redlock)
             for node in mortal_nodes:
                 restart_empty(node)
@@ -177,16 +185,16 @@ class TestRepair:
         self, mortal_nodes: list[EmbeddedNode]
     ) -> None:
         mortal_nodes[2].kill()
-        with over(mortal_nodes) as redlock, redlock.lock("r", ttl=TTL) as lock:
+        with over(mortal_nodes) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
             mortal_nodes[2].start()
             eventually(lambda: mortal_nodes[2].client().exists(KEY))
             assert lock.held
 
     def test_a_key_that_was_deleted_is_not_set_again_at_once(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
     ) -> None:
-        with redlock.lock("r", ttl=TTL) as lock:
-            settle(redlock)
+        with brisk_redlock.lock("r", ttl=TTL) as lock:
+            settle(brisk_redlock)
             nodes[0].client().delete(KEY)
             see_renewal(lock)
             assert not nodes[0].client().exists(KEY)
@@ -197,12 +205,12 @@ class TestEviction:
     def test_a_node_that_may_evict_locks_is_told_of(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
         evicting = EmbeddedNode(maxmemory="100mb", maxmemory_policy="volatile-lru")
-        with evicting as node, over([node]) as redlock, redlock.lock("r", ttl=TTL):
+        with evicting as node, over([node]) as redlock, redlock.lock("r", ttl=TTL, wait=60):
             eventually(lambda: "has maxmemory-policy volatile-lru" in caplog.text)
             assert "set it to noeviction" in caplog.text
 
     def test_one_that_has_no_limit_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
         roomy = EmbeddedNode(maxmemory_policy="volatile-lru")
-        with roomy as node, over([node]) as redlock, redlock.lock("r", ttl=TTL):
+        with roomy as node, over([node]) as redlock, redlock.lock("r", ttl=TTL, wait=60):
             settle(redlock)
         assert "maxmemory" not in caplog.text
