@@ -31,7 +31,17 @@ from celery_redlock.lock.nodes import GRANT
 from celery_redlock.lock.votes import Fault, fault_of, way_out
 from celery_redlock.testing import EmbeddedNode
 from celery_redlock.testing.servers import _free_port
-from tests.conftest import NODE_TIMEOUT, TTL, end_of, eventually, is_free, see_renewal
+from tests.conftest import (
+    NODE_TIMEOUT,
+    PATIENCE,
+    TTL,
+    end_of,
+    eventually,
+    is_free,
+    see_quorum,
+    see_renewal,
+    settle,
+)
 
 KEYS = [f"{{redlock}}:{name}" for name in ("lock:r", "run", "quiet", "fence")]  # of a grant
 KEY = KEYS[0]
@@ -91,20 +101,20 @@ def server_version() -> int:
 
 def over(addresses: Sequence[Address], guard: str = "off", **options: Any) -> Redlock:
     """Return a Redlock whose new nodes may vote at once."""
-    options = {"node_timeout": NODE_TIMEOUT, "restart_guard": guard, **options}
+    options = {"node_timeout": PATIENCE, "restart_guard": guard, **options}
     return Redlock(addresses, **options)
 
 
-def client_of(address: Address) -> redis.Redis:
-    """Return a client that neither tries again nor waits for long."""
+def client_of(address: Address, timeout: float = PATIENCE) -> redis.Redis:
+    """Return a client that does not try again; timeout: s for each step."""
     if isinstance(address, redis.Redis):
         return address
-    return redis.Redis.from_url(address, socket_timeout=NODE_TIMEOUT, socket_connect_timeout=2)
+    return redis.Redis.from_url(address, socket_timeout=timeout, socket_connect_timeout=timeout)
 
 
-def words_of(address: Address, fencing: str = "") -> str:
+def words_of(address: Address, fencing: str = "", timeout: float = PATIENCE) -> str:
     """Return the first error that a grant by hand meets: a server's, or the system's."""
-    pool = client_of(address).connection_pool
+    pool = client_of(address, timeout).connection_pool
     options, connection = pool.connection_kwargs, pool.make_connection()
     login = [word for word in (options.get("username"), options.get("password")) if word]
     digest = hashlib.sha1(GRANT.source).hexdigest()
@@ -180,7 +190,7 @@ def it_is_frozen(node: EmbeddedNode) -> Iterator[Address]:
 def it_sleeps(node: EmbeddedNode) -> Iterator[Address]:
     with socket.create_connection(("127.0.0.1", node.port)) as wire:
         wire.sendall(b"DEBUG SLEEP 3600\r\n")
-        eventually(lambda: "timed out" in words_of(node.url))
+        eventually(lambda: "timed out" in words_of(node.url, timeout=NODE_TIMEOUT))
         yield node.url
 
 
@@ -343,7 +353,7 @@ class FromAfar(redis.Connection):
             probe.connect(("192.0.2.1", 9))  # nothing is sent
             own = probe.getsockname()[0]
             if not own.startswith("127."):
-                return socket.create_connection((self.host, self.port), NODE_TIMEOUT, (own, 0))
+                return socket.create_connection((self.host, self.port), PATIENCE, (own, 0))
         pytest.skip("this machine has no address but loopback")
 
 
@@ -371,19 +381,21 @@ class Case:
 def struck(kind: str, healthy: list[EmbeddedNode], guard: str = "off") -> Iterator[Case]:
     trouble = known(kind)
     others = [node.url for node in healthy]
+    # what is told of a node that stalls by itself would be a second line in the log
+    timeout = NODE_TIMEOUT if trouble.words is STALLED else PATIENCE
     with (
         EmbeddedNode(**trouble.config) as node,
         contextlib.ExitStack() as life,
         contextlib.ExitStack() as plight,
     ):
         if trouble.in_use:
-            made = life.enter_context(over([node.url, *others], guard))
+            made = life.enter_context(over([node.url, *others], guard, node_timeout=timeout))
             made.trust()
             hold_everywhere(made, node)
             plight.enter_context(trouble.befall(node))
         else:
             address = plight.enter_context(trouble.befall(node))
-            made = life.enter_context(over([address, *others], guard))
+            made = life.enter_context(over([address, *others], guard, node_timeout=timeout))
         yield Case(made, f"127.0.0.1:{node.port}", plight.close)
 
 
@@ -405,8 +417,9 @@ def hold_everywhere(made: Redlock, *nodes: EmbeddedNode) -> None:
 class TestATrouble:
     def test_its_raw_words_mean_what_the_table_says(self, kind: str) -> None:
         trouble = known(kind)
+        timeout = NODE_TIMEOUT if trouble.words is STALLED else PATIENCE
         with EmbeddedNode(**trouble.config) as node, trouble.befall(node) as address:
-            words = words_of(address)
+            words = words_of(address, timeout=timeout)
             assert re.search(trouble.words, words)
             assert fault_of(words) is trouble.fault
 
@@ -445,8 +458,8 @@ def test_a_trouble_that_ends_leaves_a_node_that_votes_again(
 
 class TestOutOfMemory:
     def test_a_full_node_renews_and_releases_and_only_does_not_grant(self) -> None:
-        with EmbeddedNode() as node, over([node.url]) as made:
-            lock = made.lock("held", ttl=TTL).acquire()
+        with EmbeddedNode() as node, over([node.url], node_timeout=NODE_TIMEOUT) as made:
+            lock = made.lock("held", ttl=TTL).acquire(wait=30)
             node.client().config_set("maxmemory", 1)
             cause_with("used memory", made, f"127.0.0.1:{node.port}")
             outlive_a_lease(lock)
@@ -480,6 +493,7 @@ class TestAConnectionThatBreaks:
             for _ in range(5):
                 with made.lock("r") as lock:
                     assert lock.held
+                settle(made)  # a release that a connection takes along is sent again later
                 kill_clients(node)
 
 
@@ -513,10 +527,11 @@ class TestRights:
             allow(node, *(word for word in rights.split() if word[0] in "~&+"))
             address = with_login(node, "app")
             with (
-                over([address], prefix="app") as made,
+                over([address], prefix="app", node_timeout=NODE_TIMEOUT) as made,
                 over([address], prefix="app") as other,
             ):
-                with made.lock("r", ttl=TTL) as lock:
+                see_quorum(other)
+                with made.lock("r", ttl=TTL, wait=30) as lock:
                     see_renewal(lock)
                     waiter = threading.Thread(target=other.lock("r", wait=30).acquire)
                     waiter.start()
@@ -705,8 +720,8 @@ def tls_node(certificates: Certificates) -> Iterator[TlsNode]:
 
 class TestTls:
     def test_a_lock_is_acquired_renewed_and_released(self, tls_node: TlsNode) -> None:
-        with over([tls_node.trusted_url]) as made:
-            with made.lock("r", ttl=TTL) as lock:
+        with over([tls_node.trusted_url], node_timeout=NODE_TIMEOUT) as made:
+            with made.lock("r", ttl=TTL, wait=30) as lock:
                 outlive_a_lease(lock)
                 assert not is_free([tls_node.node], "r")
             eventually(lambda: is_free([tls_node.node], "r"))
@@ -757,8 +772,12 @@ class TestUnixSockets:
             yield f"{folder}/socket"
 
     def test_a_lock_is_acquired_renewed_and_released(self, path: str) -> None:
-        with EmbeddedNode(unixsocket=path) as node, over([f"unix://{path}"]) as made:
-            with made.lock("r", ttl=TTL) as lock:
+        address = f"unix://{path}"
+        with (
+            EmbeddedNode(unixsocket=path) as node,
+            over([address], node_timeout=NODE_TIMEOUT) as made,
+        ):
+            with made.lock("r", ttl=TTL, wait=30) as lock:
                 see_renewal(lock)
                 assert not is_free([node], "r")
             eventually(lambda: is_free([node], "r"))
@@ -833,6 +852,13 @@ def role_of(node: EmbeddedNode) -> str:
     return str(node.client().info("replication")["role"])
 
 
+def is_demoted(primary: EmbeddedNode, sentinel: SentinelNode) -> bool:
+    """Tell whether a primary is a replica by now; until another one is chosen, ask for that."""
+    if sentinel.primary == primary.port:
+        run_on(sentinel, "SENTINEL", "FAILOVER", "locks")  # refused while no replica seems good
+    return role_of(primary) == "slave"
+
+
 class TestSentinel:
     def test_it_names_the_node_that_is_locked(
         self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
@@ -851,11 +877,11 @@ class TestSentinel:
                 pass
             if end == "death":
                 primary.kill()
-                eventually(lambda: sentinel.primary == replica.port, within=60)
+                # after a stall a Sentinel does nothing for 30 s
+                eventually(lambda: sentinel.primary == replica.port, within=120)
             else:
-                run_on(sentinel, "SENTINEL", "FAILOVER", "locks")
                 # until then the old one serves whoever is connected to it
-                eventually(lambda: role_of(primary) == "slave", within=60)
+                eventually(lambda: is_demoted(primary, sentinel), within=120)
             with made.lock("r", wait=60) as lock:
                 assert lock.held
                 assert not is_free([replica], "r")
