@@ -44,12 +44,13 @@ class Rules:
     """What all contenders of one contest have in common.
 
     urls: of the nodes. folder: for the counter and the notes. shared: whether they lock the same;
-    where not, each has a lock of its own, which excludes nobody.
+    where not, each has a lock of its own, which excludes nobody. max_ttl: s, as of all clients.
     """
 
     urls: tuple[str, ...]
     folder: Path
     shared: bool = True
+    max_ttl: float = MAX_TTL
 
     @property
     def end(self) -> Path:
@@ -191,7 +192,7 @@ def contend(name: str, rules: Rules) -> None:
     logging.basicConfig(level=logging.WARNING)
     storage, path = Storage(rules.folder), rules.folder / f"{name}.notes"
     resource = RESOURCE if rules.shared else name
-    with Redlock(rules.urls, node_timeout=NODE_TIMEOUT, max_ttl=MAX_TTL) as redlock:
+    with Redlock(rules.urls, node_timeout=NODE_TIMEOUT, max_ttl=rules.max_ttl) as redlock:
         lock = redlock.lock(resource, ttl=TTL, wait=WAIT, fencing=True)
         while not rules.end.exists():
             with contextlib.suppress(NotAcquired), lock:
@@ -373,9 +374,9 @@ class Contest:
 
 
 @contextlib.contextmanager
-def contest(urls: Sequence[str], folder: Path) -> Iterator[Contest]:
+def contest(urls: Sequence[str], folder: Path, max_ttl: float = MAX_TTL) -> Iterator[Contest]:
     """Let contenders loose on nodes; after the body, see progress again, and check the record."""
-    running = Contest(Rules(tuple(urls), folder))
+    running = Contest(Rules(tuple(urls), folder, max_ttl=max_ttl))
     try:
         running.see_progress()
         yield running

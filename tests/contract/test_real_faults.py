@@ -23,9 +23,11 @@ from tests.contract.contention import (
     RESOURCE,
     TTL,
     Contest,
+    Record,
     Rules,
     check,
     contest,
+    record_of,
 )
 from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Way, Weather, proxies
 
@@ -40,8 +42,10 @@ Begin = Callable[..., AbstractContextManager[Contest]]
 def contending(tmp_path: Path) -> Begin:
     """Give a function that lets contenders loose on nodes, and checks them at the end."""
 
-    def begin(nodes: list[EmbeddedNode] | list[Proxy]) -> AbstractContextManager[Contest]:
-        return contest([node.url for node in nodes], tmp_path)
+    def begin(
+        nodes: list[EmbeddedNode] | list[Proxy], max_ttl: float = MAX_TTL
+    ) -> AbstractContextManager[Contest]:
+        return contest([node.url for node in nodes], tmp_path, max_ttl)
 
     return begin
 
@@ -69,12 +73,18 @@ def see_voting(node: EmbeddedNode) -> None:
     eventually(lambda: not client.exists("{redlock}:quiet"))
 
 
+def shows_it(record: Record) -> bool:
+    """Tell whether a record has what no lock allows."""
+    return bool(record.overlaps and record.refused_in_vain)
+
+
 def test_without_a_common_lock_the_record_shows_it(
     nodes: list[EmbeddedNode], tmp_path: Path
 ) -> None:
     running = Contest(Rules(tuple(node.url for node in nodes), tmp_path, shared=False))
     try:
         running.see_progress(100)
+        eventually(lambda: shows_it(record_of(tmp_path)))  # the first to start may be far ahead
         record = running.finish()
     finally:
         running.abandon()
@@ -385,10 +395,11 @@ class TestWallClocks:
         self, clocked_nodes: list[EmbeddedNode], wall_clock: WallClock, contending: Begin
     ) -> None:
         urls = [node.url for node in clocked_nodes]
+        ttl = 9.0  # s: what a stall leaves of it is enough
         with (
-            contending(clocked_nodes) as running,
-            Redlock(urls, node_timeout=NODE_TIMEOUT, max_ttl=MAX_TTL) as redlock,
-            redlock.lock(RESOURCE, ttl=TTL, wait=60, fencing=True) as lock,
+            contending(clocked_nodes, ttl) as running,
+            Redlock(urls, node_timeout=ttl / 4, max_ttl=ttl) as redlock,
+            redlock.lock(RESOURCE, ttl=ttl, wait=60, fencing=True) as lock,
         ):
             values = [node.client() for node in clocked_nodes]
             eventually(lambda: len({value.get(KEY) for value in values}) == 1)
