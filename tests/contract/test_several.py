@@ -15,6 +15,7 @@ from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, Set
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     NODE_TIMEOUT,
+    PATIENCE,
     eventually,
     is_free,
     keys_on,
@@ -28,7 +29,7 @@ FENCE = "{redlock}:fence"
 
 
 @contextlib.contextmanager
-def over(nodes: list[EmbeddedNode], node_timeout: float = NODE_TIMEOUT) -> Iterator[Redlock]:
+def over(nodes: list[EmbeddedNode], node_timeout: float = PATIENCE) -> Iterator[Redlock]:
     with Redlock([node.url for node in nodes], node_timeout=node_timeout) as made:
         settle(made)
         yield made
@@ -303,7 +304,7 @@ class TestFencing:
         first, second, third = mortal_nodes
         ahead = 2**51
         first.client().set(FENCE, ahead)
-        with over(mortal_nodes) as redlock:
+        with over(mortal_nodes, NODE_TIMEOUT) as redlock:
             second.pause()
             tokens = [token_of(redlock)]
             second.resume()
