@@ -28,8 +28,9 @@ from example_worker.watch import place
 __all__ = ["main"]
 
 TICK = 0.25
-# An empty broker may be a message on its way from the queue into a worker's hands.
-QUIET = 1.0
+# An empty broker may be a message on its way from the queue into a worker's hands, which may be
+# slow: so one that was sent and not executed yet is waited for a while longer.
+QUIET, LONGER = 1.0, 10.0
 # What a server or a worker that does not answer, or does not start, ends in.
 FAILURES = (
     *(KombuError, RedisError, RedlockError, SQLAlchemyError, ValkeyServerError),
@@ -107,6 +108,7 @@ class Run:
         self._stage.watch.clear()
         self._screen.tell(f"{title}: {len(orders)} orders")
         started = busy = time.monotonic()
+        empty_since: float | None = None
         for sent in _send(tasks, phase, orders):
             self._interruption.check()
             now = time.monotonic()
@@ -115,10 +117,13 @@ class Run:
             if tasks is shop.LOCKED:
                 self._disturb(picture)
             if sent < len(orders) or picture.queued or picture.taken:
-                busy = now
-            if now - busy >= QUIET or now - started >= _deadline(len(orders)):
+                busy, empty_since = now, None
+            elif empty_since is None:
+                empty_since = time.monotonic()  # since the look: we may have stood still before
+            quiet = QUIET if picture.executed >= sent else LONGER
+            finished = empty_since is not None and now - empty_since >= quiet
+            if finished or now - started >= _deadline(len(orders)):
                 break
-        finished = now - busy >= QUIET
         deferrals = picture.deferrals
         return Phase(title, sent, picture.current, deferrals, busy - started, finished)
 
