@@ -59,7 +59,8 @@ class Stage:
 
     def lines(self, *what: str) -> list[Line]:
         """Return what bodies wrote, in order; of these kinds, or all."""
-        raw = [json.loads(line) for line in self.log.read_text().splitlines()]
+        whole = self.log.read_text().split("\n")[:-1]  # the last is empty, or being written
+        raw = [json.loads(line) for line in whole]
         lines = [Line(r.pop("what"), r.pop("key"), r.pop("at"), r.pop("pid"), r) for r in raw]
         return [line for line in lines if not what or line.what in what]
 
