@@ -31,7 +31,7 @@ from celery_redlock.signals import (
 from celery_redlock.tasks.deferral import Address
 from celery_redlock.tasks.gate import _let_go_late, goes_back, queue_of
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, see_freed
+from tests.conftest import PATIENCE, see_freed
 from tests.integration.conftest import Stage, overlaps
 
 
@@ -39,7 +39,7 @@ from tests.integration.conftest import Stage, overlaps
 def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
     made = Celery("styles", broker="memory://", backend="cache+memory://", set_as_default=False)
     made.conf.update(redlock_nodes=[node.url for node in nodes], task_always_eager=True)
-    made.conf.redlock_node_timeout = NODE_TIMEOUT
+    made.conf.redlock_node_timeout = PATIENCE
     made.conf.task_queues = [Queue("celery"), Queue("slow")]
     yield made
     made.close()
@@ -102,7 +102,7 @@ def test_an_eager_call_takes_the_options_of_the_call(app: Celery) -> None:
         assert lock is not None
         return f"{lock.resource} {lock.ttl}"
 
-    assert resource.apply_async((7,), lock={"key": "o:{order}", "ttl": 9}).get() == "o:7 9.0"
+    assert resource.apply_async((7,), lock={"key": "o:{order}", "ttl": 29}).get() == "o:7 29.0"
 
 
 def test_a_lock_inside_another_tasks_body_is_that_tasks_own(app: Celery) -> None:
@@ -269,7 +269,7 @@ def test_the_lock_is_let_go_before_any_receiver_of_a_users_own() -> None:
 def test_app_task_as_base_leaves_celerys_own_tasks_alone(nodes: list[EmbeddedNode]) -> None:
     app = Celery("base", broker="memory://", task_cls=LockedTask, set_as_default=False)
     app.conf.redlock_nodes = [node.url for node in nodes]
-    app.conf.redlock_node_timeout = NODE_TIMEOUT
+    app.conf.redlock_node_timeout = PATIENCE
 
     @app.task(shared=False)
     def mine() -> bool:
@@ -306,12 +306,12 @@ def test_a_map_made_past_the_task_is_refused_when_it_runs(app: Celery) -> None:
 
 
 def test_lock_for_is_the_lock_that_the_run_takes(app: Celery) -> None:
-    @app.task(base=LockedTask, lock_key="{queue}:{order}", lock_ttl=9, shared=False)
+    @app.task(base=LockedTask, lock_key="{queue}:{order}", lock_ttl=29, shared=False)
     def settle(order: int, wait: int = 3) -> None: ...
 
     app.conf.task_routes = {settle.name: {"queue": "slow"}}
     lock = settle.lock_for(7, wait=5)
-    assert (lock.resource, lock.ttl) == ("slow:7", 9.0)
+    assert (lock.resource, lock.ttl) == ("slow:7", 29.0)
 
 
 def test_lock_for_waits_as_it_is_told(app: Celery, redlock: Redlock) -> None:

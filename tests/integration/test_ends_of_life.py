@@ -19,7 +19,7 @@ ENDS = {
     "soft limit": ("FAILURE", 1),
     "unpicklable result": ("FAILURE", 1),
 }
-SOFT_LIMIT = 5.0  # s: for the one body that waits for it
+SOFT_LIMIT = 8.0  # s: for the one body that waits for it, and it strikes nowhere before that
 UNSTORED = {"ignore": 1, "reject": 1, "requeue": 2, "memory": 1}
 
 

@@ -9,7 +9,7 @@ from celery import Celery
 
 from celery_redlock import LockedTask, RedlockError
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT
+from tests.conftest import PATIENCE
 from tests.integration.conftest import Stage
 
 
@@ -29,7 +29,7 @@ def test_each_run_has_a_greater_token_than_every_one_before_it(stage: Stage) -> 
 def test_a_call_can_ask_for_a_token(nodes: list[EmbeddedNode]) -> None:
     app = Celery("fencing", broker="memory://", set_as_default=False)
     app.conf.redlock_nodes = [node.url for node in nodes]
-    app.conf.redlock_node_timeout = NODE_TIMEOUT
+    app.conf.redlock_node_timeout = PATIENCE
 
     @app.task(bind=True, base=LockedTask, lock_key="k", shared=False)
     def token(self: Any) -> int:

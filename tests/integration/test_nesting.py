@@ -10,7 +10,7 @@ from celery import Celery
 
 from celery_redlock import LockedTask, LockTaken, SettingsError, current_lock
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, eventually, is_free, see_freed
+from tests.conftest import PATIENCE, eventually, is_free, see_freed
 from tests.integration.conftest import Stage
 
 
@@ -18,7 +18,7 @@ from tests.integration.conftest import Stage
 def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
     made = Celery("nesting", broker="memory://", set_as_default=False)
     made.conf.redlock_nodes = [node.url for node in nodes]
-    made.conf.redlock_node_timeout = NODE_TIMEOUT
+    made.conf.redlock_node_timeout = PATIENCE
     yield made
     made.close()
 

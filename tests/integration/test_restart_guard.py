@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
-from tests.conftest import eventually, vouch_for
+from tests.conftest import PATIENCE, eventually, vouch_for
 from tests.integration.conftest import Stage
 
-MAX_TTL = 8.0  # s
+MAX_TTL = 16.0  # s: of silence, too, in which a worker must have begun and met it
 SILENCE = MAX_TTL + 1  # s
 NOT_YET = re.compile(r"(\d) of 3 lock nodes do not vote yet, for (\d+) s more")
 
@@ -33,7 +33,7 @@ def said(output: str) -> tuple[int, int]:
 def test_on_new_nodes_runs_wait_for_the_silence_to_end_and_are_told_of_it(
     make_stage: Callable[..., Stage], new_nodes: list[EmbeddedNode]
 ) -> None:
-    stage = make_stage(new_nodes, redlock_max_ttl=MAX_TTL)
+    stage = make_stage(new_nodes, redlock_max_ttl=MAX_TTL, redlock_node_timeout=MAX_TTL / 4)
     worker = stage.worker(concurrency=1)
     eventually(lambda: NOT_YET.search(worker.output()))
     silent, seconds = said(worker.output())
@@ -63,7 +63,7 @@ def test_an_operators_word_ends_the_silence(
 def test_a_node_that_came_back_empty_is_told_of_and_the_others_decide(
     make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
 ) -> None:
-    stage = make_stage(mortal_nodes)
+    stage = make_stage(mortal_nodes, redlock_node_timeout=PATIENCE)
     mortal_nodes[0].kill()
     mortal_nodes[0].start()
     worker = stage.worker(concurrency=1)
@@ -74,7 +74,10 @@ def test_a_node_that_came_back_empty_is_told_of_and_the_others_decide(
     assert stage.tasks.work.delay("k").get(timeout=120) == 0
 
 
-def test_a_worker_whose_nodes_all_vote_says_nothing_of_silence(stage: Stage) -> None:
+def test_a_worker_whose_nodes_all_vote_says_nothing_of_silence(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, redlock_node_timeout=PATIENCE)
     worker = stage.worker(concurrency=1)
     eventually(lambda: "3 of 3 lock nodes answer, 2 needed" in worker.output())
     assert stage.tasks.work.delay("k").get(timeout=120) == 0

@@ -12,7 +12,7 @@ from celery.exceptions import TaskRevokedError
 
 from celery_redlock import LockTaken, QuorumUnreachable, SettingsError
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually
+from tests.conftest import PATIENCE, eventually
 from tests.integration.conftest import Stage
 
 
@@ -159,7 +159,7 @@ def test_without_a_result_backend_nothing_is_written_and_the_lock_works(
 def test_a_worker_says_at_its_start_what_its_nodes_say(
     make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
 ) -> None:
-    stage = make_stage(mortal_nodes)
+    stage = make_stage(mortal_nodes, redlock_node_timeout=PATIENCE)  # each says it once
     first = stage.worker("w1", concurrency=1)
     eventually(lambda: "3 of 3 lock nodes answer, 2 needed" in first.output())
     mortal_nodes[0].kill()

@@ -9,7 +9,7 @@ import pytest
 from celery_redlock import Redlock
 from celery_redlock.lock.inspection import exchange_terms, terms_of
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, eventually
+from tests.conftest import PATIENCE, eventually
 from tests.integration.conftest import Stage
 
 
@@ -20,7 +20,7 @@ def client(nodes: list[EmbeddedNode]) -> Iterator[Callable[..., Redlock]]:
 
     def make(count: int = 3, **settings: float | str) -> Redlock:
         urls = [node.url for node in nodes[:count]]
-        made.append(Redlock(urls, node_timeout=NODE_TIMEOUT, **settings))  # type: ignore[arg-type]
+        made.append(Redlock(urls, node_timeout=PATIENCE, **settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -51,9 +51,10 @@ def test_each_node_shows_the_terms_of_others(
 def test_a_worker_says_that_others_go_by_another_longest_ttl(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
 ) -> None:
-    first = make_stage(nodes).worker("w1", concurrency=1)
+    patient = {"redlock_node_timeout": PATIENCE}  # what a worker says at its start it says once
+    first = make_stage(nodes, **patient).worker("w1", concurrency=1)
     eventually(lambda: "lock nodes answer" in first.output())
-    second = make_stage(nodes, redlock_max_ttl=120).worker("w2", concurrency=1)
+    second = make_stage(nodes, redlock_max_ttl=120, **patient).worker("w2", concurrency=1)
     eventually(lambda: "other clients go by max_ttl=60 " in second.output())
     (line,) = [line for line in second.output().splitlines() if "other clients" in line]
     assert "ERROR" in line
