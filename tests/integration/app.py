@@ -26,7 +26,6 @@ from celery_redlock.signals import LockReleased, lock_released
 LOG = Path(os.environ.get("TEST_LOG", os.devnull))
 NODES = os.environ.get("TEST_NODES", "redis://nowhere")
 QUICK = Backoff(first=0.05, cap=0.5)
-TTL = 8.0  # s: of bodies that are renewed; a stall of 5 s, below two thirds, loses no lock
 
 
 def topic_queues(kind: str, **options: Any) -> list[Queue]:
@@ -56,6 +55,8 @@ app.conf.update(
     task_create_missing_queues=True,
 )
 app.conf.update(json.loads(os.environ.get("TEST_CONF", "{}")))
+# s: of bodies that are renewed; a stall of 5 s, below two thirds, loses no lock
+TTL = max(8.0, 4 * app.conf.get("redlock_node_timeout", 0.0))
 
 if NODES != "unset":
     app.conf.redlock_nodes = NODES.split(",")

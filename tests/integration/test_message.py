@@ -125,7 +125,7 @@ def test_a_broker_that_is_away_while_a_message_is_put_back_loses_none(
         worker = stage.worker(concurrency=1)
         task = stage.tasks.late if late else stage.tasks.work
         held = task.lock_for("k", wait=60).acquire()
-        task.apply_async(("k",), lock={"wait": 6.0}, ignore_result=True)
+        task.apply_async(("k",), lock={"wait": 9.0}, ignore_result=True)
         # the slot waits for the lock in there; then the broker goes
         eventually(lambda: "received" in worker.output())
         eventually(lambda: broker.client().hlen("unacked") == int(late))
