@@ -34,6 +34,12 @@ def stores(task: Any, request: Any) -> bool:
     return not request.is_eager and not ignores_result(task, request)
 
 
+def may_show(task: Any, request: Any) -> bool:
+    """Tell whether a state of a run on its way may be stored; not over celery.contrib's ABORTED."""
+    asks = getattr(task, "is_aborted", None)
+    return stores(task, request) and not (asks is not None and asks(task_id=request.id))
+
+
 def in_iso(now: datetime, seconds: float) -> str:
     """Return the moment so many s after `now`, ISO 8601 with its zone."""
     return (now + timedelta(seconds=seconds)).isoformat()
@@ -41,7 +47,7 @@ def in_iso(now: datetime, seconds: float) -> str:
 
 def show_deferred(task: Any, request: Any, info: dict[str, Any]) -> None:
     """Store and send DEFERRED. info: resource, holder, deferrals, waited, next_try."""
-    if stores(task, request):
+    if may_show(task, request):
         _show(task, lambda: task.backend.store_result(request.id, info, DEFERRED, request=request))
     _send(task, "task-deferred", **info)
 
@@ -56,7 +62,7 @@ def show_started(task: Any, request: Any, *, tracked: bool, deferred: bool) -> N
     """
     if not (tracked or deferred):
         return
-    if stores(task, request):
+    if may_show(task, request):
         meta = {"pid": os.getpid(), "hostname": request.hostname}
         store = task.backend.store_result
         _show(

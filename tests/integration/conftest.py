@@ -52,9 +52,11 @@ class Stage:
     def app(self) -> Any:
         return self.tasks.app
 
-    def worker(self, name: str = "w1", **options: Any) -> WorkerProcess:
+    def worker(
+        self, name: str = "w1", module: str = "tests.integration.app", **options: Any
+    ) -> WorkerProcess:
         """Start a worker; it ends with the story."""
-        made = WorkerProcess("tests.integration.app", name=name, env=self.env, cwd=ROOT, **options)
+        made = WorkerProcess(module, name=name, env=self.env, cwd=ROOT, **options)
         return self.stack.enter_context(made)
 
     def lines(self, *what: str) -> list[Line]:

@@ -1,0 +1,163 @@
+"""Tasks as users write them, on a real worker: the bases of others, beat, and our errors."""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.beat import Scheduler
+from celery.contrib.abortable import AbortableAsyncResult
+from celery.schedules import schedule
+from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
+
+from celery_redlock import Redlock, RedlockError
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.conftest import NODE_TIMEOUT, eventually, vouch_for
+from tests.integration.conftest import Stage, overlaps, set_stage
+from tests.unit.test_errors import ERRORS
+
+TASKS = [f"{name}_{order}" for name in ("flask", "django", "abortable", "all")
+         for order in ("first", "last")]  # fmt: skip
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def placed(
+    standing_broker: EmbeddedNode,
+    standing_nodes: list[EmbeddedNode],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Stage, WorkerProcess]]:
+    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
+    for node in (*standing_nodes, standing_broker):
+        node.client().flushall()
+    vouch_for(standing_nodes)
+    with ExitStack() as stack:
+        folder = tmp_path_factory.mktemp("own")
+        made = set_stage(stack, folder, standing_nodes, standing_broker)
+        worker = made.worker(module="tests.integration.frameworks", concurrency=3)
+        yield made, worker
+
+
+@pytest.fixture
+def stage(placed: tuple[Stage, WorkerProcess]) -> Stage:
+    return placed[0]
+
+
+@pytest.fixture
+def key() -> str:
+    return f"own{next(numbers)}"
+
+
+@pytest.fixture
+def outside(stage: Stage) -> Iterator[Redlock]:
+    """Give a Redlock over the stage's nodes."""
+    with Redlock([node.url for node in stage.nodes], node_timeout=NODE_TIMEOUT) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", [*TASKS, "shared"])
+def test_a_task_with_bases_of_others_is_locked_in_any_order(
+    stage: Stage, key: str, name: str, outside: Redlock
+) -> None:
+    with outside.lock(f"k:{key}", wait=60):
+        results = [stage.app.send_task(f"tests.{name}", (key,)) for _ in range(3)]
+        for result in results:
+            stage.see_deferred(result)
+    in_flask = name.startswith(("flask", "all"))
+    assert [result.get(timeout=120) for result in results] == [in_flask] * 3
+    spans = stage.intervals()[key]
+    assert len(spans) == 3
+    assert not overlaps(spans)
+    stage.see_freed(f"k:{key}")
+
+
+def test_what_is_sent_on_commit_is_locked(stage: Stage, key: str, outside: Redlock) -> None:
+    with outside.lock(f"k:{key}", wait=60):
+        stage.app.send_task("tests.commits", (key,)).get(timeout=120)
+        assert key not in stage.intervals()
+    eventually(lambda: key in stage.intervals())
+
+
+def test_an_abort_reaches_a_task_that_runs(stage: Stage, key: str) -> None:
+    sent = stage.app.send_task("tests.aborts", (key,))
+    eventually(lambda: [line for line in stage.lines("begin") if line.key == key])
+    AbortableAsyncResult(sent.id, backend=stage.app.backend).abort()
+    assert sent.get(timeout=120) == "aborted"
+
+
+def test_an_abort_reaches_a_task_that_waits(
+    placed: tuple[Stage, WorkerProcess], key: str, outside: Redlock
+) -> None:
+    stage, worker = placed
+    with outside.lock(f"k:{key}", wait=60):
+        sent = stage.app.send_task("tests.aborts", (key,))
+        stage.see_deferred(sent)
+        result = AbortableAsyncResult(sent.id, backend=stage.app.backend)
+
+        def deliveries() -> int:
+            return worker.output().count(f"deferred tests.aborts[{sent.id}]")
+
+        def stays_aborted() -> bool:
+            result.abort()
+            before = deliveries()  # one that is under way may not have seen it, the next one has
+            eventually(lambda: deliveries() >= before + 2)
+            return bool(result.is_aborted())
+
+        eventually(stays_aborted)
+    assert sent.get(timeout=120) == "aborted"
+
+
+def test_what_beat_sends_is_locked(stage: Stage, key: str, outside: Redlock) -> None:
+    beat = Scheduler(stage.app, schedule={})
+    work = {"task": stage.tasks.work.name, "schedule": 0.01, "args": (key,)}
+    beat.update_from_dict({name: {**work, "name": name} for name in ("one", "two")})
+
+    def both_were_sent() -> bool:
+        beat.tick()
+        return all(entry.total_run_count for entry in beat.schedule.values())
+
+    with outside.lock(f"k:{key}", wait=60):
+        eventually(both_were_sent)
+    count = sum(entry.total_run_count for entry in beat.schedule.values())
+    spans = eventually(lambda: len(found := stage.intervals().get(key, [])) >= count and found)
+    assert not overlaps(spans)
+
+
+def test_what_redbeat_sends_is_locked(stage: Stage, key: str, outside: Redlock) -> None:
+    stage.app.conf.redbeat_redis_url = stage.broker.url
+    stage.app.conf.redbeat_lock_key = None
+    entry = RedBeatSchedulerEntry(
+        key, stage.tasks.work.name, schedule(dt.timedelta(seconds=1)), args=(key,), app=stage.app
+    )
+    entry.save()
+    beat = RedBeatScheduler(stage.app, lazy=False)
+    with outside.lock(f"k:{key}", wait=60):
+        eventually(lambda: beat.tick() is not None and sent(stage, entry) >= 2)
+    count = sent(stage, entry)
+    entry.delete()
+    spans = eventually(lambda: len(found := stage.intervals().get(key, [])) >= count and found)
+    assert not overlaps(spans)
+
+
+def sent(stage: Stage, entry: Any) -> int:
+    """Return how often redbeat has sent an entry."""
+    return int(RedBeatSchedulerEntry.from_key(entry.key, app=stage.app).total_run_count)
+
+
+@pytest.mark.parametrize("serializer", ["json", "pickle"])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_an_error_comes_through_a_real_backend_as_it_was(
+    standing_broker: EmbeddedNode, error: RedlockError, serializer: str
+) -> None:
+    app = Celery("errors", backend=standing_broker.url, set_as_default=False)
+    app.conf.update(result_serializer=serializer, accept_content=[serializer])
+    task_id = f"{type(error).__name__}-{serializer}"
+    app.backend.mark_as_failure(task_id, error)
+    back = app.AsyncResult(task_id).result
+    assert (type(back), back.args, str(back)) == (type(error), error.args, str(error))
+    app.close()
