@@ -352,14 +352,15 @@ class Lock:
         refused: Refused | None = first
         session, tries, vain = self._redlock.session, 0, 0
         clock = session.clock
-        hopeless_at = clock.now() + HOPELESS
+        tried_at = clock.now()
+        hopeless_at = tried_at + HOPELESS
         resources = dict.fromkeys(spot.resource for spot in spots)
         channels = [wake_channel(session.setup.prefix, resource) for resource in resources]
         with session.listener.waiting(channels) as waiter:
             while refused is not None and clock.now() < until:
                 if not self._is_hopeless(refused):
                     hopeless_at = clock.now() + HOPELESS
-                elif clock.now() > hopeless_at:
+                elif tried_at > hopeless_at:  # by then, and not by a clock that ran while we stood
                     break
                 hears = all(map(session.listener.hears, channels))
                 pause = clock.now() + _pause(refused, tries, hears=hears)
@@ -369,6 +370,7 @@ class Lock:
                     waiter.take()  # the same word, by other nodes
                     vain = min(vain + 1, 16)
                     self._share(waiter)
+                tried_at = clock.now()
                 refused, tries = self._try(grip, spots), tries + 1
         return refused
 
