@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from amqp.exceptions import MessageNacked
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.entity import Exchange, Queue
@@ -249,8 +248,8 @@ def _put_back_or_keep(task: Any, request: Any, slip: Slip, countdown: float) -> 
     try:
         _publish(task, request, slip, countdown)
     except Exception as error:
-        logger.warning("cannot put back %s: %s; it stays with the broker", request.id, error)
         with contextlib.suppress(SoftTimeLimitExceeded):  # a limit on the body, which has not begun
+            logger.warning("cannot put back %s: %s; it stays with the broker", request.id, error)
             SystemClock().sleep(BEFORE_REQUEUE)
         raise Requeue(error, requeue=True) from error
 
@@ -265,19 +264,16 @@ def _put_back_at_last(task: Any, request: Any, slip: Slip, countdown: float) -> 
     away: Exception | None = None
     try:
         while True:
-            try:
-                _publish(task, request, slip, countdown)
-            # what kombu makes of every error of the connection, and a RabbitMQ that refuses
-            except (OperationalError, MessageNacked) as error:
-                away = error
-                logger.warning("cannot put back %s: %s; again in %g s", request.id, error, pause)
-            except SoftTimeLimitExceeded:
-                continue
-            else:
-                return
             with contextlib.suppress(SoftTimeLimitExceeded):
-                clock.sleep(pause)
-            pause = min(LONGEST_PAUSE, 2 * pause)
+                try:
+                    _publish(task, request, slip, countdown)
+                except OperationalError as error:  # what kombu makes of all errors of connections
+                    away = error
+                    logger.warning("cannot put back %s: %s; again soon", request.id, error)
+                    clock.sleep(pause)
+                    pause = min(LONGEST_PAUSE, 2 * pause)
+                else:
+                    return
     except Exception:
         raise
     except BaseException as end:  # the worker stops, or this greenlet is killed

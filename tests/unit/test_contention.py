@@ -18,6 +18,7 @@ from celery_redlock.tasks.contention import (
     Requeue,
     RunUnlocked,
     Skip,
+    await_twin,
     decide,
 )
 from celery_redlock.tasks.settings import Rules, compile_plan, read_app
@@ -145,3 +146,17 @@ def test_a_conflict_callable_that_returns_another_word_is_an_error() -> None:
 def test_decorrelated_delays_follow_the_one_before() -> None:
     backoff = Backoff(first=1, cap=100, jitter="decorrelated")
     assert decided(AWAY, Past(3, 9.0, delay=4.0), backoff=backoff) == Requeue(12.0, 12.0)
+
+
+@given(st.integers(0, 200), st.floats(0, 100), st.integers())
+def test_a_twin_looks_again_soon_after_the_lease_and_never_gives_up(
+    tries: int, free_in: float, seed: int
+) -> None:
+    refused = LockTaken("stock:7", "itself", free_in=free_in)
+    decision = await_twin(refused, tries, random.Random(seed).uniform, 20.0)
+    assert 0 <= decision.countdown <= min(20.0, free_in + 0.25)
+
+
+def test_a_twin_looks_less_often_the_longer_it_waits() -> None:
+    delays = [await_twin(TAKEN, tries, lambda low, high: high, 900.0).delay for tries in range(7)]
+    assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kombu.serialization import dumps, loads
 
 from celery_redlock.tasks.contention import Past
 from celery_redlock.tasks.deferral import (
+    CLOCKS_DIFFER,
     Address,
     Requeue,
     Slip,
@@ -141,3 +143,36 @@ def test_a_message_that_rabbitmq_kept_back_still_knows_where_it_was_sent() -> No
     assert Address.of(kept, Slip(exchange="wide")) == Address("wide", "wide.a")
     own = {"exchange": "", "routing_key": "0.1.slow"}
     assert Address.of(own, Slip(exchange="wide")) == Address("", "0.1.slow")
+
+
+def test_a_first_delivery_asks_for_no_mark() -> None:
+    assert Slip().received({"redelivered": False}).asks_since() is None
+    assert Slip().received(None).asks_since() is None
+
+
+def test_what_the_broker_delivers_again_asks_for_any_mark_from_then_on() -> None:
+    slip = Slip().received({"redelivered": True})
+    assert slip.asks_since() == -math.inf
+    assert slip.next(utc_now(), 1.0, 0, "1").asks_since() == -math.inf
+
+
+def test_a_deferred_message_asks_for_marks_since_its_first_try() -> None:
+    with freeze_time("2026-01-01 12:00:00") as clock:
+        slip = Slip().next(utc_now(), 1.0, 0, "1")
+        clock.tick(60)
+        slip = slip.next(utc_now(), 1.0, 0, "1")
+        first_try = utc_now().timestamp() - 60
+    assert slip.asks_since() == first_try - CLOCKS_DIFFER
+
+
+def test_a_twin_asks_for_any_mark_and_waits_on_its_own_account() -> None:
+    slip = Slip({"ttl": 9}).next(utc_now(), 1.0, 0, "1").next_as_twin(0, "1").next_as_twin(0, "1")
+    assert slip == Slip({"ttl": 9}, id="1", twin=2)
+    assert slip.asks_since() == -math.inf
+    assert slip.past(utc_now()) == Past()
+    assert Slip.of(request(slip.to_message())) == slip
+
+
+def test_the_retry_of_a_run_that_was_a_twin_is_none() -> None:
+    slip = Slip({"ttl": 9}).next_as_twin(0, "1")
+    assert Slip.of(request(slip.to_message(), retries=1)) == Slip({"ttl": 9}, id="1")

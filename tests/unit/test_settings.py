@@ -488,3 +488,25 @@ class TestKeys:
 
     def test_false_takes_no_lock(self) -> None:
         assert resources(plan(key=False), 1) == ()
+
+
+@pytest.mark.parametrize(
+    ("conf", "kept_for"),
+    [
+        ({}, 600.0),
+        ({"broker_transport_options": {"visibility_timeout": 120}}, 180.0),
+        ({"broker_transport_options": {"visibility_timeout": 7200}}, 600.0),
+        ({"redlock_done_ttl": 3600}, 3600.0),
+        ({"redlock_done_ttl": None}, 600.0),
+    ],
+)
+def test_a_done_mark_is_kept_until_no_other_delivery_is_to_be_expected(
+    conf: dict[str, Any], kept_for: float
+) -> None:
+    assert read_app({"redlock_nodes": NODES, **conf}).done_ttl == kept_for
+
+
+@pytest.mark.parametrize("value", [0, -1, "600", True])
+def test_a_done_mark_is_kept_for_some_seconds(value: Any) -> None:
+    with pytest.raises(SettingsError, match=r"redlock_done_ttl.*seconds above 0"):
+        read_app({"redlock_nodes": NODES, "redlock_done_ttl": value})

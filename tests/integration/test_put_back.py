@@ -1,0 +1,150 @@
+"""A message is put back, or stays where it is: whatever dies or refuses there, none is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from celery.app.task import Context
+from celery.exceptions import SoftTimeLimitExceeded
+
+from celery_redlock.tasks.deferral import Requeue, Slip, logger, put_back
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import eventually
+from tests.integration.conftest import Stage
+from tests.integration.deliveries import QUEUE, see_drained
+
+VISIBILITY = 2  # s
+DROPPED = "another delivery of its message is done"
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["acks late", "acks early"])
+def test_a_worker_that_dies_between_putting_back_and_acknowledging_makes_no_second_run(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], late: bool
+) -> None:
+    options = {"visibility_timeout": VISIBILITY}
+    stage = make_stage(nodes, broker_transport_options=options)
+    task = stage.tasks.late if late else stage.tasks.work
+    client = stage.broker.client()
+    first = stage.worker("w1", concurrency=1)
+    with task.lock_for("k", wait=60):
+        result = task.apply_async(("k",), lock={"wait": 8.0})
+        eventually(lambda: "received" in first.output())
+        if not late:
+            # its hands are to be full: kombu loses a message of which it dies in the act of taking
+            stage.tasks.add.delay()
+        eventually(lambda: client.hlen("unacked") == 1 and not client.exists(QUEUE))
+        stage.log.with_name("die").touch()
+        eventually(lambda: not stage.log.with_name("die").exists())
+        first.kill()
+        assert client.llen(QUEUE) == 1  # the copy
+        [(_, taken_at)] = client.zrange("unacked_index", 0, -1, withscores=True)
+        eventually(lambda: client.time()[0] > taken_at + VISIBILITY + 1)
+        second = stage.worker("w2", concurrency=2)  # whose consumer gives back what is not acked
+        eventually(lambda: second.output().count(f"deferred {task.name}") >= 4)
+    assert result.get(timeout=120) == 0
+    if late:
+        eventually(lambda: DROPPED in second.output())
+    see_drained(stage)
+    assert len(stage.lines("begin")) == 1
+    assert stage.info(result)["status"] == "SUCCESS"
+
+
+def request_of(task: Any) -> Context:
+    """Return the request of a delivery, as a worker makes it."""
+    delivery = {"exchange": "", "routing_key": QUEUE}
+    fields = {"id": str(uuid.uuid4()), "args": ("k",), "kwargs": {}, "retries": 0}
+    return Context({**fields, "delivery_info": delivery}, called_directly=False)
+
+
+@contextmanager
+def raising(error: BaseException, also: Callable[[], object]) -> Iterator[list[str]]:
+    """Let a signal raise an error as the first failure is logged; gives what was logged."""
+    said: list[str] = []
+
+    class Strike(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            if len(said) == 1:
+                also()
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    def strike(number: int, frame: object) -> None:
+        raise error
+
+    before, handler = signal.signal(signal.SIGUSR1, strike), Strike()
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.fixture
+def away(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> Iterator[tuple[Stage, EmbeddedNode]]:
+    """Give a stage whose broker is down."""
+    with EmbeddedNode() as broker:
+        stage = make_stage(nodes, broker, result_backend=nodes[0].url)
+        broker.kill()
+        yield stage, broker
+
+
+def test_early_acknowledged_it_is_tried_until_the_broker_is_back_soft_limit_or_not(
+    away: tuple[Stage, EmbeddedNode],
+) -> None:
+    stage, broker = away
+    task = stage.tasks.work
+    with raising(SoftTimeLimitExceeded(), also=broker.start) as said:
+        put_back(task, request_of(task), Slip(), 0.1)
+    assert said
+    assert broker.client().llen(QUEUE) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # of Celery's backend
+def test_early_acknowledged_it_ends_as_failure_where_the_worker_stops(
+    away: tuple[Stage, EmbeddedNode],
+) -> None:
+    stage, _ = away
+    task = stage.tasks.work
+    request = request_of(task)
+    with raising(SystemExit(), also=lambda: None), pytest.raises(SystemExit):
+        put_back(task, request, Slip(), 0.1)
+    meta = task.backend.get_task_meta(request.id, cache=False)
+    assert meta["status"] == "FAILURE"
+    assert "put back nowhere" in str(meta["result"])
+
+
+def test_early_acknowledged_what_is_refused_for_good_is_raised(stage: Stage) -> None:
+    task = stage.tasks.work
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        put_back(task, request_of(task), Slip({"ttl": object()}), 0.1)
+
+
+def test_late_acknowledged_it_stays_with_the_broker_that_is_away(
+    away: tuple[Stage, EmbeddedNode],
+) -> None:
+    stage, _ = away
+    task = stage.tasks.late
+    with pytest.raises(Requeue) as caught:
+        put_back(task, request_of(task), Slip(), 0.1)
+    assert caught.value.requeue
+
+
+def test_late_acknowledged_it_stays_with_the_broker_that_refuses_or_at_a_soft_limit(
+    stage: Stage,
+) -> None:
+    task = stage.tasks.late
+    with pytest.raises(Requeue):
+        put_back(task, request_of(task), Slip({"ttl": object()}), 0.1)
+    with raising(SoftTimeLimitExceeded(), also=lambda: None) as said, pytest.raises(Requeue):
+        put_back(task, request_of(task), Slip({"ttl": object()}), 0.1)
+    assert said
