@@ -23,10 +23,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.signals import task_received
 from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.entity import Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.pools import producers
+from kombu.serialization import registry
 
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.clock import SystemClock
@@ -60,9 +62,9 @@ class Slip:
 
     options: those of the call. deferrals: so far. since: of the first try, ISO 8601 in UTC.
     delay: s, the last one. retries: the message's own count when it was put back.
-    serializer: the call's own. id: the task that this belongs to. redelivered: the broker has
-    delivered it again. twin: how often it has waited since for its own first delivery.
-    exchange: the message's own, for while RabbitMQ keeps it back.
+    id: the task that this belongs to. redelivered: the broker has delivered it again. twin: how
+    often it has waited since for its own first delivery. exchange: the message's own, for while
+    RabbitMQ keeps it back.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +72,6 @@ class Slip:
     since: str | None = None
     delay: float | None = None
     retries: int = 0
-    serializer: str | None = None
     id: str | None = None
     redelivered: bool = False
     twin: int = 0
@@ -89,7 +90,7 @@ class Slip:
         put_back_before = slip.since is not None or slip.twin > 0
         if put_back_before and slip.retries != request.retries:
             # a real retry takes the lock anew: what it waited before is not its own
-            slip = cls(slip.options, serializer=slip.serializer, id=slip.id)
+            slip = cls(slip.options, id=slip.id)
         return slip
 
     def past(self, now: datetime) -> Past:
@@ -117,7 +118,6 @@ class Slip:
         return Slip(
             self.options,
             retries=retries,
-            serializer=self.serializer,
             id=task_id,
             redelivered=self.redelivered,
             twin=self.twin + 1,
@@ -285,6 +285,7 @@ def _put_back_at_last(task: Any, request: Any, slip: Slip, countdown: float) -> 
 
 def _publish(task: Any, request: Any, slip: Slip, countdown: float) -> None:
     address = Address.of(request.delivery_info, slip)
+    properties = request.get("properties") or {}
     carried = {
         name: value
         for name, value in (request.headers or {}).items()
@@ -299,8 +300,8 @@ def _publish(task: Any, request: Any, slip: Slip, countdown: float) -> None:
         argsrepr=request.get("argsrepr"),
         kwargsrepr=request.get("kwargsrepr"),
         compression=request.get("compression"),
-        delivery_mode=(request.get("properties") or {}).get("delivery_mode"),
-        **({"serializer": slip.serializer} if slip.serializer else {}),
+        delivery_mode=properties.get("delivery_mode"),
+        **own_serializer(properties),
         **destination(task.app, address),
     )
     # a request that looks called directly: else the publisher makes the task its own parent
@@ -310,6 +311,23 @@ def _publish(task: Any, request: Any, slip: Slip, countdown: float) -> None:
             signature.apply_async(add_to_parent=False, producer=producer)
     finally:
         task.pop_request()
+
+
+def own_serializer(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option of a send that makes a message's body as it was made before."""
+    name = registry.type_to_name.get(properties.get("content_type"))
+    return {} if name is None else {"serializer": name}
+
+
+@task_received.connect(weak=False)
+def _note_content_type(request: Any = None, **_: Any) -> None:
+    """Hand the content type on to the run; most brokers' properties leave it out.
+
+    Source: celery.worker.strategy sends this in the worker's main process, before the pool has it.
+    """
+    if request.content_type is not None:
+        properties = request.request_dict["properties"]
+        request.request_dict["properties"] = {**properties, "content_type": request.content_type}
 
 
 @contextlib.contextmanager

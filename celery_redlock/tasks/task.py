@@ -141,14 +141,9 @@ class LockedTask(Task):
 
     def _write_slip(self, plan: Plan, options: dict[str, Any], task_id: str) -> None:
         """Put into the message what the call says and its worker cannot see otherwise."""
-        headers = options.get("headers") or {}
-        slip: dict[str, Any] = {}
         if "lock" in options:
-            slip["options"] = self._call_options(plan, options.pop("lock"))
-        if options.get("serializer") and HEADER not in headers:
-            slip["serializer"] = options["serializer"]
-        if slip:
-            options["headers"] = {**headers, HEADER: {**slip, "id": task_id}}
+            slip = {"options": self._call_options(plan, options.pop("lock")), "id": task_id}
+            options["headers"] = {**(options.get("headers") or {}), HEADER: slip}
 
     def _call_options(self, plan: Plan, of_call: Any) -> dict[str, Any]:
         if not isinstance(of_call, Mapping):

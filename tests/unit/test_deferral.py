@@ -19,6 +19,7 @@ from celery_redlock.tasks.deferral import (
     Slip,
     bearable,
     destination,
+    own_serializer,
     utc_now,
 )
 
@@ -176,3 +177,11 @@ def test_a_twin_asks_for_any_mark_and_waits_on_its_own_account() -> None:
 def test_the_retry_of_a_run_that_was_a_twin_is_none() -> None:
     slip = Slip({"ttl": 9}).next_as_twin(0, "1")
     assert Slip.of(request(slip.to_message(), retries=1)) == Slip({"ttl": 9}, id="1")
+
+
+def test_a_body_is_made_again_as_it_was_made() -> None:
+    assert own_serializer({"content_type": "application/x-python-serialize"}) == {
+        "serializer": "pickle"
+    }
+    assert own_serializer({"content_type": "application/x-strange"}) == {}
+    assert own_serializer({}) == {}
