@@ -409,3 +409,13 @@ def becomes(self: Any, key: str, other: str, many: int = 0) -> str:
     step.delay(key)
     parts = [step.si(other) for _ in range(many)]
     return str(self.replace(chord(parts, join.s()) if many else step.si(other)))
+
+
+@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, acks_late=True, name="tests.lasts")
+def lasts(key: str) -> str:
+    """Run until there is a file of the key's name."""
+    with written(key):
+        end = time.monotonic() + 120
+        while not LOG.with_name(key).exists() and time.monotonic() < end:
+            time.sleep(0.02)
+    return "lasted"

@@ -180,12 +180,14 @@ def test_a_step_that_replaces_itself_inside_a_chord_keeps_its_place(
     stage: Stage, key: str, many: int, same: bool
 ) -> None:
     other = key if same else f"{key}-other"
-    header = [stage.tasks.becomes.si(key, other, many), stage.tasks.step.si(key)]
+    first = stage.app.AsyncResult(f"{key}-first")
+    call = stage.tasks.becomes.si(key, other, many).set(task_id=first.id)
+    header = [call, stage.tasks.step.si(key)]
     with stage.tasks.step.lock_for(key, wait=60):
         result = chain(chord(header, stage.tasks.join.s()), stage.tasks.join.s())()
-        eventually(lambda: any(stage.deferrals(part) for part in result.parent.parent))
-    first = "+".join([other] * many) if many else other
-    assert result.get(timeout=120) == f"<{first}+{key}>"
+        stage.see_deferred(first)
+    became = "+".join([other] * many) if many else other
+    assert result.get(timeout=120) == f"<{became}+{key}>"
     # itself, what it sent beside, and what it became
     eventually(lambda: ran(stage, key) == 2 + same * (many or 1))
     assert len([line for line in stage.lines("became") if line.key == key]) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from celery import chord
 from celery.exceptions import TaskRevokedError
 
 from celery_redlock import LockTaken
-from celery_redlock.testing import EmbeddedNode
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually, vouch_for
 from tests.contract.proxy import FAIR, Link, Proxy, Stream, Way, Weather
 from tests.integration import carried
@@ -127,7 +127,9 @@ class Chasm(Proxy):
             self._weather = Weather(swallows=frozenset({Way.TO_NODE}))
 
 
-def test_what_is_put_back_into_a_dead_connection_is_not_lost(stage: Stage, rabbitmq: str) -> None:
+@contextmanager
+def far_worker(stage: Stage, rabbitmq: str) -> Iterator[tuple[Chasm, WorkerProcess, str]]:
+    """Give a worker whose way to RabbitMQ can break, that way, and the queue that it consumes."""
     server = urlsplit(rabbitmq)
     chasm = Chasm(SimpleNamespace(port=server.port or 5672))
     through = server._replace(netloc=f"{server.username}:{server.password}@127.0.0.1:{chasm.port}")
@@ -135,15 +137,35 @@ def test_what_is_put_back_into_a_dead_connection_is_not_lost(stage: Stage, rabbi
     far = replace(stage, env={**stage.env, "TEST_BROKER": through.geturl()})
     try:
         with ExitStack() as far.stack:
-            far.worker("far", concurrency=1, queues=[queue])
-            with stage.tasks.work.lock_for("far", wait=60):
-                ballast = {"ballast": "x" * 3000}
-                result = stage.tasks.work.apply_async(("far",), queue=queue, headers=ballast)
-                stage.see_deferred(result)
-                chasm.is_open = True
-                eventually(lambda: chasm.weather.swallows)
-                chasm.cut()
-                chasm.weather = FAIR
-            assert result.get(timeout=120) == 0
+            yield chasm, far.worker("far", concurrency=2, queues=[queue]), queue
     finally:
         chasm.close()
+
+
+def test_what_is_put_back_into_a_dead_connection_is_not_lost(stage: Stage, rabbitmq: str) -> None:
+    with far_worker(stage, rabbitmq) as (chasm, _, queue):
+        with stage.tasks.work.lock_for("far", wait=60):
+            ballast = {"ballast": "x" * 3000}
+            result = stage.tasks.work.apply_async(("far",), queue=queue, headers=ballast)
+            stage.see_deferred(result)
+            chasm.is_open = True
+            eventually(lambda: chasm.weather.swallows)
+            chasm.cut()
+            chasm.weather = FAIR
+        assert result.get(timeout=120) == 0
+
+
+def test_what_is_redelivered_after_a_lost_connection_waits_and_is_dropped(
+    stage: Stage, rabbitmq: str
+) -> None:
+    with far_worker(stage, rabbitmq) as (chasm, worker, queue):
+        result = stage.tasks.lasts.apply_async(("lasting",), queue=queue)
+        eventually(lambda: [line for line in stage.lines("begin") if line.key == "lasting"])
+        chasm.cut()
+        eventually(lambda: f"[{result.id}] runs already" in worker.output())
+        assert stage.info(result)["status"] == "PENDING"  # the twin writes no state
+        stage.log.with_name("lasting").touch()
+        assert result.get(timeout=120) == "lasted"
+        eventually(lambda: f"dropped tests.lasts[{result.id}]" in worker.output())
+    assert len([line for line in stage.lines("begin") if line.key == "lasting"]) == 1
+    assert stage.info(result)["status"] == "SUCCESS"
