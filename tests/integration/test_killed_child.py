@@ -195,7 +195,7 @@ def test_each_child_in_the_same_place_of_the_pool_is_looked_after(stage: Stage) 
 
 def test_a_child_that_joined_the_pool_later_is_looked_after(stage: Stage) -> None:
     worker = stage.worker(concurrency=1)
-    stage.app.control.pool_grow(1, reply=True, timeout=60, limit=1)
+    stage.app.control.pool_grow(1)
     for key in ("one", "two"):
         stage.tasks.stays.delay(key)
     for line in staying(stage, "one", "two"):
@@ -249,7 +249,8 @@ def test_a_node_that_was_away_is_told_when_it_is_back(
 
 
 def test_children_end_with_their_main_process_and_the_ttl_frees_their_locks(stage: Stage) -> None:
-    killed, other = stage.worker("w1", concurrency=1, queues=["held"]), stage.worker("w2")
+    killed = stage.worker("w1", concurrency=1, queues=["held"])
+    other = stage.worker("w2", concurrency=1, queues=["celery"])
     stage.tasks.stays.apply_async(("k",), queue="held", lock={"ttl": TTL})
     [line] = staying(stage, "k")
     waiting = stage.tasks.work.delay("k")
