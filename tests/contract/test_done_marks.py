@@ -14,7 +14,7 @@ from celery_redlock import Lock, LockTaken, Redlock
 from celery_redlock.lock.redlock import give_back
 from celery_redlock.lock.session import AlreadyDoneError, Mark
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, TTL, eventually, keys_on, settle
+from tests.conftest import PATIENCE, TTL, eventually, keys_on, settle
 
 RUN = "1:shop.settle:0:0"
 DONE = "{redlock}:done:" + RUN
@@ -26,7 +26,7 @@ def lock_of(
     redlock: Redlock, since: float | None = None, run: str = RUN, resource: Any = "r", **terms: Any
 ) -> Lock:
     """Return the lock of a run that may be delivered again; since: what it asks, None nothing."""
-    lock = redlock.lock(resource, **{"ttl": TTL, **terms})
+    lock = redlock.lock(resource, **terms)
     lock._terms = replace(lock._terms, mark=Mark(run, KEPT, since), label=f"{run} w1@here")
     return lock
 
@@ -44,7 +44,7 @@ def marks_on(nodes: list[EmbeddedNode]) -> list[bool]:
 @pytest.fixture
 def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
     """Give a client beside `redlock`, as of another process."""
-    with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
+    with Redlock([node.url for node in nodes], node_timeout=PATIENCE) as made:
         settle(made)
         yield made
 
@@ -133,7 +133,7 @@ def test_a_run_that_is_done_is_told_so_also_where_another_holds_the_lock(
     redlock: Redlock, rival: Redlock
 ) -> None:
     ends(redlock)
-    with redlock.lock("r", ttl=TTL), pytest.raises(AlreadyDoneError):
+    with redlock.lock("r"), pytest.raises(AlreadyDoneError):
         lock_of(rival, since=ANY).acquire()
 
 
@@ -158,9 +158,10 @@ def test_fencing_and_asking_go_together(redlock: Redlock, rival: Redlock) -> Non
 
 
 def test_a_lost_lock_does_not_keep_a_run_that_ended_from_being_marked(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    brisk_redlock: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
-    lock = lock_of(redlock).acquire()
+    redlock = brisk_redlock
+    lock = lock_of(redlock, ttl=TTL).acquire()
     for node in nodes:
         node.client().set("{redlock}:lock:r", "theirs", px=300_000)
     eventually(lambda: not lock.held)
@@ -207,7 +208,7 @@ def test_a_twin_does_not_take_another_permit(redlock: Redlock, rival: Redlock) -
 def test_a_run_without_a_permit_leaves_nothing_of_its_own_lock(
     redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
-    third = Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT)
+    third = Redlock([node.url for node in nodes], node_timeout=PATIENCE)
     with third, lock_of(redlock, limit=2), lock_of(rival, run="2:t:0:0", limit=2):
         with pytest.raises(LockTaken):
             lock_of(third, run="3:t:0:0", limit=2).acquire()
@@ -241,7 +242,7 @@ def test_the_mark_is_owed_with_its_release_to_a_node_that_is_away(
     mortal_nodes: list[EmbeddedNode],
 ) -> None:
     urls = [node.url for node in mortal_nodes]
-    with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock:
+    with Redlock(urls, node_timeout=PATIENCE) as redlock:
         settle(redlock)
         lock = lock_of(redlock, ttl=60.0).acquire()  # long: it is owed in proportion
         settle(redlock)
