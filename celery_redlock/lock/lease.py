@@ -22,6 +22,10 @@ class State(enum.Enum):
     RELEASED = "released"
 
 
+# by name: looked up in the class, each costs as much as the rest of the arithmetic (Python 3.11)
+ACQUIRING, HELD, LOST, RELEASED = State
+
+
 def lease_end(sent: float, ttl: float, drift: float) -> float:
     """Return the monotonic second at which a node may drop a key, for us.
 
@@ -111,17 +115,20 @@ class Hold:
         self.probation: dict[int, Probation] = {}
         self.repairs: dict[int, float] = {}  # nodes without our key; since when it may be set again
         self.valid_until = UNKNOWN
-        self.state = State.ACQUIRING
+        self.state = ACQUIRING
         self.reason = ""
 
     def confirm(self, node: int, sent: float, run_id: str = "") -> None:
         """Count a node that granted on a request sent at `sent`; run_id: of its server."""
-        if self.state is State.HELD or self.state is State.ACQUIRING:
+        if self.state is ACQUIRING or self.state is HELD:
+            ends, end = self.ends, sent + self._span
             self._runs[node] = run_id
-            end = sent + self._span
-            if end > self.ends[node]:
-                self.ends[node] = end
-                self._recount()
+            if end > ends[node]:
+                ends[node] = end
+                if self.probation:
+                    self._recount()
+                else:
+                    self.valid_until = validity(ends, self._quorum)
 
     def renewed(self, node: int, sent: float, now: float, run_id: str = "") -> None:
         """Prolong a node's lease; one that had run out before is on probation first.
@@ -129,7 +136,7 @@ class Hold:
         Its key may be there by a repair, which passes the node's silence: so another client may
         still count on that node, until a quorum of others has confirmed us after the repair.
         """
-        if self.state is not State.HELD or self.judge(now):
+        if self.state is not HELD or self.judge(now):
             return
         ends, end = self.ends, sent + self._span
         self._runs[node] = run_id
@@ -162,7 +169,7 @@ class Hold:
         repair may come at once. Else (deleted, evicted, its clock set forward) nothing is, and a
         repair comes no earlier than the key would have ended.
         """
-        if self.judge(now) or self.state is not State.HELD:
+        if self.judge(now) or self.state is not HELD:
             return
         before = self._runs[node]
         if self._guarded and before and run_id and run_id != before:
@@ -174,7 +181,7 @@ class Hold:
 
     def denied(self, node: int, now: float) -> None:
         """Stop counting a node on which another token stands."""
-        if self.judge(now) or self.state is not State.HELD:
+        if self.judge(now) or self.state is not HELD:
             return
         self.repairs.pop(node, None)
         self._give_up(node, "another token took its key")
@@ -204,40 +211,40 @@ class Hold:
         """Turn a quorum of grants into a lock; False where it came too late to be of use."""
         if now >= self.valid_until - self.margin:
             return False
-        self.state = State.HELD
+        self.state = HELD
         return True
 
     def held(self, now: float) -> bool:
         """Tell by arithmetic whether the lock is ours at `now`."""
-        return self.state is State.HELD and now < self.valid_until - self.margin
+        return self.state is HELD and now < self.valid_until - self.margin
 
     def remaining(self, now: float) -> float:
         """Return the s of validity left, 0.0 once lost or released."""
-        return max(0.0, self.valid_until - self.margin - now) if self.state is State.HELD else 0.0
+        return max(0.0, self.valid_until - self.margin - now) if self.state is HELD else 0.0
 
     def at_risk(self, now: float) -> bool:
         """Tell whether the renewals of the last two thirds of the ttl all failed."""
-        return self.state is State.HELD and now >= self.valid_until - self.ttl / 3
+        return self.state is HELD and now >= self.valid_until - self.ttl / 3
 
     def judge(self, now: float) -> bool:
         """Declare the hold lost where its validity is over; True for the one call that does it."""
         valid_until = self.valid_until  # first: `end` in another thread sets the state before it
-        if self.state is not State.HELD or now < valid_until - self.margin:
+        if self.state is not HELD or now < valid_until - self.margin:
             return False
-        self.state = State.LOST
+        self.state = LOST
         self.reason = self.reason or "no quorum of nodes renewed it in time"
         return True
 
     def lose(self, reason: str) -> None:
         """Declare the hold lost, where it is held: it belongs to others, and one of them is."""
-        if self.state is State.HELD:
-            self.state, self.reason = State.LOST, reason
+        if self.state is HELD:
+            self.state, self.reason = LOST, reason
 
     def end(self) -> bool:
         """Give the lease up for ever, before a release is sent; True where it still was held."""
-        was_held = self.state is State.HELD
-        if self.state is not State.LOST:
-            self.state = State.RELEASED
+        was_held = self.state is HELD
+        if self.state is not LOST:
+            self.state = RELEASED
         self.ends = [UNKNOWN] * len(self.ends)
         self.valid_until = UNKNOWN
         return was_held

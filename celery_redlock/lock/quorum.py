@@ -19,7 +19,7 @@ import hiredis
 
 from celery_redlock.errors import NodeError, RedlockError
 from celery_redlock.lock.clock import Bell, Clock, new_mutex, original
-from celery_redlock.lock.lease import Fence, Hold, State, free_in
+from celery_redlock.lock.lease import ACQUIRING, HELD, Fence, Hold, free_in
 from celery_redlock.lock.nodes import (
     CUT,
     LONGEST_RECONNECT,
@@ -33,7 +33,18 @@ from celery_redlock.lock.nodes import (
     Unheard,
     Wire,
 )
-from celery_redlock.lock.votes import Tally, Vote, in_short, is_of_a_replica, quorum_of, way_out
+from celery_redlock.lock.votes import (
+    FAILED,
+    GRANTED,
+    REFUSED,
+    SILENT,
+    Tally,
+    Vote,
+    in_short,
+    is_of_a_replica,
+    quorum_of,
+    way_out,
+)
 
 LONGEST_TURN, TURNS = 1.0, 3  # s, and how many, for which one thread may read and hand on
 MOST_REFUSALS = 100  # texts of servers that are remembered, so as to log each once
@@ -105,37 +116,44 @@ class GrantRound(Round):
     def wanted(self) -> bool:
         """Also after a quorum has granted, but not once a release may be on its way."""
         state = self.hold.state
-        return state is State.ACQUIRING or state is State.HELD
+        return state is ACQUIRING or state is HELD
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count one node's vote."""
-        if reply == 1:
-            self._count_grant(node, sent, run_id)
-        elif type(reply) is not list:
-            self.errors[node] = NodeError("", in_short(str(reply)))
-            self._count(Vote.FAILED)
-        elif self.asks_since is not None and self._is_done(reply.pop()):
+        vote = GRANTED if reply == 1 else self._vote(node, reply)
+        if vote is None:
             self.done = True
             self.decide()
-        elif reply[0] == 1:
+            return
+        if vote is GRANTED:
+            self.granted.add(node)
+            self.hold.confirm(node, sent, run_id)
+        if not self.decided and self.tally.add(vote):
+            self.decide()
+
+    def _vote(self, node: int, reply: Any) -> Vote | None:
+        """Return what a node's reply means, with what it says beside it taken down.
+
+        None: the run is done, whatever the node's vote is.
+        """
+        if type(reply) is not list:
+            self.errors[node] = NodeError("", in_short(str(reply)))
+            return FAILED
+        if self.asks_since is not None and self._is_done(reply.pop()):
+            return None
+        if reply[0] == 1:
             if self.fence is not None:
                 self.fence.counted(node, reply[1])
-            self._count_grant(node, sent, run_id)
-        elif reply[0] == 0:
+            return GRANTED
+        if reply[0] == 0:
             expires_in = reply[1] / 1000 if reply[1] >= 0 else math.inf
             self.refusals[node] = Refusal(reply[2].decode(errors="replace"), expires_in)
-            self._count(Vote.REFUSED)
-        else:
-            self.silent[node] = max(0, reply[1]) / 1000
-            self._count(Vote.SILENT)
+            return REFUSED
+        self.silent[node] = max(0, reply[1]) / 1000
+        return SILENT
 
     def _is_done(self, at_ms: int) -> bool:
         return at_ms > 0 and self.asks_since is not None and at_ms / 1000 >= self.asks_since
-
-    def _count_grant(self, node: int, sent: float, run_id: str) -> None:
-        self.granted.add(node)
-        self.hold.confirm(node, sent, run_id)
-        self._count(Vote.GRANTED)
 
     def failed(self, node: int, command: Command, error: NodeError) -> None:
         """Ask once more on a new connection where one broke, else count a failed vote."""
@@ -148,14 +166,7 @@ class GrantRound(Round):
         elif first:
             self.never_asked.add(node)
         self.errors[node] = error
-        self._count(Vote.FAILED)
-
-    def _count(self, vote: Vote) -> None:
-        if self.decided:
-            return
-        tally = self.tally
-        tally.add(vote)
-        if tally.reached or tally.impossible:
+        if not self.decided and self.tally.add(FAILED):
             self.decide()
 
     def free_in(self) -> float | None:
@@ -206,7 +217,7 @@ class RenewRound(Round):
     @property
     def wanted(self) -> bool:
         """Not once the hold is over."""
-        return self.hold.state is State.HELD
+        return self.hold.state is HELD
 
     @property
     def reached(self) -> bool:

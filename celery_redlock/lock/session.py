@@ -38,7 +38,7 @@ from celery_redlock.lock.keys import (
     value_of,
     wake_channel,
 )
-from celery_redlock.lock.lease import MARGIN, Fence, Hold, State, proposal
+from celery_redlock.lock.lease import HELD, LOST, MARGIN, Fence, Hold, proposal
 from celery_redlock.lock.nodes import (
     GRANT,
     LONGEST_RECONNECT,
@@ -430,7 +430,7 @@ class Release:
         self.until = made_at + RELEASE_IS_OWED * holding.terms.ttl  # by then every lease is over
         self._publish = publish
         self._done_at = holding.done_at
-        self._was_held = claim.hold.state is State.HELD
+        self._was_held = claim.hold.state is HELD
         self._heard: set[int] = set()  # nodes whose first answer is known, or never will be
         self._not_ours = 0
         self._unsettled = (1 << len(claim.hold.ends)) - 1  # nodes still to be told, as bits
@@ -749,7 +749,7 @@ class Holding:
         """Whether it was held once and is over, though nobody gave it back."""
         now = self.session.clock.now()
         return any(
-            hold.state is State.LOST or (hold.state is State.HELD and not hold.held(now))
+            hold.state is LOST or (hold.state is HELD and not hold.held(now))
             for hold in (claim.hold for claim in self.claims)
         )
 
@@ -815,12 +815,12 @@ class Holding:
         """The monotonic s at which it is at risk, or, warned of that, lost; inf once it is said."""
         if self._said_lost:
             return math.inf
-        if len(self.claims) == 1 and (hold := self.claims[0].hold).state is State.HELD:
+        if len(self.claims) == 1 and (hold := self.claims[0].hold).state is HELD:
             return hold.valid_until - (hold.margin if self._warned else hold.ttl / 3)
         states = {claim.hold.state for claim in self.claims}
-        if State.LOST in states:
+        if LOST in states:
             return -math.inf
-        if states != {State.HELD}:
+        if states != {HELD}:
             return math.inf
         before = self.session.margin if self._warned else self.terms.ttl / 3
         return min(claim.hold.valid_until for claim in self.claims) - before
@@ -830,7 +830,7 @@ class Holding:
         holds = [claim.hold for claim in self.claims]
         for hold in holds:
             hold.judge(now)
-        lost = [hold for hold in holds if hold.state is State.LOST]
+        lost = [hold for hold in holds if hold.state is LOST]
         if lost:
             for hold in holds:
                 hold.lose(lost[0].reason)  # one of several is lost: so are all

@@ -15,6 +15,9 @@ class Vote(enum.Enum):
     FAILED = "failed"  # no answer, or an error
 
 
+GRANTED, REFUSED, SILENT, FAILED = Vote
+
+
 def quorum_of(nodes: int) -> int:
     """Return how many of so many nodes are a majority."""
     return nodes // 2 + 1
@@ -36,14 +39,15 @@ class Tally:
         self.granted = self.refused = 0
         self.withheld = 0  # silent or failed: no vote at all
 
-    def add(self, vote: Vote) -> None:
-        """Count one node's vote."""
-        if vote is Vote.GRANTED:
+    def add(self, vote: Vote) -> bool:
+        """Count one node's vote; True where the outcome is certain by now."""
+        if vote is GRANTED:
             self.granted += 1
-        elif vote is Vote.REFUSED:
+        elif vote is REFUSED:
             self.refused += 1
         else:
             self.withheld += 1
+        return self.granted >= self.quorum or self.impossible
 
     @property
     def reached(self) -> bool:

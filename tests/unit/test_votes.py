@@ -74,3 +74,11 @@ def test_a_node_that_used_up_its_time_does_not_count_as_able_to_vote() -> None:
 
 def test_silent_nodes_alone_are_not_taken() -> None:
     assert not tally(3, Vote.SILENT, Vote.SILENT, Vote.GRANTED).taken(time_is_up=False)
+
+
+@given(rounds)
+def test_each_vote_tells_whether_the_outcome_is_certain(round_: tuple[int, list[Vote]]) -> None:
+    nodes, votes = round_
+    counted = Tally(nodes)
+    for vote in votes:
+        assert counted.add(vote) == (counted.reached or counted.impossible)
