@@ -399,10 +399,14 @@ class Wire:
         """
         try:
             self.pending.extend(entries)
-            self._check()
+            if self.cut:
+                self._refuse()
             guard = self.guard
-            texts = [text + guard if command.guarded else text for command, _, text in entries]
-            data = texts[0] if len(texts) == 1 else b"".join(texts)
+            if len(entries) == 1:
+                command, _, text = entries[0]
+                data = text + guard if command.guarded else text
+            else:
+                data = b"".join([t + guard if c.guarded else t for c, _, t in entries])
             if self.unsent:
                 data = self.unsent + data
             try:
@@ -417,17 +421,18 @@ class Wire:
             self.cut = True
             raise
 
-    def _check(self) -> None:
-        if self.cut:
-            raise OSError(CUT)
+    def _refuse(self) -> None:
+        raise OSError(CUT)
 
     def read(self) -> None:
         """Move what has come to `answers`. Raises OSError at the connection's end."""
-        self._check()
+        if self.cut:
+            self._refuse()
         try:
             reader, first, done = self._reader, self.pending.popleft, self.answers.append
             reader.feed(receive(self.socket))
-            while (reply := reader.gets()) is not _INCOMPLETE:
+            gets = reader.gets
+            while (reply := gets()) is not _INCOMPLETE:
                 done((first(), reply))
         except IndexError:
             raise OSError("an answer that nobody asked for") from None
@@ -569,7 +574,8 @@ class Node:
         if wire is None or not wire.pending:
             return False
         try:
-            return now - max(wire.pending[0][1], wire.opened_at) > self.timeout
+            latest = now - self.timeout  # that it may have been sent at
+            return wire.pending[0][1] < latest and wire.opened_at < latest
         except IndexError:  # another thread has read it meanwhile
             return False
 
@@ -688,8 +694,6 @@ class Node:
 
 
 def _wanted(entries: Sequence[Entry]) -> Sequence[Entry]:
-    if len(entries) == 1:
-        return entries if entries[0][0].handler.wanted else ()
     for command, _, _ in entries:
         if not command.handler.wanted:
             return [entry for entry in entries if entry[0].handler.wanted]

@@ -90,8 +90,21 @@ class GrantRound(Round):
     says so. done: one node has such a mark, which is enough, for it tells a fact.
     """
 
-    asks_since: float | None = None
-    done = False
+    __slots__ = (
+        "_resend",
+        "asked_again",
+        "asks_since",
+        "done",
+        "errors",
+        "fence",
+        "granted",
+        "hold",
+        "never_asked",
+        "refusals",
+        "sent",
+        "silent",
+        "tally",
+    )
 
     def __init__(
         self,
@@ -100,7 +113,9 @@ class GrantRound(Round):
         resend: Callable[[int, Command, float | None], None],
         fence: Fence | None = None,
     ) -> None:
-        super().__init__()
+        self.decided, self.wake = False, None
+        self.asks_since: float | None = None
+        self.done = False
         self.hold, self.fence = hold, fence
         self.tally = Tally(nodes)
         self.sent = 0.0  # monotonic s; an older fencing proposal must not meet a younger lease
@@ -467,7 +482,8 @@ class Quorum:
         seat = self._take_seat(native)
         round_.wake = seat.wake
         try:
-            self._deliver_mail()
+            if self._mail:
+                self._deliver_mail()
             while not seat.rests_on(round_):
                 left = until - self.clock.now()
                 self._read(seat.poll(self.nodes, self._topology, max(0.0, left)))
@@ -513,7 +529,8 @@ class Quorum:
         with self._reading:
             for node in nodes:
                 self._hand_on(node)
-        self._deliver_mail()
+        if self._mail:
+            self._deliver_mail()
 
     def _hand_on(self, node: Node) -> None:
         wire = node.receive()

@@ -7,7 +7,6 @@ each round, and a release that goes to every node on the wire that the grant too
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -414,9 +413,11 @@ class Lock:
         lost: list[Holding] = []
         try:
             self._check_acquired()
-            if grip is None or not self._holdings():
+            context = self._redlock.session.context()
+            if grip is None or grip.context[0] != context[0] or not grip.holdings:
                 return  # released; or a child, which neither holds nor releases its parent's locks
-            mine = [holding for holding in grip.holdings if len(holding.users) == 1]
+            self._check_owner(context)
+            mine = [holding for holding in grip.holdings if holding.users == 1]
             held = [holding for holding in mine if holding.held]
             if len(held) < len(mine):
                 lost = [holding for holding in mine if holding.lost]
@@ -436,8 +437,6 @@ class Lock:
     def _check_acquired(self) -> None:
         if self._last is None:
             raise RedlockError(f"{self.resource!r} was never acquired: call acquire() first")
-        if self._holdings():
-            self._check_owner(self._redlock.session.context())
 
     def _end(self, grip: Grip) -> None:
         """Let go of what may be held."""
@@ -447,7 +446,7 @@ class Lock:
             grip.let_go()  # cut before it was on its way
             raise
         finally:
-            with contextlib.suppress(ValueError):  # cut before it was in
+            if grip in self._grips:  # else it was cut before it was in
                 self._grips.remove(grip)
 
     def __enter__(self) -> Lock:
@@ -478,7 +477,10 @@ class Lock:
 
     def _check_owner(self, context: Context) -> None:
         """Raise where the object is acquired in another context; the first one in is its owner."""
-        owner = self._grips[0].context if self._grips else context
+        first = self._grips[:1]  # in one step: it may go meanwhile
+        if not first or first[0].context is context:
+            return
+        owner = first[0].context
         if owner[0] != context[0]:
             self._grips.clear()  # in a child, of which nothing of its parent's is
         elif owner != context:
@@ -504,12 +506,12 @@ class Grip:
         """Rely on a holding from now on."""
         if holding not in self.holdings:
             self.holdings.append(holding)
-            holding.users.add(self)
+            holding.join(self)
 
     def leave(self, holding: Holding) -> None:
         """Rely on a holding no more, which is over."""
         self.holdings.remove(holding)
-        holding.users.discard(self)
+        holding.part(self)
 
     def settle_fences(self) -> Refused | None:
         """Have one fencing token confirmed for all; None where it may be used."""
@@ -520,7 +522,7 @@ class Grip:
     def let_go(self) -> None:
         """Give back what nobody else relies on; twice does no harm."""
         for holding in self.holdings:
-            holding.users.discard(self)
+            holding.part(self)
             if not holding.users:
                 holding.let_go()
 

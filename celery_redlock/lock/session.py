@@ -15,11 +15,11 @@ import math
 import os
 import random
 import threading
-import weakref
 from asyncio.events import _get_running_loop
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 from celery_redlock.errors import (
     LockLost,
@@ -226,7 +226,8 @@ class Session:
             here = self._local.here
         except AttributeError:
             here = self._local.here = Here()
-        return os.getpid(), here, _asyncio_task()
+        task = None if _get_running_loop() is None else asyncio.current_task()
+        return os.getpid(), here, task
 
     def outer(self, terms: Terms, context: Context) -> dict[str, Holding]:
         """Return what a context holds already of what terms ask for, by resource.
@@ -399,13 +400,6 @@ class Here:
 Context = tuple[int, Here, object]  # process, thread or greenlet, asyncio task
 
 
-def _asyncio_task() -> object:
-    """Return the asyncio task that runs here, None outside of one."""
-    if _get_running_loop() is None:
-        return None
-    return asyncio.current_task()
-
-
 def in_silence(seconds: float) -> str:
     """Return why a node does not vote, for how long, and the way out."""
     return (
@@ -423,6 +417,18 @@ class Release:
     mark of that, which so is ahead of it on every connection, however often it is sent.
     """
 
+    __slots__ = (
+        "_done_at",
+        "_heard",
+        "_not_ours",
+        "_publish",
+        "_unsettled",
+        "_was_held",
+        "claim",
+        "holding",
+        "made_at",
+        "until",
+    )
     wanted = True
 
     def __init__(self, holding: Holding, claim: Claim, made_at: float, *, publish: bool) -> None:
@@ -442,19 +448,21 @@ class Release:
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Take note of nodes where the key was not ours any more."""
-        quorum = self.holding.session.quorum
         first = node not in self._heard
         self._heard.add(node)
-        if type(reply) is not int and self.holding.session.clock.now() < self.until:
-            self.holding.session.owe(node, self)  # it cannot just now: loading, busy, no disk
+        if reply == 1:
+            self.settle(node)
+            return
+        session = self.holding.session
+        if type(reply) is not int and session.clock.now() < self.until:
+            session.owe(node, self)  # it cannot just now: loading, busy, no disk
         else:
             self.settle(node)
         if first and reply == 0 and self._was_held and node in self.claim.round.granted:
             self._not_ours += 1
-            if self._not_ours == len(quorum.nodes) - quorum.size + 1:
+            if self._not_ours == len(session.quorum.nodes) - session.quorum.size + 1:
                 reason = "at its release its key was no longer ours"
-                watchdog = self.holding.session.watchdog
-                watchdog.tell(functools.partial(self.holding.say_lost, reason))
+                session.watchdog.tell(functools.partial(self.holding.say_lost, reason))
 
     def failed(self, node: int, command: Command, error: NodeError) -> None:
         """Try again when the node is back, where it may hold a key of ours."""
@@ -545,7 +553,7 @@ class Claim:
         until = sent + min(session.setup.node_timeout, hold.ttl / ROUNDS_IN_TTL)
         quorum.wait(round_, until)
         time_is_up, round_.decided = not round_.decided, True
-        error = session.same_server()
+        error = None if quorum.same_server is None else session.same_server()
         if error is not None:
             raise error
         if round_.done:
@@ -644,15 +652,31 @@ class Holding:
         self._context = context
         self.claims: list[Claim] = []
         self.leeway = terms.ttl / RENEWED_TOGETHER
-        # who relies on it: it is given back after the last. Weak, so that what nobody can give
-        # back any more, since its acquire or release was cut, is not renewed for ever
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._users: list[ref[Any]] = []
         self.abandoned = False  # its context may not take it again
         self.renew_at = self._repair_at = math.inf
         self.acquired_at = 0.0
         self.done_at = 0.0  # s since 1970, once what runs under it is done
         self._warned = self._said_lost = False
         self._releases: list[Release] = []
+
+    def join(self, user: object) -> None:
+        """Take note of one more that relies on it; it is given back after the last.
+
+        Kept weakly, so that what nobody can give back any more, since its acquire or release was
+        cut, is not renewed for ever.
+        """
+        self._users.append(ref(user))
+
+    def part(self, user: object) -> None:
+        """Take note that somebody relies on it no more; twice does no harm."""
+        if ref(user) in self._users:
+            self._users.remove(ref(user))
+
+    @property
+    def users(self) -> int:
+        """How many rely on it, and could still give it back."""
+        return len([user for user in self._users if user() is not None])
 
     @property
     def resource(self) -> str:
