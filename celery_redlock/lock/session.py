@@ -324,10 +324,8 @@ class Session:
         batch.close()
         self.quorum.scatter(entries, sent)
         self.quorum.wait(batch, sent + self.setup.node_timeout, native=native)
-        for holding, rounds in renewals:
-            if rounds:
-                holding.renewed(sent, rounds)
-        return all(round_.reached for _, rounds in renewals for round_ in rounds)
+        reached = [holding.renewed(sent, rounds) for holding, rounds in renewals if rounds]
+        return all(reached)
 
     def _tidy(self) -> float:
         """Read late replies, send what is owed; returns when to look again."""
@@ -896,8 +894,9 @@ class Holding:
 
     def is_kept(self) -> bool:
         """Tell whether anybody is left who could give it back; else it is given back here."""
-        if self.users:
-            return True
+        for user in self._users:
+            if user() is not None:
+                return True
         self.abandoned = True  # before the second look: who joins looks at it after it has joined
         if self.users:
             self.abandoned = False
@@ -906,10 +905,11 @@ class Holding:
         logger.warning("released %r: nobody keeps its Lock any more", self.resource)
         return False
 
-    def renewed(self, sent: float, rounds: Sequence[RenewRound]) -> None:
-        """Set the next renewal after one that was sent at a monotonic s."""
+    def renewed(self, sent: float, rounds: Sequence[RenewRound]) -> bool:
+        """Set the next renewal after one that was sent at a monotonic s; True where it reached."""
         ttl, session = self.terms.ttl, self.session
-        if all(round_.reached for round_ in rounds):
+        reached = all(round_.reached for round_ in rounds)
+        if reached:
             self._warned = False
             self._schedule(sent + ttl / 3)
             observer = session.redlock.observer
@@ -918,6 +918,7 @@ class Holding:
         else:
             hurry = max(SHORTEST_RENEWAL, self.remaining / 4)
             self._schedule(session.clock.now() + min(ttl / 3, hurry))
+        return reached
 
     def _node_lacks_it(self) -> None:
         """Look at the deadline anew, and repair soon: when the round that told of it is over."""
