@@ -22,12 +22,6 @@ KEPT = 500.0  # s
 ANY = -math.inf
 
 
-@pytest.fixture
-def redlock(brisk_redlock: Redlock) -> Redlock:
-    """Give one whose locks may have `TTL`."""
-    return brisk_redlock
-
-
 def lock_of(
     redlock: Redlock, since: float | None = None, run: str = RUN, resource: Any = "r", **terms: Any
 ) -> Lock:

@@ -231,11 +231,11 @@ def release_before_done() -> Iterator[None]:
 def done_by_a_majority() -> Iterator[None]:
     """One node that knows of the end is not enough."""
     is_done = GrantRound._is_done
+    said: dict[Hold, int] = {}
 
     def counted(self: GrantRound, at_ms: int) -> bool:
-        said: int = self.__dict__.get("said", 0) + is_done(self, at_ms)
-        self.__dict__["said"] = said
-        return said > 1
+        said[self.hold] = said.get(self.hold, 0) + is_done(self, at_ms)
+        return said[self.hold] > 1
 
     with patched(GrantRound, _is_done=counted):
         yield
