@@ -30,13 +30,13 @@ def rabbitmq() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module", params=["classic", "quorum"])
-def stage(
+def placed(
     request: pytest.FixtureRequest,
     rabbitmq: str,
     standing_broker: EmbeddedNode,
     standing_nodes: list[EmbeddedNode],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Stage]:
+) -> Iterator[tuple[Stage, WorkerProcess]]:
     """Give a stage with a worker that stays for all tests here; each has keys of its own."""
     for node in standing_nodes:
         node.client().flushall()
@@ -47,8 +47,12 @@ def stage(
         made = set_stage(
             stack, folder, standing_nodes, standing_broker, rabbitmq, request.param, **conf
         )
-        made.worker(concurrency=2)
-        yield made
+        yield made, made.worker(concurrency=2)
+
+
+@pytest.fixture
+def stage(placed: tuple[Stage, WorkerProcess]) -> Stage:
+    return placed[0]
 
 
 def test_everything_stays_with_a_message_over_many_deferrals(stage: Stage) -> None:
@@ -128,22 +132,24 @@ class Chasm(Proxy):
 
 
 @contextmanager
-def far_worker(stage: Stage, rabbitmq: str) -> Iterator[tuple[Chasm, WorkerProcess, str]]:
-    """Give a worker whose way to RabbitMQ can break, that way, and the queue that it consumes."""
+def far_worker(stage: Stage, rabbitmq: str, queue: str) -> Iterator[Chasm]:
+    """Start a worker that consumes one queue; give its way to RabbitMQ, which can break."""
     server = urlsplit(rabbitmq)
     chasm = Chasm(SimpleNamespace(port=server.port or 5672))
     through = server._replace(netloc=f"{server.username}:{server.password}@127.0.0.1:{chasm.port}")
-    queue = f"{stage.tasks.KIND}-far"
     far = replace(stage, env={**stage.env, "TEST_BROKER": through.geturl()})
     try:
         with ExitStack() as far.stack:
-            yield chasm, far.worker("far", concurrency=2, queues=[queue]), queue
+            far.worker("far", concurrency=1, queues=[queue])
+            yield chasm
+            chasm.weather = FAIR  # so that it can say farewell
     finally:
         chasm.close()
 
 
 def test_what_is_put_back_into_a_dead_connection_is_not_lost(stage: Stage, rabbitmq: str) -> None:
-    with far_worker(stage, rabbitmq) as (chasm, _, queue):
+    queue = f"{stage.tasks.KIND}-far"
+    with far_worker(stage, rabbitmq, queue) as chasm:
         with stage.tasks.work.lock_for("far", wait=60):
             ballast = {"ballast": "x" * 3000}
             result = stage.tasks.work.apply_async(("far",), queue=queue, headers=ballast)
@@ -156,16 +162,20 @@ def test_what_is_put_back_into_a_dead_connection_is_not_lost(stage: Stage, rabbi
 
 
 def test_what_is_redelivered_after_a_lost_connection_waits_and_is_dropped(
-    stage: Stage, rabbitmq: str
+    placed: tuple[Stage, WorkerProcess], rabbitmq: str
 ) -> None:
-    with far_worker(stage, rabbitmq) as (chasm, worker, queue):
+    stage, near = placed
+    queue = f"{stage.tasks.KIND}-lasting"
+    with far_worker(stage, rabbitmq, queue) as chasm:
         result = stage.tasks.lasts.apply_async(("lasting",), queue=queue)
         eventually(lambda: [line for line in stage.lines("begin") if line.key == "lasting"])
+        chasm.weather = Weather(refuses=True)
         chasm.cut()
-        eventually(lambda: f"[{result.id}] runs already" in worker.output())
+        stage.app.control.add_consumer(queue)
+        eventually(lambda: f"[{result.id}] runs already" in near.output())
         assert stage.info(result)["status"] == "PENDING"  # the twin writes no state
         stage.log.with_name("lasting").touch()
         assert result.get(timeout=120) == "lasted"
-        eventually(lambda: f"dropped tests.lasts[{result.id}]" in worker.output())
+        eventually(lambda: f"dropped tests.lasts[{result.id}]" in near.output())
     assert len([line for line in stage.lines("begin") if line.key == "lasting"]) == 1
     assert stage.info(result)["status"] == "SUCCESS"
