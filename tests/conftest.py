@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import celery
 import hypothesis
 import pytest
 import redis
@@ -30,8 +31,8 @@ T = TypeVar("T")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let redis-py 5 leave sockets of its clients to the garbage collector; later ones do not."""
-    if int(redis.__version__.partition(".")[0]) < 6:
+    """Let redis-py 5, and Celery's result backend before 5.7, leave sockets to the collector."""
+    if int(redis.__version__.partition(".")[0]) < 6 or celery.VERSION < (5, 7):
         config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
 
 
