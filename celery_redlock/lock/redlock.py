@@ -553,6 +553,13 @@ def give_back(lock: Lock, *, done: bool = False) -> None:
             return
 
 
+def loss_of(lock: Lock) -> LockLost | None:
+    """Return the error that tells of a lock's loss; None where it is held, or given back."""
+    if any(holding.lost for holding in lock._holdings()):
+        return LockLost(lock.resource, lock._why())
+    return None
+
+
 def _pause(refused: NotAcquired, tries: int, *, hears: bool) -> float:
     """Return the s until the next try: randomized, and soon after the lease that refused.
 

@@ -25,7 +25,7 @@ from celery_redlock.errors import LockLost, LockTaken, NotAcquired, RedlockError
 from celery_redlock.lock.keys import in_order
 from celery_redlock.lock.redlock import Lock, give_back
 from celery_redlock.lock.session import AlreadyDoneError, Mark, Terms
-from celery_redlock.tasks import contention, signals, states
+from celery_redlock.tasks import contention, runtime, signals, states
 from celery_redlock.tasks.contention import Contention, Past, Requeue, RunUnlocked, Skip
 from celery_redlock.tasks.deferral import Address, Slip, bearable, put_back, utc_now
 from celery_redlock.tasks.runtime import redlock_of, settings_of
@@ -264,13 +264,39 @@ def _run_body(
     try:
         tracked = bool(getattr(task, "_redlock_track_started", False))
         states.show_started(task, request, tracked=tracked, deferred=slip.deferrals > 0)
-        result = call(*args, **kwargs)
-        if rules.lost == "abort" and not passage.unlocked:
-            ensure_to_the_end(passage.lock)
-        return result
+        if passage.unlocked:
+            return call(*args, **kwargs)
+        return _run_held(task, request, passage.lock, rules, call, args, kwargs)
     finally:
         if not passage.late:
             let_go(request)
+
+
+def _run_held(
+    task: Any,
+    request: Any,
+    lock: Lock,
+    rules: Rules,
+    call: Body,
+    args: Sequence[Any],
+    kwargs: Any,
+) -> Any:
+    """Run a body that hears of its lock's loss, and let it not end well without its lock.
+
+    What it raises stands: its own error says more, a retry takes the lock anew, and after Ignore
+    or Reject no SUCCESS is stored.
+    """
+    report = functools.partial(states.show_lock_lost, task, request)
+    body = runtime.Body(lock, abort=rules.lost == "abort", report=report)
+    try:
+        result = body.run(call, args, kwargs)
+    except Exception:
+        body.report_loss()
+        raise
+    body.report_loss()
+    if rules.lost == "abort":
+        ensure_to_the_end(lock)
+    return result
 
 
 def ensure_to_the_end(lock: Lock) -> None:

@@ -1,17 +1,43 @@
-"""What one process owns for each app: its settings and its one `Redlock`."""
+"""What one process owns for each app: its settings and its one `Redlock`; and its running bodies.
+
+A body is told in mid-run that its lock is lost, as LockLost raised inside of it, where that can be
+done without striking anything else: in a main thread by a real-time signal of our own, in a
+greenlet by its hub. Both look at the stack first. In other threads nothing is raised: Python's
+own way to do that wakes nobody who sleeps, and may strike Celery after the body's end.
+"""
 
 from __future__ import annotations
 
+import functools
+import signal
+import sys
 import threading
 import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
-from celery_redlock.lock.redlock import Redlock
+from celery.exceptions import SoftTimeLimitExceeded
+
+from celery_redlock.errors import LockLost
+from celery_redlock.lock.clock import Alarm, Bell, start_thread
+from celery_redlock.lock.redlock import Lock, Redlock, loss_of
 from celery_redlock.tasks.settings import AppSettings, read_app
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # s: between tries to tell a body that is not to be struck
+PREFERRED_SIGNAL = 5  # above SIGRTMIN: the first that we take if nobody else has
+# Modules in which nothing is raised, though a body called them: they would swallow LockLost, or
+# the error that they are about to raise. A run inside a body (`apply`) is there, too, and ends
+# first; and so is what gives back other locks. Their acquire is made to be cut.
+UNTOUCHED = ("billiard.", "celery.app.trace.", "celery.utils.dispatch.", "celery_redlock.tasks.",
+             "logging.")  # fmt: skip
+GIVES_BACK = frozenset(("__exit__", "_end", "hand_over", "let_go", "release"))
 
 _settings: weakref.WeakKeyDictionary[Any, AppSettings] = weakref.WeakKeyDictionary()
 _redlocks: weakref.WeakKeyDictionary[Any, Redlock] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
+_bodies: dict[int, Body] = {}  # that run in this process, by id
 
 
 def settings_of(app: Any) -> AppSettings:
@@ -43,3 +69,233 @@ def redlock_of(app: Any) -> Redlock:
                     restart_guard=settings.restart_guard,
                 )
     return redlock
+
+
+class Body:
+    """A body that runs under a lock, and hears when that is lost.
+
+    abort: LockLost is raised in it, once, where its place allows that. report: called with the
+    loss, once, where it may block; tells monitors.
+    """
+
+    __slots__ = ("_reports", "abort", "lock", "place", "struck")
+
+    def __init__(self, lock: Lock, *, abort: bool, report: Callable[[LockLost], object]) -> None:
+        self.lock, self.abort = lock, abort
+        self.place = _here()
+        self.struck = False
+        self._reports = [report]  # taken out by the one that calls it
+
+    def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run it. Raises LockLost instead where the lock is lost by now, and abort says so."""
+        _bodies[id(self)] = self
+        try:
+            lost = loss_of(self.lock)  # before it stood there, nobody could have told it
+            if lost is not None and self.abort:
+                raise lost
+            return call(*args, **kwargs)
+        finally:
+            _bodies.pop(id(self), None)
+
+    def report_loss(self) -> None:
+        """Tell monitors where the lock is lost, unless that is done."""
+        lost = loss_of(self.lock)
+        if lost is not None and self._reports:
+            try:
+                report = self._reports.pop()
+            except IndexError:
+                return  # another thread was faster
+            report(lost)
+
+    def hear(self) -> None:
+        """Have the loss reported, and raised in the body. Does not wait for either."""
+        if self._reports:
+            self.place.beside(self.report_loss)
+        if self.abort:
+            start_thread(self._interrupt)
+
+    def _interrupt(self) -> None:
+        """Try until it is struck or over; in a thread of its own."""
+        alarm, pause = Alarm(), FIRST_PAUSE
+        while id(self) in _bodies and self.pending is not None:
+            if not self.place.interrupt(self):
+                return
+            alarm.sleep(pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
+
+    @property
+    def pending(self) -> LockLost | None:
+        """What is still to be raised in it.
+
+        Once only: a body that catches it is not struck again while it cleans up.
+        """
+        return loss_of(self.lock) if self.abort and not self.struck else None
+
+    def is_under(self, frame: FrameType | None) -> bool:
+        """Tell whether a stack leads from this body to its top, through nothing untouched."""
+        code, called = Body.run.__code__, False
+        while frame is not None:
+            if frame.f_code is code and frame.f_locals["self"] is self:
+                return called
+            if _is_untouched(frame):
+                return False
+            frame, called = frame.f_back, True
+        return False
+
+
+def _is_untouched(frame: FrameType) -> bool:
+    module, name = f"{frame.f_globals.get('__name__', '')}.", frame.f_code.co_name
+    gives_back = name in GIVES_BACK and module.startswith("celery_redlock.")
+    return gives_back or name == "__del__" or module.startswith(UNTOUCHED)
+
+
+def tell_bodies() -> None:
+    """Have every body whose lock is lost hear of it; called by the watchdog, and does not wait."""
+    for body in list(_bodies.values()):
+        if loss_of(body.lock) is not None:
+            body.hear()
+
+
+class Place:
+    """Where a body runs. This is one in which nothing can be raised: a thread like any other."""
+
+    def interrupt(self, body: Body) -> bool:
+        """Have a body struck if it can be done now; False where it never can."""
+        return False
+
+    def beside(self, do: Callable[[], None]) -> None:
+        """Call a function soon, where it may block and sees what the body sees."""
+        start_thread(do)
+
+
+class MainThread(Place):
+    """The main thread of a process: a signal of our own, whose handler looks at the stack.
+
+    Source: signal(2): a handler runs in the main thread, between two steps of what it does, so it
+    cannot race with the end of the body; and a system call in which it sleeps is cut short.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def is_ready(self) -> bool:
+        """Tell whether the signal is ours; take it where nobody has it. In the main thread only."""
+        if self._is_ours():
+            return True
+        least, most = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", 0)
+        for number in range(least + PREFERRED_SIGNAL, most + 1) if least else ():
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._raise_loss)
+                self._number = number
+                return True
+        return False
+
+    def _is_ours(self) -> bool:
+        return self._number is not None and signal.getsignal(self._number) == self._raise_loss
+
+    def interrupt(self, body: Body) -> bool:
+        """Send the signal; a handler that replaced ours meanwhile is not ours to call."""
+        if self._number is None or not self._is_ours():
+            return False
+        signal.pthread_kill(threading.main_thread().ident or 0, self._number)
+        return True
+
+    def _raise_loss(self, number: int, frame: FrameType | None) -> None:
+        """Raise LockLost if a body whose lock is lost is what runs now."""
+        if _is_cut(sys.exc_info()[1]):
+            return
+        for body in list(_bodies.values()):
+            lost = body.pending if body.place is self else None
+            if lost is not None and body.is_under(frame):
+                body.struck = True
+                raise lost
+
+
+def _is_cut(error: BaseException | None) -> bool:
+    """Tell whether somebody else ends the body already, and it cleans up."""
+    while error is not None:
+        if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception):
+            return True
+        error = error.__context__
+    return False
+
+
+class Greenlet(Place):
+    """A greenlet. Its hub throws into it, so that nothing runs between the look and the throw.
+
+    Only where it waits: a body that never gives way cannot be told.
+
+    call_in_hub: has a function called there; safe to be called in any thread. spawn: starts a
+    greenlet, in the hub.
+    """
+
+    def __init__(
+        self,
+        greenlet: Any,
+        call_in_hub: Callable[..., object],
+        spawn: Callable[[Callable[[], object]], object],
+    ) -> None:
+        self._greenlet, self._call_in_hub, self._spawn = greenlet, call_in_hub, spawn
+
+    def interrupt(self, body: Body) -> bool:
+        """Have the hub look and throw."""
+        self._call_in_hub(self._throw, body)
+        return True
+
+    def _throw(self, body: Body) -> None:
+        lost = body.pending
+        if lost is not None and body.is_under(self._greenlet.gr_frame):
+            body.struck = True
+            self._greenlet.throw(lost)
+
+    def beside(self, do: Callable[[], None]) -> None:
+        """Call it in a greenlet of its own: connections belong to the hub of their thread."""
+        self._call_in_hub(self._spawn, do)
+
+
+class HubCalls:
+    """Calls that other threads leave for an eventlet hub, which they could not wake by itself.
+
+    Source: eventlet.hubs.hub: timers may be added by the hub's own thread alone; what can be
+    watched is a descriptor.
+    """
+
+    def __init__(self, hub: Any) -> None:
+        self._bell, self._calls = Bell(), deque[Callable[[], object]]()
+        hub.add(hub.READ, self._bell.descriptor, self._call_all, lambda _: None, None)
+
+    def __call__(self, do: Callable[..., object], argument: object) -> None:
+        """Leave a call."""
+        self._calls.append(functools.partial(do, argument))
+        self._bell.ring()
+
+    def _call_all(self, _: object) -> None:
+        self._bell.hush()
+        while self._calls:
+            self._calls.popleft()()
+
+
+def _here() -> Place:
+    """Return where this is called."""
+    monkey = sys.modules.get("gevent.monkey")
+    if monkey is not None and monkey.is_module_patched("threading"):
+        gevent = sys.modules["gevent"]
+        call = gevent.get_hub().loop.run_callback_threadsafe
+        return Greenlet(gevent.getcurrent(), call, gevent.spawn)
+    patcher = sys.modules.get("eventlet.patcher")
+    if patcher is not None and patcher.is_monkey_patched("thread"):
+        eventlet = sys.modules["eventlet"]
+        return Greenlet(eventlet.getcurrent(), _calls_of(eventlet.hubs.get_hub()), eventlet.spawn_n)
+    is_main = threading.get_ident() == threading.main_thread().ident
+    return _main_thread if is_main and _main_thread.is_ready() else _any_thread
+
+
+def _calls_of(hub: Any) -> HubCalls:
+    calls = _hub_calls.get(hub)
+    if calls is None:
+        calls = _hub_calls[hub] = HubCalls(hub)
+    return calls
+
+
+_hub_calls: weakref.WeakKeyDictionary[Any, HubCalls] = weakref.WeakKeyDictionary()
+_main_thread, _any_thread = MainThread(), Place()

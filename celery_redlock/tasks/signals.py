@@ -13,6 +13,7 @@ from celery.utils.dispatch import Signal
 
 from celery_redlock.lock.redlock import Redlock
 from celery_redlock.lock.session import Holding, Observer
+from celery_redlock.tasks.runtime import tell_bodies
 
 lock_acquired = Signal(name="lock_acquired", providing_args={"event"})
 lock_deferred = Signal(name="lock_deferred", providing_args={"event"})
@@ -117,7 +118,8 @@ class SignalObserver(Observer):
         return bool(lock_extended.receivers)
 
     def lost(self, holding: Holding, reason: str) -> None:
-        """Send lock_lost."""
+        """Tell the bodies that run under it, and send lock_lost."""
+        tell_bodies()  # first: a receiver may take its time
         lock_lost.send(_sender(holding), event=LockLost(holding.resource, reason))
 
     def node_failed(self, redlock: Any, node: str, cause: str) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 from celery import states
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
 
+from celery_redlock.errors import LockLost
+
 logger = logging.getLogger(__name__)
 
 DEFERRED = "DEFERRED"
@@ -99,6 +101,17 @@ def show_lost(task: Any, request: Any, error: Exception) -> None:
     store = stores(task, request)
     mark = task.backend.mark_as_failure
     _show(task, lambda: mark(request.id, error, request=request, store_result=store))
+
+
+def show_lock_lost(task: Any, request: Any, lost: LockLost) -> None:
+    """Send task-lock-lost, in whatever thread or greenlet this is called."""
+    if request.is_eager:
+        return
+    task.request_stack.push(request)  # what is sent is about the task's current request
+    try:
+        _send(task, "task-lock-lost", resource=lost.resource, reason=lost.reason)
+    finally:
+        task.request_stack.pop()
 
 
 def _send(task: Any, event: str, **fields: Any) -> None:

@@ -227,6 +227,16 @@ class WorkerProcess:
         """Send a signal to the main process only."""
         os.kill(self.pid, number)
 
+    def wait(self, timeout: float = 60.0) -> int:
+        """Return the main process's exit code once it has ended by itself.
+
+        timeout: s. Raises RuntimeError with the log where it still runs by then.
+        """
+        try:
+            return 0 if self._process is None else self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"worker {self.name} still runs:\n{self.output()}") from None
+
     def kill(self) -> None:
         """End the main process and its children at once, as a machine that dies does."""
         if self._process is None:

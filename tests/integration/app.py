@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
+import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import redis
 from celery import Celery, Task, chord
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import after_task_publish, task_received
+from greenlet import GreenletExit
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
-from celery_redlock import Backoff, LockedTask, current_lock
+from celery_redlock import Backoff, LockedTask, LockLost, current_lock
 from celery_redlock.signals import LockReleased, lock_released
+from celery_redlock.tasks.runtime import redlock_of
 
 LOG = Path(os.environ.get("TEST_LOG", os.devnull))
 NODES = os.environ.get("TEST_NODES", "redis://nowhere")
@@ -110,6 +116,8 @@ def end_somehow(self: Any, key: str, how: str) -> str:
         ),
         "system exit": lambda: sys.exit(3),
         "memory": lambda: raise_(MemoryError()),
+        "keyboard interrupt": lambda: raise_(KeyboardInterrupt()),
+        "greenlet exit": lambda: raise_(GreenletExit()),
         "soft limit": self_soft_limit,
         "unpicklable result": lambda: lambda: None,
         "replace": lambda: self.replace(work.si(f"{key}-other")),
@@ -419,3 +427,194 @@ def lasts(key: str) -> str:
         while not LOG.with_name(key).exists() and time.monotonic() < end:
             time.sleep(0.02)
     return "lasted"
+
+
+# what is lost in mid-run
+
+
+@functools.cache
+def node_clients() -> list[redis.Redis]:
+    return [redis.Redis.from_url(url) for url in NODES.split(",")]
+
+
+def lose(key: str) -> None:
+    """Let a lock be another's for a moment, and have its holder renew at once, and so find out."""
+    for node in node_clients():
+        node.set(f"{{redlock}}:lock:{key}", "theirs", px=100)
+    session = redlock_of(app).session
+    session.watchdog.hurry(session.clock.now())
+
+
+def hold_on(self: Any, key: str, how: str) -> str:
+    """Write that it has begun; then go on until it is told, or for longer than any test."""
+    write("begin", key)
+    ways: dict[str, Callable[[], Any]] = {
+        "sleeps": lambda: time.sleep(100),
+        "computes": compute,
+        "works in steps": lambda: [time.sleep(0.02) for _ in range(5000)],
+        "logs": log_on,
+        "takes others": lambda: take_others(key),
+        "asks": lambda: ask(self),
+        "applies": lambda: [waits.apply((f"{key}-inner",)), time.sleep(100)],
+    }
+    try:
+        ways[how]()
+    except LockLost as lost:
+        write("told", key, ended=lost.body_ended)
+        raise
+    finally:
+        write("over", key)
+    return "went on"
+
+
+def log_on() -> None:
+    with Path(os.devnull).open("w") as nowhere:
+        handler = logging.StreamHandler(nowhere)
+        logger = logging.Logger("of the body")
+        logger.addHandler(handler)
+        while True:
+            logger.info("a step")
+            time.sleep(0.001)
+
+
+def compute() -> None:
+    end = time.monotonic() + 100
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def take_others(key: str) -> None:
+    for n in range(10**9):
+        with work.lock_for(f"{key}-{n % 5}", wait=5):
+            pass
+
+
+def ask(self: Any) -> None:
+    while True:
+        time.sleep(0.02)
+        self.lock.ensure()
+
+
+holds_on = locked(name="tests.holds_on", lock_ttl=TTL)(hold_on)
+holds_on_late = locked(name="tests.holds_on_late", lock_ttl=TTL, acks_late=True)(hold_on)
+
+
+@locked(name="tests.goes_on", lock_ttl=TTL)
+def goes_on(self: Any, key: str) -> str:
+    """Go on until a file says so; what strikes it is caught."""
+    write("begin", key)
+    go_on = LOG.with_name("go on")
+    while not go_on.exists():
+        with contextlib.suppress(LockLost):
+            time.sleep(0.02)
+    return "went on"
+
+
+@locked(name="tests.waits", lock_ttl=TTL)
+def waits(self: Any, key: str) -> None:
+    """Go on until a file says so."""
+    with written(key):
+        while not LOG.with_name("go on").exists():
+            time.sleep(0.02)
+    write("waited", key, held=self.lock.held)
+
+
+@locked(name="tests.gives_nobody_way", lock_ttl=TTL)
+def gives_nobody_way(self: Any, key: str, seconds: float, *, in_c: bool) -> bool:
+    """Keep the processor for so many s; in C, with the interpreter's lock, too."""
+    write("begin", key)
+    if in_c:
+        ctypes.PyDLL(None).sleep(int(seconds))
+    end = time.monotonic() + (0 if in_c else seconds)
+    while time.monotonic() < end:
+        sum(range(1000))
+    return bool(self.lock.held)
+
+
+def swallow(self: Any, key: str, then: str) -> str:
+    """Catch what says that the lock is lost, and end in another way."""
+    first = not LOG.read_text().count(f'"swallowed:{then}"')
+    write("begin", key)
+    if not first:
+        return "again"
+    try:
+        while self.lock.held:
+            time.sleep(0.02)
+        time.sleep(10)
+    except LockLost:
+        pass
+    write(f"swallowed:{then}", key)
+    ways: dict[str, Callable[[], Any]] = {
+        "return": lambda: "done",
+        "raise": lambda: raise_(ValueError("mine")),
+        "retry": lambda: self.retry(countdown=0.2, max_retries=3),
+        "ignore": lambda: raise_(Ignore()),
+    }
+    return str(ways[then]())
+
+
+swallows = locked(name="tests.swallows", lock_ttl=TTL)(swallow)
+
+
+@locked(name="tests.ends_about_then", lock_ttl=TTL)
+def ends_about_then(self: Any, key: str, seconds: float, nested: bool = False) -> str:
+    """Lose the lock, and end so many s after its renewal began."""
+    write("begin", key)
+    ends: list[float] = []
+
+    def lose_soon() -> None:
+        lose(f"k:{key}")
+        ends.append(time.monotonic() + seconds)
+
+    threading.Thread(target=lose_soon).start()
+    while not ends or time.monotonic() < ends[0]:
+        if nested:
+            with work.lock_for(f"nested-{key}"):
+                pass
+        else:
+            time.sleep(0.0005)
+    return "ended"
+
+
+@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_ttl=TTL, autoretry_for=(LockLost,),
+      default_retry_delay=0.1, max_retries=2)  # fmt: skip
+def autoretried_loss(self: Any, key: str) -> int:
+    write("begin", key)
+    if self.request.retries == 0:
+        lose(f"k:{key}")
+        time.sleep(100)
+    return int(self.request.retries)
+
+
+def be_cut(self: Any, key: str, seconds: float) -> None:
+    """Work in steps for so many s, and write how it ended."""
+    write("begin", key)
+    try:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.02)
+    except BaseException as error:
+        write("cut", key, by=type(error).__name__)
+        raise
+    write("finished", key, held=self.lock.held)
+
+
+cut_early = locked(name="tests.cut_early")(be_cut)
+cut_late = locked(name="tests.cut_late", acks_late=True)(be_cut)
+
+
+class Careless(LockedTask):
+    """Each of its hooks fails."""
+
+    abstract = True
+
+    def fail(self, *args: Any, **kwargs: Any) -> None:
+        write("hook", str(self.name))
+        raise ValueError("hook")
+
+    on_success = on_failure = on_retry = after_return = fail
+
+
+careless = functools.partial(task, bind=True, base=Careless, lock_key="k:{key}", lock_backoff=QUICK)
+careless_early = careless(name="tests.careless_early")(end_somehow)
+careless_late = careless(name="tests.careless_late", acks_late=True)(end_somehow)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from celery_redlock import LockLost
+from celery_redlock.testing import EmbeddedNode
 from tests.conftest import TTL, eventually
 from tests.integration.conftest import Stage
 
@@ -81,6 +83,61 @@ def test_a_body_that_exits_its_process_frees_its_key(stage: Stage) -> None:
     stage.wait_for("begin")
     stage.see_freed("k:k")
     assert stage.tasks.work.delay("k").get(timeout=120) == 0
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent", "eventlet"])
+def test_what_no_except_clause_expects_frees_the_lock_at_once(stage: Stage, pool: str) -> None:
+    stage.worker(pool=pool, concurrency=1)
+    for name in ("early", "late"):
+        for how in ("memory", "system exit", "keyboard interrupt", "greenlet exit"):
+            key = f"{how}, {name}"
+            getattr(stage.tasks, f"{name}_end").delay(key, how)
+            eventually(lambda key=key: any(line.key == key for line in stage.lines("begin")))
+            stage.see_freed(f"k:{key}")
+            assert stage.tasks.work.delay(key).get(timeout=120) == 0, "the worker goes on"
+        stage.log.write_text("")
+
+
+@pytest.mark.parametrize(
+    "recycling",
+    ["--max-tasks-per-child=1", "--max-memory-per-child=1"],
+)
+def test_a_child_that_is_recycled_leaves_no_lock_behind(stage: Stage, recycling: str) -> None:
+    stage.worker(concurrency=1, options=[recycling])
+    for task in (stage.tasks.work, stage.tasks.late):
+        results = [task.delay("k") for _ in range(3)]
+        assert [result.get(timeout=120) for result in results] == [0, 0, 0]
+        stage.see_freed("k:k")
+    assert len({line.pid for line in stage.lines("begin")}) == 6, "each had a child of its own"
+
+
+@pytest.mark.parametrize("name", ["careless_early", "careless_late"])
+def test_hooks_that_fail_keep_no_lock(stage: Stage, name: str) -> None:
+    stage.worker(concurrency=1)
+    for how in ("return", "raise", "retry"):
+        getattr(stage.tasks, name).delay(how, how)
+        eventually(lambda how=how: any(line.key == how for line in stage.lines("begin")))
+        stage.see_freed(f"k:{how}")
+    assert stage.lines("hook")
+    assert stage.tasks.work.delay("return").get(timeout=120) == 0
+
+
+def test_a_result_backend_that_fails_keeps_no_lock(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    conf = {
+        "result_backend": "redis://127.0.0.1:1/0",
+        "result_backend_transport_options": {"retry_policy": {"max_retries": 1}},
+        "result_backend_always_retry": False,
+    }
+    stage = make_stage(nodes, **conf)
+    stage.worker(concurrency=1)
+    for name in ("early_end", "late_end"):
+        for how in ("return", "raise"):
+            key = f"{how}, {name}"
+            stage.app.send_task(f"tests.{name}", (key, how), ignore_result=False)
+            eventually(lambda key=key: any(line.key == key for line in stage.lines("begin")))
+            stage.see_freed(f"k:{key}")
 
 
 def test_the_lock_is_held_while_a_body_cleans_up_after_its_soft_limit(stage: Stage) -> None:

@@ -1,0 +1,86 @@
+"""A worker that is told to stop: what it cuts is freed, what it finishes is renewed until then."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import TTL, eventually
+from tests.integration.conftest import Line, Stage
+
+POOLS = ("prefork", "threads", "solo", "gevent", "eventlet")
+LONG = 100.0  # s: a body that nobody waits for
+SOON = 8.0  # s: one that threads finish, though the worker is told to stop at once
+
+
+def waiting_messages(stage: Stage) -> set[str]:
+    """Return the ids of the tasks whose messages the broker has, and no worker."""
+    raw = stage.broker.client().lrange("celery", 0, -1)
+    return {json.loads(message)["headers"]["id"] for message in raw}
+
+
+def begin(stage: Stage, pool: str, seconds: float, ttl: float) -> dict[str, str]:
+    """Have bodies run and a message wait in the worker's memory; returns their ids by key."""
+    ids = {"later": stage.tasks.work.apply_async(("later",), countdown=LONG).id}
+    tasks = {"early": stage.tasks.cut_early, "late": stage.tasks.cut_late}
+    for key, task in tasks.items():
+        ids[key] = task.apply_async((key, seconds), lock={"ttl": ttl}).id
+    stage.wait_for("begin", 1 if pool == "solo" else 2)
+    return ids
+
+
+def ends_of(stage: Stage) -> dict[str, Line]:
+    return {line.key: line for line in stage.lines("cut", "finished")}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_warm_shutdown_renews_until_the_bodies_end(stage: Stage, pool: str) -> None:
+    worker = stage.worker(pool=pool, concurrency=3)
+    ids = begin(stage, pool, TTL + 2, TTL)  # longer than the ttl
+    worker.signal(signal.SIGTERM)
+    worker.wait(120)
+    begun = {line.key for line in stage.lines("begin")}
+    ends = ends_of(stage)
+    assert {key: (line.what, line.more) for key, line in ends.items()} == {
+        key: ("finished", {"held": True}) for key in begun
+    }
+    assert stage.is_free("k:early")
+    assert stage.is_free("k:late")
+    back = {ids[key] for key in ("later", "early", "late") if key not in begun}
+    assert waiting_messages(stage) == back
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_cold_shutdown_frees_what_it_cuts(stage: Stage, pool: str) -> None:
+    worker = stage.worker(pool=pool, concurrency=3)
+    ids = begin(stage, pool, LONG if pool == "prefork" else SOON, 30)
+    worker.signal(signal.SIGQUIT)
+    begun = {line.key for line in stage.lines("begin")}
+    eventually(lambda: set(ends_of(stage)) >= begun)
+    stage.see_freed("k:early", "k:late")
+    worker.wait(120)
+    assert ids["later"] in waiting_messages(stage)
+    if pool == "prefork":
+        assert {line.what for line in ends_of(stage).values()} == {"cut"}
+        assert waiting_messages(stage) == {ids["later"], ids["late"]}
+
+
+@pytest.mark.parametrize("pool", ["prefork", "solo", "gevent"])
+def test_a_soft_shutdown_frees_what_it_cuts_in_the_end(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
+) -> None:
+    stage = make_stage(nodes, worker_soft_shutdown_timeout=2.0)
+    worker = stage.worker(pool=pool, concurrency=3)
+    ids = begin(stage, pool, LONG if pool == "prefork" else SOON, 30)
+    worker.signal(signal.SIGQUIT)
+    begun = {line.key for line in stage.lines("begin")}
+    eventually(lambda: set(ends_of(stage)) >= begun)
+    stage.see_freed("k:early", "k:late")
+    worker.wait(120)
+    assert ids["later"] in waiting_messages(stage)
+    if pool == "prefork":
+        assert ids["late"] in waiting_messages(stage)
