@@ -26,6 +26,19 @@ def take_away(stage: Stage, key: str) -> None:
         node.client().set(f"{{redlock}}:lock:k:{key}", "theirs", px=300_000)
 
 
+def outcome(stage: Stage, result: Any) -> Any:
+    """Return what a run ended with: its result or its error."""
+    eventually(lambda: stage.info(result)["status"] in ("SUCCESS", "FAILURE"), within=120)
+    return stage.info(result)["result"]
+
+
+def see_lost(stage: Stage, result: Any, body: str = "its body had not ended") -> None:
+    """Return when a run has ended with LockLost, whose text says this of its body."""
+    lost = outcome(stage, result)
+    assert isinstance(lost, LockLost), lost
+    assert body in str(lost)
+
+
 def lose_in_mid_run(stage: Stage, task: Any, key: str, how: str) -> Any:
     """Run a body of a kind, and take its lock away once it runs."""
     result = task.delay(key, how)
@@ -40,36 +53,32 @@ def test_a_body_is_interrupted_whatever_it_does(stage: Stage, pool: str) -> None
     early, late = stage.tasks.holds_on, stage.tasks.holds_on_late
     for how in (*WAYS, "computes") if pool in ("prefork", "solo") else WAYS:
         result = lose_in_mid_run(stage, late if how == "sleeps" else early, how, how)
-        with pytest.raises(LockLost, match="its body had not ended"):
-            result.get(timeout=60)  # by itself it would go on for longer
+        see_lost(stage, result)
         told = [line for line in stage.lines("told") if line.key == how]
         assert [line.more for line in told] == [{"ended": False}]
-    assert stage.tasks.work.delay("another").get(timeout=60) == 0, "its child lives on"
+    assert outcome(stage, stage.tasks.work.delay("another")) == 0, "its child lives on"
     stage.see_freed("k:takes others-0", "k:takes others-4")
 
 
 def test_a_thread_is_told_when_it_asks(stage: Stage) -> None:
     stage.worker(pool="threads", concurrency=1)
     result = lose_in_mid_run(stage, stage.tasks.holds_on, "k", "asks")
-    with pytest.raises(LockLost, match="its body had not ended"):
-        result.get(timeout=60)
+    see_lost(stage, result)
 
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_body_that_ends_without_its_lock_is_no_success(stage: Stage, pool: str) -> None:
     stage.worker(pool=pool, concurrency=1)
     task = stage.tasks.swallows
-    with pytest.raises(LockLost, match="its body had ended"):
-        lose_in_mid_run(stage, task, "returns", "return").get(timeout=60)
-    with pytest.raises(ValueError, match="mine"):
-        lose_in_mid_run(stage, task, "raises", "raise").get(timeout=60)
+    see_lost(stage, lose_in_mid_run(stage, task, "returns", "return"), "its body had ended")
+    assert isinstance(outcome(stage, lose_in_mid_run(stage, task, "raises", "raise")), ValueError)
     ignored = lose_in_mid_run(stage, task, "ignores", "ignore")
     eventually(lambda: stage.lines("swallowed:ignore"))
     retried = task.delay("retries", "retry")
     eventually(lambda: any(line.key == "retries" for line in stage.lines("begin")))
     for node in stage.nodes:  # for a while only: the retry takes it anew
         node.client().delete("{redlock}:lock:k:retries")
-    assert retried.get(timeout=60) == "again"
+    assert outcome(stage, retried) == "again"
     assert stage.info(ignored)["status"] != "SUCCESS"
 
 
@@ -81,8 +90,7 @@ def test_a_run_inside_a_body_ends_before_its_body_is_told(stage: Stage, pool: st
     take_away(stage, "k")
     eventually(lambda: "lost 'k:k'" in worker.output())
     stage.log.with_name("go on").touch()
-    with pytest.raises(LockLost, match="its body had not ended"):
-        result.get(timeout=60)
+    see_lost(stage, result)
     order = [(line.what, line.key) for line in stage.lines("waited", "told")]
     assert order == [("waited", "k-inner"), ("told", "k")]
     assert stage.lines("waited")[0].more == {"held": True}
@@ -92,20 +100,19 @@ def test_a_run_inside_a_body_ends_before_its_body_is_told(stage: Stage, pool: st
 def test_a_greenlet_that_never_gives_way_is_renewed(stage: Stage, pool: str) -> None:
     stage.worker(pool=pool, concurrency=2)
     result = stage.tasks.gives_nobody_way.delay("k", TTL + 2, in_c=False)
-    assert result.get(timeout=120) is True
+    assert outcome(stage, result) is True
 
 
 def test_a_body_that_keeps_the_interpreter_for_itself_is_no_success(stage: Stage) -> None:
     stage.worker(concurrency=1)
     result = stage.tasks.gives_nobody_way.delay("k", TTL + 2, in_c=True)
-    with pytest.raises(LockLost):
-        result.get(timeout=120)
+    see_lost(stage, result, "its body had")
     stage.see_freed("k:k")
 
 
 def test_autoretry_covers_a_loss_where_the_task_says_so(stage: Stage) -> None:
     stage.worker(concurrency=1)
-    assert stage.tasks.autoretried_loss.delay("k").get(timeout=60) == 1
+    assert outcome(stage, stage.tasks.autoretried_loss.delay("k")) == 1
     assert len(stage.lines("begin")) == 2
     stage.see_freed("k:k")
 
@@ -120,15 +127,13 @@ def test_a_loss_about_the_end_of_a_body_strikes_nothing_else(
     results = [task.delay(f"{n}", n % 30 * 0.001, nested) for n in range(runs)]
     outcomes: Counter[str] = Counter()
     for result in results:
-        eventually(lambda r=result: stage.info(r)["status"] in ("SUCCESS", "FAILURE"), within=120)
-        info = stage.info(result)
-        told = info["result"]
-        outcomes[told if info["status"] == "SUCCESS" else type(told).__name__] += 1
+        ended = outcome(stage, result)
+        outcomes[ended if isinstance(ended, str) else type(ended).__name__] += 1
     assert set(outcomes) <= {"ended", "LockLost"}, outcomes
     assert outcomes["LockLost"], "none was struck, so nothing was tested"
     begun = Counter(line.key for line in stage.lines("begin") if line.key != "another")
     assert set(begun.values()) == {1}
-    assert stage.tasks.work.delay("another").get(timeout=60) == 0
+    assert outcome(stage, stage.tasks.work.delay("another")) == 0
     assert "exited" not in worker.output()
     stage.see_freed(*(f"k:{n}" for n in range(runs)), *(f"k:nested-{n}" for n in range(runs)))
 
@@ -146,10 +151,9 @@ def test_a_loss_is_told_as_an_event(stage: Stage, pool: str, lost: str) -> None:
         eventually(lambda: events)
         stage.log.with_name("go on").touch()
         if lost == "warn":
-            assert result.get(timeout=60) == "went on"
+            assert outcome(stage, result) == "went on"
         else:
-            with pytest.raises(LockLost):
-                result.get(timeout=60)
+            see_lost(stage, result, "its body had")
     assert [(e["uuid"], e["resource"]) for e in events] == [(result.id, "k:k")]
     assert "another token took its key" in events[0]["reason"]
 
@@ -163,11 +167,11 @@ def told_events(stage: Stage, kind: str) -> Iterator[list[dict[str, Any]]]:
     def receive() -> None:
         with stage.app.connection_for_read() as connection:
             receiver = stage.app.events.Receiver(connection, {kind: events.append})
-            with receiver.consumer_context() as (_, _, _):
+            with receiver.consumer_context() as (own_connection, _, _):
                 ready.set()
                 while not over.is_set():
                     with suppress(TimeoutError):
-                        connection.drain_events(timeout=0.5)
+                        own_connection.drain_events(timeout=0.5)
 
     thread = threading.Thread(target=receive)
     thread.start()
