@@ -12,6 +12,8 @@ import functools
 import os
 import sys
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -177,3 +179,54 @@ class Bell:
         for name in ("descriptor", "_write_end"):
             if hasattr(self, name):  # else it was cut while it was made
                 os.close(getattr(self, name))
+
+
+class HubCalls:
+    """Calls that real threads leave for an eventlet hub, which they could not wake by itself.
+
+    Source: eventlet.hubs.hub: timers may be added by the hub's own thread alone; what can be
+    watched is a descriptor.
+    """
+
+    def __init__(self, hub: Any) -> None:
+        self._bell, self._calls = Bell(), deque[Callable[[], object]]()
+        hub.add(hub.READ, self._bell.descriptor, self._call_all, lambda _: None, None)
+
+    def __call__(self, do: Callable[..., object], argument: object) -> None:
+        """Leave a call."""
+        self._calls.append(functools.partial(do, argument))
+        self._bell.ring()
+
+    def _call_all(self, _: object) -> None:
+        self._bell.hush()
+        while self._calls:
+            self._calls.popleft()()
+
+
+_hub_calls: weakref.WeakKeyDictionary[Any, HubCalls] = weakref.WeakKeyDictionary()
+
+
+def calls_of(hub: Any) -> HubCalls:
+    """Return the calls of an eventlet hub; the first time to be called in its thread."""
+    calls = _hub_calls.get(hub)
+    if calls is None:
+        calls = _hub_calls[hub] = HubCalls(hub)
+    return calls
+
+
+def voice() -> Callable[[Callable[[], None]], object]:
+    """Return what calls a function that logs, or is a user's, on behalf of a real thread of ours.
+
+    Most simply call it. eventlet's locks, and logging's are some of them, are for the greenlets of
+    one thread: a real thread that waited for one would leave it taken for ever. So there it is a
+    greenlet of the thread in which this is called.
+    """
+    patcher = sys.modules.get("eventlet.patcher")
+    if patcher is None or not patcher.is_monkey_patched("thread"):
+        return _call
+    eventlet = sys.modules["eventlet"]
+    return functools.partial(calls_of(eventlet.hubs.get_hub()), eventlet.spawn_n)
+
+
+def _call(do: Callable[[], None]) -> None:
+    do()

@@ -860,15 +860,19 @@ class Holding:
         elif not self._warned and any(hold.at_risk(now) for hold in holds):
             self._warned = True
             left = min(hold.remaining(now) for hold in holds)
-            logger.warning("%r is at risk: not renewed, lost in %.1f s", self.resource, left)
+            text = "%r is at risk: not renewed, lost in %.1f s"
+            self.session.watchdog.say(functools.partial(logger.warning, text, self.resource, left))
 
     def say_lost(self, reason: str) -> None:
         """Tell of the loss, once; called by the watchdog's second thread alone."""
         if not self._said_lost:
             self._said_lost = True
             self.session.watchdog.unwatch(self)
-            logger.error("lost %r: %s", self.resource, reason)
-            self.session.redlock.observer.lost(self, reason)
+            self.session.watchdog.say(functools.partial(self._tell_lost, reason))
+
+    def _tell_lost(self, reason: str) -> None:
+        logger.error("lost %r: %s", self.resource, reason)
+        self.session.redlock.observer.lost(self, reason)
 
     def renew(self, now: float, entries: Sequence[list[Entry]], batch: Batch) -> list[RenewRound]:
         """Add to what each node is to be sent; a round for each claim, none where it is over.
@@ -901,8 +905,9 @@ class Holding:
         if self.users:
             self.abandoned = False
             return True
-        self.let_go()  # first: a handler of the log may wait
-        logger.warning("released %r: nobody keeps its Lock any more", self.resource)
+        self.let_go()
+        text = "released %r: nobody keeps its Lock any more"
+        self.session.watchdog.tell(functools.partial(logger.warning, text, self.resource))
         return False
 
     def renewed(self, sent: float, rounds: Sequence[RenewRound]) -> bool:

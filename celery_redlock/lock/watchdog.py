@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from celery_redlock.lock.clock import Alarm, Clock, new_mutex, start_thread
+from celery_redlock.lock.clock import Alarm, Clock, new_mutex, start_thread, voice
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class Watchdog(Generic[W]):
         self._tidy_at = math.inf
         self._news: deque[Callable[[], None]] = deque()
         self._renewals, self._deadlines = Alarm(), Alarm()
+        self._voice: Callable[[Callable[[], None]], object] | None = None
         self._starting = new_mutex()
         self._started = self._stopped = False
 
@@ -65,6 +66,8 @@ class Watchdog(Generic[W]):
         """Renew a hold and judge it from now on."""
         if not self._started:
             self._start()
+        if self._voice is None:
+            self._voice = voice()  # of the thread that holds
         self._watched[id(hold)] = hold
         self._renewals.by(hold.renew_at)
         self._deadlines.by(hold.judge_at)
@@ -105,6 +108,14 @@ class Watchdog(Generic[W]):
         self._news.append(news)
         self._deadlines.ring()
 
+    def say(self, news: Callable[[], None]) -> None:
+        """Call, for a thread of ours, what logs or is a user's: now, or where it may wait."""
+        do = functools.partial(self._safely, news)
+        if self._voice is None:
+            do()
+        else:
+            self._voice(do)
+
     def stop(self) -> None:
         """Let both threads end."""
         self._stopped = True
@@ -126,9 +137,10 @@ class Watchdog(Generic[W]):
             try:
                 self._do_what_is_due(now)
                 failures = 0
-            except Exception:
+            except Exception as error:
                 # a thread that ended here would let every lock of the process run out
-                logger.exception("renewal failed; trying again in a moment")
+                text = "renewal failed; trying again in a moment"
+                self.say(functools.partial(logger.exception, text, exc_info=error))
                 alarm.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures))
                 failures = min(failures + 1, 16)
             moments = [hold.renew_at for hold in list(self._watched.values())]
@@ -158,7 +170,7 @@ class Watchdog(Generic[W]):
                 if moment < soonest:
                     soonest = moment
             if self._news:  # one at a time: no flood of them may keep a loss from being told
-                self._safely(self._news.popleft())
+                self.say(self._news.popleft())
                 alarm.ring()
             alarm.rest(soonest, self._clock.now())
 

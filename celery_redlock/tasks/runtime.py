@@ -8,12 +8,10 @@ own way to do that wakes nobody who sleeps, and may strike Celery after the body
 
 from __future__ import annotations
 
-import functools
 import signal
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_redlock.errors import LockLost
-from celery_redlock.lock.clock import Alarm, Bell, start_thread
+from celery_redlock.lock.clock import Alarm, calls_of, start_thread
 from celery_redlock.lock.redlock import Lock, Redlock, loss_of
 from celery_redlock.tasks.settings import AppSettings, read_app
 
@@ -253,28 +251,6 @@ class Greenlet(Place):
         self._call_in_hub(self._spawn, do)
 
 
-class HubCalls:
-    """Calls that other threads leave for an eventlet hub, which they could not wake by itself.
-
-    Source: eventlet.hubs.hub: timers may be added by the hub's own thread alone; what can be
-    watched is a descriptor.
-    """
-
-    def __init__(self, hub: Any) -> None:
-        self._bell, self._calls = Bell(), deque[Callable[[], object]]()
-        hub.add(hub.READ, self._bell.descriptor, self._call_all, lambda _: None, None)
-
-    def __call__(self, do: Callable[..., object], argument: object) -> None:
-        """Leave a call."""
-        self._calls.append(functools.partial(do, argument))
-        self._bell.ring()
-
-    def _call_all(self, _: object) -> None:
-        self._bell.hush()
-        while self._calls:
-            self._calls.popleft()()
-
-
 def _here() -> Place:
     """Return where this is called."""
     monkey = sys.modules.get("gevent.monkey")
@@ -285,17 +261,9 @@ def _here() -> Place:
     patcher = sys.modules.get("eventlet.patcher")
     if patcher is not None and patcher.is_monkey_patched("thread"):
         eventlet = sys.modules["eventlet"]
-        return Greenlet(eventlet.getcurrent(), _calls_of(eventlet.hubs.get_hub()), eventlet.spawn_n)
+        return Greenlet(eventlet.getcurrent(), calls_of(eventlet.hubs.get_hub()), eventlet.spawn_n)
     is_main = threading.get_ident() == threading.main_thread().ident
     return _main_thread if is_main and _main_thread.is_ready() else _any_thread
 
 
-def _calls_of(hub: Any) -> HubCalls:
-    calls = _hub_calls.get(hub)
-    if calls is None:
-        calls = _hub_calls[hub] = HubCalls(hub)
-    return calls
-
-
-_hub_calls: weakref.WeakKeyDictionary[Any, HubCalls] = weakref.WeakKeyDictionary()
 _main_thread, _any_thread = MainThread(), Place()

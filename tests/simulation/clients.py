@@ -445,9 +445,9 @@ class Log:
 
     info = warning = error = say
 
-    def exception(self, text: str, *args: object) -> None:
+    def exception(self, text: str, *args: object, exc_info: BaseException | None = None) -> None:
         """Take note of an exception that should not be."""
-        here().world.witness.failed(sys.exc_info()[1])
+        here().world.witness.failed(exc_info or sys.exc_info()[1])
 
 
 def _parsed(node: Any, *_: object) -> Any:
