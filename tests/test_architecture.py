@@ -16,7 +16,7 @@ ORDER = [
     *(f"lock.{name}" for name in ("keys", "votes", "lease", "backoff", "clock", "nodes", "quorum")),
     *(f"lock.{name}" for name in ("wakeup", "watchdog", "session", "redlock", "inspection")),
     *(f"tasks.{name}" for name in ("settings", "contention", "runtime", "signals", "states")),
-    *(f"tasks.{name}" for name in ("children", "uniqueness", "deferral", "waiting", "request")),
+    *(f"tasks.{name}" for name in ("children", "uniqueness", "deferral", "waiting")),
     *(f"tasks.{name}" for name in ("gate", "task")),
     *(f"operate.{name}" for name in ("lints", "metrics", "control", "cli")),
 ]
