@@ -542,7 +542,8 @@ def give_back(lock: Lock, *, done: bool = False) -> None:
     done: what ran under it is, and is marked so, also where the lock was released or lost before.
     """
     if done and lock._last is not None:
-        for holding in lock._last.holdings:
+        own = [holding for holding in lock._last.holdings if holding.terms is lock._terms]
+        for holding in own:  # and not those around it, whose end is not this one's
             holding.mark_done()
             if lock._last not in lock._grips:
                 holding.let_go(publish=False)

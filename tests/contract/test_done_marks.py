@@ -183,6 +183,23 @@ def test_a_run_that_released_its_lock_itself_is_marked_at_its_end(
     assert marks_on(nodes) == [True] * 3
 
 
+def test_the_end_of_an_inner_run_neither_ends_nor_releases_what_is_around_it(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    outer = lock_of(redlock).acquire()
+    for released in (False, True):
+        inner = lock_of(redlock, run="2:t:0:0").acquire()
+        if released:
+            inner.release()
+        give_back(inner, done=True)
+        settle(redlock)
+        assert outer.held
+        assert keys_on(nodes) == [["{redlock}:lock:r"]] * 3
+    outer.release()
+    settle(redlock)
+    assert marks_on(nodes) == [False] * 3
+
+
 def test_of_several_resources_the_mark_is_ahead_of_the_first_release(
     redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
