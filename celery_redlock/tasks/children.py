@@ -304,11 +304,14 @@ def _expect_children(sender: Any, **_: Any) -> None:
 _FORKING = ("prefork", "processes", "prefork:TaskPool")  # as celery.concurrency names it
 
 
-def watch_children(app: Any) -> None:
-    """Release from now on what the children of this worker leave behind when they are killed."""
+def watch_children(app: Any, processes: int) -> None:
+    """Release from now on what the children of this worker leave behind when they are killed.
+
+    processes: how many its pool has by now; one that scales itself may begin with none.
+    """
     if _children is None or _children.is_watched:
         return
-    if not _children.slots:
+    if processes and not _children.slots:
         logger.warning(
             "the pool's processes are not forked: the lock of one that is killed ends with its ttl"
         )

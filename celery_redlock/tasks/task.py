@@ -197,7 +197,7 @@ def _check_app(app: Any) -> None:
 def _say_what_nodes_say(sender: Any = None, **_: Any) -> None:
     """Check the nodes at a worker's start and say what was found; the worker starts anyway."""
     app = sender.app
-    watch_children(app)
+    watch_children(app, getattr(sender.pool, "num_processes", 0))
     own = (task for name, task in app.tasks.items() if not name.startswith("celery."))
     if not any(isinstance(task, LockedTask) for task in own):
         return

@@ -203,6 +203,14 @@ def test_a_child_that_joined_the_pool_later_is_looked_after(stage: Stage) -> Non
         see_released_by_the_parent(stage, worker, line)
 
 
+def test_a_child_of_a_pool_that_began_empty_is_looked_after(stage: Stage) -> None:
+    worker = stage.worker(options=["--autoscale", "1,0"])
+    stage.tasks.stays.delay("k")
+    [line] = staying(stage, "k")
+    os.kill(line.pid, signal.SIGKILL)
+    see_released_by_the_parent(stage, worker, line)
+
+
 def test_a_child_killed_between_its_request_and_the_answer_leaves_no_lock(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
 ) -> None:

@@ -210,7 +210,7 @@ def test_only_a_pool_of_processes_is_looked_after(
     monkeypatch.setattr(children, "_children", None)
     children._expect_children(SimpleNamespace(pool_cls=pool))
     assert (children._children is not None) == forks
-    children.watch_children(None)  # no child, no thread
+    children.watch_children(None, 2)  # no child, no thread
     assert not (forks and children._children.is_watched)
 
 
