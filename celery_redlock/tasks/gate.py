@@ -453,7 +453,12 @@ def _let_go_late(sender: Any = None, retval: Any = None, state: Any = None, **_:
     every way out of a run that the child itself can see. What is on its way out there meanwhile is
     an exception of the result backend or of a link that could not be sent: not an end.
     """
-    let_go(sender.request, done=sys.exc_info()[1] is None and is_done(state, retval))
+    passes = sys.exc_info()[1] is not None
+    try:
+        let_go(sender.request, done=not passes and is_done(state, retval))
+    except BaseException:  # cut, as by a soft time limit: nobody comes after this
+        let_go(sender.request, done=not passes and is_done(state, retval))
+        raise
 
 
 # before every other receiver: what they raise past Exception would keep the lock for ever

@@ -1,0 +1,83 @@
+"""A soft time limit that strikes while a late-acknowledging run lets go, at any line of that."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from celery import Celery
+from celery.app.trace import build_tracer
+from celery.exceptions import SoftTimeLimitExceeded
+
+from celery_redlock import LockedTask
+from celery_redlock.tasks.gate import let_go
+from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import PATIENCE, eventually, see_freed, settle
+
+# what lies below takes mutexes, which no exception from outside strikes between `with` and its end
+ROOMS = ("gate.py", "redlock.py", "session.py")
+
+
+def cut(run: Callable[[], object], at: int) -> bool:
+    """Run, and raise at a line of the first `let_go`; False where it has no so many."""
+    lines = 0
+
+    def strike(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if lines == at:
+            sys.settrace(None)
+            raise SoftTimeLimitExceeded
+        if event == "return" and frame.f_code is let_go.__code__:
+            sys.settrace(None)
+        return strike
+
+    def watch(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal inside
+        inside = inside or frame.f_code is let_go.__code__
+        return strike if inside and Path(frame.f_code.co_filename).name in ROOMS else None
+
+    inside, before = False, sys.gettrace()
+    sys.settrace(watch)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return lines >= at
+
+
+def test_it_is_released_and_marked_as_done_all_the_same(nodes: list[EmbeddedNode]) -> None:
+    app = Celery("cut", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
+
+    # not renewed, so that nothing but its release or its ttl ends it
+    @app.task(base=LockedTask, lock_key="k:{key}", lock_renew=False, acks_late=True, name="t")
+    def work(key: str) -> None: ...
+
+    app.finalize()
+    tracer = build_tracer("t", work, app=app)
+
+    def run(name: str) -> None:
+        request = {"id": name, "task": "t", "hostname": "w1", "retries": 0, "delivery_info": {}}
+        tracer(name, (name,), {}, request)
+
+    def is_marked(name: str) -> bool:
+        return all(node.client().exists(f"{{redlock}}:done:{name}:t:0:0") for node in nodes)
+
+    with redlock_of(app) as redlock:
+        settle(redlock)
+        names = (f"cut-{number}" for number in itertools.count(1))
+        struck = []
+        for at, name in enumerate(names, 1):
+            if not cut(lambda name=name: run(name), at):
+                break
+            struck.append(name)
+        assert len(struck) > 50
+        for name in struck:
+            see_freed(nodes, f"k:{name}")
+            eventually(lambda name=name: is_marked(name))
