@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import concurrency
+from celery import Celery, concurrency
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -42,12 +42,16 @@ NOWHERE = Redlock(["redis://127.0.0.1:1"])  # never connected to
 TEXTS = st.text(st.characters(codec=None), max_size=60)  # surrogates, too
 
 
+@Celery("shop", set_as_current=False).task(name="shop.order", shared=False)
+def order() -> None:
+    """Own a lock."""
+
+
 def holding_of(*resources: str, permit: int = 0, label: str = "label") -> Holding:
     """Return what is about to be claimed, with a fresh token for each resource."""
     terms = Terms(
-        resources, ttl=30.0, wait=0.0, renew=True, max_hold=None, label=label,
-        owner=SimpleNamespace(name="shop.order"),
-    )  # fmt: skip
+        resources, ttl=30.0, wait=0.0, renew=True, max_hold=None, label=label, owner=order
+    )
     spots = [Spot("redlock", resource, permit, 30.0) for resource in resources]
     holding = Holding(NOWHERE.session, terms, spots, NOWHERE.session.context())
     holding.claims = [Claim(NOWHERE.session, terms, spot) for spot in spots]
