@@ -17,11 +17,14 @@ import contextlib
 import logging
 import math
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
+from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import task_received
 from celery.utils.quorum_queues import detect_quorum_queues
@@ -260,27 +263,44 @@ def _put_back_at_last(task: Any, request: Any, slip: Slip, countdown: float) -> 
     A soft time limit is one on the body, which has not begun: only the hard one ends this, or the
     worker, and that as FAILURE, so that whoever waits learns of it.
     """
-    clock, pause = SystemClock(), FIRST_PAUSE
+    clock, pause, is_sent = SystemClock(), FIRST_PAUSE, False
     away: Exception | None = None
     try:
-        while True:
+        while not is_sent:
             with contextlib.suppress(SoftTimeLimitExceeded):
                 try:
-                    _publish(task, request, slip, countdown)
+                    with without_soft_limit():
+                        _publish(task, request, slip, countdown)
+                        is_sent = True
                 except OperationalError as error:  # what kombu makes of all errors of connections
                     away = error
                     logger.warning("cannot put back %s: %s; again soon", request.id, error)
                     clock.sleep(pause)
                     pause = min(LONGEST_PAUSE, 2 * pause)
-                else:
-                    return
     except Exception:
         raise
     except BaseException as end:  # the worker stops, or this greenlet is killed
-        if away is not None:
+        if away is not None and not is_sent:
             lost = RedlockError(f"put back nowhere: {type(end).__name__}, and {away}")
             show_lost(task, request, lost)
         raise
+
+
+@contextlib.contextmanager
+def without_soft_limit() -> Iterator[None]:
+    """Let a soft time limit pass unheard: of a publish that it cuts nobody knows whether it left.
+
+    Source: billiard.pool, which sends a signal to the child and installs this handler there.
+    """
+    heard = SIG_SOFT_TIMEOUT is not None and threading.current_thread() is threading.main_thread()
+    if not heard or signal.getsignal(SIG_SOFT_TIMEOUT) is not soft_timeout_sighandler:
+        yield
+        return
+    signal.signal(SIG_SOFT_TIMEOUT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
 
 
 def _publish(task: Any, request: Any, slip: Slip, countdown: float) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from billiard.pool import soft_timeout_sighandler
 from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 
@@ -107,6 +110,38 @@ def test_early_acknowledged_it_is_tried_until_the_broker_is_back_soft_limit_or_n
         put_back(task, request_of(task), Slip(), 0.1)
     assert said
     assert broker.client().llen(QUEUE) == 1
+
+
+def test_early_acknowledged_a_soft_limit_in_the_middle_of_it_makes_no_second_message(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    here = threading.get_ident()
+
+    def waits_for_the_broker() -> bool:
+        frame = sys._current_frames()[here]
+        return frame.f_code.co_name.endswith("read_from_socket")  # redis-py's, by either parser
+
+    def interrupt() -> None:
+        try:
+            eventually(waits_for_the_broker)
+            signal.pthread_kill(here, signal.SIGUSR1)
+        finally:
+            broker.resume()
+
+    with EmbeddedNode() as broker:
+        stage = make_stage(nodes, broker, result_backend=nodes[0].url)
+        task = stage.tasks.work
+        put_back(task, request_of(task), Slip(), 0.1)  # so that it is connected
+        broker.pause()
+        handler, thread = soft_timeout_sighandler, threading.Thread(target=interrupt)
+        before = signal.signal(signal.SIGUSR1, handler)
+        thread.start()
+        try:
+            put_back(task, request_of(task), Slip(), 0.1)
+        finally:
+            thread.join()
+            assert signal.signal(signal.SIGUSR1, before) is handler
+        assert broker.client().llen(QUEUE) == 2
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # of Celery's backend
