@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from celery.signals import worker_init
@@ -221,31 +222,34 @@ class Children:
         self.slots: list[Slot] = []
         self.processes: dict[Slot, Process] = {}
         self.is_watched = False
-        self._next: Slot | None = None
-        self._paused: list[bool] = []  # of each fork under way: whether it has taken `working`
+        # by the thread that forks: the slot, and whether it has taken `working`
+        self._forks: dict[int, tuple[Slot | None, bool]] = {}
 
     def before_fork(self) -> None:
         """Make a slot for the child that is about to be forked."""
-        self._paused.append(self.working.acquire(True, PATIENCE))
-        self._next = None
+        paused, made = self.working.acquire(True, PATIENCE), None
         unwatched = [slot for slot in self.slots if slot not in self.processes]
         if len(unwatched) >= UNWATCHED:
             self.slots.remove(unwatched[0])
         try:
-            self._next = Slot()
+            made = Slot()
         except (OSError, ValueError) as error:
             logger.warning("no memory to share with a child of the pool: %s", error)
         else:
-            self.slots.append(self._next)
+            self.slots.append(made)
+        self._forks[get_ident()] = made, paused
 
     def after_fork(self) -> None:
         """Go on, in the parent."""
-        if self._paused.pop():
+        _, paused = self._forks.pop(get_ident(), (None, False))
+        if paused:
             self.working.release()
 
     def become_child(self) -> SignalObserver:
         """Keep of all this, in the child, its own slot alone; returns who writes there."""
-        own = self._next
+        own, _ = self._forks.get(
+            get_ident(), (None, False)
+        )  # not another's that is about to fork, too
         for process in self.processes.values():
             process.close()
         for slot in self.slots:
@@ -429,14 +433,18 @@ class Process:
             self._gone = True
         except (AttributeError, OSError):  # not this system, an older kernel, or not allowed
             return
-        if started_at(pid) != started:
-            self._gone = True  # and the pid is another's by now
+        self._gone = self._is_anothers()
 
     def is_gone(self, ready: set[int]) -> bool:
         """Tell whether it runs no more. ready: the descriptors that are readable."""
         if self._gone or self.descriptor >= 0:
             return self._gone or self.descriptor in ready
-        return has_ended(self.pid) or started_at(self.pid) != self._started
+        return has_ended(self.pid) or self._is_anothers()
+
+    def _is_anothers(self) -> bool:
+        """Tell whether the pid is another process's by now; no, where nobody can say."""
+        now = started_at(self.pid)  # not with all descriptors in use
+        return now not in (0, self._started) and self._started != 0
 
     def close(self) -> None:
         """Watch it no more."""

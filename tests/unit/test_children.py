@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,6 +242,19 @@ def test_a_fork_waits_until_the_dead_are_buried(monkeypatch: pytest.MonkeyPatch)
     assert not made.working.acquire(False), "it was another's"
 
 
+def test_forks_of_two_threads_at_once_have_a_slot_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "PATIENCE", 0.01)
+    made = Children()
+    made.before_fork()
+    [own] = made.slots
+    other = threading.Thread(target=made.before_fork)
+    other.start()
+    other.join()
+    made.become_child()
+    assert own.child is not None
+    assert own.child[0] == os.getpid()
+
+
 GENERATIONS = """
 import os
 from types import SimpleNamespace
@@ -329,3 +345,34 @@ def test_a_pid_that_is_anothers_by_now_is_gone(process: subprocess.Popen[bytes])
     watched = Process(process.pid, started_at(process.pid) + 1)
     assert gone(watched)
     watched.close()
+
+
+@pytest.mark.parametrize("unknown", ["to the child", "to the parent", "later"])
+def test_a_process_of_which_nobody_can_say_when_it_started_is_not_gone(
+    process: subprocess.Popen[bytes], unknown: str
+) -> None:
+    started = 0 if unknown == "to the child" else started_at(process.pid)
+    if unknown == "to the parent":
+        with no_descriptor_left():
+            watched = Process(process.pid, started)
+    else:
+        watched = Process(process.pid, started)
+    if unknown == "later":
+        with no_descriptor_left():
+            assert not watched.is_gone(set())
+    assert not gone(watched)
+    process.kill()
+    process.wait()
+    assert gone(watched)
+    watched.close()
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Let this process open nothing, as one that has all the descriptors that it may."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
