@@ -247,9 +247,8 @@ class Children:
 
     def become_child(self) -> SignalObserver:
         """Keep of all this, in the child, its own slot alone; returns who writes there."""
-        own, _ = self._forks.get(
-            get_ident(), (None, False)
-        )  # not another's that is about to fork, too
+        # not that of another thread, which is about to fork, too
+        own, _ = self._forks.get(get_ident(), (None, False))
         for process in self.processes.values():
             process.close()
         for slot in self.slots:
@@ -405,9 +404,12 @@ class Watch:
         claims = [Left(entry.resource, entry.permit, entry.value) for entry in left]
         holding = session.release_left(terms, claims, first.asked_at)
         states = {entry.state for entry in left}
-        if states != {RELEASED}:  # else by the child, and a node may not have heard of it
+        if HELD in states:
             logger.warning("process %d is gone: released %r for it", pid, holding.resource)
-        return holding if HELD in states else None
+            return holding
+        if CLAIMED in states:  # refused, mostly: a node may not have heard that it gave up
+            logger.info("process %d is gone: gave up %r for it", pid, holding.resource)
+        return None
 
     def _session_of(self, identity: bytes) -> Session | None:
         with suppress(RedlockError):

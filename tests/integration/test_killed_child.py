@@ -211,6 +211,15 @@ def test_a_child_of_a_pool_that_began_empty_is_looked_after(stage: Stage) -> Non
     see_released_by_the_parent(stage, worker, line)
 
 
+def test_a_child_that_ends_after_it_was_refused_is_no_news(stage: Stage) -> None:
+    worker = stage.worker(concurrency=1, options=["--max-tasks-per-child", "1"])
+    with stage.tasks.work.lock_for("k", wait=60):
+        result = stage.tasks.work.delay("k")
+        stage.see_deferred(result, 3)
+    assert result.get(timeout=120) == 0
+    assert "is gone: released" not in worker.output()
+
+
 def test_a_child_killed_between_its_request_and_the_answer_leaves_no_lock(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
 ) -> None:
