@@ -11,8 +11,9 @@ shop:  ## the example: a shop without and with the lock
 test:  ## lint, types and all tests
 	$(PYTHON) -m tests
 
-soak:  ## the simulator for SECONDS (600), on new seeds
+soak:  ## the simulator and then the storm, SECONDS (600) each, on new seeds
 	$(PYTHON) -m tests.simulation --seconds $(SECONDS)
+	$(PYTHON) -m tests.integration.storm --seconds $(SECONDS)
 
 benchmarks:  ## cost of a lock and of a locked task, as ratios from one run
 	$(PYTHON) -m benchmarks.pair

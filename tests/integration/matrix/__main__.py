@@ -1,55 +1,18 @@
-"""Measure the matrix and print it, or write the page that shows it."""
+"""Measure the matrix, or write its page: `python3 -m tests.integration.matrix --pool solo`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
-import time
-from contextlib import ExitStack, nullcontext
-from pathlib import Path
 
-from celery_redlock.testing import embedded_nodes
-from tests.conftest import vouch_for
-from tests.integration.conftest import virtual_host
-from tests.integration.matrix.ends import BROKERS, ENDS, POOLS
-from tests.integration.matrix.page import PAGE, with_table
-from tests.integration.matrix.stage import Stage, live
+from example_worker.bootstrap import ensure
 
 
 def main() -> int:
-    """Return the exit status: 0 where all is as expected."""
-    parser = argparse.ArgumentParser(prog="python -m tests.integration.matrix")
-    parser.add_argument("--pool", choices=POOLS, nargs="*", default=POOLS)
-    parser.add_argument("--broker", choices=BROKERS, nargs="*", default=BROKERS)
-    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}; measure nothing")
-    words = parser.parse_args()
-    if words.page:
-        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-        return 0
-    cells = [(pool, broker) for pool in words.pool for broker in words.broker]
-    return sum(measure(pool, broker) for pool, broker in cells) > 0
+    """Return the exit status: 0 where all is as it must be."""
+    ensure("dev")
+    from tests.integration.matrix import command  # needs what has just been made sure of
 
-
-def measure(pool: str, broker: str) -> int:
-    """Print the cells of one pool on one broker; returns how many are not as expected."""
-    started = time.monotonic()
-    with ExitStack() as stack:
-        *nodes, backend = stack.enter_context(embedded_nodes(4))
-        vouch_for(nodes)
-        host = virtual_host() if broker == "rabbitmq" else nullcontext(backend.url)
-        url = stack.enter_context(host)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stage = Stage(stack, folder, pool, url, backend, nodes)
-        try:
-            live(stage)
-        finally:
-            print(stage.report())
-            for end in ENDS:
-                if pool not in end.pools:
-                    print(f"{pool:9} {broker:9} {end.name:56} not in this pool")
-            print(f"{time.monotonic() - started:.0f} s", flush=True)
-    return sum(bool(cell.wrong) for cell in stage.cells)
+    return command.main()
 
 
 if __name__ == "__main__":

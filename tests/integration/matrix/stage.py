@@ -36,7 +36,6 @@ SHORT_TTL = 2 * TTL  # s: where nobody gives it back
 EXPIRES = 4.0  # s: for a message that is to be put back before
 SOFT_SHUTDOWN = 1.0  # s
 VISIBILITY = 2.0  # s: after which an heir gets what a dead worker had; Redis alone needs it
-HUB_ERROR = 10.0  # s: in which a worker ends that ends at all, and its last acknowledgement is out
 PATIENCE = 120.0  # s: by then every end has shown, also on a machine that stalls
 
 
@@ -364,9 +363,4 @@ def see_the_end(stage: Stage, lonely: Lonely) -> None:
     eventually(lambda: "hutdown" in worker.output() or not lives(worker.pid), PATIENCE)
     stage.go(*(cell for cell in lonely.cells if cell.after == After("SUCCESS")))
     stage.settle(lonely.cells, After.before_the_heir)
-    if stage.pool in ends.GREENLETS:
-        # Celery's own error in the hub, see the page, may keep the process for ever
-        with contextlib.suppress(AssertionError):
-            eventually(lambda: not lives(worker.pid), HUB_ERROR)
-        worker.kill()
     eventually(lambda: not lives(worker.pid), PATIENCE)

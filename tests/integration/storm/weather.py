@@ -1,0 +1,207 @@
+"""What is done to the workers and nodes of a storm, by chance."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.integration.matrix.watch import lives
+from tests.integration.storm.ledger import Blow
+from tests.integration.storm.tasks import now
+
+
+class Actor:
+    """One worker through all its lives: `name/1`, `name/2`... make: gives the process of a life."""
+
+    def __init__(self, name: str, slots: int, make: Callable[[str], WorkerProcess]) -> None:
+        self.name, self.slots, self._make = name, slots, make
+        self.lives = 0
+        self.process: WorkerProcess | None = None
+        self.logs: list[Path] = []
+
+    @property
+    def life(self) -> str:
+        return f"{self.name}/{self.lives}"
+
+    @property
+    def is_up(self) -> bool:
+        return self.process is not None and lives(self.process.pid)
+
+    def start(self) -> None:
+        """Begin another life."""
+        self.lives += 1
+        self.process = self._make(self.life)
+        self.logs.append(self.process.log)
+        self.process.launch()
+
+    def end(self) -> None:
+        """End what is left of this life, at once."""
+        if self.process is not None:
+            self.process.kill()
+
+    def children(self) -> list[int]:
+        """Return the processes of the pool."""
+        if self.process is None:
+            return []
+        with contextlib.suppress(OSError):
+            pid = self.process.pid
+            return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return []
+
+
+class Weather:
+    """Strikes at random until it is told to calm down. ttl: s, of the locks."""
+
+    def __init__(
+        self, chance: random.Random, actors: Sequence[Actor], nodes: Sequence[EmbeddedNode],
+        ttl: float,
+    ) -> None:  # fmt: skip
+        self._chance, self._actors, self._nodes, self._ttl = chance, actors, nodes, ttl
+        self.blows: list[Blow] = []
+        self.counts: dict[str, int] = {}
+        self._due: list[tuple[float, Callable[[], object]]] = []  # what brings back, and when
+        self._down: set[object] = set()  # what was struck, and is not brought back yet
+
+    def strike(self) -> None:
+        """Do one thing, and bring back what is due."""
+        self._bring_back(now())
+        ways: dict[Callable[[], bool], int] = {
+            self._kill_child: 4,
+            self._freeze_child: 3,
+            self._freeze_worker: 2,
+            self._kill_worker: 1,
+            self._stop_worker: 1,
+            self._freeze_node: 2,
+            self._kill_node: 1,
+        }
+        way = self._chance.choices(list(ways), list(ways.values()))[0]
+        if way():
+            name = way.__name__.strip("_")
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def calm(self) -> None:
+        """Bring back everything."""
+        self._bring_back(float("inf"))
+
+    def _bring_back(self, until: float) -> None:
+        for item in [item for item in self._due if item[0] <= until]:
+            self._due.remove(item)
+            item[1]()
+
+    def _later(
+        self, shortest: float, longest: float, what: object, undo: Callable[[], object]
+    ) -> None:
+        self._down.add(what)
+
+        def back() -> None:
+            self._down.discard(what)
+            undo()
+
+        self._due.append((now() + self._chance.uniform(shortest, longest), back))
+
+    def _actor(self, *pools: str) -> Actor | None:
+        """Return one that is up and not struck; never the last one but one."""
+        up = [actor for actor in self._actors if actor.is_up and actor not in self._down]
+        if len(up) <= len(self._actors) - 2:
+            return None
+        fit = [actor for actor in up if not pools or actor.name.startswith(pools)]
+        return self._chance.choice(fit) if fit else None
+
+    def _child(self) -> tuple[Actor, int] | None:
+        actor = self._actor("prefork")
+        children = actor.children() if actor is not None else []
+        return (actor, self._chance.choice(children)) if actor and children else None
+
+    def _note(self, actor: Actor, pid: int, what: str, slots: int) -> None:
+        self.blows.append(Blow(now(), actor.life, pid, what, slots))
+
+    def _kill_child(self) -> bool:
+        if (found := self._child()) is None:
+            return False
+        actor, pid = found
+        self._note(actor, pid, "kill", 1)
+        _signal(pid, signal.SIGKILL)
+        return True
+
+    def _freeze_child(self) -> bool:
+        if (found := self._child()) is None:
+            return False
+        actor, pid = found
+        self._note(actor, pid, "freeze", 0)
+        _signal(pid, signal.SIGSTOP)
+        self._due.append((now() + self._chance.uniform(0.1, 1.5 * self._ttl),
+                          lambda: _signal(pid, signal.SIGCONT)))  # fmt: skip
+        return True
+
+    def _freeze_worker(self) -> bool:
+        """Stop the main process, or all processes of a worker, for a while."""
+        actor = self._actor()
+        if actor is None or actor.process is None:
+            return False
+        self._note(actor, 0, "freeze", 0)
+        pids = [actor.process.pid, *(actor.children() if self._chance.random() < 0.5 else [])]
+        for pid in pids:
+            _signal(pid, signal.SIGSTOP)
+        self._later(0.1, 2 * self._ttl, actor,
+                    lambda: [_signal(pid, signal.SIGCONT) for pid in pids])  # fmt: skip
+        return True
+
+    def _kill_worker(self) -> bool:
+        """Kill the main process, or all of the worker."""
+        actor = self._actor()
+        if actor is None or actor.process is None:
+            return False
+        self._note(actor, 0, "kill", actor.slots)
+        if self._chance.random() < 0.5:
+            actor.process.kill()
+        else:
+            _signal(actor.process.pid, signal.SIGKILL)
+        self._later(0.0, self._ttl, actor, lambda: self._restart(actor))
+        return True
+
+    def _stop_worker(self) -> bool:
+        """Tell a worker to end: warmly, or where it can also coldly."""
+        actor = self._actor()
+        if actor is None or actor.process is None:
+            return False
+        is_cold = actor.name.startswith("prefork") and self._chance.random() < 0.5
+        if is_cold:
+            self._note(actor, 0, "cold", actor.slots)
+        _signal(actor.process.pid, signal.SIGQUIT if is_cold else signal.SIGTERM)
+        self._later(2 * self._ttl, 3 * self._ttl, actor, lambda: self._restart(actor))
+        return True
+
+    def _restart(self, actor: Actor) -> None:
+        if actor.is_up:  # told to end, and not done in time
+            self._note(actor, 0, "kill", actor.slots)
+        actor.end()
+        actor.start()
+
+    def _node(self) -> EmbeddedNode | None:
+        up = [node for node in self._nodes if node not in self._down]
+        return self._chance.choice(up) if len(up) == len(self._nodes) else None
+
+    def _freeze_node(self) -> bool:
+        if (node := self._node()) is None:
+            return False
+        node.pause()
+        self._later(0.1, 1.5 * self._ttl, node, node.resume)
+        return True
+
+    def _kill_node(self) -> bool:
+        """Kill a node, which comes back empty."""
+        if (node := self._node()) is None:
+            return False
+        node.kill()
+        self._later(0.0, self._ttl, node, node.start)
+        return True
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
