@@ -556,8 +556,8 @@ def swallow(self: Any, key: str, then: str) -> str:
 swallows = locked(name="tests.swallows", lock_ttl=TTL)(swallow)
 
 
-@locked(name="tests.ends_about_then", lock_ttl=TTL)
-def ends_about_then(self: Any, key: str, seconds: float, nested: bool = False) -> str:
+@locked(name="tests.ends_about_then", lock_ttl=TTL, acks_late=True)
+def ends_about_then(self: Any, key: str, seconds: float, nested: bool = False) -> list[str]:
     """Lose the lock, and end so many s after its renewal began."""
     write("begin", key)
     ends: list[float] = []
@@ -573,7 +573,7 @@ def ends_about_then(self: Any, key: str, seconds: float, nested: bool = False) -
                 pass
         else:
             time.sleep(0.0005)
-    return "ended"
+    return ["ended"] * 30_000  # so that storing it takes a while, too
 
 
 @task(bind=True, base=LockedTask, lock_key="k:{key}", lock_ttl=TTL, autoretry_for=(LockLost,),
