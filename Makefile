@@ -11,7 +11,8 @@ shop:  ## the example: a shop without and with the lock
 test:  ## lint, types and all tests
 	$(PYTHON) -m tests
 
-soak:  ## the simulator and then the storm, SECONDS (600) each, on new seeds
+soak:  ## every end of life in every pool, then the simulator and the storm, SECONDS (600) each
+	$(PYTHON) -m tests -m long tests/integration/test_matrix.py
 	$(PYTHON) -m tests.simulation --seconds $(SECONDS)
 	$(PYTHON) -m tests.integration.storm --seconds $(SECONDS)
 

@@ -16,6 +16,7 @@ from tests.integration.matrix.stage import Stage, live
 NEWEST = celery.__version__.startswith("5.7.")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not NEWEST, reason="the table's states are those of Celery 5.7")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("broker", BROKERS)

@@ -16,6 +16,7 @@ SECONDS = float(os.environ.get("CELERY_REDLOCK_STORM", "60"))
 SEED = int(os.environ.get("CELERY_REDLOCK_STORM_SEED", random.SystemRandom().randrange(1 << 32)))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(SECONDS + 1200)
 def test_no_two_bodies_overlap_and_every_message_is_accounted_for(tmp_path: Path) -> None:
     with storm(SEED, tmp_path) as it:
