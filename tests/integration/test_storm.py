@@ -72,12 +72,13 @@ def test_each_killed_worker_may_have_taken_one_message_from_the_queue_and_no_mor
     assert len(faults(states=states, blows=[death, death], seen={"m": 9.0})) == 1
 
 
-def test_a_late_message_that_ran_again_is_a_fault_unless_its_worker_was_hit() -> None:
+def test_a_late_message_that_ran_again_is_a_fault_unless_its_worker_was_killed() -> None:
     again = dataclasses.replace(SECOND, id="m")
     (told,) = faults(FIRST, again, messages=(LATE,))
     assert "again, though nothing befell its workers" in told
     assert faults(FIRST, again, messages=(LATE,), blows=[Blow(2.0, "w/1", 7, "kill")]) == []
     assert faults(FIRST, again, messages=(LATE,), blows=[Blow(2.0, "v/1", 7, "kill")]) != []
+    assert faults(FIRST, again, messages=(LATE,), blows=[Blow(2.0, "w/1", 7, "freeze")]) != []
 
 
 def test_an_early_message_may_be_lost_for_each_death_and_no_more() -> None:

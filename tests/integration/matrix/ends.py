@@ -106,8 +106,12 @@ ENDS = (
     End("on_success of the user's raises", both("SUCCESS")),
     End("after_return of the user's raises", both("SUCCESS")),
     End(
-        "the result backend fails", UNHEARD, other={"prefork": both("PENDING")},
-        alone=("solo",), apart=("solo",),
+        "the result backend fails", UNHEARD, alone=("solo",), apart=("solo",),
+        other={
+            "prefork": both("PENDING"),
+            # its loop takes the error for the broker's, connects anew and gets the message again
+            "solo": (After("PENDING"), After("SUCCESS", 2)),
+        },
     ),
     End("soft limit", both("FAILURE"), pools=PREFORK, limits={"soft_time_limit": LIMIT}),
     End("hard limit", both("FAILURE"), pools=("prefork", "gevent"), limits={"time_limit": LIMIT}),

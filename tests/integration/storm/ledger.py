@@ -105,10 +105,11 @@ class Ledger:
     states: Mapping[str, str]
     blows: Sequence[Blow] = field(default_factory=list)
     seen: Mapping[str, float] = field(default_factory=dict)  # when messages were put back last
+    leftovers: Sequence[str] = ()  # what did not go when all should have been over
 
     def faults(self) -> list[str]:
         """Return everything that is not as it must be."""
-        return [*self.overlaps(), *self.tokens(), *self.accounts()]
+        return [*self.overlaps(), *self.tokens(), *self.leftovers, *self.accounts()]
 
     def by_key(self) -> dict[str, list[Run]]:
         """Return the runs of each key, in the order in which they began."""
@@ -192,17 +193,18 @@ class Ledger:
         return "again, though nothing befell its workers" if unexcused else None
 
     def _is_excused(self, message: Message, runs: Sequence[Run], again: Run) -> bool:
-        """Tell whether a run may have followed one that had ended: a worker of theirs was hit.
+        """Tell whether a run may have followed one that had ended: a worker of theirs was killed.
 
-        Killed before it could acknowledge, or frozen with the message in its hands; so with what a
-        run that came again sent in turn. Early ones leave no mark that they are done, so a worker
-        that never ran it may have passed it on, too.
+        Before it could acknowledge; so with what a run that came again sent in turn. Nothing is
+        frozen for as long as the broker waits before it delivers again. Early ones leave no mark
+        that they are done, so a worker that never ran it may have passed it on, too.
         """
         until = again.first + GRACE
         workers = {run.worker for run in runs if run.first < until}
         pids = {0, *(run.pid for run in runs if run.first < until)}
         return any(
-            (not message.kind.late or blow.worker in workers)
+            blow.what != "freeze"
+            and (not message.kind.late or blow.worker in workers)
             and blow.pid in pids
             and message.at - GRACE < blow.at < until
             for blow in self.blows

@@ -182,24 +182,25 @@ class Weather:
         actor.end()
         actor.start()
 
-    def _node(self) -> EmbeddedNode | None:
+    def _nodes_up(self, count: int) -> list[EmbeddedNode]:
+        """Return so many nodes, none where one is struck already."""
         up = [node for node in self._nodes if node not in self._down]
-        return self._chance.choice(up) if len(up) == len(self._nodes) else None
+        return self._chance.sample(up, count) if len(up) == len(self._nodes) else []
 
     def _freeze_node(self) -> bool:
-        if (node := self._node()) is None:
-            return False
-        node.pause()
-        self._later(0.1, 1.5 * self._ttl, node, node.resume)
-        return True
+        nodes = self._nodes_up(1)
+        for node in nodes:
+            node.pause()
+            self._later(0.1, 1.5 * self._ttl, node, node.resume)
+        return bool(nodes)
 
     def _kill_node(self) -> bool:
-        """Kill a node, which comes back empty."""
-        if (node := self._node()) is None:
-            return False
-        node.kill()
-        self._later(0.0, self._ttl, node, node.start)
-        return True
+        """Kill a node, or a majority at once, which come back empty."""
+        nodes = self._nodes_up(self._chance.choice((1, 1, 2)))
+        for node in nodes:
+            node.kill()
+            self._later(0.0, self._ttl, node, node.start)
+        return bool(nodes)
 
 
 def _signal(pid: int, number: int) -> None:
