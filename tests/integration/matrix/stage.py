@@ -236,7 +236,16 @@ class Stage:
 
 
 def live(stage: Stage) -> None:
-    """Live through all ends of a stage."""
+    """Live through all ends of a stage. Raises AssertionError with all cells where it is stuck."""
+    try:
+        _live(stage)
+    except AssertionError as stuck:
+        for cell in stage.cells:
+            stage.observe(cell, cell.after)
+        raise AssertionError(f"{stuck}\n{stage.report()}") from stuck
+
+
+def _live(stage: Stage) -> None:
     alone = [cell for cell in stage.cells if stage.pool in cell.end.alone]
     together = [cell for cell in stage.cells if stage.pool not in cell.end.alone]
     shared = stage.launch(SHARED, concurrency=CHILDREN)

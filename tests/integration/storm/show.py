@@ -159,8 +159,8 @@ class Storm:
         open_late = [m for m in ledger.messages if m.kind.late and ledger.states[m.id] not in FINAL]
         return (
             f"seed {self.seed}: {len(ledger.messages)} messages {dict(kinds)}, {len(ledger.runs)} "
-            f"bodies, {cut} of them cut; states {dict(states)}; late ones lost with a killed worker: "
-            f"{len(open_late)}; blows {self.weather.counts}"
+            f"bodies, {cut} of them cut; states {dict(states)}; {len(open_late)} late ones lost "
+            f"with killed workers; blows {self.weather.counts}"
         )
 
     def report(self, ledger: Ledger) -> str:

@@ -68,8 +68,9 @@ class Weather:
         self._down: set[object] = set()  # what was struck, and is not brought back yet
 
     def strike(self) -> None:
-        """Do one thing, and bring back what is due."""
-        self._bring_back(now())
+        """Bring back what is due, else do one thing."""
+        if self._bring_back(now()):
+            return  # else what was frozen may be killed with what it has in its socket
         ways: dict[Callable[[], bool], int] = {
             self._kill_child: 4,
             self._freeze_child: 3,
@@ -88,10 +89,12 @@ class Weather:
         """Bring back everything."""
         self._bring_back(float("inf"))
 
-    def _bring_back(self, until: float) -> None:
-        for item in [item for item in self._due if item[0] <= until]:
+    def _bring_back(self, until: float) -> int:
+        due = [item for item in self._due if item[0] <= until]
+        for item in due:
             self._due.remove(item)
             item[1]()
+        return len(due)
 
     def _later(
         self, shortest: float, longest: float, what: object, undo: Callable[[], object]
