@@ -54,8 +54,8 @@ def test_a_warm_shutdown_renews_until_the_bodies_end(stage: Stage, pool: str) ->
     assert waiting_messages(stage) == back
 
 
-@pytest.mark.parametrize("pool", POOLS)
-def test_a_cold_shutdown_frees_what_it_cuts(stage: Stage, pool: str) -> None:
+def quit_amid_bodies(stage: Stage, pool: str) -> dict[str, str]:
+    """Tell a worker to quit while bodies run, see their locks freed; returns ids as `begin`."""
     worker = stage.worker(pool=pool, concurrency=3)
     ids = begin(stage, pool, LONG if pool == "prefork" else SOON, 30)
     worker.signal(signal.SIGQUIT)
@@ -64,6 +64,12 @@ def test_a_cold_shutdown_frees_what_it_cuts(stage: Stage, pool: str) -> None:
     stage.see_freed("k:early", "k:late")
     worker.wait(120)
     assert ids["later"] in waiting_messages(stage)
+    return ids
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_cold_shutdown_frees_what_it_cuts(stage: Stage, pool: str) -> None:
+    ids = quit_amid_bodies(stage, pool)
     if pool == "prefork":
         assert {line.what for line in ends_of(stage).values()} == {"cut"}
         assert waiting_messages(stage) == {ids["later"], ids["late"]}
@@ -74,13 +80,6 @@ def test_a_soft_shutdown_frees_what_it_cuts_in_the_end(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
 ) -> None:
     stage = make_stage(nodes, worker_soft_shutdown_timeout=2.0)
-    worker = stage.worker(pool=pool, concurrency=3)
-    ids = begin(stage, pool, LONG if pool == "prefork" else SOON, 30)
-    worker.signal(signal.SIGQUIT)
-    begun = {line.key for line in stage.lines("begin")}
-    eventually(lambda: set(ends_of(stage)) >= begun)
-    stage.see_freed("k:early", "k:late")
-    worker.wait(120)
-    assert ids["later"] in waiting_messages(stage)
+    ids = quit_amid_bodies(stage, pool)
     if pool == "prefork":
         assert ids["late"] in waiting_messages(stage)
