@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 
@@ -62,6 +62,17 @@ class SystemClock:
     def sleep(self, seconds: float) -> None:
         """Let so many s pass; under gevent and eventlet others run meanwhile."""
         time.sleep(seconds)
+
+
+# Of servers, by address, that go by a clock which a test moves: whoever locks on them goes by it,
+# too, so that a holder's lease ends together with the keys. Always empty outside of tests.
+clocks_of_servers: dict[str, Clock] = {}
+
+
+def clock_for(servers: Iterable[str]) -> Clock | None:
+    """Return the clock that one of these servers goes by; None where it is the machine's."""
+    found = (clocks_of_servers.get(server) for server in servers)
+    return next((clock for clock in found if clock is not None), None)
 
 
 def original(module: str, name: str) -> Any:

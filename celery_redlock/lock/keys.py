@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # A permit's key ends with "#<number>"; a resource that ends like one gets one "#" more.
 _LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*$")
+_IS_A_PERMIT = re.compile(r"(.*)#([0-9]+)", re.DOTALL)
 
 
 def lock_key(prefix: str, resource: str, permit: int = 0) -> str:
@@ -20,9 +21,12 @@ def lock_key(prefix: str, resource: str, permit: int = 0) -> str:
     return f"{{{prefix}}}:lock:{name}#{permit}" if permit else f"{{{prefix}}}:lock:{name}"
 
 
-def broken_key(key: str) -> str:
-    """Return where a node notes the value that an operator broke: no repair brings it back."""
-    return key.replace("}:lock:", "}:broken:", 1)
+def broken_key(key: str, value: str) -> str:
+    """Return where a node notes that an operator broke a lock: no repair brings it back.
+
+    One for each value, so that a second break does not make the first one forgotten.
+    """
+    return f"{key.replace('}:lock:', '}:broken:', 1)}:{value.partition(':')[0]}"
 
 
 def wake_channel(prefix: str, resource: str) -> str:
@@ -30,9 +34,24 @@ def wake_channel(prefix: str, resource: str) -> str:
     return f"{{{prefix}}}:wake:{resource}"
 
 
+def waiting_key(prefix: str, resource: str) -> str:
+    """Return where a node notes which run of a task waits for a resource; gone with the last."""
+    return f"{{{prefix}}}:waiting:{resource}"
+
+
+def pattern_of(key: str) -> str:
+    """Return a pattern for SCAN that means just this text; a "*" behind it is the caller's."""
+    return "".join(f"\\{letter}" if letter in "*?[]^-\\" else letter for letter in key)
+
+
 def done_key(prefix: str, run: str) -> str:
     """Return where a node notes that a run is done."""
     return f"{{{prefix}}}:done:{run}"
+
+
+def unique_key(prefix: str, name: str) -> str:
+    """Return where a node keeps which send of what is sent once is good."""
+    return f"{{{prefix}}}:unique:{name}"
 
 
 def guard_keys(prefix: str) -> tuple[str, str]:
@@ -50,17 +69,50 @@ def in_order(resources: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(resources), key=lambda name: name.encode("utf-8", "surrogatepass")))
 
 
+def name_of_all(resources: Sequence[str]) -> str:
+    """Return one name for several resources together; of one alone it is that."""
+    # quoted where there are several, or it looks like that: so two lists never give one name
+    alone = len(resources) == 1 and not resources[0].startswith(("'", '"'))
+    return resources[0] if alone else ", ".join(map(repr, resources))
+
+
 def new_token() -> str:
     """Return 128 random bits in hex: the proof that a key is ours. Fresh for each round."""
     return os.urandom(16).hex()
 
 
-def value_of(token: str, label: str) -> str:
-    """Return what a node stores under the key: the token, then who holds it, for people."""
-    return f"{token}:{label}"
+def resource_of(prefix: str, key: str) -> tuple[str, int]:
+    """Return the resource and the permit that a lock's key is of; the inverse of `lock_key`."""
+    name, permit = key.removeprefix(f"{{{prefix}}}:lock:"), 0
+    found = _IS_A_PERMIT.fullmatch(name)
+    if found is not None:
+        name, permit = found[1], int(found[2])
+    if name.endswith("#") and _LOOKS_LIKE_A_PERMIT.search(name):
+        name = name[:-1]
+    return name, permit
+
+
+def value_of(token: str, since_ms: int, label: str) -> str:
+    """Return what a node stores under the key: the token, then since when and who, for people.
+
+    since_ms: ms since 1970, by the holder's clock.
+    """
+    return f"{token}:{since_ms}:{label}"
 
 
 def label_of(value: str) -> str:
     """Return who a stored value speaks of; the value itself where a stranger wrote it."""
-    _, colon, label = value.partition(":")
-    return label if colon else value
+    parts = _parts_of(value)
+    return value if parts is None else parts[1]
+
+
+def since_of(value: str) -> float | None:
+    """Return since when its holder asks for it, s since 1970; None where a stranger wrote it."""
+    parts = _parts_of(value)
+    return None if parts is None else parts[0] / 1000
+
+
+def _parts_of(value: str) -> tuple[int, str] | None:
+    """Return what stands behind the token: ms since 1970, and who; None for a stranger's value."""
+    parts = value.split(":", 2)
+    return (int(parts[1]), parts[2]) if len(parts) == 3 and parts[1].isdecimal() else None

@@ -130,27 +130,31 @@ class Hold:
                 else:
                     self.valid_until = validity(ends, self._quorum)
 
-    def renewed(self, node: int, sent: float, now: float, run_id: str = "") -> None:
+    def renewed(self, node: int, sent: float, now: float, run_id: str = "") -> bool:
         """Prolong a node's lease; one that had run out before is on probation first.
 
         Its key may be there by a repair, which passes the node's silence: so another client may
         still count on that node, until a quorum of others has confirmed us after the repair.
+        Returns whether the node is counted, as one on probation is not, nor any once it is over.
         """
-        if self.state is not HELD or self.judge(now):
-            return
+        if self.state is not HELD or (now >= self.valid_until - self.margin and self.judge(now)):
+            return False
         ends, end = self.ends, sent + self._span
         self._runs[node] = run_id
         if self.repairs:
             self.repairs.pop(node, None)
-        if ends[node] <= now:
+        before = ends[node]
+        if before <= now:
             self.probation[node] = Probation(now)
-        if end > ends[node]:
+        if end > before:
             ends[node] = end
-        if self.probation:
-            self._confirm_others(node, sent)
-            self._recount()
-        else:
-            self.valid_until = validity(ends, self._quorum)
+        if not self.probation:
+            if end > self.valid_until:  # else as many ends are as great as before
+                self.valid_until = validity(ends, self._quorum)
+            return True
+        self._confirm_others(node, sent)
+        self._recount()
+        return node not in self.probation
 
     def _confirm_others(self, node: int, sent: float) -> None:
         """Let a counted node's answer speak for those on probation."""
@@ -176,7 +180,8 @@ class Hold:
             self.repairs[node] = UNKNOWN
             return
         self.repairs[node] = max(self.ends[node], self.repairs.get(node, UNKNOWN))
-        self._give_up(node, "its key is gone from the nodes")
+        causes = "an operator broke it, or it was deleted or evicted"
+        self._give_up(node, f"its key is gone from the nodes: {causes}")
         self.judge(now)  # a late grant must not revive it
 
     def denied(self, node: int, now: float) -> None:
@@ -205,7 +210,7 @@ class Hold:
         """Return the nodes on which our key may be set again by now."""
         if not self.repairs:
             return ()
-        return [node for node, since in self.repairs.items() if since <= now]
+        return [node for node, since in self.repairs.copy().items() if since <= now]
 
     def begin(self, now: float) -> bool:
         """Turn a quorum of grants into a lock; False where it came too late to be of use."""
@@ -282,7 +287,8 @@ class Fence:
     def usable(self) -> bool:
         """Whether a quorum of nodes has reached the token."""
         token = self.token
-        reached = sum(counter >= token for counter in self._counters.values())
+        counters = self._counters.copy()  # any thread may bring in a late one
+        reached = sum(counter >= token for counter in counters.values())
         return token > 0 and reached >= self._quorum
 
 

@@ -16,10 +16,10 @@ import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import hiredis
@@ -30,7 +30,9 @@ from redis.sentinel import Sentinel
 
 from celery_redlock.errors import NodeError, SettingsError
 from celery_redlock.lock.clock import Alarm, Clock, new_mutex, start_thread
-from celery_redlock.lock.keys import broken_key, fence_key, guard_keys, lock_key
+from celery_redlock.lock.keys import fence_key, guard_keys, lock_key, pattern_of
+
+T = TypeVar("T")
 
 URL_SCHEMES = ("redis", "rediss", "unix", "sentinel")
 FIRST_RECONNECT, LONGEST_RECONNECT = 0.05, 1.0  # s: between tries to reach a node that refuses us
@@ -41,20 +43,25 @@ _INCOMPLETE = object()
 
 
 class Script:
-    """A Lua script of this package, as the bytes that run it."""
+    """A Lua script of this package, by its name, as the bytes that run it."""
 
     def __init__(self, name: str) -> None:
         source = files("celery_redlock.lock").joinpath("lua").joinpath(f"{name}.lua").read_bytes()
         digest = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
-        self.source = source
+        self.name, self.source = name, source
         self._by_source = bulk(b"EVAL") + bulk(source)
         self.by_digest = bulk(b"EVALSHA") + bulk(digest)
         self.load = b"*3\r\n" + bulk(b"SCRIPT") + bulk(b"LOAD") + bulk(source)
 
     def call(self, keys: Sequence[str], *args: str) -> bytes:
         """Return the request for these keys and arguments, by the script's digest."""
-        words = [str(len(keys)), *keys, *args]
-        return b"*%d\r\n%b%b" % (len(words) + 2, self.by_digest, b"".join(map(packed, words)))
+        return self.begin(keys, len(args)) + b"".join(map(packed, args))
+
+    def begin(self, keys: Sequence[str], count: int) -> bytes:
+        """Return what each call for these keys begins with; so many packed arguments follow it."""
+        words = [str(len(keys)), *keys]
+        head = len(words) + count + 2
+        return b"*%d\r\n%b%b" % (head, self.by_digest, b"".join(map(packed, words)))
 
     def with_source(self, request: bytes) -> bytes:
         """Return a request of this script with its text instead of the digest."""
@@ -71,8 +78,14 @@ def packed(text: str) -> bytes:
     return bulk(text.encode("utf-8", "surrogatepass"))
 
 
+def request_of(*words: str) -> bytes:
+    """Return a command as a request."""
+    return b"*%d\r\n%b" % (len(words), b"".join(map(packed, words)))
+
+
 GRANT, RENEW, RELEASE = Script("grant"), Script("renew"), Script("release")
-GUARD, TRUST = Script("guard"), Script("trust")
+GUARD, TRUST, BREAK = Script("guard"), Script("trust"), Script("break")
+ENTER, LEAVE = Script("enter"), Script("leave")
 
 
 class Requests:
@@ -83,13 +96,12 @@ class Requests:
     """
 
     def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
         names = b"".join(map(packed, (*guard_keys(prefix), fence_key(prefix)))).replace(b"%", b"%%")
         self._grant = b"*13\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
         self._asking = b"*14\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
         self._release = b"*6\r\n" + RELEASE.by_digest + b"$1\r\n1\r\n%b%b%b"
         self._last = b"*9\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b%b%b%b"
-        self._renew = b"*8\r\n" + RENEW.by_digest + b"$1\r\n1\r\n%b%b%b$0\r\n\r\n$0\r\n\r\n"
+        self._fence = packed(fence_key(prefix))
 
     def grant(self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None = None) -> bytes:
         """Return the request for a lock; all but the proposal (a fencing token) packed already."""
@@ -103,22 +115,26 @@ class Requests:
         least = _NOTHING if proposal is None else bulk(b"%d" % proposal)
         return self._asking % (key, mark, value, ttl_ms, least)
 
-    def renew(self, key: bytes, value: bytes, ttl_ms: bytes) -> bytes:
-        """Return the request that renews a lock without a fencing token."""
-        return self._renew % (key, value, ttl_ms)
+    def renewal(self, value: bytes, ttl_ms: bytes, token: int = 0) -> bytes:
+        """Return what a request that renews has of each lock behind the keys.
 
-    def renew_fully(
-        self, key: str, value: bytes, ttl_ms: bytes, token: int, *, repair: bool
-    ) -> bytes:
-        """Return the request that renews a lock, repairs it, and heals the fencing counter.
-
-        token: 0 where the lock has none.
+        token: for fencing, 0 where the lock has none.
         """
-        keys = b"".join(map(packed, (key, fence_key(self._prefix), broken_key(key))))
-        least = bulk(b"%d" % token) if token else _NOTHING
-        flag = b"$1\r\n1\r\n" if repair else _NOTHING
-        words = b"$1\r\n3\r\n" + keys + value + ttl_ms + least + flag
-        return b"*10\r\n" + RENEW.by_digest + words
+        return value + ttl_ms + (bulk(b"%d" % token) if token else _NOTHING)
+
+    def renew(self, keys: Sequence[bytes], renewals: Sequence[bytes], note: bytes = b"") -> bytes:
+        """Return the request that renews these locks.
+
+        note: the key of a lock's break, packed: then it is the only one, and is set where its key
+        is missing.
+        """
+        names = len(keys) + 1 + bool(note)
+        head = b"*%d\r\n%b%b" % (
+            3 + names + 3 * len(keys),
+            RENEW.by_digest,
+            bulk(b"%d" % names),
+        )
+        return b"".join([head, *keys, self._fence, note, *renewals])
 
     def release(self, key: bytes, value: bytes, channel: bytes) -> bytes:
         """Return the request that gives a lock back; channel: packed, `_NOTHING` to say nothing."""
@@ -179,7 +195,7 @@ class Greeting:
     evicts: str = ""
 
 
-PING = b"*1\r\n$4\r\nPING\r\n"
+PING = request_of("PING")
 
 
 class Handler(Protocol):
@@ -189,7 +205,8 @@ class Handler(Protocol):
     def wanted(self) -> bool:
         """Whether the command may still be written; asked under the mutex of the wire.
 
-        So nothing follows a token's release: what ends the want comes before the release.
+        So nothing that could set a key follows the release of its token: what ends the want comes
+        before the release.
         """
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
@@ -266,6 +283,14 @@ class Address:
         connection.connect()
         return connection
 
+    def ask(self, timeout: float, do: Callable[[Any], T]) -> T:
+        """Return what a function gives, called with a connection of its own; timeout: as above."""
+        connection = self.dial(timeout)
+        try:
+            return do(connection)
+        finally:
+            connection.disconnect()
+
     def without_secrets(self, text: str) -> str:
         """Return what a server said, without the credentials that some echo."""
         for name in ("password", "username"):
@@ -282,7 +307,7 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
     """
     if isinstance(node, redis.Redis):
         pool = node.connection_pool
-        return _address_of(pool, _sentinel_name(pool))
+        return _address_of(pool)
     if not isinstance(node, str):
         way_out = f"must be a URL ({', '.join(f'{s}://' for s in URL_SCHEMES)}) or a redis.Redis"
         raise SettingsError(level, name, f"a {type(node).__name__}", way_out)
@@ -295,7 +320,7 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
     try:
         if scheme == "sentinel":
             return _sentinel_address(node, timeout)
-        return _address_of(redis.ConnectionPool.from_url(node), None)
+        return _address_of(redis.ConnectionPool.from_url(node))
     except (ValueError, TypeError):
         # the library's own text would show parts of the URL, and so of a password
         way_out = (
@@ -313,14 +338,27 @@ def masked(url: str) -> str:
     return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
 
 
-def _address_of(pool: redis.ConnectionPool, sentinel: str | None) -> Address:
+def _address_of(pool: Any) -> Address:
+    if getattr(pool, "service_name", None) is not None:
+        return _watched_address(pool)
     options = pool.connection_kwargs
-    if sentinel is not None:
-        return Address(sentinel, sentinel, pool)
     if "path" in options:
         return Address(options["path"], options["path"], pool)
-    host, port = options.get("host", "localhost"), int(options.get("port", 6379))
+    host, port = _place_of(options)
     return Address(f"{host}:{port}", f"{_canonical(host)}:{port}", pool)
+
+
+def _place_of(options: Mapping[str, Any]) -> tuple[str, int]:
+    return options.get("host", "localhost"), int(options.get("port", 6379))
+
+
+def _watched_address(pool: Any) -> Address:
+    """Return the address of what Sentinels watch: two groups of them may use one service name."""
+    sentinels = pool.sentinel_manager.sentinels
+    places = [_place_of(one.connection_pool.connection_kwargs) for one in sentinels]
+    name = f"sentinel://{','.join(f'{host}:{port}' for host, port in places)}/{pool.service_name}"
+    each = sorted(f"{_canonical(host)}:{port}" for host, port in places)
+    return Address(name, f"sentinel://{','.join(each)}/{pool.service_name}", pool)
 
 
 def _canonical(host: str) -> str:
@@ -331,11 +369,6 @@ def _canonical(host: str) -> str:
         return str(ipaddress.ip_address(host))
     except ValueError:
         return host.lower().rstrip(".")
-
-
-def _sentinel_name(pool: Any) -> str | None:
-    service = getattr(pool, "service_name", None)
-    return None if service is None else f"sentinel/{service}"
 
 
 def _sentinel_address(url: str, timeout: float) -> Address:
@@ -353,7 +386,7 @@ def _sentinel_address(url: str, timeout: float) -> Address:
         sentinel_kwargs={"socket_timeout": timeout},
         **{key: value for key, value in credentials.items() if value},
     )
-    return _address_of(sentinel.master_for(service).connection_pool, f"sentinel/{service}")
+    return _address_of(sentinel.master_for(service).connection_pool)
 
 
 class Wire:
@@ -731,17 +764,16 @@ def greet(connection: Any, guard: Guard) -> Greeting:
     )
 
 
-def read_info(connection: Any) -> dict[str, str]:
-    """Return what INFO says of a server and its memory; its refusal as "error"."""
+def read_info(connection: Any, sections: Sequence[str] = ("server", "memory")) -> dict[str, str]:
+    """Return what sections of INFO say of a server; its refusal as "error"."""
     facts: dict[str, str] = {}
-    for section in ("server", "memory"):
+    for section in sections:
         try:
             connection.send_command("INFO", section)
             reply = connection.read_response()
         except redis.ResponseError as error:
             return {"error": str(error)}
-        text = reply.decode(errors="replace") if isinstance(reply, bytes) else str(reply)
-        pairs = (line.partition(":") for line in text.splitlines())
+        pairs = (line.partition(":") for line in text_of(reply).splitlines())
         facts |= {name: value.strip() for name, colon, value in pairs if colon}
     return facts
 
@@ -756,37 +788,49 @@ def _note_run(connection: Any, guard: Guard, arguments: Sequence[str]) -> float:
         return 0.0  # a replica, no memory, no right: each grant is refused by the same words
 
 
-def vouch(address: Address, timeout: float, prefix: str) -> str:
+def vouch(connection: Any, prefix: str) -> str:
     """Let a node vote that does not know this prefix, on an operator's word.
 
-    timeout: s for each step. Returns the name of one lock that stands there, "" where none does.
-    Raises redis.RedisError, OSError.
+    connection: as of `Address.dial`. Returns the name of one lock that stands there, "" where none
+    does. Raises redis.RedisError, OSError.
     """
-    connection = address.dial(timeout)
-    try:
-        facts = read_info(connection)
-        if "run_id" not in facts:
-            raise redis.ResponseError(facts.get("error", "INFO names no run_id"))
-        keys = guard_keys(prefix)
-        connection.send_command("EVAL", TRUST.source, str(len(keys)), *keys, facts["run_id"])
-        connection.read_response()
-        return _any_lock(connection, prefix)
-    finally:
-        connection.disconnect()
+    facts = read_info(connection)
+    if "run_id" not in facts:
+        raise redis.ResponseError(facts.get("error", "INFO names no run_id"))
+    keys = guard_keys(prefix)
+    connection.send_command("EVAL", TRUST.source, str(len(keys)), *keys, facts["run_id"])
+    connection.read_response()
+    return _any_lock(connection, prefix)
 
 
 def _any_lock(connection: Any, prefix: str) -> str:
-    cursor, pattern = b"0", lock_key(_literally(prefix), "*")
+    return next(map(text_of, names_on(connection, lock_key(prefix, ""))), "")
+
+
+def names_on(connection: Any, beginning: str) -> Iterator[Any]:
+    """Yield the names of a node's keys that begin with a text, as it replies them, some twice.
+
+    Looks through the whole database in parts, and so keeps nobody waiting.
+    """
+    cursor, pattern = b"0", f"{pattern_of(beginning)}*"
     while True:
-        connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", "10000")
+        connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", "1000")
         cursor, names = connection.read_response()
-        if names:
-            name = names[0]
-            return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
-        if cursor in (b"0", "0"):
-            return ""
+        yield from names
+        if text_of(cursor) == "0":
+            return
 
 
-def _literally(text: str) -> str:
-    """Return a pattern for SCAN that means just this text."""
-    return "".join(f"\\{letter}" if letter in "*?[]^-\\" else letter for letter in text)
+def text_of(reply: Any) -> str:
+    """Return a reply as text, for people."""
+    return reply.decode(errors="replace") if isinstance(reply, bytes) else str(reply)
+
+
+def strike(connection: Any, keys: Sequence[Any], value: Any, *rest: str) -> bool:
+    """Delete a lock on an operator's word, if this value stands there; tells whether it did.
+
+    connection: as of `Address.dial`. keys, value, rest: as in `lua/break.lua`. Raises
+    redis.RedisError, OSError.
+    """
+    connection.send_command("EVAL", BREAK.source, str(len(keys)), *keys, value, *rest)
+    return bool(connection.read_response())

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import select
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import hiredis
 
@@ -30,8 +30,10 @@ from celery_redlock.lock.nodes import (
     Greeting,
     Guard,
     Node,
+    Script,
     Unheard,
     Wire,
+    text_of,
 )
 from celery_redlock.lock.votes import (
     FAILED,
@@ -42,6 +44,7 @@ from celery_redlock.lock.votes import (
     Vote,
     in_short,
     is_of_a_replica,
+    is_split,
     quorum_of,
     way_out,
 )
@@ -87,10 +90,14 @@ class GrantRound(Round):
     to one node once more, under its old sending time. Grants that come after the decision are
     counted on the hold; after its end they are nothing, for a release follows on the same wire.
     asks_since: s since 1970 where nodes are asked whether the run is done: a mark made after that
-    says so. done: one node has such a mark, which is enough, for it tells a fact.
+    says so. heeds_later: so does a mark that a later send has taken its place.
+    done: one node has such a mark, which is enough, for it tells a fact; and so is superseded.
     """
 
+    heeds_later: bool
+    superseded: bool
     __slots__ = (
+        "_refusals",
         "_resend",
         "asked_again",
         "asks_since",
@@ -98,11 +105,12 @@ class GrantRound(Round):
         "errors",
         "fence",
         "granted",
+        "heeds_later",
         "hold",
         "never_asked",
-        "refusals",
         "sent",
         "silent",
+        "superseded",
         "tally",
     )
 
@@ -114,12 +122,12 @@ class GrantRound(Round):
         fence: Fence | None = None,
     ) -> None:
         self.decided, self.wake = False, None
-        self.asks_since: float | None = None
+        self.asks_since: float | None = None  # with it the two flags are set
         self.done = False
         self.hold, self.fence = hold, fence
         self.tally = Tally(nodes)
         self.sent = 0.0  # monotonic s; an older fencing proposal must not meet a younger lease
-        self.refusals: dict[int, Refusal] = {}
+        self._refusals: dict[int, Refusal] = {}
         self.silent: dict[int, float] = {}  # s for which a node does not vote
         self.errors: dict[int, NodeError] = {}
         self.granted: set[int] = set()
@@ -149,7 +157,7 @@ class GrantRound(Round):
     def _vote(self, node: int, reply: Any) -> Vote | None:
         """Return what a node's reply means, with what it says beside it taken down.
 
-        None: the run is done, whatever the node's vote is.
+        None: the run is done, or not to be made, whatever the node's vote is.
         """
         if type(reply) is not list:
             self.errors[node] = NodeError("", in_short(str(reply)))
@@ -162,12 +170,15 @@ class GrantRound(Round):
             return GRANTED
         if reply[0] == 0:
             expires_in = reply[1] / 1000 if reply[1] >= 0 else math.inf
-            self.refusals[node] = Refusal(reply[2].decode(errors="replace"), expires_in)
+            self._refusals[node] = Refusal(text_of(reply[2]), expires_in)
             return REFUSED
         self.silent[node] = max(0, reply[1]) / 1000
         return SILENT
 
     def _is_done(self, at_ms: int) -> bool:
+        if at_ms < 0 and self.heeds_later:
+            self.superseded = True
+            return True
         return at_ms > 0 and self.asks_since is not None and at_ms / 1000 >= self.asks_since
 
     def failed(self, node: int, command: Command, error: NodeError) -> None:
@@ -184,6 +195,11 @@ class GrantRound(Round):
         if not self.decided and self.tally.add(FAILED):
             self.decide()
 
+    @property
+    def refusals(self) -> dict[int, Refusal]:
+        """What the nodes that refused said, as of now: any thread may bring in a late one."""
+        return self._refusals.copy()
+
     def free_in(self) -> float | None:
         """Return the s until a quorum of nodes is free if nobody renews; None where unknown."""
         known = dict.fromkeys(self.granted, 0.0)
@@ -191,83 +207,127 @@ class GrantRound(Round):
         waits = [known.get(node, math.inf) for node in range(self.tally.nodes)]
         return free_in(waits, self.tally.quorum)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether others share the nodes, so that none of them has got it either."""
+        holders = [refusal.value for refusal in self.refusals.values()]
+        return is_split(holders, self.tally.unheard, self.tally.quorum)
+
     def holder(self) -> str:
         """Return the value that stands on most of the nodes that refused."""
         values = [refusal.value for refusal in self.refusals.values()]
         return max(values, key=values.count, default="")
 
 
-class RenewRound(Round):
-    """One extension of one lock; decided when a quorum confirmed or every node has spoken.
+class Renewable(Protocol):
+    """A claim as a round sees that renews it.
 
-    changed: called after a node said that our token does not stand there.
-    fence: takes the nodes' fencing counters; where one is given, and not usable yet, it decides.
+    fence: takes the nodes' fencing counters, where a token is wanted.
+    """
+
+    @property
+    def hold(self) -> Hold:
+        """Its lease."""
+
+    @property
+    def fence(self) -> Fence | None:
+        """Its fencing token."""
+
+
+class RenewRound(Round):
+    """One extension of some locks, in one request to each node.
+
+    Decided when a quorum confirmed each of them, or every node has spoken.
+    changed: called with the number of a claim after a node said that its token does not stand
+    there. A fencing token that is not usable yet decides in its claim's place.
     """
 
     __slots__ = (
         "_changed",
+        "_claims",
         "_clock",
-        "_fence",
+        "_doubted",
+        "_holds",
         "_quorum",
-        "_settles_fence",
-        "confirmed",
-        "hold",
+        "_renewing",
+        "_unsettled",
         "unheard",
     )
 
     def __init__(
         self,
-        hold: Hold,
+        claims: Sequence[Renewable],
         nodes: int,
         clock: Clock,
-        changed: Callable[[], object],
-        fence: Fence | None = None,
+        changed: Callable[[int], object],
     ) -> None:
         self.decided, self.wake = False, None
-        self.hold, self.confirmed, self.unheard = hold, 0, nodes
-        self._quorum = nodes // 2 + 1
-        self._clock, self._changed, self._fence = clock, changed, fence
-        self._settles_fence = fence is not None and not fence.usable
+        self._claims, self._changed, self._clock = claims, changed, clock
+        self._holds = [claim.hold for claim in claims]
+        self._renewing = 0  # nodes that renewed all of them, or all but some
+        self._doubted: dict[int, int] = {}  # by the number of a claim: how many of them did not
+        self._quorum, self.unheard = nodes // 2 + 1, nodes
+        self._unsettled = [c.fence for c in claims if c.fence is not None and not c.fence.usable]
 
     @property
     def wanted(self) -> bool:
-        """Not once the hold is over."""
-        return self.hold.state is HELD
+        """Not once all the holds are over.
+
+        Of several, one may be: its key is gone then, and a renewal does not bring it back. A
+        repair would, so it is of one alone.
+        """
+        return any(hold.state is HELD for hold in self._holds)
 
     @property
-    def reached(self) -> bool:
-        """Whether a quorum confirmed."""
-        return self.confirmed >= self._quorum
+    def short(self) -> list[int]:
+        """The numbers of the claims that no quorum confirmed."""
+        if self._all_confirmed:
+            return []
+        doubted, enough = self._doubted, self._renewing - self._quorum
+        return [i for i in range(len(self._claims)) if doubted.get(i, 0) > enough]
+
+    @property
+    def _all_confirmed(self) -> bool:
+        return self._renewing - max(self._doubted.values(), default=0) >= self._quorum
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Renew the node's deadline, or stop counting it."""
-        hold, now = self.hold, self._clock.now()
-        if reply == 1 or type(reply) is list:
-            hold.renewed(node, sent, now, run_id)
-            if node not in hold.probation:
-                self.confirmed += 1
-                if self._fence is not None and reply != 1:
-                    self._fence.counted(node, reply[1])
-        elif reply == 0:
-            hold.missing(node, now, run_id)
-            self._changed()
-        elif reply == -1:
-            hold.denied(node, now)
-            self._changed()
+        """Renew the node's deadline of each lock, or stop counting it."""
+        if type(reply) is list:
+            now = self._clock.now
+            for number, (hold, word) in enumerate(zip(self._holds, reply, strict=True)):
+                # the clock each time: whoever was stopped in between must not revive a lease
+                if word != 1 or not hold.renewed(node, sent, now(), run_id):
+                    self._look_closer(number, node, sent, word, run_id)
+            self._renewing += 1
         self._heard()
 
+    def _look_closer(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
+        """Take a word on one lock that is not just yes, or is of a node on probation."""
+        claim, now = self._claims[number], self._clock.now()
+        if type(word) is list and claim.hold.renewed(node, sent, now, run_id):
+            if claim.fence is not None:
+                claim.fence.counted(node, word[1])
+            return
+        self._doubted[number] = self._doubted.get(number, 0) + 1
+        if word == 0:
+            claim.hold.missing(node, now, run_id)
+            self._changed(number)
+        elif word == -1:
+            claim.hold.denied(node, now)
+            self._changed(number)
+
     def failed(self, node: int, command: Command, error: NodeError) -> None:
-        """Leave the deadline as it was: no answer is not a no."""
+        """Leave the deadlines as they were: no answer is not a no."""
         self._heard()
 
     def _heard(self) -> None:
         self.unheard -= 1
         if self.decided:
             return
-        if self._settles_fence:
-            enough = self._fence is not None and self._fence.usable
+        if self._unsettled:
+            enough = all(fence.usable for fence in self._unsettled)
         else:
-            enough = self.confirmed >= self._quorum
+            enough = self._all_confirmed
         if enough or self.unheard == 0:
             self.decide()
 
@@ -295,7 +355,7 @@ class Batch(Round):
 
 
 class Question(Round):
-    """Asks some nodes, by index; decided when each has spoken. replies: what each said.
+    """Asks some nodes, by index; decided when each has spoken.
 
     An error is a reply as well: it comes from a server that is there.
     """
@@ -304,12 +364,17 @@ class Question(Round):
 
     def __init__(self, nodes: Iterable[int]) -> None:
         super().__init__()
-        self.replies: dict[int, Any] = {}
+        self._replies: dict[int, Any] = {}
         self._due = set(nodes)
+
+    @property
+    def replies(self) -> dict[int, Any]:
+        """What the nodes said, by index, as of now: any thread may bring in a late one."""
+        return self._replies.copy()
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Keep what it says."""
-        self.replies[node] = reply
+        self._replies[node] = reply
         self._heard(node)
 
     def failed(self, node: int, command: Command, error: NodeError) -> None:
@@ -465,6 +530,25 @@ class Quorum:
         sent = self.clock.now() if sent is None else sent
         self.nodes[node].send([(command, sent, command.request)])
 
+    def ask(
+        self, request: bytes, script: Script | None = None, nodes: Collection[int] | None = None
+    ) -> Mapping[int, Any]:
+        """Return what nodes reply within one node timeout, by index; an error is no reply.
+
+        script: what the request calls. nodes: by index; all where None.
+        """
+        asked, sent = range(len(self.nodes)) if nodes is None else nodes, self.clock.now()
+        question = Question(asked)
+        command = Command(request, question, script)
+        if nodes is None:
+            self.broadcast(command, sent)
+        for node in nodes or ():
+            self.send_to(node, command, sent)
+        if asked:
+            self.wait(question, sent + self.timeout)
+        replies = question.replies.items()
+        return {node: reply for node, reply in replies if type(reply) is not hiredis.ReplyError}
+
     def keep_alive(self, idle: float) -> None:
         """Ask every node that has been left alone for so many s whether it is still there."""
         now = self.clock.now()
@@ -514,6 +598,10 @@ class Quorum:
             for node in self.nodes:
                 node.abandon(CUT)
         mutex.release()
+
+    def read_from(self, nodes: Iterable[int]) -> None:
+        """Read what some nodes have said by now. Never waits."""
+        self._read([self.nodes[node] for node in nodes])
 
     def drain(self) -> None:
         """Read what has come without waiting, and give up nodes that owe an answer for too long."""
@@ -580,6 +668,11 @@ class Quorum:
             return False
         self._refusals.add(refusal)
         return True
+
+    def hand_on_mail(self) -> None:
+        """Tell handlers of connections that broke, where that is still due. Never waits."""
+        if self._mail:
+            self._deliver_mail()
 
     def _deliver_mail(self) -> None:
         while self._mail:

@@ -49,6 +49,8 @@ RESTART_GUARDS = ("auto", "strict", "on", "off")
 FIRST_SPIN, LONGEST_SPIN = 0.05, 1.0  # s: between tries while the caller waits for the lock
 LONGEST_DEAF = 5.0  # s: between tries of one that would be woken, for a word that was missed
 HOPELESS = 3.0  # s: for which one waits for nodes that are set up wrongly
+SPLIT_TRIES = 6  # where rivals that came at once share the nodes, and none has got it
+LONGEST_SPLIT = 0.25  # s: the widest range of a pause between those
 WOKEN = 0.02  # s: within which those that one release wakes try, each at a moment of its own
 
 
@@ -190,19 +192,24 @@ class Redlock:
         Raises QuorumUnreachable where no node could be told.
         """
         causes = []
-        nodes = self.session.quorum.nodes
+        nodes, timeout = self.session.quorum.nodes, max(self.node_timeout, LONGEST_SPIN)
         for node in nodes:
             try:
-                held = vouch(node.address, max(self.node_timeout, LONGEST_SPIN), self.prefix)
+                held = node.address.ask(timeout, functools.partial(vouch, prefix=self.prefix))
             except Exception as error:  # also what a user's credential provider raises
                 causes.append(f"{node.name}: {node.address.without_secrets(str(error))}")
-                logger.warning("node %s could not be vouched for: %s", node.name, causes[-1])
+                told = {"event": "node_not_trusted", "node": node.name}
+                text = "node %s could not be vouched for: %s"
+                logger.warning(text, node.name, causes[-1], extra=told)
             else:
-                logger.info("node %s is vouched for: it votes from now on", node.name)
+                told = {"event": "node_trusted", "node": node.name}
+                text = "node %s is vouched for: it votes from now on"
+                logger.info(text, node.name, extra=told)
                 if held:
                     logger.warning(
                         "node %s was vouched for, but %r stands there: if its holder lives, a node "
                         "that forgot it may now give it to another", node.name, held,
+                        extra={"event": "node_trusted_with_locks", "node": node.name},
                     )  # fmt: skip
         if len(causes) == len(nodes):
             raise QuorumUnreachable(f"every lock under {self.prefix!r}", causes, 1)
@@ -322,8 +329,9 @@ class Lock:
                 return
         started = session.clock.now()
         refused = self._try(grip, rest)
-        if refused is not None and patience > 0:
-            refused = self._wait(grip, rest, refused, started + patience)
+        if refused is not None:
+            go_on = self._wait if patience > 0 else self._try_while_split
+            refused = go_on(grip, rest, refused, started + patience)
         if refused is None and terms.fencing and outer:
             refused = grip.settle_fences()
         if refused is not None:
@@ -333,11 +341,29 @@ class Lock:
                 raise LockLost(holding.resource, holding.reason)
 
     def _try(self, grip: Grip, spots: Sequence[Spot]) -> Refused | None:
-        holding = Holding(self._redlock.session, self._terms, spots, grip.context)
+        """Try once; None where it got everything."""
+        session, began = self._redlock.session, self._redlock.session.clock.now()
+        holding = Holding(session, self._terms, spots, grip.context)
         grip.join(holding)  # before its grant leaves, so that a cut gives it back
         refused = holding.acquire()
-        if refused is not None:
-            grip.leave(holding)
+        if refused is None:
+            return None
+        grip.leave(holding)
+        grip.splits = grip.splits + 1 if holding.was_split else 0
+        grip.took = session.clock.now() - began
+        return refused
+
+    def _try_while_split(
+        self, grip: Grip, spots: Sequence[Spot], first: Refused, until: float
+    ) -> Refused | None:
+        """Try again where rivals kept each other from it, which no release will tell of.
+
+        until: monotonic s; they come to terms within some rounds, also where that is over.
+        """
+        refused: Refused | None = first
+        while refused is not None and (pause := grip.pause_of_split()) is not None:
+            self._redlock.session.clock.sleep(pause)
+            refused = self._try(grip, spots)
         return refused
 
     def _wait(
@@ -355,27 +381,39 @@ class Lock:
         hopeless_at = tried_at + HOPELESS
         resources = dict.fromkeys(spot.resource for spot in spots)
         channels = [wake_channel(session.setup.prefix, resource) for resource in resources]
-        with session.listener.waiting(channels) as waiter:
+        with session.listener.waiting(channels, self._terms.limit) as waiter:
             while refused is not None and clock.now() < until:
                 if not self._is_hopeless(refused):
                     hopeless_at = clock.now() + HOPELESS
                 elif tried_at > hopeless_at:  # by then, and not by a clock that ran while we stood
                     break
-                hears = all(map(session.listener.hears, channels))
-                pause = clock.now() + _pause(refused, tries, hears=hears)
-                session.quorum.wait(waiter, min(pause, until))
+                pause = grip.pause_of_split()
+                if pause is None:
+                    hears = all(map(session.listener.hears, channels))
+                    pause = _pause(refused, tries, hears=hears)
+                session.quorum.wait(waiter, min(clock.now() + pause, until))
                 if waiter.take():
+                    grip.splits = 0
                     clock.sleep(random.uniform(0, min(LONGEST_SPIN, WOKEN * 2**vain)))  # noqa: S311
                     waiter.take()  # the same word, by other nodes
                     vain = min(vain + 1, 16)
                     self._share(waiter)
-                tried_at = clock.now()
+                tried_at, waiter.awaits = clock.now(), ""  # it may be refused by any of them
                 refused, tries = self._try(grip, spots), tries + 1
+                # of several what it has won itself is given back, and told, at each try
+                waiter.awaits = self._channel_of(refused, channels)
         return refused
 
+    def _channel_of(self, refused: Refused | None, channels: Sequence[str]) -> str:
+        """Return which of these channels is that of what is taken; "" where none is."""
+        if not isinstance(refused, LockTaken):
+            return ""
+        channel = wake_channel(self._redlock.session.setup.prefix, refused.resource)
+        return channel if channel in channels else ""
+
     def _share(self, waiter: Waiter) -> None:
-        """Wake the next one, too, where one word may be for both: of permits, of several keys."""
-        if self._terms.limit > 1 or len(waiter.channels) > 1:
+        """Wake the next one, too, where one word may be for both: of permits."""
+        if self._terms.limit > 1:
             self._redlock.session.listener.pass_on(waiter)
 
     def _is_hopeless(self, refused: Refused) -> bool:
@@ -431,7 +469,9 @@ class Lock:
         for holding in held:
             self._redlock.observer.released(holding)
         for holding in lost:
-            logger.warning("released %r after it was lost: %s", holding.resource, holding.reason)
+            told = {"event": "lock_released_lost", "resource": holding.resource}
+            text = "released %r after it was lost: %s"
+            logger.warning(text, holding.resource, holding.reason, extra=told)
             holding.session.watchdog.tell(functools.partial(holding.say_lost, holding.reason))
 
     def _check_acquired(self) -> None:
@@ -493,14 +533,26 @@ class Lock:
 class Grip:
     """What one acquire relies on: its own acquisition, and those around it that it takes again.
 
-    context: whose it is.
+    context: whose it is. splits: its tries in a row that rivals shared the nodes at. took: s, of
+    its last try.
     """
 
-    __slots__ = ("__weakref__", "context", "holdings")
+    __slots__ = ("__weakref__", "context", "holdings", "splits", "took")
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.holdings: list[Holding] = []
+        self.splits, self.took = 0, 0.0
+
+    def pause_of_split(self) -> float | None:
+        """Return the s until the next try where rivals share the nodes, None where that is over.
+
+        Some rounds, drawn from a range that doubles, so that one of them is soon alone. After some
+        such tries they are no rivals that came at once, and it is waited for like any holder.
+        """
+        if not 0 < self.splits < SPLIT_TRIES:
+            return None
+        return random.uniform(0, min(LONGEST_SPLIT, self.took * 2**self.splits))  # noqa: S311
 
     def join(self, holding: Holding) -> None:
         """Rely on a holding from now on."""

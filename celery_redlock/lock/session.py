@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import itertools
 import logging
 import math
 import os
 import random
 import threading
 from asyncio.events import _get_running_loop
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
@@ -29,8 +30,9 @@ from celery_redlock.errors import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock.clock import Clock, SystemClock
+from celery_redlock.lock.clock import Clock, SystemClock, clock_for
 from celery_redlock.lock.keys import (
+    broken_key,
     done_key,
     label_of,
     lock_key,
@@ -65,7 +67,9 @@ logger = logging.getLogger(__name__)
 SHORTEST_RENEWAL = 0.05  # s: between renewals of a lock that could not be renewed
 RELEASE_IS_OWED = 1.5  # ttls for which a node that cannot be told may still hold a key of ours
 ROUNDS_IN_TTL = 4  # a ttl leaves time for so many rounds
-RENEWED_TOGETHER = 30  # of a ttl: what is due within one such part is renewed in one batch
+RENEWED_TOGETHER = 10  # of a ttl: what is due within one such part is renewed in one batch
+RENEWED_AT_ONCE = 100  # locks a request: a node serves nobody else meanwhile
+LEFT_AGAIN = (0.25, 1.0, 4.0)  # s after which what the dead have left is released once more
 IDLE = 30.0  # s after which a connection that nobody uses is asked whether it still stands
 
 Refused = LockTaken | QuorumUnreachable
@@ -75,17 +79,23 @@ class AlreadyDoneError(RedlockError):
     """What was to run under this lock is done, as a node says: nothing is to be run."""
 
 
+class SupersededError(RedlockError):
+    """What was to run under this lock was sent again meanwhile, and that send is to run instead."""
+
+
 @dataclass(frozen=True)
 class Mark:
     """What nodes keep of a run that may be delivered again: that it is done.
 
     run: its name. kept_for: s. asks_since: s since 1970: the run itself asks before it begins, and
-    is done where a mark was made after that; None: it does not ask.
+    is done where a mark was made after that; None: it does not ask. heeds_later: it does not begin
+    where a later send of the same has taken its place; only one that asks.
     """
 
     run: str
     kept_for: float
     asks_since: float | None = None
+    heeds_later: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,20 @@ class Served(Protocol):
         """Who is told."""
 
 
+class Debt(Protocol):
+    """What a node is still to be told, once it answers. until: monotonic s, after which not."""
+
+    @property
+    def until(self) -> float:
+        """When it does not matter any more."""
+
+    def command(self) -> Command:
+        """Return what to send."""
+
+    def settle(self, node: int) -> None:
+        """Hear that a node needs to be told no more."""
+
+
 class Session:
     """What one process keeps up for all locks of one `Redlock`.
 
@@ -180,7 +204,7 @@ class Session:
 
     def open(self, addresses: Sequence[Address]) -> None:
         """Make the clock, the connections and the threads that it works with; none starts yet."""
-        clock: Clock = SystemClock()
+        clock: Clock = clock_for(address.server for address in addresses) or SystemClock()
         self.clock = clock
         timeout, guard = self.setup.node_timeout, self.setup.guard
         self.quorum = Quorum(
@@ -207,8 +231,9 @@ class Session:
 
     def _forget_own(self) -> None:
         self._unwritten: dict[int, Release] = {}
-        self._owed: list[dict[int, Release]] = [{} for _ in self.quorum.nodes]
+        self._owed: list[dict[int, Debt]] = [{} for _ in self.quorum.nodes]
         self._doubtful: dict[str, Release] = {}  # by value: whose grant may still run some day
+        self._left: list[tuple[float, Holding]] = []  # monotonic s: to be released again then
         self._local = threading.local()
         self._hurried_at = -math.inf
 
@@ -263,7 +288,9 @@ class Session:
     def release_left(self, terms: Terms, left: Sequence[Left], acquired_at: float) -> Holding:
         """Give back, by its own tokens, what a process held that is gone; returns what that was.
 
-        acquired_at: monotonic s.
+        A mark among the terms says that its run is done. acquired_at: monotonic s. It is released
+        again a little later: what the dead have written may come after the first release, by other
+        connections.
         """
         spots = [Spot(self.setup.prefix, one.resource, one.permit, terms.ttl) for one in left]
         named = [spot for spot in spots if spot.resource in terms.resources]
@@ -272,6 +299,10 @@ class Session:
         holding.claims = [
             Claim(self, terms, spot, one.value) for spot, one in zip(spots, left, strict=True)
         ]
+        if terms.mark is not None:
+            holding.mark_done()
+        now = self.clock.now()
+        self._left += [(now + seconds, holding) for seconds in LEFT_AGAIN]
         holding.let_go()
         return holding
 
@@ -280,13 +311,18 @@ class Session:
         claim.hold.end()  # before the first byte: from here on nothing is held
         self.watchdog.unwatch(release.holding)
         self.quorum.broadcast(release.command(), self.clock.now())
+        self.quorum.hand_on_mail()  # of connections that broke with its grant
         if claim.round.asked_again:
-            self._doubtful[claim.value] = release
+            self.doubt(release)
         self._unwritten.pop(id(release), None)
 
-    def owe(self, node: int, release: Release) -> None:
+    def owe(self, node: int, debt: Debt) -> None:
         """Keep a release for a node that could not be told, until its lease is over there."""
-        self._owed[node][id(release)] = release
+        self._owed[node][id(debt)] = debt
+
+    def doubt(self, release: Release) -> None:
+        """Keep a release in mind whose grant may still run, after it."""
+        self._doubtful[release.claim.value] = release
 
     def recognize(self, node: int, value: str) -> None:
         """Release again what a node holds of ours, if a refusal shows what we gave up long ago.
@@ -317,15 +353,24 @@ class Session:
         if native:
             self.quorum.mend()
         sent = self.clock.now()
-        entries: list[list[Entry]] = [[] for _ in self.quorum.nodes]
+        renewed = [holding for holding in holdings if holding.is_kept() and holding.renews(sent)]
+        renewals = [Renewal(self, sent, *part) for part in _in_parts(renewed, sent)]
         batch = Batch()
-        kept = [holding for holding in holdings if holding.is_kept()]
-        renewals = [(holding, holding.renew(sent, entries, batch)) for holding in kept]
+        entries: list[list[Entry]] = [[] for _ in self.quorum.nodes]
+        for renewal in renewals:
+            renewal.add_to(entries, batch)
         batch.close()
         self.quorum.scatter(entries, sent)
         self.quorum.wait(batch, sent + self.setup.node_timeout, native=native)
-        reached = [holding.renewed(sent, rounds) for holding, rounds in renewals if rounds]
-        return all(reached)
+        short = {holding for renewal in renewals for holding in renewal.short()}
+        for holding in renewed:
+            holding.renewed(sent, reached=holding not in short)
+        observer = self.redlock.observer
+        if observer.hears_extensions:
+            for holding in renewed:
+                if holding not in short:
+                    self.watchdog.tell(functools.partial(observer.extended, holding))
+        return not short
 
     def _tidy(self) -> float:
         """Read late replies, send what is owed; returns when to look again."""
@@ -335,6 +380,9 @@ class Session:
         for release in list(self._unwritten.values()):
             if now - release.made_at > timeout:  # else its owner is at it
                 self._write(release)
+        for due in [due for due in self._left if due[0] <= now]:
+            self._left.remove(due)
+            due[1].let_go()
         for node, owed in zip(self.quorum.nodes, self._owed, strict=True):
             self._pay(node, owed, now)
         for value, release in list(self._doubtful.items()):
@@ -343,18 +391,21 @@ class Session:
         self.quorum.keep_alive(IDLE)
         gone = self.watchdog.watches and self.quorum.reconnect()
         # the mail before what is owed: it may add to it
+        again = min((due for due, _ in self._left), default=math.inf)
         if gone or self.quorum.outstanding or self._unwritten or any(self._owed):
-            return now + timeout
-        return now + IDLE if any(node.wire for node in self.quorum.nodes) else math.inf
+            return min(again, now + timeout)
+        if any(node.wire for node in self.quorum.nodes):
+            return min(again, now + IDLE)
+        return again
 
-    def _pay(self, node: Node, owed: dict[int, Release], now: float) -> None:
-        for key, release in list(owed.items()):
-            if release.until <= now:
+    def _pay(self, node: Node, owed: dict[int, Debt], now: float) -> None:
+        for key, debt in list(owed.items()):
+            if debt.until <= now:
                 owed.pop(key, None)
-                release.settle(node.index)
+                debt.settle(node.index)
             elif node.wire is not None:
                 owed.pop(key, None)
-                self.quorum.send_to(node.index, release.command())
+                self.quorum.send_to(node.index, debt.command())
         if owed:
             node.connect()
 
@@ -364,10 +415,13 @@ class Session:
     def _say_of_node(self, name: str, error: NodeError | None) -> None:
         redlock = self.redlock
         if error is None:
-            logger.info("node %s answers again", name)
+            logger.info(
+                "node %s answers again", name, extra={"event": "node_recovered", "node": name}
+            )
             redlock.observer.node_recovered(redlock, name)
         else:
-            logger.error("node %s gives no vote: %s", name, advised(error.cause))
+            told = {"event": "node_failed", "node": name}
+            logger.error("node %s gives no vote: %s", name, advised(error.cause), extra=told)
             redlock.observer.node_failed(redlock, name, error.cause)
 
     def _node_greeted(self, node: Node, greeting: Greeting) -> None:
@@ -378,14 +432,19 @@ class Session:
             self._hurried_at = max(now, self._hurried_at + LONGEST_RECONNECT)
         self.watchdog.hurry(self._hurried_at)
         if greeting.silent_for > 0:
-            self._log(logging.WARNING, f"gives no vote: {in_silence(greeting.silent_for)}", node)
+            text = f"gives no vote: {in_silence(greeting.silent_for)}"
+            self._log("node_silent", logging.WARNING, text, node)
         if greeting.evicts:
             way_out = "under pressure it forgets locks that are held; set it to noeviction"
             policy = greeting.evicts
-            self._log(logging.ERROR, f"has maxmemory-policy {policy}: {way_out}", node)
+            self._log(
+                "node_evicts", logging.ERROR, f"has maxmemory-policy {policy}: {way_out}", node
+            )
 
-    def _log(self, level: int, text: str, node: Node) -> None:
-        self.watchdog.tell(functools.partial(logger.log, level, "node %s %s", node.name, text))
+    def _log(self, event: str, level: int, text: str, node: Node) -> None:
+        extra = {"event": event, "node": node.name}
+        log = functools.partial(logger.log, level, "node %s %s", node.name, text, extra=extra)
+        self.watchdog.tell(log)
 
 
 class Here:
@@ -402,17 +461,18 @@ def in_silence(seconds: float) -> str:
     """Return why a node does not vote, for how long, and the way out."""
     return (
         f"silent for {seconds:.0f} s more: it is new to this prefix, or restarted and may have "
-        "forgotten locks (restart guard); where no lock can be held now, vouch for it with "
-        "Redlock.trust()"
+        "forgotten locks (restart guard); where no lock can be held now, vouch for it: "
+        "`celery redlock trust`, or Redlock.trust()"
     )
 
 
 class Release:
     """One release of one claim, on its way to every node.
 
-    holding: what it belongs to. made_at: monotonic s. publish: whether waiters are told; not for
-    a failed try, which would wake those that make it fail. Where the run is done it carries the
-    mark of that, which so is ahead of it on every connection, however often it is sent.
+    holding: what it belongs to. made_at: monotonic s. publish: whether waiters are told; of a
+    failed try only for what it had won, and may have kept from somebody: the rest would wake those
+    that make it fail. Where the run is done it carries the mark of that, which so is ahead of it on
+    every connection, however often it is sent.
     """
 
     __slots__ = (
@@ -466,6 +526,8 @@ class Release:
         """Try again when the node is back, where it may hold a key of ours."""
         session = self.holding.session
         self._heard.add(node)
+        if error.lost:
+            session.doubt(self)  # the grant may have been lost on the same connection
         never_asked = node in self.claim.round.never_asked
         if not never_asked and session.clock.now() < self.until:
             session.owe(node, self)
@@ -531,7 +593,8 @@ class Claim:
         fence = Fence(size) if terms.fencing else None
         self.hold, self.fence = hold, fence
         self.round = GrantRound(hold, nodes, quorum.send_to, fence)
-        self.value = value or value_of(new_token(), terms.label)
+        since_ms = session.clock.wall_us() // 1000
+        self.value = value or value_of(new_token(), since_ms, terms.label)
         self._value = packed(self.value)
         self._release = self._renewal = b""
 
@@ -539,7 +602,7 @@ class Claim:
         """Make one round; None where it got the lock, else why it did not.
 
         Whatever it returns or raises, the caller gives the claim back. Raises SettingsError where
-        nodes turn out to be one server, and AlreadyDoneError.
+        nodes turn out to be one server, AlreadyDoneError and SupersededError.
         """
         session, round_, hold = self.session, self.round, self.hold
         quorum, clock = session.quorum, session.clock
@@ -554,6 +617,8 @@ class Claim:
         error = None if quorum.same_server is None else session.same_server()
         if error is not None:
             raise error
+        if round_.done and round_.superseded:
+            raise SupersededError(self.spot.resource)
         if round_.done:
             raise AlreadyDoneError(self.spot.resource)
         if round_.tally.reached and hold.begin(clock.now()):
@@ -564,7 +629,9 @@ class Claim:
         requests, spot, mark = self.session.requests, self.spot, self.mark
         if mark is None or mark.asks_since is None:
             return requests.grant(spot.packed_key, self._value, spot.ttl_ms, least)
-        self.round.asks_since = mark.asks_since
+        round_ = self.round
+        round_.asks_since, round_.heeds_later = mark.asks_since, mark.heeds_later
+        round_.superseded = False
         return requests.ask(spot.packed_key, self._value, spot.ttl_ms, least, self._mark_key(mark))
 
     def _mark_key(self, mark: Mark) -> bytes:
@@ -578,9 +645,10 @@ class Claim:
         before = fence.token
         fence.choose(token)
         if not fence.usable:
-            quorum, sent = self.session.quorum, self.session.clock.now()
-            round_ = self.renew_round(lambda: None)
-            quorum.broadcast(Command(self.renewal_request(), round_, RENEW), sent)
+            session, quorum = self.session, self.session.quorum
+            round_ = RenewRound([self], len(quorum.nodes), session.clock, lambda number: None)
+            request = session.requests.renew([self.spot.packed_key], [self.renewal()])
+            quorum.broadcast(Command(request, round_, RENEW), session.clock.now())
             quorum.wait(round_, until)
         if not fence.usable:
             fence.token = before  # of an outer holder: what a quorum has confirmed stays in use
@@ -593,29 +661,23 @@ class Claim:
         if round_.tally.taken(time_is_up=time_is_up):
             return LockTaken(self.spot.resource, label_of(round_.holder()), round_.free_in())
         quorum = self.session.quorum
-        return QuorumUnreachable(self.spot.resource, causes_of(quorum, round_), quorum.size)
+        causes = causes_of(quorum, round_, time_is_up=time_is_up)
+        return QuorumUnreachable(self.spot.resource, causes, quorum.size)
 
-    def renew_round(self, changed: Any) -> RenewRound:
-        """Return a round that renews it. changed: called where a node has not our token."""
-        session = self.session
-        return RenewRound(self.hold, len(self.hold.ends), session.clock, changed, self.fence)
-
-    def renewal_request(self, *, repair: bool = False) -> bytes:
-        """Return the request that renews it, packed once, or one that sets it again."""
-        requests, fence = self.session.requests, self.fence
-        token = 0 if fence is None else fence.token
-        if token or repair:
-            return requests.renew_fully(
-                self.spot.key, self._value, self.spot.ttl_ms, token, repair=repair
-            )
-        if not self._renewal:
-            self._renewal = requests.renew(self.spot.packed_key, self._value, self.spot.ttl_ms)
+    def renewal(self) -> bytes:
+        """Return what a request that renews it has of it behind the keys; packed once."""
+        if self._renewal:
+            return self._renewal
+        fence, requests = self.fence, self.session.requests
+        if fence is not None:  # its token may grow
+            return requests.renewal(self._value, self.spot.ttl_ms, fence.token)
+        self._renewal = requests.renewal(self._value, self.spot.ttl_ms)
         return self._renewal
 
-    def repair(self, round_: RenewRound, now: float) -> Entry:
-        """Return what renews it on one node, and sets it again where it is missing."""
-        request = self.renewal_request(repair=True)
-        return Command(request, round_, RENEW), now, request
+    @property
+    def broken_key(self) -> str:
+        """Where a node notes that an operator broke it."""
+        return broken_key(self.spot.key, self.value)
 
     def release_request(self, *, publish: bool = True, done_at: float = 0.0) -> bytes:
         """Return the request that gives it back, packed once; publish: tells the waiters, too.
@@ -636,6 +698,9 @@ class Claim:
         return self._release
 
 
+_numbers = itertools.count(1)
+
+
 class Holding:
     """One acquisition, from its request to its end: all resources or none.
 
@@ -643,19 +708,43 @@ class Holding:
     permit. context: whose it is. Watched by the watchdog while it is held.
     """
 
+    __slots__ = (
+        "_context",
+        "_last_renewal",
+        "_releases",
+        "_repair_at",
+        "_said_lost",
+        "_spots",
+        "_users",
+        "_warned",
+        "abandoned",
+        "acquired_at",
+        "claims",
+        "done_at",
+        "leeway",
+        "number",
+        "renew_at",
+        "session",
+        "terms",
+        "was_split",
+    )
+
     def __init__(
         self, session: Session, terms: Terms, spots: Sequence[Spot], context: Context
     ) -> None:
         self.session, self.terms, self._spots = session, terms, spots
         self._context = context
+        self.number = next(_numbers)  # in this process no other one ever has it
         self.claims: list[Claim] = []
         self.leeway = terms.ttl / RENEWED_TOGETHER
         self._users: list[ref[Any]] = []
         self.abandoned = False  # its context may not take it again
         self.renew_at = self._repair_at = math.inf
         self.acquired_at = 0.0
+        self._last_renewal = -math.inf  # monotonic s up to which it may be renewed
         self.done_at = 0.0  # s since 1970, once what runs under it is done
         self._warned = self._said_lost = False
+        self.was_split = False  # it was refused where nobody else had it either
         self._releases: list[Release] = []
 
     def join(self, user: object) -> None:
@@ -697,7 +786,11 @@ class Holding:
             # the first of them ran out while the last was waited for
             refused = QuorumUnreachable(self.resource, (), self.session.quorum.size)
         if refused is not None:
-            self.let_go(publish=False)
+            now = self.session.clock.now()
+            self._releases = [
+                Release(self, claim, now, publish=claim.hold.state is HELD) for claim in self.claims
+            ]
+            self.let_go()
             return refused
         self._begin(started)
         return None
@@ -720,7 +813,9 @@ class Holding:
         claim = Claim(self.session, self.terms, spot)
         self.claims.append(claim)  # before its grant leaves, so that it is given back
         self.session.redlock.observer.claiming(self, claim)
-        return claim.attempt()
+        refused = claim.attempt()
+        self.was_split = self.was_split or (refused is not None and claim.round.is_split)
+        return refused
 
     def _claim_permit(self) -> Refused | None:
         """Try each permit once, from a random one on; where all are taken, say the soonest free."""
@@ -750,8 +845,10 @@ class Holding:
         return None
 
     def _begin(self, started: float) -> None:
-        self.acquired_at = started
-        self._schedule(started + self.terms.ttl / 3)
+        self.acquired_at, terms = started, self.terms
+        if terms.renew:
+            self._last_renewal = math.inf if terms.max_hold is None else started + terms.max_hold
+        self._schedule(started + terms.ttl / 3)
         self.session.watchdog.watch(self)
         _, here, task = self._context
         for spot in self._spots:
@@ -861,7 +958,9 @@ class Holding:
             self._warned = True
             left = min(hold.remaining(now) for hold in holds)
             text = "%r is at risk: not renewed, lost in %.1f s"
-            self.session.watchdog.say(functools.partial(logger.warning, text, self.resource, left))
+            extra = {"event": "lock_at_risk", "resource": self.resource, "remaining": left}
+            log = functools.partial(logger.warning, text, self.resource, left, extra=extra)
+            self.session.watchdog.say(log)
 
     def say_lost(self, reason: str) -> None:
         """Tell of the loss, once; called by the watchdog's second thread alone."""
@@ -871,30 +970,18 @@ class Holding:
             self.session.watchdog.say(functools.partial(self._tell_lost, reason))
 
     def _tell_lost(self, reason: str) -> None:
-        logger.error("lost %r: %s", self.resource, reason)
+        extra = {"event": "lock_lost", "resource": self.resource, "reason": reason}
+        logger.error("lost %r: %s", self.resource, reason, extra=extra)
         self.session.redlock.observer.lost(self, reason)
 
-    def renew(self, now: float, entries: Sequence[list[Entry]], batch: Batch) -> list[RenewRound]:
-        """Add to what each node is to be sent; a round for each claim, none where it is over.
-
-        entries: of each node. batch: is told when a round is decided.
-        """
-        if not self.held:
-            self.renew_at = math.inf
-            return []
-        self._repair_at = math.inf
-        rounds = []
+    def renews(self, now: float) -> bool:
+        """Tell whether there is anything left to renew; what nodes lack is repaired with it."""
         for claim in self.claims:
-            round_ = claim.renew_round(self._node_lacks_it)
-            batch.add(round_)
-            rounds.append(round_)
-            request = claim.renewal_request()
-            entry = (Command(request, round_, RENEW), now, request)
-            for own in entries:
-                own.append(entry)
-            for node in claim.hold.to_repair(now):
-                entries[node][-1] = claim.repair(round_, now)
-        return rounds
+            if not claim.hold.held(now):
+                self.renew_at = math.inf
+                return False
+        self._repair_at = math.inf
+        return True
 
     def is_kept(self) -> bool:
         """Tell whether anybody is left who could give it back; else it is given back here."""
@@ -907,25 +994,25 @@ class Holding:
             return True
         self.let_go()
         text = "released %r: nobody keeps its Lock any more"
-        self.session.watchdog.tell(functools.partial(logger.warning, text, self.resource))
+        extra = {"event": "lock_abandoned", "resource": self.resource}
+        log = functools.partial(logger.warning, text, self.resource, extra=extra)
+        self.session.watchdog.tell(log)
         return False
 
-    def renewed(self, sent: float, rounds: Sequence[RenewRound]) -> bool:
-        """Set the next renewal after one that was sent at a monotonic s; True where it reached."""
-        ttl, session = self.terms.ttl, self.session
-        reached = all(round_.reached for round_ in rounds)
+    def renewed(self, sent: float, *, reached: bool) -> None:
+        """Set the next renewal after one that was sent at a monotonic s.
+
+        reached: a quorum confirmed all of it.
+        """
+        ttl = self.terms.ttl
         if reached:
             self._warned = False
             self._schedule(sent + ttl / 3)
-            observer = session.redlock.observer
-            if observer.hears_extensions:
-                session.watchdog.tell(functools.partial(observer.extended, self))
         else:
             hurry = max(SHORTEST_RENEWAL, self.remaining / 4)
-            self._schedule(session.clock.now() + min(ttl / 3, hurry))
-        return reached
+            self._schedule(self.session.clock.now() + min(ttl / 3, hurry))
 
-    def _node_lacks_it(self) -> None:
+    def node_lacks_it(self) -> None:
         """Look at the deadline anew, and repair soon: when the round that told of it is over."""
         session = self.session
         soon = session.clock.now() + session.setup.node_timeout
@@ -935,10 +1022,74 @@ class Holding:
         session.watchdog.attend(self)
 
     def _schedule(self, moment: float) -> None:
-        moment = min(moment, self._repair_at)
-        max_hold = self.terms.max_hold
-        last = math.inf if max_hold is None else self.acquired_at + max_hold
-        self.renew_at = moment if self.terms.renew and moment <= last else math.inf
+        if self._repair_at < moment:
+            moment = self._repair_at
+        self.renew_at = moment if moment <= self._last_renewal else math.inf
+
+
+class Renewal:
+    """Claims that are renewed by one request to each node.
+
+    sent: monotonic s. holdings: what each of the claims belongs to. lacking: nodes that are to set
+    its key again, where it is one alone.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        sent: float,
+        holdings: Sequence[Holding],
+        claims: Sequence[Claim],
+        lacking: Collection[int] = (),
+    ) -> None:
+        self._holdings, self._claims, self._lacking = holdings, claims, lacking
+        self._sent, self._requests = sent, session.requests
+        self._round = RenewRound(claims, len(session.quorum.nodes), session.clock, self._node_lacks)
+
+    def _node_lacks(self, number: int) -> None:
+        self._holdings[number].node_lacks_it()
+
+    def add_to(self, entries: Sequence[list[Entry]], batch: Batch) -> None:
+        """Add to what each node is to be sent. batch: is told when it is decided."""
+        batch.add(self._round)
+        plain = self._entry()
+        for own in entries:
+            own.append(plain)
+        for node in self._lacking:
+            entries[node][-1] = self._entry(packed(self._claims[0].broken_key))
+
+    def _entry(self, note: bytes = b"") -> Entry:
+        keys = [claim.spot.packed_key for claim in self._claims]
+        request = self._requests.renew(keys, [claim.renewal() for claim in self._claims], note)
+        return Command(request, self._round, RENEW), self._sent, request
+
+    def short(self) -> list[Holding]:
+        """Return what no quorum confirmed."""
+        return [self._holdings[number] for number in self._round.short]
+
+
+def _in_parts(
+    holdings: Sequence[Holding], now: float
+) -> Iterator[tuple[Sequence[Holding], Sequence[Claim], Collection[int]]]:
+    """Yield what is to be renewed by one request, whose, and the nodes that are to set it again.
+
+    Several where there are none, but not too many: a node does them in one go.
+    """
+    owners: list[Holding] = []
+    claims: list[Claim] = []
+    for holding in holdings:
+        for claim in holding.claims:
+            lacking = claim.hold.to_repair(now)
+            if lacking:
+                yield [holding], [claim], lacking
+                continue
+            owners.append(holding)
+            claims.append(claim)
+            if len(claims) == RENEWED_AT_ONCE:
+                yield owners, claims, ()
+                owners, claims = [], []
+    if claims:
+        yield owners, claims, ()
 
 
 def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
@@ -948,10 +1099,13 @@ def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
     return other if other.free_in is not None and other.free_in < one.free_in else one
 
 
-def causes_of(quorum: Quorum, round_: GrantRound | None = None) -> list[str]:
-    """Return one text for each node that gave no vote."""
+def causes_of(
+    quorum: Quorum, round_: GrantRound | None = None, *, time_is_up: bool = False
+) -> list[str]:
+    """Return one text for each node that gave no vote; time_is_up: every node had its time."""
     errors = round_.errors if round_ else {}
     silent = round_.silent if round_ else {}
+    voted = {*round_.granted, *round_.refusals} if round_ else set()
     causes = []
     for node in quorum.nodes:
         error = errors.get(node.index) or node.error
@@ -959,4 +1113,6 @@ def causes_of(quorum: Quorum, round_: GrantRound | None = None) -> list[str]:
             causes.append(f"{node.name}: {in_silence(silent[node.index])}")
         elif error is not None:
             causes.append(f"{node.name}: {advised(error.cause)}")
+        elif round_ and time_is_up and node.index not in voted:  # frozen, or cut off: no error yet
+            causes.append(f"{node.name}: no answer in time")
     return causes or [f"{node.name}: no answer in time" for node in quorum.nodes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 
 
 class Vote(enum.Enum):
@@ -21,6 +22,16 @@ GRANTED, REFUSED, SILENT, FAILED = Vote
 def quorum_of(nodes: int) -> int:
     """Return how many of so many nodes are a majority."""
     return nodes // 2 + 1
+
+
+def is_split(holders: Sequence[str], unheard: int, quorum: int) -> bool:
+    """Tell whether rivals share the nodes, as far as one can see, so that nobody has the lock.
+
+    holders: what stands on each node that refused. unheard: nodes whose vote is still due.
+    A guess by which to try again soon: one of them may have a quorum with what was not heard.
+    """
+    most = max((holders.count(holder) for holder in holders), default=0)
+    return 0 < most < quorum and (len(set(holders)) > 1 or most + unheard < quorum)
 
 
 class Tally:
@@ -87,7 +98,8 @@ class Fault(enum.Enum):
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
 _IN_A_CLUSTER = "a cluster member: name a server that stands alone"
 _RIGHTS = (
-    "its user needs ~{prefix}:* &{prefix}:wake:* +get +set +del +pexpire +pttl +exists +publish "
+    "its user needs ~{prefix}:* &{prefix}:wake:* +get +set +del +hget +hset +hdel "
+    "+time +pexpire +pttl +exists +publish "
     "+subscribe +unsubscribe +eval +evalsha +script +info +ping"
 )
 

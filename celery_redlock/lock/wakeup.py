@@ -24,11 +24,17 @@ FIRST_RECONNECT, LONGEST_RECONNECT = 0.05, 1.0  # s
 
 
 class Waiter(Round):
-    """One that waits until something may be free. channels: where that is said."""
+    """One that waits until something may be free.
 
-    def __init__(self, channels: Sequence[str]) -> None:
+    channels: where that is said. limit: by which it asks; what is taken to one may be free to
+    another. awaits: the one channel of what refused it last, "" where it may be any.
+    """
+
+    awaits = ""
+
+    def __init__(self, channels: Sequence[str], limit: int = 1) -> None:
         super().__init__()
-        self.channels = channels
+        self.channels, self.limit = channels, limit
 
     def take(self) -> bool:
         """Return whether it has been rung since the last time."""
@@ -39,7 +45,8 @@ class Waiter(Round):
 class Listener:
     """Who waits in this process, and for what; hears of releases on every node.
 
-    Of those that wait for one resource the first alone is rung: many would only collide.
+    Of those that wait for one resource the first alone is rung, or the first of each limit: many
+    would only collide.
     """
 
     def __init__(self, addresses: Sequence[Address], timeout: float, clock: Clock) -> None:
@@ -53,9 +60,9 @@ class Listener:
         self._ears: list[Ear] = []
 
     @contextlib.contextmanager
-    def waiting(self, channels: Sequence[str]) -> Iterator[Waiter]:
+    def waiting(self, channels: Sequence[str], limit: int = 1) -> Iterator[Waiter]:
         """Wait on channels; the waiter is rung once one is subscribed to, and at each message."""
-        waiter = Waiter(channels)
+        waiter = Waiter(channels, limit)
         try:
             self._join(waiter)
             yield waiter
@@ -87,13 +94,15 @@ class Listener:
         self._attend()
 
     def pass_on(self, waiter: Waiter) -> None:
-        """Ring who waits behind a waiter: one word may have been for both."""
+        """Ring who waits behind a waiter for the same: one word may have been for both."""
         with self._mutex:
-            lines = [self._waiters.get(channel, []) for channel in waiter.channels]
-            behind = [line[line.index(waiter) + 1 :][:1] for line in lines if waiter in line]
-        for following in behind:
-            for other in following:
-                other.decide()
+            lines = [(c, self._waiters.get(c, [])) for c in waiter.channels]
+            behind = [
+                _firsts(c, line[line.index(waiter) + 1 :]) for c, line in lines if waiter in line
+            ]
+        for firsts in behind:
+            if waiter.limit in firsts:
+                firsts[waiter.limit].decide()
 
     def _attend(self) -> None:
         for ear in self._ears:
@@ -107,12 +116,11 @@ class Listener:
         """Tell whether a node has confirmed that it will say what is published there."""
         return any(channel in ear.confirmed for ear in self._ears)
 
-    def heard(self, channel: str) -> None:
-        """Ring the first that waits on a channel."""
+    def heard(self, channel: str, word: str = "") -> None:
+        """Ring the first that waits on a channel; word: which release it was does not matter."""
         with self._mutex:
-            line = self._waiters.get(channel)
-            first = line[0] if line else None
-        if first is not None:
+            firsts = _firsts(channel, self._waiters.get(channel, []))
+        for first in firsts.values():
             first.decide()
 
     def close(self) -> None:
@@ -121,11 +129,21 @@ class Listener:
             ear.close()
 
 
+def _firsts(channel: str, line: Sequence[Waiter]) -> dict[int, Waiter]:
+    """Return the first of each limit in a line that a word on this channel may be for."""
+    firsts: dict[int, Waiter] = {}
+    for waiter in line:
+        if waiter.awaits in ("", channel):
+            firsts.setdefault(waiter.limit, waiter)
+    return firsts
+
+
 class Ear:
     """The subscriber connection to one node, in a thread that lives while somebody waits.
 
-    channels: returns what is to be subscribed to. heard: called with a channel at each message,
-    and when a subscription to it begins, for something may have been missed before.
+    channels: returns what is to be subscribed to. heard: called with a channel and what was said
+    there (the value of the lock that was released), and with "" when a subscription begins, for
+    something may have been missed before.
     """
 
     def __init__(
@@ -134,7 +152,7 @@ class Ear:
         timeout: float,
         clock: Clock,
         channels: Callable[[], set[str]],
-        heard: Callable[[str], None],
+        heard: Callable[[str, str], None],
     ) -> None:
         self._address, self._timeout, self._clock = address, timeout, clock
         self._channels, self._heard = channels, heard
@@ -173,12 +191,15 @@ class Ear:
                 self._tries = min(self._tries + 1, 16)
                 self._rest(pause)
             if idle and self._ends():
-                break
+                return
         self._drop()
 
     def _ends(self) -> bool:
+        """Tell whether nobody waits any more; then whoever comes next starts a thread anew."""
         with self._mutex:
-            self._running = bool(self._channels())
+            if not self._channels():
+                self._drop()  # before: the connection would else be the next thread's
+                self._running = False
             return not self._running
 
     def _listen(self) -> bool:
@@ -216,10 +237,11 @@ class Ear:
         kind, channel = reply[:2] if isinstance(reply, list) else ("", "")
         if kind == "subscribe":
             self.confirmed.add(channel)
+            self._heard(channel, "")
         elif kind == "unsubscribe":
             self.confirmed.discard(channel)
-        if kind in ("subscribe", "message"):
-            self._heard(channel)
+        elif kind == "message":
+            self._heard(channel, str(reply[2]))
 
     def _rest(self, seconds: float) -> bool:
         """Return when something comes, when somebody rings, or after so many s; False for that."""

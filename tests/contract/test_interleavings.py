@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from celery_redlock import Lock, LockLost, Redlock, RedlockError, SettingsError
+from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
+from celery_redlock.lock.lease import Fence, Hold
 from celery_redlock.lock.nodes import Command, packed
-from celery_redlock.lock.session import Holding, Observer
+from celery_redlock.lock.session import Holding, Observer, Session
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
@@ -290,3 +291,39 @@ def test_a_mutex_whose_owner_was_cut_on_its_way_out_is_freed(redlock: Redlock) -
     redlock.session.quorum._reading.acquire()
     with redlock.lock("r", wait=60) as lock:
         assert lock.held
+
+
+def test_a_refusal_that_another_thread_brings_in_does_not_disturb_who_reads_the_others(
+    redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as other:
+
+        def late_one_comes(session: Session, node: int, value: str) -> None:
+            nodes[2].resume()
+            elsewhere.submit(settle, other).result()
+
+        with redlock.lock("stock"), ThreadPoolExecutor(1) as elsewhere:
+            settle(redlock)
+            settle(other)
+            monkeypatch.setattr(Session, "recognize", late_one_comes)
+            nodes[2].pause()
+            with pytest.raises(LockTaken):
+                other.lock("stock").acquire()
+
+
+@pytest.mark.usefixtures("restless_threads")
+def test_what_is_known_of_a_hold_can_be_read_while_another_thread_brings_in_answers() -> None:
+    nodes = range(9)
+    fence, hold = Fence(5), Hold(len(nodes), 5, TTL, 0.0, guarded=True)
+    for node in nodes:
+        hold.confirm(node, 0.0, "before")
+    hold.begin(0.0)
+
+    def answers() -> None:
+        for node in nodes:
+            fence.counted(node, 1)
+            hold.missing(node, 0.0, "after")
+        fence._counters.clear()
+        hold.repairs.clear()
+
+    for_seconds(1, answers, lambda: hold.to_repair(1.0), lambda: fence.usable)

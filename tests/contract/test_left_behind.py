@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 
 import pytest
+from celery import Celery
 
 from celery_redlock import LockTaken, Redlock
-from celery_redlock.lock.redlock import session_of
-from celery_redlock.lock.session import Claim, Holding, Left, Observer, Terms
+from celery_redlock.lock.redlock import session_of, spots_of
+from celery_redlock.lock.session import LEFT_AGAIN, Claim, Holding, Left, Observer, Terms
+from celery_redlock.tasks import children, runtime
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
 from tests.contract.proxy import FAIR, Proxy, Way, Weather, proxies
@@ -116,6 +120,25 @@ def test_what_another_left_is_released_by_its_token(
     see_freed(nodes, "k")
 
 
+def test_a_request_of_the_dead_that_comes_after_their_release_leaves_no_lock(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    assert any(comes_late(redlock, nodes) for _ in range(10))
+
+
+def comes_late(redlock: Redlock, nodes: list[EmbeddedNode]) -> bool:
+    """Let a key be set after its release, and see it go; False where this machine was too slow."""
+    until = time.monotonic() + LEFT_AGAIN[-1]
+    redlock.session.release_left(*left_by("k", "token:theirs"), 0.0)
+    settle(redlock)
+    for node in nodes:
+        node.client().set("{redlock}:lock:k", "token:theirs", px=300_000)
+    if time.monotonic() > until:
+        return False
+    see_freed(nodes, "k")
+    return True
+
+
 def test_what_another_has_taken_since_is_left_alone(
     redlock: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
@@ -161,3 +184,30 @@ def test_what_a_run_claims_for_itself_is_released_and_not_named(
     assert holding.resource == "k"
     see_freed(nodes, "k")
     see_freed(nodes, "run:id")
+
+
+@pytest.mark.parametrize(
+    ("state", "is_done"),
+    [(children.CLAIMED, False), (children.HELD, True), (children.RELEASED, True)],
+)
+def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
+    nodes: list[EmbeddedNode], state: int, is_done: bool
+) -> None:
+    run = "id:task:0:0"
+    app = Celery("buries", set_as_default=False)
+    app.conf.redlock_nodes = [node.url for node in nodes]
+    redlock = runtime.redlock_of(app)
+    terms = Terms(("k",), TTL, 0.0, renew=False, max_hold=None, label=f"{run} worker")
+    session = redlock.session
+    holding = Holding(session, terms, spots_of("redlock", terms), session.context())
+    holding.claims = [Claim(session, terms, spot) for spot in spots_of("redlock", terms)]
+    slot, known = children.Slot(), children.Children()
+    slot.mark(slot.write(children.line_of(holding, holding.claims[0])), state)
+    slot.tell_end(run)
+    known.slots.append(slot)
+    process = children.Process(os.getpid(), children.started_at(os.getpid()))
+    known.processes[slot] = process
+    children.Watch(known, app)._bury(slot, process)
+    settle(redlock)
+    marks = [node.client().keys(f"*:done:{run}") for node in nodes]
+    assert [bool(found) for found in marks] == [is_done] * 3

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import shutil
-import struct
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 from celery_redlock import Redlock
 from celery_redlock.lock.clock import SystemClock
 from celery_redlock.testing import EmbeddedNode
+from tests.clocks import HOUR, WallClock
 from tests.conftest import eventually, see_renewal, vouch_for
 from tests.contract.contention import (
     MAX_TTL,
@@ -31,7 +29,6 @@ from tests.contract.contention import (
 )
 from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Way, Weather, proxies
 
-HOUR = 3600  # s
 STALL = 1.5 * NODE_TIMEOUT  # s: long enough for connections to be given up
 KEY = f"{{redlock}}:lock:{RESOURCE}"
 
@@ -291,87 +288,11 @@ class TestContenders:
             running.endure_turns(2, 0.3, lambda: running.kill(random.choice(running.names)))
 
 
-CLOCK = """
-#define _GNU_SOURCE
-#include <fcntl.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-
-static const volatile int64_t *ahead; /* s, in a file that others write */
-
-__attribute__((constructor)) static void begin(void)
-{
-    ahead = mmap(NULL, 8, PROT_READ, MAP_SHARED, open(getenv("CLOCK_AHEAD"), O_RDONLY), 0);
-}
-
-int clock_gettime(clockid_t which, struct timespec *now)
-{
-    int error = syscall(SYS_clock_gettime, which, now);
-    if (ahead && (which == CLOCK_REALTIME || which == CLOCK_REALTIME_COARSE))
-        now->tv_sec += *ahead;
-    return error;
-}
-
-int gettimeofday(struct timeval *restrict now, void *restrict zone)
-{
-    struct timespec precise;
-    clock_gettime(CLOCK_REALTIME, &precise);
-    now->tv_sec = precise.tv_sec;
-    now->tv_usec = precise.tv_nsec / 1000;
-    return 0;
-}
-
-time_t time(time_t *also)
-{
-    struct timespec precise;
-    clock_gettime(CLOCK_REALTIME, &precise);
-    if (also)
-        *also = precise.tv_sec;
-    return precise.tv_sec;
-}
-"""
-
-
-class WallClock:
-    """The wall clock of one node, which can be set while the node runs."""
-
-    def __init__(self, folder: Path, compiler: str) -> None:
-        self._ahead = folder / "ahead"
-        self._ahead.write_bytes(struct.pack("q", 0))
-        library, source = folder / "clock.so", folder / "clock.c"
-        source.write_text(CLOCK)
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-        server = EmbeddedNode()._command[0]
-        self.binary = folder / "server"
-        environment = f'LD_PRELOAD="{library}" CLOCK_AHEAD="{self._ahead}"'
-        self.binary.write_text(f'#!/bin/sh\nexec env {environment} "{server}" "$@"\n')
-        self.binary.chmod(0o755)
-
-    def set(self, ahead: int) -> None:
-        """Set it to the right time and so many s, negative ones too."""
-        with self._ahead.open("r+b") as file:
-            file.write(struct.pack("q", ahead))
-
-
-@pytest.fixture
-def wall_clock(tmp_path_factory: pytest.TempPathFactory) -> WallClock:
-    """Give a clock for a node."""
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("setting a node's clock needs gcc")
-    return WallClock(tmp_path_factory.mktemp("clock"), compiler)
-
-
 @pytest.fixture
 def clocked_nodes(wall_clock: WallClock) -> Iterator[list[EmbeddedNode]]:
     """Give three nodes, the first of which goes by `wall_clock`."""
     with (
-        EmbeddedNode(binary=str(wall_clock.binary)) as clocked,
+        EmbeddedNode(binary=str(wall_clock.server())) as clocked,
         EmbeddedNode() as second,
         EmbeddedNode() as third,
     ):

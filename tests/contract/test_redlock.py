@@ -27,10 +27,12 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
+from celery_redlock.lock import redlock as redlock_module
 from celery_redlock.lock.inspection import ask_nodes
+from celery_redlock.lock.keys import fence_key, lock_key, wake_channel
 from celery_redlock.lock.nodes import Wire
 from celery_redlock.lock.quorum import PollBehindSelect
-from celery_redlock.lock.redlock import give_back
+from celery_redlock.lock.redlock import SPLIT_TRIES, give_back
 from celery_redlock.lock.session import Holding, Observer
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
@@ -48,6 +50,7 @@ from tests.conftest import (
 )
 
 KEY = "{redlock}:lock:r"
+WAIT = 20.0  # s
 
 
 def holdings_of(lock: Lock) -> list[Holding]:
@@ -87,7 +90,7 @@ class TestAcquireAndRelease:
         with redlock.lock("r"):
             settle(redlock)
             value = nodes[0].client().get(KEY)
-        token, _, label = str(value).partition(":")
+        token, _, label = str(value).split(":", 2)
         assert len(bytes.fromhex(token)) == 16
         assert label.startswith(f"pid {os.getpid()} on ")
 
@@ -119,6 +122,55 @@ class TestAcquireAndRelease:
             assert mine.lock("r").try_acquire() is False
             settle(mine)
             assert keys_on(nodes[:1]) == [[]]
+
+    def test_rivals_that_share_the_nodes_do_not_send_a_third_one_away(
+        self, redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for node, rival in zip(nodes, ("x:one", "y:other"), strict=False):
+            node.client().set(KEY, rival, px=60_000)
+        pauses: list[float] = []
+
+        def sleep_until_they_have_given_back(seconds: float) -> None:
+            pauses.append(seconds)
+            for node in nodes[:2]:
+                node.client().delete(KEY)
+
+        monkeypatch.setattr(redlock.session.clock, "sleep", sleep_until_they_have_given_back)
+        assert redlock.lock("r").try_acquire(wait=0)
+        assert len(pauses) == 1
+
+    def test_who_waits_tries_again_soon_where_rivals_share_the_nodes(
+        self, redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("LONGEST_SPIN", "LONGEST_DEAF"):  # by itself it does not try again in time
+            monkeypatch.setattr(redlock_module, name, 10 * WAIT)
+        for node, rival in zip(nodes, ("x:one", "y:other"), strict=False):
+            node.client().set(KEY, rival)  # for ever, so that no end of a lease is waited for
+        tries: list[object] = []
+
+        class Counting(Observer):
+            def claiming(self, holding: object, claim: object) -> None:
+                tries.append(claim)
+                if len(tries) == SPLIT_TRIES:
+                    for node in nodes[:2]:
+                        node.client().delete(KEY)
+
+        monkeypatch.setattr(Redlock, "observer", Counting())
+        with redlock.session.listener.waiting([wake_channel("redlock", "r")]) as other:
+            redlock.session.quorum.wait(other, redlock.session.clock.now() + WAIT)
+            assert other.take()  # it is heard already: what is said by that is no reason to try
+            with redlock.lock("r", wait=WAIT):
+                assert len(tries) == SPLIT_TRIES
+
+    def test_one_that_a_quorum_refuses_is_sent_away_at_once(
+        self, redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for node in nodes[:2]:
+            node.client().set(KEY, "x:one", px=60_000)
+        pauses: list[float] = []
+        monkeypatch.setattr(redlock.session.clock, "sleep", pauses.append)
+        assert not redlock.lock("r").try_acquire(wait=0)
+        assert not pauses
 
     def test_two_resources_do_not_meet(self, redlock: Redlock) -> None:
         with redlock.lock("r"), redlock.lock("s") as other:
@@ -217,6 +269,19 @@ class TestRelease:
         settle(redlock)
         assert [node.client().get(KEY) for node in nodes] == ["theirs"] * 3
 
+    def test_it_does_not_wait_for_answers(self, mortal_nodes: list[EmbeddedNode]) -> None:
+        with over(mortal_nodes) as made:
+            lock = made.lock("r").acquire()
+            settle(made)
+            for node in mortal_nodes:
+                node.pause()
+            started = time.monotonic()
+            lock.release()
+            took = time.monotonic() - started
+            for node in mortal_nodes:
+                node.resume()
+        assert took < PATIENCE / 2
+
     def test_a_second_one_does_nothing(self, redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
         lock = redlock.lock("r").acquire()
         lock.release()
@@ -252,6 +317,25 @@ class TestRelease:
             node.client().client_kill_filter(_type="normal", skipme=True)
         lock.release()
         see_freed(nodes, "r")
+
+    def test_a_grant_that_runs_after_its_release_is_taken_back_when_it_is_met(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        """One whose connection broke behind them both: nobody knows in which order they run."""
+        settle(redlock)
+        nodes[2].pause()
+        try:
+            with redlock.lock("r", ttl=60):
+                value = eventually(lambda: nodes[0].client().get(KEY))
+            eventually(lambda: redlock.session.quorum.nodes[2].wire is None)
+        finally:
+            nodes[2].resume()
+        eventually(lambda: not any(redlock.session._owed))
+        settle(redlock)
+        for node in nodes:
+            node.client().set(KEY, value, px=600_000)
+        with redlock.lock("r", wait=30) as lock:
+            assert lock.held
 
     def test_a_script_cache_that_was_flushed_costs_nothing_but_a_second_request(
         self, redlock: Redlock, nodes: list[EmbeddedNode]
@@ -395,6 +479,82 @@ class TestLoss:
             for _ in range(3):
                 see_renewal(lock)
             assert lock.held
+
+
+class TestManyLocks:
+    COUNT = 250  # more than one request renews
+
+    def test_all_are_renewed_together_and_what_befalls_one_befalls_no_other(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        names = [lock_key("redlock", f"r{n}") for n in range(self.COUNT)]
+        hurt = (3, 99, 100)
+        with contextlib.ExitStack() as stack:
+            locks = [redlock.lock(f"r{n}", ttl=60) for n in range(self.COUNT)]
+            for lock in locks:
+                stack.enter_context(contextlib.suppress(LockLost))
+                stack.enter_context(lock)
+            settle(redlock)
+            clients = [stack.enter_context(node.client()) for node in nodes]
+            for client in clients:
+                client.delete(names[3])
+                client.set(names[99], "another's", px=60_000)
+                client.delete(names[100])
+                client.rpush(names[100], "another program's")
+                for name in names:
+                    client.pexpire(name, 50_000)
+            before = [renewals(client) for client in clients]
+            assert not redlock.session.renew([h for lock in locks for h in holdings_of(lock)])
+            kept = [lock for n, lock in enumerate(locks) if n not in hurt]
+            assert all(lock.held for lock in kept)
+            assert not any(locks[n].held for n in hurt)
+            settle(redlock)
+            for client, calls in zip(clients, before, strict=True):
+                assert renewals(client) - calls == len(kept)
+                assert client.get(names[99]) == "another's"
+                assert not client.exists(names[3])
+            assert redlock.session.renew([h for lock in kept for h in holdings_of(lock)])
+
+    def test_a_few_requests_to_a_node_renew_them_all(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        client, watchdog = nodes[0].client(), redlock.session.watchdog
+        with contextlib.ExitStack() as stack:
+            locks = [redlock.lock(f"r{n}", ttl=60) for n in range(self.COUNT)]
+            for lock in locks:
+                stack.enter_context(lock)
+            settle(redlock)
+            ends, before = [end_of(lock) for lock in locks], scripts_run(client)
+            watchdog.hurry(redlock.session.clock.now())
+            eventually(lambda: all(end_of(k) > end for k, end in zip(locks, ends, strict=True)))
+            settle(redlock)
+            assert scripts_run(client) - before <= self.COUNT / 10
+
+    def test_a_counter_that_is_no_text_costs_no_lock_its_renewal(
+        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        locks = [brisk_redlock.lock("fenced", ttl=TTL, fencing=True)]
+        locks += [brisk_redlock.lock(f"r{n}", ttl=TTL) for n in range(3)]
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            for node in nodes:
+                node.client().delete(fence_key("redlock"))
+                node.client().rpush(fence_key("redlock"), "somebody's")
+            for lock in locks:
+                see_renewal(lock)
+
+
+def renewals(client: redis.Redis) -> int:
+    """Return how many keys a node has been told to keep for longer."""
+    calls: int = client.info("commandstats").get("cmdstat_pexpire", {}).get("calls", 0)
+    return calls
+
+
+def scripts_run(client: redis.Redis) -> int:
+    """Return how many scripts a node has run."""
+    calls: int = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+    return calls
 
 
 class TestNodesInTrouble:
@@ -613,8 +773,9 @@ class TestExceptionsFromOutside:
         def note(self: Wire, entries: Any) -> None:
             for command, _, _ in entries:
                 handler = command.handler
-                claim = getattr(handler, "claim", None)
-                hold = claim.hold if claim else getattr(handler, "hold", None)
+                claims = getattr(handler, "_claims", None) or [handler]
+                claim = getattr(claims[0], "claim", claims[0])
+                hold = getattr(claim, "hold", None)
                 written.append((id(self), type(handler).__name__, str(id(hold))))
             write(self, entries)
 

@@ -93,6 +93,7 @@ class TestSilence:
             with over(nodes, max_ttl=30) as redlock, redlock.lock("r", wait=60) as lock:
                 settle(redlock)
                 restart_empty(kept)  # its file brings everything back
+                eventually(lambda: kept.client().info("persistence")["loading"] == 0)
                 assert kept.client().get(KEY)
                 see_renewal(lock)
                 eventually(lambda: kept.client().exists(QUIET))

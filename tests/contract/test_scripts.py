@@ -7,10 +7,20 @@ from typing import Any
 import pytest
 from redis import Redis, ResponseError
 
-from celery_redlock.lock.keys import broken_key, done_key, fence_key, guard_keys, lock_key
+from celery_redlock.lock.keys import (
+    broken_key,
+    done_key,
+    fence_key,
+    guard_keys,
+    lock_key,
+    waiting_key,
+)
 from celery_redlock.lock.nodes import (
+    BREAK,
+    ENTER,
     GRANT,
     GUARD,
+    LEAVE,
     NO_GUARD,
     RELEASE,
     RENEW,
@@ -26,8 +36,9 @@ from tests.conftest import eventually
 
 KEY = lock_key("redlock", "r")
 RUN, QUIET = guard_keys("redlock")
-FENCE, BROKEN = fence_key("redlock"), broken_key(KEY)
+FENCE, BROKEN = fence_key("redlock"), broken_key(KEY, "mine")
 DONE = done_key("redlock", "1:t:0:0")
+OTHER = lock_key("redlock", "other")
 CHANNEL = "{redlock}:wake:r"
 LIMIT = 9007199254740990
 
@@ -56,8 +67,10 @@ def grant(
     return run(client, GRANT, keys, value, ttl, least, *guard)
 
 
-def renew(client: Redis, value: str = "mine", least: str = "", repair: str = "") -> Any:
-    return run(client, RENEW, [KEY, FENCE, BROKEN], value, "30000", least, repair)
+def renew(client: Redis, value: str = "mine", least: str = "", *, repair: bool = False) -> Any:
+    keys = [KEY, FENCE, *([BROKEN] if repair else [])]
+    (word,) = run(client, RENEW, keys, value, "30000", least)
+    return word
 
 
 class TestGrant:
@@ -82,6 +95,29 @@ class TestGrant:
     def test_of_a_key_without_expiry_it_says_that_its_end_is_not_known(self, client: Redis) -> None:
         client.set(KEY, "theirs")
         assert grant(client) == [0, -1, "theirs"]
+
+
+class TestBreak:
+    def test_it_deletes_the_value_that_was_seen_and_says_so_to_waiters(self, client: Redis) -> None:
+        client.set(KEY, "theirs", px=30_000)
+        with client.pubsub() as ear:
+            ear.subscribe(CHANNEL)
+            eventually(lambda: ear.get_message(timeout=0.1))
+            assert run(client, BREAK, [KEY, BROKEN], "theirs", "9000", CHANNEL) == 1
+            assert eventually(lambda: ear.get_message(timeout=0.1))["data"] == "theirs"
+        assert not client.exists(KEY)
+        assert client.get(BROKEN) == "theirs"
+        assert 0 < client.pttl(BROKEN) <= 9000
+
+    def test_what_stands_there_instead_stays(self, client: Redis) -> None:
+        client.set(KEY, "anothers", px=30_000)
+        assert run(client, BREAK, [KEY, BROKEN], "theirs", "9000", CHANNEL) == 0
+        assert client.get(KEY) == "anothers"
+
+    def test_no_repair_brings_back_what_was_not_there_to_be_broken(self, client: Redis) -> None:
+        assert run(client, BREAK, [KEY, BROKEN], "mine", "9000", CHANNEL) == 0
+        assert renew(client, repair=True) == -1
+        assert not client.exists(KEY)
 
 
 class TestFencing:
@@ -124,6 +160,16 @@ class TestFencing:
         assert renew(client, least="1000") == [1, 1000]
         assert client.get(FENCE) == "1000"
         assert renew(client, least="7") == [1, 1000]
+
+    def test_a_counter_that_is_no_text_is_left_and_fails_no_renewal(self, client: Redis) -> None:
+        values = "mine", "also mine"
+        for key, value in zip((KEY, OTHER), values, strict=True):
+            client.set(key, value, px=60_000)
+        client.rpush(FENCE, "a list of somebody's")
+        words = [word for value in values for word in (value, "30000", "")]
+        words[2] = "1000"
+        assert run(client, RENEW, [KEY, OTHER, FENCE], *words) == [[1, 0], 1]
+        assert client.type(FENCE) == "list"
 
     def test_a_renewal_of_anothers_lock_leaves_the_counter(self, client: Redis) -> None:
         client.set(KEY, "theirs", px=30_000)
@@ -210,18 +256,29 @@ class TestRenew:
 
     def test_a_repair_sets_a_missing_key_also_on_a_silent_node(self, client: Redis) -> None:
         client.set(QUIET, "1", px=50_000)
-        assert renew(client, repair="1") == 1
+        assert renew(client, repair=True) == 1
         assert client.get(KEY) == "mine"
         assert 10_000 < client.pttl(KEY) <= 30_000
 
     def test_a_repair_leaves_anothers_key_alone(self, client: Redis) -> None:
         client.set(KEY, "theirs", px=20_000)
-        assert renew(client, repair="1") == -1
+        assert renew(client, repair=True) == -1
 
     def test_a_repair_does_not_bring_back_what_an_operator_broke(self, client: Redis) -> None:
         client.set(BROKEN, "mine", px=20_000)
-        assert renew(client, repair="1") == -1
+        assert renew(client, repair=True) == -1
         assert not client.exists(KEY)
+
+    def test_of_several_each_is_answered_by_itself(self, client: Redis) -> None:
+        """Also where another program has put a list where a lock was: that fails no other."""
+        keys = [lock_key("redlock", name) for name in ("mine", "gone", "theirs", "list", "last")]
+        client.set(keys[0], "v0", px=10_000)
+        client.set(keys[2], "theirs", px=10_000)
+        client.rpush(keys[3], "v3")
+        client.set(keys[4], "v4", px=10_000)
+        words = [word for n in range(5) for word in (f"v{n}", "30000", "7" if n == 4 else "")]
+        assert run(client, RENEW, [*keys, FENCE], *words) == [1, 0, -1, -1, [1, 7]]
+        assert [client.pttl(key) > 10_000 for key in keys] == [True, False, False, False, True]
 
 
 class TestRelease:
@@ -343,14 +400,22 @@ class TestRequests:
         assert self.sent(client, self.REQUESTS.ask(*words, 7, mark) + NO_GUARD) == told
 
     def test_a_renewal(self, client: Redis) -> None:
-        assert self.sent(client, self.REQUESTS.renew(*self.WORDS)) == 0
+        words = self.REQUESTS.renewal(*self.WORDS[1:])
+        assert self.sent(client, self.REQUESTS.renew(self.WORDS[:1], [words])) == [0]
         client.set(KEY, "mine", px=10_000)
-        assert self.sent(client, self.REQUESTS.renew(*self.WORDS)) == 1
+        assert self.sent(client, self.REQUESTS.renew(self.WORDS[:1], [words])) == [1]
+
+    def test_a_renewal_of_several(self, client: Redis) -> None:
+        client.set(KEY, "mine", px=10_000)
+        words = self.REQUESTS.renewal(*self.WORDS[1:], 1000)
+        keys = [packed(OTHER), *self.WORDS[:1]]
+        assert self.sent(client, self.REQUESTS.renew(keys, [words] * 2)) == [0, [1, 1000]]
 
     @pytest.mark.parametrize(("token", "reply"), [(0, 1), (1000, [1, 1000])])
     def test_a_repair(self, client: Redis, token: int, reply: object) -> None:
-        full = self.REQUESTS.renew_fully(KEY, *self.WORDS[1:], token, repair=True)
-        assert self.sent(client, full) == reply
+        words = self.REQUESTS.renewal(*self.WORDS[1:], token)
+        request = self.REQUESTS.renew(self.WORDS[:1], [words], packed(BROKEN))
+        assert self.sent(client, request) == [reply]
         assert client.get(KEY) == "mine"
 
     @pytest.mark.parametrize("script", [GRANT, RENEW, RELEASE])
@@ -363,3 +428,49 @@ class TestRequests:
         tail = b"".join([b"$1\r\n1\r\n", bulk(KEY.encode()), bulk(b"mine"), bulk(b"1")])
         assert by_digest.endswith(tail)
         assert by_source.endswith(tail)
+
+
+class TestEnterAndLeave:
+    KEY = waiting_key("redlock", "r")
+
+    def enter(self, client: Redis, run_name: str, task: str = "t", ms: str = "30000") -> Any:
+        return run(client, ENTER, [self.KEY], task, run_name, ms)
+
+    def leave(self, client: Redis, run_name: str, task: str = "t") -> Any:
+        return run(client, LEAVE, [self.KEY], task, run_name)
+
+    def test_the_first_is_entered_and_stays_when_it_asks_again(self, client: Redis) -> None:
+        assert self.enter(client, "1:t:0:0") == ""
+        assert self.enter(client, "1:t:0:0") == ""
+        assert 10_000 < client.pttl(self.KEY) <= 30_000
+
+    def test_a_second_one_is_told_of_the_first(self, client: Redis) -> None:
+        self.enter(client, "1:t:0:0")
+        assert self.enter(client, "2:t:0:0") == "1:t:0:0"
+        assert self.enter(client, "3:t:0:0") == "1:t:0:0"
+
+    def test_another_task_has_a_place_of_its_own(self, client: Redis) -> None:
+        self.enter(client, "1:t:0:0")
+        assert self.enter(client, "2:u:0:0", task="u") == ""
+        assert self.enter(client, "3:t:0:0") == "1:t:0:0"
+
+    def test_one_that_nobody_counts_on_any_more_is_followed(self, client: Redis) -> None:
+        self.enter(client, "1:t:0:0", ms="1")
+        self.enter(client, "2:u:0:0", task="u")  # which keeps the key
+        eventually(lambda: self.enter(client, "3:t:0:0") == "")
+
+    def test_the_key_lives_as_long_as_its_longest_entry(self, client: Redis) -> None:
+        self.enter(client, "1:t:0:0", ms="30000")
+        self.enter(client, "2:u:0:0", task="u", ms="100")
+        assert client.pttl(self.KEY) > 10_000
+
+    def test_who_leaves_makes_way_and_the_last_takes_the_key_along(self, client: Redis) -> None:
+        self.enter(client, "1:t:0:0")
+        assert self.leave(client, "1:t:0:0") == 1
+        assert client.keys("*") == []
+        assert self.enter(client, "2:t:0:0") == ""
+
+    def test_nobody_strikes_out_another(self, client: Redis) -> None:
+        self.enter(client, "1:t:0:0")
+        assert self.leave(client, "2:t:0:0") == 0
+        assert self.enter(client, "2:t:0:0") == "1:t:0:0"

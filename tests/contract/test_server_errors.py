@@ -908,5 +908,7 @@ class TestSentinel:
     ) -> None:
         sentinel, _, _ = watched
         with over([sentinel.of_locks.replace("locks", "others"), nodes[0].url]) as made:
-            cause = cause_with("No master found", made, "sentinel/others")
+            cause = cause_with(
+                "No master found", made, f"sentinel://127.0.0.1:{sentinel.port}/others"
+            )
         assert fault_of(cause) is Fault.TRANSIENT

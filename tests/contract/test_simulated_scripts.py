@@ -13,8 +13,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis, ResponseError
 
-from celery_redlock.lock.keys import broken_key, done_key, fence_key, guard_keys, lock_key
-from celery_redlock.lock.nodes import GRANT, GUARD, RELEASE, RENEW, TRUST, Script
+from celery_redlock.lock.keys import (
+    broken_key,
+    done_key,
+    fence_key,
+    guard_keys,
+    lock_key,
+    waiting_key,
+)
+from celery_redlock.lock.nodes import (
+    BREAK,
+    ENTER,
+    GRANT,
+    GUARD,
+    LEAVE,
+    RELEASE,
+    RENEW,
+    TRUST,
+    Script,
+)
+from celery_redlock.tasks.uniqueness import UNIQUE
 from celery_redlock.testing import EmbeddedNode
 from tests.simulation.nodes import Node, library
 from tests.simulation.world import World
@@ -22,9 +40,11 @@ from tests.simulation.world import World
 SLACK = 20_000  # ms of a ttl; those below are far apart, and far longer
 LOCK = lock_key("redlock", "r")
 RUN, QUIET = guard_keys("redlock")
-FENCE, BROKEN = fence_key("redlock"), broken_key(LOCK)
+FENCE, BROKEN = fence_key("redlock"), broken_key(LOCK, "t1:one")
 DONE = done_key("redlock", "1:t:0:0")
-KEYS = (LOCK, RUN, QUIET, FENCE, BROKEN, DONE)
+OTHER = lock_key("redlock", "other")
+KEYS = (LOCK, OTHER, RUN, QUIET, FENCE, BROKEN, DONE)
+WAITING = waiting_key("redlock", "r")
 
 values = st.sampled_from(["t1:one", "t2:two", "t3"])
 # a renewal tells its ttl from what is left, within a ms: so it is given none that is an error
@@ -34,6 +54,8 @@ runs = st.sampled_from(["", "run1", "run2"])
 silences = st.sampled_from(["0", "200000", "500000"])
 tokens = st.sampled_from(["", "0", "7", "1700000000000000", "4503599627370496"])
 marks = st.sampled_from(["1700000000000", "1700000000001"])
+tasks = st.sampled_from(["shop.take", "shop.put"])
+entering = st.sampled_from(["1 a run", "2 a run"])
 Call = tuple[Script, tuple[str, ...], tuple[str, ...]]
 
 calls: st.SearchStrategy[Call] = st.one_of(
@@ -44,8 +66,13 @@ calls: st.SearchStrategy[Call] = st.one_of(
     ),
     st.tuples(
         st.just(RENEW),
-        st.just((LOCK, FENCE, BROKEN)),
-        st.tuples(values, good_ttls, tokens, st.sampled_from(["", "1"])),
+        st.sampled_from([(LOCK, FENCE), (LOCK, FENCE, BROKEN)]),
+        st.tuples(values, good_ttls, tokens),
+    ),
+    st.tuples(
+        st.just(RENEW),
+        st.just((LOCK, OTHER, FENCE)),
+        st.tuples(values, good_ttls, tokens, values, good_ttls, tokens),
     ),
     st.tuples(
         st.just(RELEASE),
@@ -63,11 +90,24 @@ calls: st.SearchStrategy[Call] = st.one_of(
         st.tuples(st.sampled_from(["run1", "run2"]), silences, silences),
     ),
     st.tuples(st.just(TRUST), st.just((RUN, QUIET)), st.tuples(st.sampled_from(["run1", "run2"]))),
+    st.tuples(st.just(BREAK), st.just((LOCK, BROKEN)), st.tuples(values, good_ttls, st.just("ch"))),
+    st.tuples(
+        st.just(ENTER),
+        st.just((WAITING,)),
+        st.tuples(tasks, entering, st.sampled_from(["100000", "300000", "0"])),
+    ),
+    st.tuples(st.just(LEAVE), st.just((WAITING,)), st.tuples(tasks, entering)),
+    st.tuples(
+        st.just(UNIQUE),
+        st.just((OTHER,)),
+        st.tuples(st.sampled_from(["", "t1", "t2:"]), st.sampled_from(["", "t1:one"]), good_ttls),
+    ),
 )
 # what befalls keys from outside: they end, or another program writes them
 changes = st.one_of(
     st.tuples(st.just("DEL"), st.sampled_from(KEYS), st.just("")),
-    st.tuples(st.just("SET"), st.just(LOCK), values),
+    st.tuples(st.just("DEL"), st.just(WAITING), st.just("")),
+    st.tuples(st.just("SET"), st.sampled_from([LOCK, OTHER, WAITING]), values),
     st.tuples(st.just("SET"), st.just(BROKEN), values),
     st.tuples(st.just("SET"), st.just(DONE), st.sampled_from(["1700000000002", "garbage"])),
     st.tuples(st.just("SET"), st.just(FENCE), st.sampled_from(["9007199254740990", "5"])),
@@ -107,6 +147,10 @@ def by_simulated(node: Node, call: Call) -> Any:
     script, keys, arguments = call
     words = ["EVAL", script.source.decode(), str(len(keys)), *keys, *arguments]
     _, reply = node.execute([word.encode() for word in words])
+    return parsed(reply)
+
+
+def parsed(reply: bytes) -> Any:
     reader = hiredis.Reader(encoding="utf-8")
     reader.feed(reply)
     return reader.gets()
@@ -139,3 +183,68 @@ def assert_same_keys(real: Redis, node: Node) -> None:
         value, left = node.look(key.encode())
         assert real.get(key) == (None if value is None else value.decode()), key
         assert abs(int(real.pttl(key)) - left) < SLACK, key
+    assert_same_waiting(real, node)
+
+
+def assert_same_waiting(real: Redis, node: Node) -> None:
+    seconds, _ = real.time()
+    expected = left_of(by_command(real, "HGETALL", WAITING), seconds * 1000)
+    _, reply = node.execute([b"HGETALL", WAITING.encode()])
+    found = left_of(parsed(reply), node.wall_ms)
+    assert same(expected, found), (expected, found)
+    _, ttl = node.execute([b"PTTL", WAITING.encode()])
+    assert abs(int(real.pttl(WAITING)) - parsed(ttl)) < SLACK
+
+
+def by_command(real: Redis, *words: str) -> Any:
+    try:
+        return real.execute_command(*words)
+    except ResponseError as error:
+        return error
+
+
+def left_of(entries: Any, now_ms: int) -> Any:
+    """Return of a resource's waiting runs how many ms each counts; an error as it is."""
+    if isinstance(entries, Exception):
+        return entries
+    pairs = entries if isinstance(entries, dict) else dict(zip(*[iter(entries)] * 2, strict=True))
+    told = sorted((task, *entry.split(" ", 1)) for task, entry in pairs.items())
+    # beyond what is compared exactly, so that it is compared as what is left of a ttl
+    return [[task, run, 2000 + max(0, int(ends) - now_ms)] for task, ends, run in told]
+
+
+commands = st.one_of(
+    st.tuples(st.just("SET"), st.sampled_from([LOCK, WAITING]), values),
+    st.tuples(st.just("SET"), st.just(LOCK), values, st.just("PX"), good_ttls),
+    st.tuples(st.just("SET"), st.just(LOCK), values, st.just("NX")),
+    st.tuples(st.just("SET"), st.just(LOCK), values, st.just("XX"), st.just("PX"), good_ttls),
+    st.tuples(st.just("SET"), st.just(LOCK), values, st.just("GET")),
+    st.tuples(st.just("SET"), st.just(LOCK), values, st.just("HOW")),
+    st.tuples(st.sampled_from(["GET", "DEL", "PTTL", "EXISTS"]), st.sampled_from([LOCK, WAITING])),
+    st.tuples(st.sampled_from(["DEL", "EXISTS", "MGET"]), st.just(LOCK), st.just(WAITING)),
+    st.tuples(st.just("HSET"), st.just(WAITING), tasks, values),
+    st.tuples(st.just("HGET"), st.just(WAITING), tasks),
+    st.tuples(st.just("HDEL"), st.just(WAITING), tasks),
+    st.tuples(st.just("PEXPIRE"), st.just(LOCK), st.sampled_from(["100000", "0"])),
+    st.tuples(
+        st.just("KEYS"), st.sampled_from(["*", "*lock:r", "{redlock}:[lw]*", "\\{red*", "?"])
+    ),
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(commands, min_size=1, max_size=12))
+def test_a_simulated_server_takes_plain_commands_as_a_real_one(
+    real: Redis, steps: list[tuple[str, ...]]
+) -> None:
+    real.flushall()
+    # as they come, without what redis-py makes of them
+    real.response_callbacks.clear()
+    node = Node(World(0), 0, rate=1.0, offset=1000.0, scripts=library())
+    for step in steps:
+        expected = by_command(real, *step)
+        found = parsed(node.execute([word.encode() for word in step])[1])
+        if step[0] == "KEYS":
+            expected, found = sorted(expected), sorted(found)
+        expected = "OK" if expected is True else expected
+        assert same(expected, found), (step, expected, found)

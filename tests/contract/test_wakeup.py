@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import statistics
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 import pytest
 
 from celery_redlock import Redlock
+from celery_redlock.lock import wakeup
 from celery_redlock.lock.clock import SystemClock
 from celery_redlock.lock.keys import wake_channel
+from celery_redlock.lock.nodes import parse_address
 from celery_redlock.lock.redlock import LONGEST_SPIN
+from celery_redlock.lock.session import Claim, Holding, Observer
+from celery_redlock.lock.wakeup import Ear
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, NODE_TIMEOUT, eventually, see_quorum, settle
 from tests.contract.contention import PROCESSES
@@ -195,6 +201,55 @@ class TestNotWoken:
                 assert eventually(heard.get_message)["data"] == "the first word"
 
 
+class TestSeveral:
+    def test_what_a_try_won_and_gave_back_is_told_to_who_waits_for_it(
+        self, redlock: Redlock, rival: Redlock, pool: ThreadPoolExecutor
+    ) -> None:
+        waiting: list[Future[float]] = []
+
+        class Slow(Observer):
+            """Tells of its second key only once somebody waits for the first."""
+
+            def claiming(self, holding: Holding, claim: Claim) -> None:
+                if claim.spot.resource == "s":
+                    waiting.append(pool.submit(take, rival))
+                    see_waiting(rival)
+                    see_listening(rival)
+                    settle(rival)
+
+        hand_offs = []
+        for _ in range(9):
+            with rival.lock("s", wait=WAIT):
+                redlock.observer = Slow()  # type: ignore[misc]
+                assert not redlock.lock(["r", "s"]).try_acquire()
+                given_back = now()
+                hand_offs.append(waiting.pop().result(WAIT) - given_back)
+        assert statistics.median(hand_offs) < LONGEST_SPIN / 2
+
+    def test_who_waits_for_one_of_several_is_not_woken_by_its_own_tries(
+        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
+    ) -> None:
+        def take_both() -> None:
+            with rival.lock(["r", "s"], wait=WAIT):
+                pass
+
+        lock = redlock.lock("s", wait=WAIT).acquire()
+        waiting = pool.submit(take_both)
+        see_waiting(rival)
+        see_listening(rival)
+        settle(rival)
+        with nodes[0].client().pubsub(ignore_subscribe_messages=True) as heard:
+            heard.subscribe(CHANNEL)
+            tries = []
+            # the first ones as it begins to listen, to each node and for each of the two
+            while not any(b - a > 1.5 * LONGEST_SPIN for a, b in itertools.pairwise(tries)):
+                assert len(tries) < 20, "it tries again and again"
+                eventually(heard.get_message)
+                tries.append(now())
+        lock.release()
+        waiting.result(WAIT)
+
+
 def hold(line: Connection, urls: list[str]) -> None:
     """Hold the lock in a process of its own until it is killed; says until when it is valid."""
     with Redlock(urls) as redlock, redlock.lock("r", ttl=2, wait=WAIT) as lock:
@@ -262,3 +317,50 @@ def test_a_greenlet_that_waits_lets_the_others_run(
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (run.returncode, run.stdout) == (0, "each had it in turn\n"), run.stderr
+
+
+class Slow(Ear):
+    """An ear whose thread, once it has said that it ends, sees another one begin."""
+
+    after: Callable[[], None] | None = None
+    ended: threading.Event
+
+    def _ends(self) -> bool:
+        ends, after = super()._ends(), self.after
+        if ends and after is not None:
+            self.after = None
+            after()
+        return ends
+
+    def _run(self) -> None:
+        super()._run()
+        self.ended.set()
+
+
+def test_an_ear_that_ends_leaves_the_next_one_its_connection(
+    nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wakeup, "LINGER", 0.1)
+    wanted, heard = {"a"}, Counter[str]()
+    address = parse_address(nodes[0].url, "test", "nodes", NODE_TIMEOUT)
+
+    def hear(channel: str, word: str) -> None:
+        heard[channel] += not word  # a subscription begins
+
+    ear = Slow(address, NODE_TIMEOUT, SystemClock(), lambda: set(wanted), hear)
+    ear.ended = threading.Event()
+
+    def wait_anew() -> None:
+        wanted.add("b")
+        monkeypatch.setattr(wakeup, "LINGER", WAIT)
+        ear.attend()
+        eventually(lambda: heard["b"])
+
+    ear.after = wait_anew
+    with contextlib.closing(ear):
+        ear.attend()
+        eventually(lambda: heard["a"])
+        wanted.clear()
+        assert ear.ended.wait(WAIT)
+        assert nodes[0].client().pubsub_numsub("b") == [("b", 1)]
+        assert (ear.confirmed, heard["b"]) == ({"b"}, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,9 @@ from celery_redlock.lock import wakeup as wakeup_module
 from celery_redlock.lock import watchdog as watchdog_module
 from celery_redlock.lock.nodes import Greeting, Guard, packed
 from celery_redlock.lock.redlock import Redlock
-from celery_redlock.lock.session import Claim, Here, Holding, Observer, Session
+from celery_redlock.lock.session import Claim, Context, Here, Holding, Observer, Session
+from celery_redlock.tasks import uniqueness as uniqueness_module
+from celery_redlock.tasks.uniqueness import Standing, Window
 from tests.simulation.network import Link, Path
 from tests.simulation.nodes import Node
 from tests.simulation.world import Thread, World, running
@@ -393,13 +396,13 @@ class SimulatedSession(Session):
         process: Process = self.redlock.process  # type: ignore[attr-defined]
         return process
 
-    def _here(self) -> Here:
+    def context(self) -> Context:
+        """Return which simulated thread runs: all of them share the one real thread."""
         thread = running()
         assert thread is not None
         if thread.here is None:
             thread.here = Here()
-        found: Here = thread.here
-        return found
+        return os.getpid(), thread.here, None
 
 
 def process_of(holding: Holding) -> Process:
@@ -431,13 +434,32 @@ class WatchedClaim(Claim):
         session.process.world.witness.claimed(self, session.process)
 
 
-class Log:
-    """What the shipped code logs: kept where somebody reads it, and an error where it is one."""
+class WatchedWindow(Window):
+    """A shipped window of a send that the invariants know of."""
 
-    def log(self, level: int, text: str, *args: object) -> None:
+    def open(self) -> Standing | None:
+        """Open it as it does, and have it seen."""
+        earlier = super().open()
+        if self.is_open:
+            replaced = "" if self.replaced is None else self.replaced.task_id
+            began = self._opened_at - self._session.clock.now()
+            process = here()
+            seconds = process.clock.real(began) - process.world.now
+            witness = process.world.witness
+            witness.window_opened(self._send, self._lease, seconds, replaced)
+        return earlier
+
+
+class Log:
+    """What the shipped code logs: kept where somebody reads it, and an error where it is one.
+
+    extra: a line's fields, which nobody reads here.
+    """
+
+    def log(self, level: int, text: str, *args: object, extra: object = None) -> None:
         """Leave it."""
 
-    def say(self, text: str, *args: object) -> None:
+    def say(self, text: str, *args: object, extra: object = None) -> None:
         """Keep it, with the process that says it."""
         thread = running()
         if thread is not None:
@@ -445,7 +467,13 @@ class Log:
 
     info = warning = error = say
 
-    def exception(self, text: str, *args: object, exc_info: BaseException | None = None) -> None:
+    def exception(
+        self,
+        text: str,
+        *args: object,
+        exc_info: BaseException | None = None,
+        extra: object = None,
+    ) -> None:
         """Take note of an exception that should not be."""
         here().world.witness.failed(exc_info or sys.exc_info()[1])
 
@@ -473,6 +501,12 @@ def _new_token() -> str:
     return token
 
 
+def _new_window_token() -> str:
+    return (
+        f"w{int(_new_token()[1:]):04}"  # of one length, as the shipped ones: a prefix is compared
+    )
+
+
 PATCHES: list[tuple[ModuleType, dict[str, Any]]] = [
     (clock_module, {"new_mutex": Mutex}),
     (nodes_module, {"start_thread": _start_thread, "new_mutex": Mutex}),
@@ -484,6 +518,7 @@ PATCHES: list[tuple[ModuleType, dict[str, Any]]] = [
         {"Claim": WatchedClaim, "new_token": _new_token, "logger": Log(), "SystemClock": _clock},
     ),
     (redlock_module, {"parse_address": _parsed, "logger": Log()}),
+    (uniqueness_module, {"Window": WatchedWindow, "new_token": _new_window_token, "logger": Log()}),
 ]
 
 

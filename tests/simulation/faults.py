@@ -33,7 +33,7 @@ class Profile:
     bases, slow, worst: of `network.Path`. drift: the fraction that clients allow for; every
     clock's rate is off by up to half of it. span: s within which faults begin.
     wall_error: s that calendars are off. runs: of so many names, each of which may be delivered
-    to every client, and again after its end.
+    to every client, and again after its end. sends: messages that are sent once, of so many names.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Profile:
     fencing: float = 0.0
     resources: int = 1
     runs: int = 0
+    sends: int = 0
     renews: float = 0.6
     patient: float = 0.2
     extends: float = 0.2
@@ -97,6 +98,10 @@ PROFILES = {
         Profile("several", resources=3, breaks=0.3, jams=0.5, restarts=0.2),
         Profile("twins", runs=2, sections=(0.02, 0.3), breaks=0.5, jams=0.7, slow=0.05, rounds=5),
         Profile("twins-with-permits", runs=2, limit=2, sections=(0.02, 0.3), breaks=0.3, jams=0.5),
+        Profile("sends", sends=2, clients=(3,), rounds=6, pauses=(0.01, 0.05), events=(70, 150),
+                breaks=1.0, jams=1.0, slow=0.05, stops=0.4, kills=0.2, cuts=0.3),
+        Profile("lost-windows", sends=1, clients=(3,), rounds=8, pauses=(0.01, 0.05),
+                events=(70, 150), restarts=1.0, keeps=("nothing", "all"), jams=0.7),
         Profile("everything", breaks=0.5, jams=0.5, restarts=0.5, freezes=0.3, flushes=0.2,
                 stops=0.4, kills=0.2, cuts=0.3, steps_back=0.2, short_writes=0.05, fencing=0.3),
     )
@@ -179,6 +184,7 @@ class Faults:
         if keeps != "all":
             node.silent_until = max(node.silent_until, lost_until(node, self._schedule.silence))
         self._world.counts["restarts"] += 1
+        self._world.counts["wiped"] += keeps != "all"
         self._world.note("%s restarts, keeps %s", node.name, keeps)
         node.stop(keeps=keeps)
         away = self._random.choice((0.0, 0.02, 0.2, 0.5)) * self._random.random()

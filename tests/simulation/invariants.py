@@ -16,6 +16,10 @@ and answers, and what the clients believe. Each invariant has a name and a funct
 - `fences_grow`: each holder's fencing token is greater than all before
 - `done_once`: no body of a run begins whose lock was freed by the release of a body that had ended
 - `lost_once`, `lost_when_over`: a loss is announced once, and nothing that is still held
+- `dropped_for_a_sent`: a send is dropped only for an earlier one that was published
+- `dropped_for_a_live`: and not for one whose window a quorum knew to be over before it began
+- `one_window`: no window is opened while another of the same is open and its lease runs, but in
+  its place; where nodes lose their memory a message too many is sent
 - `no_inner_error`: the watchdog catches no error that the shipped code made
 """
 
@@ -25,15 +29,19 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import hiredis
 
 from celery_redlock.lock.lease import MARGIN, State
 from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW
 from celery_redlock.lock.session import Claim, Holding
 from celery_redlock.lock.votes import quorum_of
-from tests.simulation.nodes import Node, digest_of
+from celery_redlock.testing.model import digest_of
+from tests.simulation.nodes import Node
 
 if TYPE_CHECKING:
+    from celery_redlock.tasks.uniqueness import Send
     from tests.simulation.clients import Process
     from tests.simulation.network import Link
     from tests.simulation.world import World
@@ -49,6 +57,23 @@ class Violation(AssertionError):  # noqa: N818 - it is no error of the program
     def __init__(self, name: str, text: str) -> None:
         super().__init__(f"{name}: {text}")
         self.name = name
+
+
+@dataclass(eq=False)
+class Sent:
+    """What is known of one send that opened a window. Times in real s.
+
+    lease: until when its window is its own, however late it says that it was published; shorter
+    where clocks are fast. ends: somebody ends or gives it up from then on. over: since when a
+    quorum is known to have heard that.
+    """
+
+    name: str
+    task_id: str
+    lease: float
+    published: bool = False
+    ends: bool = False
+    over: float = math.inf
 
 
 @dataclass(eq=False)
@@ -98,6 +123,8 @@ class Witness:
         self._last: dict[bytes, Record] = {}  # by key: who held it last
         self._fences: dict[str, int] = {}  # by resource: the greatest token handed out
         self._said_lost: list[Holding] = []
+        self._sends: dict[str, Sent] = {}  # by the id of the task
+        self._open: dict[str, Sent] = {}  # by name: the one whose window was opened last
         self._tokens = self._looks = 0
 
     def violated(self, name: str, text: str, *args: object) -> None:
@@ -122,28 +149,30 @@ class Witness:
         self.active.append(record)
         self.world.counts["claims"] += 1
 
-    def written(self, link: Link, words: list[bytes]) -> Record | None:
-        """See a command handed to a socket; returns of which claim, None where it is of none."""
+    def written(self, link: Link, words: list[bytes]) -> list[Record]:
+        """See a command handed to a socket; returns of which claims, none where it is of none."""
         script = script_of(words)
-        record = self._records.get(value_of(words)) if script else None
-        if record is None:
-            return None
-        if self.world.lines is not None:
-            where = link.process.name, link.node.name
-            self.world.note("%s > %s %s %s", *where, script, record.name)
-        if not record.key:
-            record.key = words[3]
-        if script == "release":
-            if record.held:
-                self.violated("ended_before_release", "%s", record.name)
-            record.released.add(link.node.index)
-        elif link.node.index in record.released:
-            self.violated("nothing_after_release", "%s of %s", script, record.name)
-        return record
+        subjects = subjects_of(script, words) if script else []
+        found = [(key, self._records.get(value)) for key, value in subjects]
+        known = [(key, record) for key, record in found if record is not None]
+        for key, record in known:
+            if self.world.lines is not None:
+                where = link.process.name, link.node.name
+                self.world.note("%s > %s %s %s", *where, script, record.name)
+            if not record.key:
+                record.key = key
+            if script == "release":
+                if record.held:
+                    self.violated("ended_before_release", "%s", record.name)
+                record.released.add(link.node.index)
+            elif link.node.index in record.released and len(subjects) == 1:
+                # a renewal of several may follow: it sets no key that is gone
+                self.violated("nothing_after_release", "%s of %s", script, record.name)
+        return [record for _, record in known]
 
     def executed(
         self,
-        record: Record,
+        records: list[Record],
         node: Node,
         script: str,
         words: list[bytes],
@@ -151,22 +180,39 @@ class Witness:
         written: float,
     ) -> None:
         """See a node execute a command. written: s of the client's clock."""
+        by_value = {record.value: record for record in records}
+        subjects = subjects_of(script, words)
+        answers = answers_of(script, reply, len(subjects))
+        for (_, value), answer in zip(subjects, answers, strict=True):
+            record = by_value.get(value)
+            if record is not None:
+                self._answered(record, node, script, words, answer, written)
+
+    def _answered(
+        self,
+        record: Record,
+        node: Node,
+        script: str,
+        words: list[bytes],
+        answer: Any,
+        written: float,
+    ) -> None:
         if self.world.lines is not None:
-            self.world.note("%s: %s %s -> %r", node.name, script, record.name, reply)
+            self.world.note("%s: %s %s -> %r", node.name, script, record.name, answer)
+        first = answer[0] if isinstance(answer, list) else answer
         if script == "release":
-            if record.body_ended and reply == b":1\r\n":
+            if record.body_ended and first == 1:
                 node.freed.add((record.run, record.key))
-            return
-        if reply.startswith((b":1", b"*2\r\n:1", b"*3\r\n:1")):
+        elif first == 1:
             index = node.index
             record.sent[index] = max(record.sent[index], written)
             record.ends[index] = max(record.ends[index], node.end_of(record.key, record.value))
             self._favoured(record, node, script, words)
-        elif script == "grant" and reply.startswith((b"*2\r\n:-1", b"*3\r\n:-1")):
+        elif script == "grant" and first == -1:
             self.world.counts["silences"] += 1
 
     def _favoured(self, record: Record, node: Node, script: str, words: list[bytes]) -> None:
-        if script == "renew" and words[-1] == b"1":
+        if script == "renew" and is_repair(words):
             self.world.counts["repairs"] += 1
         if script == "grant" and (record.run, record.key) in node.freed:
             record.too_late.add(node.index)
@@ -213,6 +259,49 @@ class Witness:
     def failed(self, error: BaseException | None) -> None:
         """See an error that the shipped code caught, though there should be none."""
         self.violated("no_inner_error", "%r", error)
+
+    def window_opened(self, send: Send, lease: float, began: float, replaced: str) -> None:
+        """See a send open its window; began: real s ago, below 0; replaced: the id before it."""
+        lasting = lease * (1 - self.drift) + began
+        sent = Sent(send.name, send.task_id, self.world.now + lasting)
+        other = self._open.get(send.name)
+        if (
+            not self.world.counts["wiped"]
+            and other is not None
+            and not other.ends
+            and other.task_id != replaced
+            and self.world.now < min(other.lease, sent.lease)
+        ):
+            self.violated("one_window", "%s beside %s", send.task_id, other.task_id)
+        self._sends[send.task_id] = self._open[send.name] = sent
+        self.world.counts["windows"] += 1
+        self.world.note("%s opens the window of %s", send.task_id, send.name)
+
+    def published(self, task_id: str) -> None:
+        """See a message published."""
+        self.world.note("%s is published", task_id)
+        if task_id in self._sends:
+            self._sends[task_id].published = True
+
+    def window_ends(self, task_id: str) -> None:
+        """See somebody begin to end a window, or give it up."""
+        if task_id in self._sends:
+            self._sends[task_id].ends = True
+
+    def window_over(self, task_id: str) -> None:
+        """See that a quorum has heard that a window is over."""
+        self.world.note("the window of %s is over", task_id)
+        self._sends[task_id].over = self.world.now
+
+    def dropped(self, task_id: str, began: float) -> None:
+        """See a send dropped for an earlier one; began: the real s at which it was made."""
+        self.world.counts["duplicates"] += 1
+        self.world.note("dropped for %s", task_id)
+        earlier = self._sends.get(task_id)
+        if earlier is None or not earlier.published:
+            self.violated("dropped_for_a_sent", "for %s", task_id)
+        elif earlier.over < began:
+            self.violated("dropped_for_a_live", "for %s, over at %.4f", task_id, earlier.over)
 
     # what must be true after every event
 
@@ -320,6 +409,26 @@ def script_of(words: list[bytes]) -> str:
     return _scripts().get(words[1], "") if words[0] in (b"EVALSHA", b"EVAL") else ""
 
 
-def value_of(words: list[bytes]) -> bytes:
-    """Return the value that a command of one of the lock's scripts is about."""
-    return words[3 + int(words[2])]
+def subjects_of(script: str, words: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """Return the keys and values that a command of one of the lock's scripts is about."""
+    first = 3 + int(words[2])  # where the arguments begin
+    if script != "renew":
+        return [(words[3], words[first])]
+    values = words[first::3]
+    return list(zip(words[3 : 3 + len(values)], values, strict=True))
+
+
+def is_repair(words: list[bytes]) -> bool:
+    """Tell whether a renewal sets its key where none stands."""
+    keys = int(words[2])
+    return keys > (len(words) - 3 - keys) // 3 + 1
+
+
+def answers_of(script: str, reply: bytes, count: int) -> list[Any]:
+    """Return what a node's reply says of each of so many subjects."""
+    reader = hiredis.Reader()
+    reader.feed(reply)
+    answer = reader.gets()
+    if script != "renew" or isinstance(answer, hiredis.ReplyError):
+        return [answer] * count
+    return list(answer)

@@ -17,10 +17,12 @@ from celery_redlock.lock import quorum as quorum_module
 from celery_redlock.lock import redlock as redlock_module
 from celery_redlock.lock import session as session_module
 from celery_redlock.lock import votes as votes_module
+from celery_redlock.lock.keys import value_of
 from celery_redlock.lock.lease import UNKNOWN, Fence, Hold, Probation, State
 from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW, Command, Guard, Script
 from celery_redlock.lock.quorum import GrantRound, RenewRound
 from celery_redlock.lock.session import Claim, Holding, Release, Session, Spot
+from celery_redlock.tasks.uniqueness import Ballot, Standing
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
 from tests.simulation.nodes import patched_scripts
@@ -84,8 +86,8 @@ def after_reply() -> Iterator[None]:
     def confirm_now(self: Hold, node: int, sent: float, run_id: str = "") -> None:
         confirm(self, node, here().clock.now(), run_id)
 
-    def renewed_now(self: Hold, node: int, sent: float, now: float, run_id: str = "") -> None:
-        renewed(self, node, now, now, run_id)
+    def renewed_now(self: Hold, node: int, sent: float, now: float, run_id: str = "") -> bool:
+        return renewed(self, node, now, now, run_id)
 
     with patched(Hold, confirm=confirm_now, renewed=renewed_now):
         yield
@@ -131,7 +133,8 @@ def timeout_counts() -> Iterator[None]:
 
     def renewed(self: RenewRound, node: int, command: Command, error: Any) -> None:
         now = here().clock.now()
-        self.hold.renewed(node, now - faults_module.NODE_TIMEOUT, now)
+        for claim in self._claims:
+            claim.hold.renewed(node, now - faults_module.NODE_TIMEOUT, now)
         failed(self, node, command, error)
 
     with patched(RenewRound, failed=renewed):
@@ -160,10 +163,14 @@ def not_terminal() -> Iterator[None]:
     def of_states(self: Holding) -> bool:
         return bool(self.claims) and all(c.hold.state is State.HELD for c in self.claims)
 
+    def renews(self: Holding, now: float) -> bool:
+        self._repair_at = math.inf
+        return of_states(self)
+
     with (
         repair_counts(),
         patched(Hold, judge=lambda self, now: False),
-        patched(Holding, held=property(of_states), judge_at=math.inf),
+        patched(Holding, held=property(of_states), renews=renews, judge_at=math.inf),
     ):
         yield
 
@@ -174,7 +181,7 @@ def not_terminal() -> Iterator[None]:
 @mutant("leases_end_before_keys", steps="anothers_key")
 def unowned_renew() -> Iterator[None]:
     """A renewal prolongs whatever stands there."""
-    text = without(RENEW, "elseif current ~= ARGV[1] then", "  return -1")
+    text = without(RENEW, "  elseif current ~= value then", "    return -1")
     with patched_scripts({RENEW: text}):
         yield
 
@@ -203,8 +210,12 @@ def resend_stale() -> Iterator[None]:
 
 @mutant("truth", steps="a_late_release")
 def reuse_token() -> Iterator[None]:
-    """Each round of one process takes the same token."""
-    with patched(session_module, new_token=lambda: f"of {here().name}"):
+    """Each round of one process takes the same token, and so the same value."""
+
+    def value(token: str, since_ms: int, label: str) -> str:
+        return value_of(token, 0, label)
+
+    with patched(session_module, new_token=lambda: f"of {here().name}", value_of=value):
         yield
 
 
@@ -277,10 +288,10 @@ def short_guard() -> Iterator[None]:
         yield
 
 
-def _renewed(self: Hold, node: int, sent: float, now: float, run_id: str, *, repaired: Any) -> None:
+def _renewed(self: Hold, node: int, sent: float, now: float, run_id: str, *, repaired: Any) -> bool:
     """Do what `Hold.renewed` does, but for what is done about a node whose lease had run out."""
     if self.judge(now) or self.state is not State.HELD:
-        return
+        return node not in self.probation
     self._runs[node] = run_id
     self.repairs.pop(node, None)
     repaired(self, node, self.ends[node] <= now)
@@ -288,14 +299,15 @@ def _renewed(self: Hold, node: int, sent: float, now: float, run_id: str, *, rep
     if self.probation:
         self._confirm_others(node, sent)
     self._recount()
+    return node not in self.probation
 
 
 def _with(repaired: Callable[[Hold, int, bool, float], None]) -> AbstractContextManager[None]:
-    def renewed(self: Hold, node: int, sent: float, now: float, run_id: str = "") -> None:
+    def renewed(self: Hold, node: int, sent: float, now: float, run_id: str = "") -> bool:
         def act(hold: Hold, index: int, lapsed: bool) -> None:
             repaired(hold, index, lapsed, now)
 
-        _renewed(self, node, sent, now, run_id, repaired=act)
+        return _renewed(self, node, sent, now, run_id, repaired=act)
 
     return patched(Hold, renewed=renewed)
 
@@ -382,9 +394,10 @@ def write_back_not_awaited() -> Iterator[None]:
     def settle(self: Claim, token: int, until: float) -> bool:
         if self.fence is not None:
             self.fence.choose(token)
-            round_ = self.renew_round(lambda: None)
-            quorum, sent = self.session.quorum, self.session.clock.now()
-            quorum.broadcast(Command(self.renewal_request(), round_, RENEW), sent)
+            session, quorum = self.session, self.session.quorum
+            round_ = RenewRound([self], len(quorum.nodes), session.clock, lambda number: None)
+            request = session.requests.renew([self.spot.packed_key], [self.renewal()])
+            quorum.broadcast(Command(request, round_, RENEW), session.clock.now())
         return True
 
     with patched(Claim, settle_fence=settle):
@@ -396,14 +409,14 @@ def write_back_unowned() -> Iterator[None]:
     """A node confirms a token though another's key stands there."""
     source = without(
         RENEW,
-        "elseif current ~= ARGV[1] then",
-        "  return -1",
-        instead="elseif current ~= ARGV[1] and ARGV[3] == '' then\n  return -1",
+        "  elseif current ~= value then",
+        "    return -1",
+        instead="  elseif current ~= value and least == '' then\n    return -1",
     )
-    source = source.replace(b"if not current then\n", b"if not current and ARGV[3] == '' then\n", 1)
+    source = source.replace(b"if not current then\n", b"if not current and least == '' then\n", 1)
     source = source.replace(
-        b"elseif redis.call('PTTL', KEYS[1]) <",
-        b"elseif current == ARGV[1] and redis.call('PTTL', KEYS[1]) <",
+        b"elseif redis.call('PTTL', key) <",
+        b"elseif current == value and redis.call('PTTL', key) <",
     )
     with patched_scripts({RENEW: source}):
         yield
@@ -436,4 +449,37 @@ def clock_before_sent() -> Iterator[None]:
 def silence_of_max_ttl() -> Iterator[None]:
     """A node is silent for the longest ttl, without the wall clocks' error on top."""
     with patched(redlock_module, silence=lambda max_ttl: max_ttl):
+        yield
+
+
+# what is sent once
+
+
+@mutant("dropped_for_a_sent", profile="sends")
+def sending_is_sent() -> Iterator[None]:
+    """Who is about to send counts as one that has sent."""
+    of = Standing.of
+
+    def sent(value: str, expires_in: float) -> Standing:
+        return replace(of(value, expires_in), is_sent=True)
+
+    with patched(Standing, of=staticmethod(sent)):
+        yield
+
+
+@mutant("dropped_for_a_live", profile="sends")
+def one_node_knows_it() -> Iterator[None]:
+    """One node that knows of an earlier send is enough to drop one."""
+
+    def agreed(self: Ballot) -> Standing | None:
+        return next((s for s in self.standing.values() if s.is_sent), None)
+
+    with patched(Ballot, agreed=property(agreed)):
+        yield
+
+
+@mutant("one_window", profile="sends")
+def a_window_of_one_node() -> Iterator[None]:
+    """One node opens a window."""
+    with patched(Ballot, reached=property(lambda self: bool(self.changed))):
         yield

@@ -57,7 +57,7 @@ class Chunk:
     __slots__ = ("at", "commands", "lost", "records", "written")
 
     def __init__(
-        self, commands: list[list[bytes]], records: list[Any], written: float, at: float
+        self, commands: list[list[bytes]], records: list[list[Any]], written: float, at: float
     ) -> None:
         self.commands, self.records = commands, records
         self.written, self.at, self.lost = written, at, False
@@ -180,11 +180,11 @@ class Link:
         if self.closed or self.broken:
             world.counts["zombies"] += len(chunk.commands)
         replies = []
-        for words, record in zip(chunk.commands, chunk.records, strict=True):
+        for words, records in zip(chunk.commands, chunk.records, strict=True):
             script, reply = node.execute(words)
             replies.append(reply)
-            if record is not None:
-                world.witness.executed(record, node, script, words, reply, chunk.written)
+            if script and records:
+                world.witness.executed(records, node, script, words, reply, chunk.written)
         if not (self.closed or self.broken):
             self._replies.append(b"".join(replies))
             self._down_at = max(self._down_at, world.now + self.path.delay(world.now))

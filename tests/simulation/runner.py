@@ -124,6 +124,6 @@ def summary(counts: Counter[str]) -> str:
     """Return what was done, in one line."""
     names = (
         "schedules", "events", "holds", "losses", "repairs", "promotions", "silences", "restarts",
-        "stops", "cuts", "zombies", "dropped", "mutants caught",
+        "stops", "cuts", "zombies", "dropped", "windows", "duplicates", "mutants caught",
     )  # fmt: skip
     return ", ".join(f"{counts[name]} {name}" for name in names if name in counts)

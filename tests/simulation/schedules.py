@@ -10,6 +10,7 @@ from typing import Any
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, QuorumUnreachable
 from celery_redlock.lock.redlock import Lock, give_back
 from celery_redlock.lock.session import AlreadyDoneError, Mark
+from celery_redlock.tasks.uniqueness import Send, Standing, Ticket, send_once
 from tests.simulation.clients import Process, SoftTimeLimit
 from tests.simulation.faults import TTL, Faults, Profile, guard_silence, options_of
 from tests.simulation.invariants import Witness
@@ -17,7 +18,7 @@ from tests.simulation.network import Path
 from tests.simulation.nodes import Node, library
 from tests.simulation.world import Thread, World
 
-KEPT = 100.0  # s: of a done mark; no schedule is longer
+KEPT = 100.0  # s: of a done mark, or a window; no schedule is longer
 
 
 class Schedule:
@@ -43,6 +44,7 @@ class Schedule:
         world.witness = self.witness = Witness(world, self.nodes, profile.drift)
         self.processes: list[Process] = []
         self.workers: list[Thread] = []
+        self.queue: list[tuple[str, Ticket | None]] = []  # what was sent: task id, its window
         for index in range(draw.choice(profile.clients)):
             self._add_process(index, guard)
         for node in self.nodes:
@@ -106,6 +108,8 @@ class Worker:
     def one(self) -> float:
         """Make one lock and use it; returns the s after which to make another."""
         profile, draw = self.schedule.profile, self.random.random
+        if profile.sends:
+            return self._send() if draw() < 0.6 else self._end_window()
         resources, fencing = self._resources(), draw() < profile.fencing
         lock = self.process.redlock.lock(
             resources, ttl=TTL, wait=self.random.choice((0.3, 5.0)) if self.patient else 0.0,
@@ -125,6 +129,47 @@ class Worker:
             self._section(lock)
         finally:
             lock.release()
+        return draw() * 2 * self.pause
+
+    def _send(self) -> float:
+        """Send what is sent once; returns the s after which to do something else."""
+        schedule, witness, draw = self.schedule, self.schedule.witness, self.random.random
+        schedule.world.counts["sends"] += 1
+        task_id = f"m{schedule.world.counts['sends']}"
+        send = Send(
+            name=f"s{self.random.randrange(schedule.profile.sends)}", task_id=task_id,
+            run=f"{task_id}:t:0:0", window=KEPT, until="start",
+            duplicate="replace" if draw() < 0.2 else "existing", unreachable="requeue",
+            later=0.0, lateness=0.0,
+        )  # fmt: skip
+
+        def publish(ticket: object) -> None:
+            self.process.clock.sleep(draw() * 0.1)
+            if draw() < 0.1:
+                witness.window_ends(task_id)
+                raise OSError("no broker")
+            witness.published(task_id)
+            schedule.queue.append((task_id, Ticket.of(ticket)))
+
+        began = schedule.world.now
+        try:
+            found = send_once(self.process.redlock, send, publish)
+        except (OSError, SoftTimeLimit):
+            witness.window_ends(task_id)
+        else:
+            if isinstance(found, Standing):
+                witness.dropped(found.task_id, began)
+        return draw() * 2 * self.pause
+
+    def _end_window(self) -> float:
+        """Take a message and let its window end, as the beginning of its body does."""
+        schedule, draw = self.schedule, self.random.random
+        if schedule.queue:
+            task_id, ticket = schedule.queue.pop(0)
+            if ticket is not None:
+                schedule.witness.window_ends(task_id)
+                if ticket._end(self.process.redlock).wait():
+                    schedule.witness.window_over(task_id)
         return draw() * 2 * self.pause
 
     def _delivery(self, lock: Lock) -> float:

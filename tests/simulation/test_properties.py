@@ -8,6 +8,7 @@ import random
 import pytest
 
 from celery_redlock.errors import LockLost, LockTaken, QuorumUnreachable
+from celery_redlock.lock.redlock import LONGEST_SPIN
 from celery_redlock.lock.votes import quorum_of
 from tests.simulation.clients import simulated_system
 from tests.simulation.network import Path
@@ -206,3 +207,21 @@ def test_everybody_gets_the_lock_in_the_end(contenders: int) -> None:
     stage.at(120)
     assert all(actor.turns == 1 for actor in actors)
     assert stage.world.counts["claims"] <= 10 * contenders
+
+
+@pytest.mark.parametrize("run", [*range(8), 29])
+def test_those_that_one_release_wakes_come_to_terms_before_they_would_try_by_themselves(
+    run: int,
+) -> None:
+    stage = Stage(ttl=TTL)
+    holder, contenders = stage.actor("H").tries(), [stage.actor(f"A{n}") for n in range(12)]
+    random.seed(1000 * run + len(contenders))
+    for number, actor in enumerate(contenders):  # each node hears another one of them first
+        steady(actor, [0.01 * (1 + (number + run + node) % 3) for node in range(3)])
+        actor.takes_turns(1, 0.01)
+    stage.at(1.0 + run * 0.037)
+    tried = stage.world.counts["claims"]
+    holder.releases()
+    stage.at(stage.world.now + LONGEST_SPIN)
+    assert any(actor.turns for actor in contenders)
+    assert stage.world.counts["claims"] - tried <= 10 * len(contenders)

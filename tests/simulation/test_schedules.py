@@ -31,6 +31,8 @@ def test_no_schedule_breaks_an_invariant(simulated: Told) -> None:
         "zombies",
         "cuts",
         "dropped",
+        "windows",
+        "duplicates",
     ):
         assert outcome.counts[what] > 0, summary(outcome.counts)
 

@@ -122,6 +122,14 @@ class TestRenewal:
         assert hold.state is State.LOST
         assert not hold.held(late)
 
+    def test_an_answer_that_comes_after_the_end_renews_nothing(self) -> None:
+        lost, released = held(), held()
+        late = lost.valid_until
+        assert not lost.renewed(0, late - 1, late)
+        assert not lost.renewed(1, late - 1, late)
+        released.end()
+        assert not released.renewed(0, 110.0, 110.1)
+
     def test_no_answer_leaves_the_old_deadline(self) -> None:
         hold = held()
         hold.renewed(0, 110.0, 110.1)

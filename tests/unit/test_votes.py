@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.votes import Tally, Vote, quorum_of
+from celery_redlock.lock.votes import Tally, Vote, is_split, quorum_of
 
 rounds = st.integers(1, 9).flatmap(
     lambda nodes: st.tuples(st.just(nodes), st.lists(st.sampled_from(Vote), max_size=nodes))
@@ -82,3 +82,27 @@ def test_each_vote_tells_whether_the_outcome_is_certain(round_: tuple[int, list[
     counted = Tally(nodes)
     for vote in votes:
         assert counted.add(vote) == (counted.reached or counted.impossible)
+
+
+@pytest.mark.parametrize(
+    ("holders", "unheard", "quorum", "split"),
+    [
+        ("", 3, 2, False),  # nobody refused
+        ("x", 0, 1, False),  # the one node
+        ("x", 1, 2, False),  # of two nodes, the other not heard: it may be x's, too
+        ("x", 0, 2, True),  # of two nodes, the other ours
+        ("xx", 0, 2, False),
+        ("xx", 1, 2, False),
+        ("xy", 0, 2, True),
+        ("xy", 1, 2, True),  # as a rule; one of them may have the third
+        ("x", 1, 3, True),  # of four nodes two are ours
+        ("xx", 1, 3, False),
+        ("xxy", 2, 3, True),
+        ("xxxyy", 0, 3, False),
+        ("xxyyz", 0, 3, True),
+    ],
+)
+def test_votes_are_split_where_no_rival_is_seen_to_have_a_quorum(
+    holders: str, unheard: int, quorum: int, split: bool
+) -> None:
+    assert is_split(list(holders), unheard, quorum) is split

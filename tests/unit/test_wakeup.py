@@ -35,6 +35,25 @@ def test_one_that_waits_for_several_hears_of_each() -> None:
         assert waiter.take()
 
 
+def test_the_first_of_each_limit_is_woken() -> None:
+    listener = Listener([], 1.0, SystemClock())
+    with contextlib.ExitStack() as stack:
+        waiters = [stack.enter_context(listener.waiting(["a"], limit)) for limit in (1, 1, 3, 3)]
+        listener.heard("a")
+        assert [waiter.take() for waiter in waiters] == [True, False, True, False]
+        listener.pass_on(waiters[2])
+        assert [waiter.take() for waiter in waiters] == [False, False, False, True]
+
+
+def test_one_that_was_refused_something_else_holds_up_nobody() -> None:
+    with line(["a", "b"], ["a"]) as (listener, waiters):
+        waiters[0].awaits = "b"
+        listener.heard("a")
+        assert [waiter.take() for waiter in waiters] == [False, True]
+        listener.heard("b")
+        assert [waiter.take() for waiter in waiters] == [True, False]
+
+
 def test_a_word_that_one_leaves_behind_is_the_next_ones() -> None:
     listener = Listener([], 1.0, SystemClock())
     with contextlib.ExitStack() as first:

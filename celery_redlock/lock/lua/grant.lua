@@ -1,7 +1,7 @@
 -- Grant a lock, or renew it where it is ours already (a request sent twice).
 -- KEYS  1 the lock's key   2 the node's run id   3 the node's silence   4 its fencing counter
 --       5 the done mark of the run that asks; none where it does not
--- ARGV  1 the value: token:label        2 ttl in ms, an integer
+-- ARGV  1 the value: token:since:label        2 ttl in ms, an integer
 --       3 the least fencing token that is wanted, '' for none
 --       4 the run id of the server that this connection reached, '' where there is no guard
 --       5 ms of silence where the node knows no run id   6 where it knows another one

@@ -1,5 +1,6 @@
 -- What the shipped scripts need of a server, over one table for each node; replies in RESP.
--- An entry of a store is {value, the ms of the node's clock after which it is gone, or nil}.
+-- An entry of a store is {value, the ms of the node's clock after which it is gone, or nil}; the
+-- value is a string, or for a hash a table.
 local store, now
 local commands = {}
 
@@ -24,8 +25,13 @@ local function whole(ms)
   return tonumber(text)
 end
 
+local WRONGTYPE = 'WRONGTYPE Operation against a key holding the wrong kind of value'
+
 function commands.GET(key)
   local entry = live(key)
+  if entry and type(entry[1]) ~= 'string' then
+    fail(WRONGTYPE)
+  end
   return entry and entry[1] or false
 end
 
@@ -74,8 +80,49 @@ function commands.PEXPIRE(key, ms)
   return 1
 end
 
-function commands.PUBLISH(channel)
-  return publish(channel)  -- given by whoever made this state
+function commands.PUBLISH(channel, message)
+  return publish(channel, message)  -- given by whoever made this state
+end
+
+function commands.TIME()
+  local seconds = math.floor(now / 1000)
+  return {string.format('%.0f', seconds), string.format('%.0f', (now - seconds * 1000) * 1000)}
+end
+
+local function hash(key)
+  local entry = live(key)
+  if entry and type(entry[1]) ~= 'table' then
+    fail(WRONGTYPE)
+  end
+  return entry and entry[1]
+end
+
+function commands.HGET(key, field)
+  local found = hash(key)
+  return found and found[field] or false
+end
+
+function commands.HSET(key, field, value)
+  local found = hash(key)
+  if not found then
+    found = {}
+    store[key] = {found, nil}
+  end
+  local added = found[field] == nil and 1 or 0
+  found[field] = value
+  return added
+end
+
+function commands.HDEL(key, field)
+  local found = hash(key)
+  if not found or found[field] == nil then
+    return 0
+  end
+  found[field] = nil
+  if next(found) == nil then
+    store[key] = nil
+  end
+  return 1
 end
 
 redis = {}
@@ -133,6 +180,95 @@ function run(body, of, at, count, ...)
   return encoded(reply)
 end
 
+-- ... a plain command that a client sends, where it is one of these ...
+local plain = {}
+for name, command in pairs(commands) do
+  plain[name] = command
+end
+
+function plain.SET(key, value, ...)
+  local words, stands, at, before = {...}, live(key) ~= nil, 1, nil
+  local options = {}
+  while at <= #words do
+    local word = string.upper(words[at])
+    if word == 'PX' or word == 'EX' then
+      at = at + 1
+      options.ms = whole(words[at]) * (word == 'EX' and 1000 or 1)
+    elseif word == 'NX' or word == 'XX' or word == 'GET' then
+      options[word] = true
+    else
+      fail('ERR syntax error')
+    end
+    at = at + 1
+  end
+  if options.GET then
+    before = commands.GET(key)
+  end
+  local refused = options.NX and stands or options.XX and not stands
+  if not refused then
+    commands.SET(key, value, options.ms and 'PX', options.ms)
+  end
+  if options.GET then
+    return before
+  end
+  return not refused and {ok = 'OK'}
+end
+
+function plain.MGET(...)
+  local found = {}
+  for number, key in ipairs({...}) do
+    local entry = live(key)
+    found[number] = entry and type(entry[1]) == 'string' and entry[1] or false
+  end
+  return found
+end
+
+function plain.DEL(...)
+  local gone = 0
+  for _, key in ipairs({...}) do
+    gone = gone + commands.DEL(key)
+  end
+  return gone
+end
+
+function plain.EXISTS(...)
+  local there = 0
+  for _, key in ipairs({...}) do
+    there = there + commands.EXISTS(key)
+  end
+  return there
+end
+
+function plain.HGETALL(key)
+  local pairs_ = {}
+  for field, value in pairs(hash(key) or {}) do
+    pairs_[#pairs_ + 1] = field
+    pairs_[#pairs_ + 1] = value
+  end
+  return pairs_
+end
+
+function plain.FLUSHALL()
+  for key in pairs(store) do
+    store[key] = nil
+  end
+  return {ok = 'OK'}
+end
+plain.FLUSHDB = plain.FLUSHALL
+
+function call(of, at, name, ...)
+  store, now = of, at
+  local command = plain[name]
+  if not command then
+    return nil
+  end
+  local fine, reply = pcall(command, ...)
+  if not fine and type(reply) ~= 'table' then
+    return "-ERR wrong number of arguments for '" .. string.lower(name) .. "' command\r\n"
+  end
+  return encoded(reply)
+end
+
 -- ... and what it looks at and changes from outside.
 function peek(of, at, key)
   store, now = of, at
@@ -157,7 +293,14 @@ end
 function copy(of)
   local made = {}
   for key, entry in pairs(of) do
-    made[key] = {entry[1], entry[2]}
+    local value = entry[1]
+    if type(value) == 'table' then
+      value = {}
+      for field, word in pairs(entry[1]) do
+        value[field] = word
+      end
+    end
+    made[key] = {value, entry[2]}
   end
   return made
 end

@@ -1,0 +1,224 @@
+"""What people are shown of real nodes is what stands there."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from celery_redlock import Lock, Redlock
+from celery_redlock.lock.inspection import (
+    Standing,
+    break_lock,
+    look_at_locks,
+    look_at_nodes,
+    trust_nodes,
+)
+from celery_redlock.lock.keys import broken_key, fence_key, lock_key, waiting_key
+from celery_redlock.lock.nodes import RENEW, text_of
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import TTL, eventually, is_free, settle
+
+
+def only(redlock: Redlock, resource: str | None = None) -> Standing:
+    (found,) = look_at_locks(redlock, resource).locks
+    return found
+
+
+def names(nodes: list[EmbeddedNode]) -> list[str]:
+    return [f"127.0.0.1:{node.port}" for node in nodes]
+
+
+def test_a_lock_is_shown_with_holder_time_and_votes(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    before = time.time()
+    with redlock.lock("r"):
+        settle(redlock)
+        found = only(redlock)
+    assert (found.resource, found.permit, found.held) == ("r", 0, True)
+    assert found.holder.startswith("pid ")
+    assert found.since is not None
+    assert before - 0.01 <= found.since <= time.time()
+    assert sorted(found.votes) == sorted(names(nodes))
+    assert 10 < found.valid_for <= 30
+    assert not look_at_locks(redlock).locks
+
+
+def test_neither_token_nor_key_is_in_what_a_person_may_print(redlock: Redlock) -> None:
+    with redlock.lock("r"):
+        settle(redlock)
+        found = only(redlock)
+        token = bytes(found.value).partition(b":")[0].decode()
+        assert len(token) == 32
+        assert token not in repr(found)
+
+
+@pytest.mark.parametrize("resource", ["a*", "a#3", "[x]", "späť:\\"])
+def test_any_resource_is_found_by_its_name_and_no_other(redlock: Redlock, resource: str) -> None:
+    with redlock.lock(resource), redlock.lock("abc"), redlock.lock("a"):
+        settle(redlock)
+        assert only(redlock, resource).resource == resource
+        assert len(look_at_locks(redlock).locks) == 3
+
+
+def test_each_permit_is_shown(redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+    urls = [node.url for node in nodes]
+    with Redlock(urls) as second, Redlock(urls) as third:  # what one holds it takes again, nested
+        holders = (redlock, second, third)
+        held = [holder.lock("r", limit=3, wait=60).acquire() for holder in holders]
+        for holder in holders:
+            settle(holder)
+        assert all(lock.held for lock in held)
+        assert [lock.permit for lock in look_at_locks(redlock, "r").locks] == [0, 1, 2]
+
+
+def test_a_rest_on_fewer_nodes_than_a_quorum_is_not_shown_as_held(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    nodes[0].client().set(lock_key("redlock", "r"), "00:1:somebody", px=20_000)
+    found = only(redlock)
+    assert (found.held, found.valid_for) == (False, 0.0)
+    assert list(found.votes) == names(nodes)[:1]
+
+
+def test_a_strangers_key_is_shown_as_what_it_is(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    for node in nodes:
+        node.client().set(lock_key("redlock", "text"), "by hand")
+        node.client().hset(lock_key("redlock", "wrong"), "a", "b")
+    wrong, text = (only(redlock, name) for name in ("wrong", "text"))
+    assert (text.holder, text.since, text.valid_for) == ("by hand", None, math.inf)
+    assert "another type" in wrong.holder
+
+
+def test_who_is_noted_as_waiting_is_shown(redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+    for node in nodes[:2]:
+        node.client().hset(waiting_key("redlock", "r"), "shop.sync", "99 id:shop.sync:0:0")
+    (waits,) = look_at_locks(redlock).waiting
+    assert (waits.resource, waits.task, waits.votes) == ("r", "shop.sync", 2)
+    assert waits.run == "id:shop.sync:0:0"
+    assert not look_at_locks(redlock, "other").waiting
+
+
+def test_a_node_that_is_away_is_named_with_its_cause(mortal_nodes: list[EmbeddedNode]) -> None:
+    with Redlock([node.url for node in mortal_nodes]) as redlock, redlock.lock("r", wait=60):
+        mortal_nodes[1].kill()
+        sight = look_at_locks(redlock)
+        assert list(sight.failing) == names(mortal_nodes)[1:2]
+        assert "refused" in sight.failing[names(mortal_nodes)[1]]
+        assert [node.votes("strict") for node in look_at_nodes(redlock)] == [True, False, True]
+
+
+def test_a_node_says_what_it_is(redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+    nodes[2].client().replicaof("127.0.0.1", nodes[0].port)
+    try:
+        first, _, last = look_at_nodes(redlock)
+    finally:
+        nodes[2].client().replicaof("NO", "ONE")
+    assert (first.role, last.role) == ("master", "slave")
+    assert not last.votes("strict")
+    assert first.node == names(nodes)[0]
+    assert first.policy == "noeviction"
+    assert first.uptime >= 0 < first.latency
+    assert abs(first.clock) < 10  # it is this machine's own
+
+
+def test_a_new_node_is_shown_as_one_that_will_not_vote_until_it_is_trusted(
+    mortal_nodes: list[EmbeddedNode],
+) -> None:
+    mortal_nodes[0].client().flushall()
+    with Redlock([node.url for node in mortal_nodes]) as redlock:
+        assert [node.votes("strict") for node in look_at_nodes(redlock)] == [False, True, True]
+        assert look_at_nodes(redlock)[0].votes("off")
+        told, failing = trust_nodes(redlock, names(mortal_nodes)[:1])
+        assert (dict(told), dict(failing)) == ({names(mortal_nodes)[0]: ""}, {})
+        assert all(node.votes("strict") for node in look_at_nodes(redlock))
+
+
+def see_lost(lock: Lock) -> None:
+    eventually(lambda: not lock.held)
+
+
+def test_a_broken_lock_is_lost_at_its_holders_next_renewal_and_free_at_once(
+    brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    lock, neighbour = brisk_redlock.lock("r", ttl=TTL), brisk_redlock.lock("r2", ttl=TTL)
+    lock.acquire()
+    neighbour.acquire()
+    settle(brisk_redlock)
+    gone, failing = break_lock(brisk_redlock, only(brisk_redlock, "r"))
+    assert (set(gone.values()), len(gone), dict(failing)) == ({True}, 3, {})
+    with Redlock([node.url for node in nodes], node_timeout=2.0) as other:
+        with other.lock("r", ttl=TTL, wait=60):
+            see_lost(lock)
+            settle(brisk_redlock)
+            lock.release()
+            settle(brisk_redlock)
+            assert only(other, "r").held
+        assert neighbour.held
+    neighbour.release()
+
+
+def test_a_second_break_does_not_make_the_first_one_forgotten(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    """The first holder may have a node to repair still: one that was restarted, for instance."""
+    first, seen = redlock.lock("r").acquire(), []
+    settle(redlock)
+    seen.append(only(redlock))
+    break_lock(redlock, seen[0])
+    with Redlock([node.url for node in nodes], node_timeout=2.0) as other:
+        second = other.lock("r", wait=60).acquire()
+        settle(other)
+        seen.append(only(other))
+        break_lock(other, seen[1])
+        second.release()
+    first.release()
+    for node in nodes:
+        for lock in seen:
+            key, value = text_of(lock.key), text_of(lock.value)
+            [word] = node.client().eval(
+                RENEW.source, 3, key, fence_key("redlock"), broken_key(key, value),
+                value, "60000", "",
+            )  # fmt: skip
+            assert word == -1
+
+
+def test_breaking_touches_nobody_who_took_it_meanwhile(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    with redlock.lock("r"):
+        settle(redlock)
+        seen = only(redlock)
+    settle(redlock)
+    with redlock.lock("r") as taken:
+        settle(redlock)
+        gone, _ = break_lock(redlock, seen)
+        assert not any(gone.values())
+        assert not is_free(nodes, "r")
+        taken.extend()
+
+
+def test_the_rights_that_the_page_names_are_enough_for_locks_and_for_looking_at_them() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "operate.md").read_text()
+    [words] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
+    with EmbeddedNode() as node:
+        granted = ["reset", "resetchannels", "on", ">secret", *words.split()]
+        node.client().execute_command("ACL", "SETUSER", "locks", *granted)
+        url = f"redis://locks:secret@127.0.0.1:{node.port}/0"
+        with Redlock([url], restart_guard="off", node_timeout=7.0) as redlock:
+            (status,) = look_at_nodes(redlock)
+            assert status.error == ""
+            trust_nodes(redlock, [status.node])
+            with redlock.lock("r", wait=60, fencing=True):
+                node.client().hset(waiting_key("redlock", "r"), "task", "1 run")
+                sight = look_at_locks(redlock)
+                assert [lock.resource for lock in sight.locks] == ["r"]
+                assert [one.run for one in sight.waiting] == ["run"]
+                gone, failing = break_lock(redlock, sight.locks[0])
+                assert (list(gone.values()), failing) == ([True], {})

@@ -1,0 +1,58 @@
+"""A log line has its fields beside its text."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from celery import Celery
+
+from celery_redlock import LockedTask, Redlock
+from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import NODE_TIMEOUT, PATIENCE, TTL, eventually, settle
+
+
+def fields(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:
+    """Return the records of this event that are logged so far, as their fields."""
+    records = [vars(record) for record in list(caplog.records)]
+    return [record for record in records if record.get("event") == event]
+
+
+def test_a_loss_and_its_nodes_are_told_with_their_names(
+    mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "celery_redlock")
+    urls = [node.url for node in mortal_nodes]
+    with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock:
+        settle(redlock)
+        lock = redlock.lock("stock:1", ttl=TTL).acquire()
+        for node in mortal_nodes[:2]:
+            node.kill()
+        (lost,) = eventually(lambda: fields(caplog, "lock_lost"))
+        assert lost["resource"] == "stock:1"
+        assert str(lost["reason"]) in lost["message"]  # type: ignore[operator]
+        assert fields(caplog, "lock_at_risk")[0]["resource"] == "stock:1"
+        dead = {f"127.0.0.1:{node.port}" for node in mortal_nodes[:2]}
+        assert {one["node"] for one in fields(caplog, "node_failed")} == dead
+        lock.release()
+
+
+def test_a_line_of_a_run_has_its_task_and_resource(
+    nodes: list[EmbeddedNode], redlock: Redlock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "celery_redlock")
+    app = Celery("logs", broker="memory://", set_as_default=False)
+    app.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
+
+    @app.task(base=LockedTask, lock_key="stock:{sku}", lock_conflict="skip", shared=False)
+    def take(sku: str) -> None: ...
+
+    with redlock.lock("stock:1"):
+        result = take.apply(("1",))
+    (skipped,) = fields(caplog, "run_skipped")
+    assert skipped["resource"] == "stock:1"
+    assert (skipped["task"], skipped["task_id"]) == (take.name, result.id)
+    assert "is held by" in str(skipped["reason"])
+    redlock_of(app).close()
+    app.close()

@@ -1,0 +1,525 @@
+"""One send of what is sent once, over real nodes: who is dropped, and that nobody is for nothing.
+
+A message is a line in a list here; the list is the broker.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from celery_redlock import QuorumUnreachable, Redlock
+from celery_redlock.tasks.uniqueness import UNIQUE, Send, Standing, Ticket, Window, send_once
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import NODE_TIMEOUT, PATIENCE, eventually, settle
+from tests.contract.proxy import FAIR, Way, Weather, proxies
+
+NAME = "shop.settle:7"
+KEY = "{redlock}:unique:" + NAME
+LONG, SHORT = 500.0, 2.0  # s: windows that outlive a test, and that do not
+_ids = map(str, itertools.count(1))
+
+
+def a_send(**other: Any) -> Send:
+    task_id = next(_ids)
+    send = Send(
+        name=NAME, task_id=task_id, run=f"{task_id}:shop.settle:0:0", window=LONG, until="done",
+        duplicate="existing", unreachable="requeue", later=0.0, lateness=60.0,
+    )  # fmt: skip
+    return replace(send, **other)
+
+
+class Sender:
+    """A process that sends. published: what each message carries of its window, by task id."""
+
+    def __init__(self, redlock: Redlock, published: dict[str, Any]) -> None:
+        self.redlock, self.published = redlock, published
+
+    def send(self, **options: Any) -> str:
+        """Return the id of the message that is good now."""
+        send = a_send(**options)
+
+        def publish(ticket: Mapping[str, Any] | None) -> str:
+            settle_voters(self.redlock)  # a broker takes its time, in which the last node answers
+            self.published[send.task_id] = ticket
+            return send.task_id
+
+        found = send_once(self.redlock, send, publish)
+        settle_voters(self.redlock)
+        return found.task_id if isinstance(found, Standing) else found
+
+    def ticket(self, task_id: str) -> Ticket:
+        ticket = Ticket.of(self.published[task_id])
+        assert ticket is not None
+        return ticket
+
+    def end(self, task_id: str) -> None:
+        self.ticket(task_id).end(self.redlock)
+        settle_voters(self.redlock)
+
+
+def settle_voters(redlock: Redlock) -> None:
+    """Return when every node that is connected has executed what was written to it."""
+    quorum = redlock.session.quorum
+    eventually(lambda: quorum.drain() or not quorum.outstanding)
+
+
+@pytest.fixture
+def sender(redlock: Redlock) -> Sender:
+    return Sender(redlock, {})
+
+
+@pytest.fixture
+def make_sender() -> Iterator[Callable[..., Sender]]:
+    """Give a function that makes one more sending process over some nodes."""
+    made, published = [], {}
+
+    def make(nodes: Sequence[Any], node_timeout: float = PATIENCE) -> Sender:
+        redlock = Redlock([n.url for n in nodes], node_timeout=node_timeout, restart_guard="off")
+        made.append(redlock)
+        return Sender(redlock, published)
+
+    yield make
+    for redlock in made:
+        redlock.close()
+
+
+def values(nodes: list[EmbeddedNode]) -> list[str | None]:
+    return [node.client().get(KEY) for node in nodes]
+
+
+def scripts_run(node: EmbeddedNode) -> int:
+    return int(node.client().info("commandstats")["cmdstat_evalsha"]["calls"])
+
+
+def is_sent(value: str | None, task_id: str) -> bool:
+    return value is not None and Standing.of(value, 1).is_sent and f":{task_id}:" in value
+
+
+class TestScript:
+    @pytest.fixture
+    def client(self, nodes: list[EmbeddedNode]) -> Redis:
+        return nodes[0].client()
+
+    def swap(self, client: Redis, believed: str, new: str) -> Any:
+        return client.eval(UNIQUE.source.decode(), 1, KEY, believed, new, "30000")
+
+    def test_what_nobody_sent_is_set_with_its_ttl(self, client: Redis) -> None:
+        assert self.swap(client, "", "mine:1") == 1
+        assert client.get(KEY) == "mine:1"
+        assert 10_000 < client.pttl(KEY) <= 30_000
+
+    def test_the_same_again_changes_nothing(self, client: Redis) -> None:
+        client.set(KEY, "mine:1", px=10_000)
+        assert self.swap(client, "", "mine:1") == 1
+        assert client.pttl(KEY) <= 10_000
+
+    def test_another_value_stays_and_is_told(self, client: Redis) -> None:
+        client.set(KEY, "theirs:1", px=20_000)
+        for believed in ("", "mine", "theirs:12"):
+            left, value = self.swap(client, believed, "mine:1")
+            assert value == "theirs:1"
+            assert 0 < left <= 20_000
+        assert client.get(KEY) == "theirs:1"
+
+    def test_what_begins_as_believed_is_changed(self, client: Redis) -> None:
+        client.set(KEY, "mine:1")
+        assert self.swap(client, "mine", "mine:2") == 1
+        assert client.get(KEY) == "mine:2"
+        assert client.pttl(KEY) > 0
+
+    def test_it_is_deleted_where_nothing_is_to_stand(self, client: Redis) -> None:
+        client.set(KEY, "mine:1")
+        assert self.swap(client, "mine", "") == 1
+        assert not client.exists(KEY)
+
+    def test_what_is_gone_is_not_set_again(self, client: Redis) -> None:
+        assert self.swap(client, "mine", "mine:2") == 0
+        assert not client.exists(KEY)
+
+
+class TestOneSend:
+    def test_a_second_send_in_the_window_is_not_published(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first = sender.send()
+        assert sender.send() == first
+        assert list(sender.published) == [first]
+        assert all(is_sent(value, first) for value in values(nodes))
+        for node in nodes:
+            assert LONG - 100 < node.client().pttl(KEY) / 1000 <= LONG
+
+    def test_another_resource_is_sent(self, sender: Sender) -> None:
+        first = sender.send()
+        assert sender.send(name="shop.settle:8") != first
+
+    def test_the_end_of_the_run_ends_the_window(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first = sender.send()
+        sender.end(first)
+        assert values(nodes) == [None] * 3
+        assert sender.send() != first
+
+    def test_the_end_of_an_earlier_run_leaves_a_later_window(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first = sender.send()
+        sender.end(first)
+        second = sender.send()
+        sender.end(first)
+        assert all(is_sent(value, second) for value in values(nodes))
+
+    def test_a_window_that_is_to_last_outlives_the_run(self, sender: Sender) -> None:
+        first = sender.send(until="window")
+        sender.end(first)
+        assert sender.send() == first
+
+    def test_a_run_that_ends_before_its_sender_says_that_it_was_sent_leaves_nothing(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        def publish(ticket: Any) -> str:
+            carried = Ticket.of(ticket)
+            assert carried is not None
+            carried.end(sender.redlock)
+            return "sent and done"
+
+        assert send_once(sender.redlock, a_send(), publish) == "sent and done"
+        settle(sender.redlock)
+        assert values(nodes) == [None] * 3
+
+    def test_a_publish_that_fails_ends_the_window(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        def publish(ticket: Any) -> str:
+            raise OSError("no broker")
+
+        with pytest.raises(OSError, match="no broker"):
+            send_once(sender.redlock, a_send(), publish)
+        settle(sender.redlock)
+        assert values(nodes) == [None] * 3
+
+    def test_nothing_is_kept_beyond_the_window(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first = sender.send(window=SHORT)
+        eventually(lambda: values(nodes) == [None] * 3)
+        assert sender.send() != first
+
+    @pytest.mark.parametrize("took", [0, 60])
+    def test_what_nodes_keep_of_it_tells_how_late_it_may_come(
+        self,
+        redlock: Redlock,
+        nodes: list[EmbeddedNode],
+        monkeypatch: pytest.MonkeyPatch,
+        took: int,
+    ) -> None:
+        clock, send = redlock.session.clock, a_send()
+        now, wall_us = clock.now, clock.wall_us
+
+        def publish(ticket: Mapping[str, Any] | None) -> str:
+            settle_voters(redlock)
+            monkeypatch.setattr(clock, "now", lambda: now() + took)
+            monkeypatch.setattr(clock, "wall_us", lambda: wall_us() + took * 1_000_000)
+            return send.task_id
+
+        begun = wall_us() / 1e6
+        send_once(redlock, send, publish)
+        settle_voters(redlock)
+        for value in values(nodes):
+            assert is_sent(value, send.task_id)
+            gone_by = Standing.of(str(value), 1).gone_by
+            assert gone_by >= begun + took + send.window + send.lateness
+
+
+class TestSendersThatDie:
+    def test_a_send_that_was_never_published_holds_nobody_for_longer_than_its_lease(
+        self, redlock: Redlock, sender: Sender
+    ) -> None:
+        dead = Window(redlock.session, a_send(window=SHORT))
+        assert dead.open() is None
+        assert dead.is_open
+        sent = sender.send(window=SHORT)
+        assert list(sender.published) == [sent]
+
+    def test_it_is_not_taken_for_an_earlier_send(
+        self, redlock: Redlock, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        dead = Window(redlock.session, a_send())
+        dead.open()
+        before = scripts_run(nodes[0])
+        waiting = threading.Thread(target=sender.send)
+        waiting.start()
+        eventually(lambda: scripts_run(nodes[0]) > before + 3)  # it has met the key, and waits
+        assert not sender.published
+        dead.give_up()
+        waiting.join(60)
+        assert len(sender.published) == 1
+
+    def test_who_waits_for_a_sender_gets_its_message_once_it_is_sent(
+        self, redlock: Redlock, sender: Sender
+    ) -> None:
+        slow, found = Window(redlock.session, a_send()), []
+        slow.open()
+        waiting = threading.Thread(target=lambda: found.append(sender.send()))
+        waiting.start()
+        slow.confirm()
+        waiting.join(60)
+        assert found == [slow._send.task_id]
+        assert not sender.published
+
+
+class TestManySenders:
+    def test_of_many_at_once_one_is_sent_and_the_others_learn_its_id(
+        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+    ) -> None:
+        senders = [make_sender(nodes) for _ in range(8)]
+        for each in senders:
+            settle(each.redlock)
+        for _ in range(10):
+            published = senders[0].published
+            published.clear()
+            found = at_once([each.send for each in senders])
+            assert len(published) == 1
+            assert set(found) == set(published)
+            senders[0].end(found[0])
+
+    def test_of_many_that_replace_each_other_one_at_least_is_not_superseded(
+        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+    ) -> None:
+        senders = [make_sender(nodes) for _ in range(6)]
+        for each in senders:
+            settle(each.redlock)
+        published = senders[0].published
+        for _ in range(10):
+            published.clear()
+            first = senders[0].send()
+            found = at_once([lambda each=each: each.send(duplicate="replace") for each in senders])
+            assert set(found) == set(published) - {first}  # each was sent
+            left = [task_id for task_id in published if not superseded(nodes, task_id)]
+            assert (
+                left
+            )  # mostly one: who finds the nodes at odds for too long is sent beside others
+            assert first not in left
+            for task_id in published:
+                senders[0].end(task_id)
+
+
+def at_once(calls: list[Callable[[], str]]) -> list[str]:
+    """Return what these return, called in threads of their own, at the same moment."""
+    barrier, found = threading.Barrier(len(calls)), []
+
+    def run(call: Callable[[], str]) -> None:
+        barrier.wait()
+        found.append(call())
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(found) == len(calls)
+    return found
+
+
+def superseded(nodes: list[EmbeddedNode], task_id: str) -> bool:
+    mark = f"{{redlock}}:done:{task_id}:shop.settle:0:0"
+    marks = [node.client().get(mark) for node in nodes]
+    found = [mark for mark in marks if mark is not None]
+    assert all(int(mark) < 0 for mark in found)
+    return len(found) > 1
+
+
+class TestReplace:
+    def test_the_later_one_is_sent_and_the_earlier_one_marked(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first = sender.send()
+        second = sender.send(duplicate="replace")
+        assert list(sender.published) == [first, second]
+        assert superseded(nodes, first)
+        assert not superseded(nodes, second)
+        assert all(is_sent(value, second) for value in values(nodes))
+        assert sender.send() == second
+
+    def test_what_is_published_says_whose_place_it_takes(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first = sender.send()
+        second = sender.send(duplicate="replace")
+        for node in nodes:
+            node.client().flushall()
+        sender.ticket(second).take_place(sender.redlock)
+        settle(sender.redlock)
+        assert superseded(nodes, first)
+
+    def test_where_it_cannot_be_published_the_earlier_one_stays(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        def publish(ticket: Any) -> str:
+            raise OSError("no broker")
+
+        first = sender.send()
+        with pytest.raises(OSError, match="no broker"):
+            send_once(sender.redlock, a_send(duplicate="replace"), publish)
+        settle(sender.redlock)
+        assert not superseded(nodes, first)
+        assert all(is_sent(value, first) for value in values(nodes))
+        assert sender.send() == first
+
+    def test_where_the_earlier_one_ends_meanwhile_it_is_over_all_the_same(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first = sender.send()
+
+        def publish(ticket: Any) -> str:
+            sender.end(first)
+            raise OSError("no broker")
+
+        with pytest.raises(OSError, match="no broker"):
+            send_once(sender.redlock, a_send(duplicate="replace"), publish)
+        eventually(lambda: values(nodes) == [None] * 3)
+        assert sender.send() != first
+
+    def test_a_run_that_is_done_is_not_marked_otherwise(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first = sender.send()
+        for node in nodes:
+            node.client().set(f"{{redlock}}:done:{first}:shop.settle:0:0", "1")
+        sender.send(duplicate="replace")
+        for node in nodes:
+            assert node.client().get(f"{{redlock}}:done:{first}:shop.settle:0:0") == "1"
+
+    def test_the_mark_stays_for_as_long_as_the_message_may_still_come(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first = sender.send(later=5000.0)
+        sender.send(duplicate="replace")
+        for node in nodes:
+            left = node.client().pttl(f"{{redlock}}:done:{first}:shop.settle:0:0") / 1000
+            assert 5000.0 < left < 5000.0 + LONG + 120
+
+
+class TestFaults:
+    def test_with_a_node_down_it_is_as_with_all(
+        self, mortal_nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+    ) -> None:
+        sender = make_sender(mortal_nodes)
+        mortal_nodes[2].kill()
+        first = sender.send()
+        assert sender.send() == first
+        sender.end(first)
+        assert sender.send() != first
+
+    def test_a_node_that_was_away_at_the_end_of_a_window_is_told_once_it_is_back(
+        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+    ) -> None:
+        with proxies(nodes) as made:
+            sender = make_sender(made)
+            settle(sender.redlock)
+            first = sender.send()
+            made[2].weather = Weather(refuses=True)
+            made[2].cut()
+            sender.ticket(first).end(sender.redlock)
+            eventually(lambda: values(nodes[:2]) == [None, None])
+            eventually(lambda: sender.redlock.session.quorum.nodes[2].error is not None)
+            assert is_sent(values(nodes)[2], first)
+            made[2].weather = FAIR
+            eventually(lambda: values(nodes) == [None] * 3)
+            sender.redlock.close()
+
+    def test_what_a_node_hears_of_a_send_after_the_end_of_its_run_leaves_nothing(
+        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+    ) -> None:
+        with proxies(nodes) as made:
+            sender, worker = make_sender(made), make_sender(nodes)
+            for each in (sender, worker):
+                settle(each.redlock)
+            made[2].weather = Weather(swallows=frozenset({Way.TO_NODE}))
+            send_once(sender.redlock, a_send(), lambda ticket: worker.published.update(it=ticket))
+            worker.end("it")
+            assert values(nodes) == [None] * 3
+            made[2].weather = FAIR
+            settle(sender.redlock)
+            assert values(nodes) == [None] * 3
+            sender.redlock.close()
+
+    def test_without_a_quorum_it_is_sent_with_a_warning_and_leaves_nothing(
+        self, mortal_nodes: list[EmbeddedNode], make_sender: Callable[..., Sender],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:  # fmt: skip
+        sender = make_sender(mortal_nodes, NODE_TIMEOUT)
+        first = sender.send()
+        for node in mortal_nodes[1:]:
+            node.kill()
+        with caplog.at_level(logging.WARNING):
+            second, third = sender.send(), sender.send()
+        assert list(sender.published) == [first, second, third]
+        assert sender.published[second] is None
+        assert "without deduplication" in caplog.text
+        assert is_sent(values(mortal_nodes[:1])[0], first)  # the window of the first one stays
+
+    def test_without_a_quorum_it_is_refused_where_that_is_asked_for(
+        self, mortal_nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+    ) -> None:
+        sender = make_sender(mortal_nodes, NODE_TIMEOUT)
+        for node in mortal_nodes[1:]:
+            node.kill()
+        with pytest.raises(QuorumUnreachable):
+            sender.send(unreachable="fail")
+        assert not sender.published
+        eventually(lambda: values(mortal_nodes[:1]) == [None])
+
+    def test_a_minority_that_still_knows_an_earlier_send_drops_nothing(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first = sender.send()
+        for node in nodes[:2]:
+            node.client().delete(KEY)
+        second = sender.send()
+        assert list(sender.published) == [first, second]
+        assert is_sent(values(nodes)[0], second)
+        assert is_sent(values(nodes)[2], first)
+
+    def test_a_minority_that_knows_that_an_earlier_one_was_sent_drops_nothing(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first = sender.send()
+        value = values(nodes)[0]
+        assert value is not None
+        # its run has ended here, and there what its sender wrote came late
+        nodes[0].client().delete(KEY)
+        nodes[1].client().set(KEY, value.replace(":sent:", ":sending:"), px=60_000)
+        second = sender.send(window=SHORT)
+        assert list(sender.published) == [first, second]
+
+    def test_nodes_that_name_different_sends_drop_nothing(
+        self, mortal_nodes: list[EmbeddedNode], make_sender: Callable[..., Sender],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:  # fmt: skip
+        sender = make_sender(mortal_nodes, NODE_TIMEOUT)
+        first = sender.send()
+        for node in mortal_nodes[:2]:
+            node.client().delete(KEY)
+        second = sender.send()
+        mortal_nodes[0].kill()
+        with caplog.at_level(logging.WARNING):
+            third = sender.send()
+        assert list(sender.published) == [first, second, third]
+        assert "no quorum of nodes agrees" in caplog.text
+
+    def test_what_a_stranger_wrote_drops_nothing(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        for node in nodes:
+            node.client().set(KEY, "theirs", px=1000)
+        sent = sender.send(window=SHORT)
+        assert list(sender.published) == [sent]

@@ -1,0 +1,82 @@
+"""The watchdog's threads do what they were asked to, whoever asks and when."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from celery_redlock.lock.clock import SystemClock
+from celery_redlock.lock.watchdog import Watchdog
+
+LONG = 600.0  # s: longer than any test
+
+
+class Meanwhile(float):
+    """A moment at whose first comparison somebody else does something."""
+
+    do: Callable[[], None] | None = None
+
+    def __lt__(self, other: Any) -> bool:
+        self._let_it()
+        return float(self) < other
+
+    def __gt__(self, other: Any) -> bool:
+        self._let_it()
+        return float(self) > other
+
+    def _let_it(self) -> None:
+        do, self.do = self.do, None
+        if do is not None:
+            do()
+
+
+class Dog:
+    """A watchdog with nothing to renew. tidied: set at each tidying; again: when to come back."""
+
+    def __init__(self) -> None:
+        self.tidied, self.again = threading.Event(), Meanwhile(math.inf)
+        self.watchdog: Watchdog[Any] = Watchdog(SystemClock(), lambda holds: None, self._tidy)
+
+    def _tidy(self) -> float:
+        self.tidied.set()
+        return self.again
+
+    def close(self) -> None:
+        self.watchdog.stop()
+
+
+@pytest.fixture
+def dog() -> Iterator[Dog]:
+    with closing(Dog()) as made:
+        yield made
+
+
+def now() -> float:
+    return SystemClock().now()
+
+
+def test_who_asks_while_it_settles_when_to_come_back_is_heard(dog: Dog) -> None:
+    asked = threading.Event()
+
+    def ask() -> None:
+        dog.tidied.clear()
+        dog.watchdog.tidy_by(now())
+        asked.set()
+
+    dog.again = Meanwhile(now() + LONG)
+    dog.again.do = ask
+    dog.watchdog.tidy_by(now())
+    assert asked.wait(60)
+    assert dog.tidied.wait(60)
+
+
+def test_of_two_that_ask_at_once_the_earlier_one_is_heard(dog: Dog) -> None:
+    later = Meanwhile(now() + LONG)
+    later.do = lambda: dog.watchdog.tidy_by(now() + 0.1)
+    dog.watchdog.tidy_by(later)
+    assert dog.tidied.wait(60)
