@@ -3,6 +3,9 @@
 `@app.task(base=LockedTask)` runs one at a time for the same arguments; see the README.
 """
 
+import celery_redlock.operate.control
+import celery_redlock.operate.lints
+import celery_redlock.operate.metrics  # noqa: F401 - these three hear of workers and of apps
 from celery_redlock.errors import (
     DuplicateTask,
     LockLost,
@@ -15,7 +18,7 @@ from celery_redlock.errors import (
 )
 from celery_redlock.lock.backoff import Backoff
 from celery_redlock.lock.redlock import Lock, Redlock
-from celery_redlock.tasks.task import LockedTask, current_lock
+from celery_redlock.tasks.task import LockedTask, current_lock, install, send_unique
 
 __version__ = "0.1.0"
 
@@ -33,4 +36,6 @@ __all__ = [
     "RedlockError",
     "SettingsError",
     "current_lock",
+    "install",
+    "send_unique",
 ]

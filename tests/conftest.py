@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -14,6 +15,7 @@ import redis
 from celery_redlock import Lock, Redlock
 from celery_redlock.lock.inspection import ask_nodes
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
+from tests.clocks import WallClock
 
 # s: a busy machine keeps a node or a thread of ours waiting for longer than the defaults allow
 PATIENCE = 7.0  # of the default ttl a quarter: no stall of 5 s makes a node miss it
@@ -69,6 +71,15 @@ def mortal_nodes() -> Iterator[list[EmbeddedNode]]:
         yield servers
 
 
+@pytest.fixture
+def wall_clock(tmp_path_factory: pytest.TempPathFactory) -> WallClock:
+    """Give a clock for a node or a worker."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("setting a process's clock needs gcc")
+    return WallClock(tmp_path_factory.mktemp("clock"), compiler)
+
+
 def vouch_for(nodes: list[EmbeddedNode], prefix: str = "redlock") -> None:
     """Let nodes vote that are new, or that a test has emptied."""
     urls = [node.url for node in nodes]
@@ -122,7 +133,7 @@ def end_of(lock: Lock) -> float:
 def see_renewal(lock: Lock) -> None:
     """Return when a held lock has been renewed once more."""
     end = end_of(lock)
-    eventually(lambda: end_of(lock) > end + lock.ttl / 10)
+    eventually(lambda: lock.held and end_of(lock) > end + lock.ttl / 10)
 
 
 def keys_on(nodes: list[EmbeddedNode]) -> list[list[str]]:

@@ -13,6 +13,7 @@ memory: its locks end with their ttl.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import mmap
 import os
@@ -20,7 +21,7 @@ import select
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,8 @@ from celery_redlock.lock.clock import Alarm, Bell, new_mutex, start_thread
 from celery_redlock.lock.keys import label_of
 from celery_redlock.lock.quorum import new_poll
 from celery_redlock.lock.redlock import Redlock, session_of
-from celery_redlock.lock.session import Claim, Holding, Left, Session, Terms
-from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.lock.session import Claim, Holding, Left, Mark, Session, Terms
+from celery_redlock.tasks.runtime import redlock_of, settings_of
 from celery_redlock.tasks.signals import SignalObserver, tell_released
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ PAUSE = 1.0  # s: after an error that should not be
 
 FREE, CLAIMED, HELD, RELEASED = range(4)  # the first byte of a line
 BORN = 1  # the first byte of a slot
+TOLD, TOLD_SIZE = 16, 8  # where in a slot the parent names a run, and in how many bytes
 
 
 _SEAL = struct.Struct("<II")  # checksum and length of what follows
@@ -61,9 +63,9 @@ class Entry:
     """One line: what a child claims of one key.
 
     state: CLAIMED, HELD, or RELEASED where some node may not have heard of the release yet.
-    session: `Session.identity`. holding: the same for all claims of one acquisition. asked_at:
-    monotonic s. ttl: s. is_asked_for: not so where it is of the run's own lock, beside a permit.
-    owner: the task's name. value: token and label.
+    session: `Session.identity`. holding: `Holding.number`. asked_at: monotonic s. ttl: s.
+    is_asked_for: not so where it is of the run's own lock, beside a permit. owner: the task's
+    name. value: token and label.
     """
 
     state: int
@@ -77,6 +79,11 @@ class Entry:
     owner: str
     value: str
 
+    @property
+    def run(self) -> str:
+        """The name of the run that claims it; behind that its label has the worker's."""
+        return label_of(self.value).rpartition(" ")[0]
+
 
 def line_of(holding: Holding, claim: Claim) -> bytes:
     """Return what a child writes of a claim, without its state."""
@@ -85,7 +92,7 @@ def line_of(holding: Holding, claim: Claim) -> bytes:
     owner = getattr(terms.owner, "name", "").encode("utf-8", "surrogatepass")
     value = claim.value.encode("utf-8", "surrogatepass")
     head = _HEAD.pack(
-        session.identity, id(holding), session.clock.now(), terms.ttl,
+        session.identity, holding.number, session.clock.now(), terms.ttl,
         spot.resource in terms.resources, spot.permit, len(resource), len(owner), len(value),
     )  # fmt: skip
     body = head + resource + owner + value
@@ -106,6 +113,11 @@ def entry_of(state: int, line: bytes) -> Entry | None:
         texts.append(body[at : at + size].decode("utf-8", "surrogatepass"))
         at += size
     return Entry(state, *numbers, *texts)
+
+
+def _digest(run: str) -> bytes:
+    text = run.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=TOLD_SIZE).digest()
 
 
 class Slot:
@@ -131,6 +143,14 @@ class Slot:
             return None
         pid, started = _BIRTH.unpack_from(self._memory, 1)
         return pid, started
+
+    def tell_end(self, run: str) -> None:
+        """Say, in the parent, that a run is at its end, whatever its child still sees of that."""
+        self._memory[TOLD : TOLD + TOLD_SIZE] = _digest(run)
+
+    def is_ended(self, run: str) -> bool:
+        """Tell whether the parent has said that."""
+        return bytes(self._memory[TOLD : TOLD + TOLD_SIZE]) == _digest(run)
 
     def write(self, line: bytes) -> int:
         """Write what `line_of` gives, and return where; 0 where there is no room for it."""
@@ -185,6 +205,7 @@ class Scribe(SignalObserver):
                 "the parent process is not told of %r: its name is too long, or too many locks are "
                 "held at once; if this process is killed, it ends with its ttl",
                 claim.spot.resource,
+                extra={"event": "parent_not_told", "resource": claim.spot.resource},
             )
 
     def acquired(self, holding: Holding) -> None:
@@ -210,11 +231,32 @@ class Scribe(SignalObserver):
             self._slot.clear(at)
 
 
+class Parent(SignalObserver):
+    """Tells what a process hears that forks; working: taken meanwhile, as of `Children`.
+
+    What it holds itself it tells as any process does, and has no threads that do.
+    """
+
+    def __init__(self, working: Any) -> None:
+        self._working = working
+
+    def node_failed(self, redlock: Any, node: str, cause: str) -> None:
+        """Send node_failed, and let no fork come in between."""
+        with self._working:
+            super().node_failed(redlock, node, cause)
+
+    def node_recovered(self, redlock: Any, node: str) -> None:
+        """Send node_recovered, and let no fork come in between."""
+        with self._working:
+            super().node_recovered(redlock, node)
+
+
 class Children:
     """What a process knows of the children that it forks.
 
-    bell: each child rings it once. processes: those that are watched. working: taken while the
-    thread that watches does anything, so that no fork copies a mutex that users' handlers hold.
+    bell: each child rings it once. processes: those that are watched. working: taken while a
+    thread tells of a release or of a node, so that no fork copies a mutex that users' handlers
+    hold, or the counters of the metrics, or a signal of Celery's.
     """
 
     def __init__(self) -> None:
@@ -234,10 +276,18 @@ class Children:
         try:
             made = Slot()
         except (OSError, ValueError) as error:
-            logger.warning("no memory to share with a child of the pool: %s", error)
+            told = {"event": "no_shared_memory"}
+            logger.warning("no memory to share with a child of the pool: %s", error, extra=told)
         else:
             self.slots.append(made)
         self._forks[get_ident()] = made, paused
+
+    def tell_end(self, pid: int, run: str) -> None:
+        """Say to a child that a run is at its end, and to whoever buries it."""
+        for slot in list(self.slots):
+            with suppress(ValueError):  # closed meanwhile: the child is gone, and buried
+                if (slot.child or (0, 0))[0] == pid:
+                    slot.tell_end(run)
 
     def after_fork(self) -> None:
         """Go on, in the parent."""
@@ -245,8 +295,8 @@ class Children:
         if paused:
             self.working.release()
 
-    def become_child(self) -> SignalObserver:
-        """Keep of all this, in the child, its own slot alone; returns who writes there."""
+    def become_child(self) -> Slot | None:
+        """Keep of all this, in the child, its own slot alone; returns that."""
         # not that of another thread, which is about to fork, too
         own, _ = self._forks.get(get_ident(), (None, False))
         for process in self.processes.values():
@@ -254,15 +304,35 @@ class Children:
         for slot in self.slots:
             if slot is not own:
                 slot.close()
-        if own is None:
-            return SignalObserver()
-        pid = os.getpid()
-        own.sign(pid, started_at(pid))
-        self.bell.ring()
-        return Scribe(own)
+        if own is not None:
+            pid = os.getpid()
+            own.sign(pid, started_at(pid))
+            self.bell.ring()
+        return own
 
 
 _children: Children | None = None  # in the main process of a worker whose pool forks
+_own: Slot | None = None  # in a child of it
+
+
+def tell_end(pid: int, run: str) -> None:
+    """Say, in the main process, that Celery ended a run and has let go of its message."""
+    if _children is not None:
+        _children.tell_end(pid, run)
+
+
+def held_by_children() -> list[Entry]:
+    """Return what the children of this process hold by now, each lock once."""
+    found: dict[str, Entry] = {}
+    for slot in list(_children.slots) if _children is not None else ():
+        with suppress(ValueError):  # closed meanwhile: the child is gone
+            found |= {entry.value: entry for entry in slot.read() if entry.state == HELD}
+    return [entry for entry in found.values() if entry.is_asked_for]
+
+
+def was_ended(run: str) -> bool:
+    """Tell, in a child, whether that was said of a run: then it is done, however it is cut."""
+    return _own is not None and _own.is_ended(run)
 
 
 def _before_fork() -> None:
@@ -276,10 +346,11 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _children
+    global _children, _own
     before, _children = _children, None
+    _own = None if before is None else before.become_child()
     if before is not None:
-        Redlock.observer = before.become_child()
+        Redlock.observer = SignalObserver() if _own is None else Scribe(_own)
     elif isinstance(Redlock.observer, Scribe):  # a child's child, of which nobody watches the end
         Redlock.observer = SignalObserver()
 
@@ -298,10 +369,15 @@ def _expect_children(sender: Any, **_: Any) -> None:
     Source: celery.worker.worker sends worker_init before it resolves the pool's name.
     """
     global _children
-    pool = sender.pool_cls
-    forks = getattr(pool, "uses_semaphore", str(pool).rpartition(".")[2] in _FORKING)
-    if forks and _children is None:
+    if forks_children(sender) and _children is None:
         _children = Children()
+        Redlock.observer = Parent(_children.working)
+
+
+def forks_children(worker: Any) -> bool:
+    """Tell whether a worker's pool is one of processes, also while it is not made yet."""
+    pool = worker.pool_cls
+    return bool(getattr(pool, "uses_semaphore", str(pool).rpartition(".")[2] in _FORKING))
 
 
 _FORKING = ("prefork", "processes", "prefork:TaskPool")  # as celery.concurrency names it
@@ -316,7 +392,8 @@ def watch_children(app: Any, processes: int) -> None:
         return
     if processes and not _children.slots:
         logger.warning(
-            "the pool's processes are not forked: the lock of one that is killed ends with its ttl"
+            "the pool's processes are not forked: the lock of one that is killed ends with its ttl",
+            extra={"event": "not_forked"},
         )
         return
     _children.is_watched = True
@@ -338,7 +415,8 @@ class Watch:
                     self._look(ready)
             except BaseException:
                 # a thread that ended here would leave every dead child's locks to their ttl
-                logger.exception("watching the pool's processes failed; trying again in a moment")
+                text = "watching the pool's processes failed; trying again in a moment"
+                logger.exception(text, extra={"event": "watch_failed"})
                 Alarm().sleep(PAUSE)
 
     def _wait(self) -> set[int]:
@@ -378,19 +456,31 @@ class Watch:
         by_holding: dict[tuple[bytes, int], list[Entry]] = defaultdict(list)
         for entry in sorted(slot.read(), key=lambda entry: entry.asked_at):
             by_holding[entry.session, entry.holding].append(entry)
+        runs = {left[0].run for left in by_holding.values()}
+        ended = {run for run in runs if slot.is_ended(run)}
         slot.close()
         return [
             holding
             for left in by_holding.values()
-            if (holding := self._release(left, process.pid)) is not None
+            if (holding := self._release(left, process.pid, ended)) is not None
         ]
 
-    def _release(self, left: list[Entry], pid: int) -> Holding | None:
-        """Release what one acquisition claimed, on all nodes; returns it where it was held."""
-        first = left[0]
+    def _release(self, left: list[Entry], pid: int, ended: Set[str]) -> Holding | None:
+        """Release what one acquisition claimed, on all nodes; returns it where it was held.
+
+        ended: names of runs that are done, so that no other delivery of them is to run; one that
+        never had its lock is not, for its message may be on its way to run later.
+        """
+        first, states = left[0], {entry.state for entry in left}
+        is_done = first.run in ended and states != {CLAIMED}
         session = self._session_of(first.session)
+        if session is None and states == {RELEASED}:
+            return None
         if session is None:
-            logger.warning("process %d is gone; %r ends with its ttl", pid, first.resource)
+            told = {"event": "child_gone", "pid": pid, "resource": first.resource}
+            logger.warning(
+                "process %d is gone; %r ends with its ttl", pid, first.resource, extra=told
+            )
             return None
         terms = Terms(
             resources=tuple(dict.fromkeys(e.resource for e in left if e.is_asked_for)),
@@ -400,15 +490,18 @@ class Watch:
             max_hold=None,
             label=label_of(first.value),
             owner=self._app.tasks.get(first.owner),
+            mark=Mark(first.run, settings_of(self._app).done_ttl) if is_done else None,
         )
         claims = [Left(entry.resource, entry.permit, entry.value) for entry in left]
         holding = session.release_left(terms, claims, first.asked_at)
-        states = {entry.state for entry in left}
+        told = {"event": "child_gone", "pid": pid, "resource": holding.resource}
         if HELD in states:
-            logger.warning("process %d is gone: released %r for it", pid, holding.resource)
+            text = "process %d is gone: released %r for it"
+            logger.warning(text, pid, holding.resource, extra=told)
             return holding
         if CLAIMED in states:  # refused, mostly: a node may not have heard that it gave up
-            logger.info("process %d is gone: gave up %r for it", pid, holding.resource)
+            text = "process %d is gone: gave up %r for it"
+            logger.info(text, pid, holding.resource, extra=told)
         return None
 
     def _session_of(self, identity: bytes) -> Session | None:

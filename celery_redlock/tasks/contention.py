@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from celery_redlock.errors import LockTaken, NotAcquired, QuorumUnreachable, SettingsError
 from celery_redlock.lock.backoff import Backoff
 from celery_redlock.tasks.settings import Rules
 
-WORDS = ("requeue", "skip", "fail")
+WORDS = ("requeue", "skip", "fail", "coalesce")
 TWINS = Backoff(first=1.0, cap=30.0)  # between the tries of a twin
 AFTER_LEASE = 0.25  # s: tries after the end of a lease are spread over so long, or `first` if less
 
@@ -39,10 +39,14 @@ class Past:
 
 @dataclass(frozen=True)
 class Requeue:
-    """Put the message back. countdown: s; delay: s, what the backoff said before it was cut."""
+    """Put the message back. countdown: s; delay: s, what the backoff said before it was cut.
+
+    first: it is the one that waits, by "coalesce".
+    """
 
     countdown: float
     delay: float
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,13 @@ def decide(
     ask: Callable[[Callable[[Contention], object], LockTaken], object],
     uniform: Callable[[float, float], float],
     countdown_cap: float,
+    waiting: Callable[[float], str],
 ) -> Decision:
     """Return what to do.
 
     ask: calls a `conflict` callable with its Contention. uniform: draws between two bounds.
-    countdown_cap: s, the longest countdown that the broker bears.
+    countdown_cap: s, the longest countdown, whatever the backoff says. waiting: called where this
+    is to wait by "coalesce", with the countdown, s; returns the run that waits already, or "".
     """
     if isinstance(refused, LockTaken):
         word = _word(rules.conflict, refused, ask)
@@ -90,7 +96,13 @@ def decide(
         return RunUnlocked()
     if word == "fail":
         return Fail(told(refused, past))
-    return _again(rules, refused, past, uniform, countdown_cap)
+    decision = _again(rules, refused, past, uniform, countdown_cap)
+    if word == "coalesce" and isinstance(decision, Requeue):
+        first = waiting(decision.countdown)
+        if first:
+            return Skip(f"{refused.resource!r} is waited for already, by {first}")
+        return replace(decision, first=True)
+    return decision
 
 
 def _again(
@@ -116,11 +128,11 @@ def _again(
 
 
 def await_twin(
-    refused: NotAcquired, tries: int, uniform: Callable[[float, float], float], countdown_cap: float
+    refused: Exception, tries: int, uniform: Callable[[float, float], float], countdown_cap: float
 ) -> Requeue:
     """Return when a second delivery of the message that runs is to look again: without a budget.
 
-    tries: so far. uniform, countdown_cap: as for `decide`.
+    refused: why it does not run. tries: so far. uniform, countdown_cap: as for `decide`.
     """
     delay = TWINS.delay(tries, uniform)
     return Requeue(_by_the_lease(min(delay, countdown_cap), TWINS, refused, uniform), delay)
@@ -129,7 +141,7 @@ def await_twin(
 def _by_the_lease(
     countdown: float,
     backoff: Backoff,
-    refused: NotAcquired,
+    refused: Exception,
     uniform: Callable[[float, float], float],
 ) -> float:
     """Return a countdown that ends with the lease that refused: who died wakes nobody."""
@@ -156,11 +168,17 @@ def _word(
     refused: LockTaken,
     ask: Callable[[Callable[[Contention], object], LockTaken], object],
 ) -> str:
-    word = ask(conflict, refused) if callable(conflict) else conflict
+    if not callable(conflict):
+        return str(conflict)
+    level, allowed = f"resource {refused.resource!r}", ", ".join(map(repr, WORDS))
+    try:
+        word = ask(conflict, refused)
+    except Exception as error:
+        way_out = f"the callable raised {type(error).__name__}: {error}"
+        raise SettingsError(level, "conflict", repr(conflict), way_out) from error
     if word not in WORDS:
-        allowed = ", ".join(map(repr, WORDS))
         way_out = f"the callable returned {word!r}, and must return one of {allowed}"
-        raise SettingsError(f"resource {refused.resource!r}", "conflict", repr(conflict), way_out)
+        raise SettingsError(level, "conflict", repr(conflict), way_out)
     return str(word)
 
 

@@ -9,6 +9,9 @@ delayed message, which comes back by another exchange, with the delay before its
 would then send it on to the default queue. What dead-lettering wrote into the headers must not go
 out again, or RabbitMQ takes the message for one that runs in a circle and drops it. And a publish
 is only known to have arrived where the broker confirms it.
+
+What `expires` says goes along as a header, which the worker heeds, and not as RabbitMQ's own
+expiration: the broker would drop the message in silence, and nobody would write REVOKED.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import math
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -28,19 +31,22 @@ from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import task_received
 from celery.utils.quorum_queues import detect_quorum_queues
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.entity import Exchange, Queue
 from kombu.exceptions import OperationalError
+from kombu.messaging import Producer
 from kombu.pools import producers
 from kombu.serialization import registry
 
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.clock import SystemClock
 from celery_redlock.tasks.contention import Past
-from celery_redlock.tasks.states import ignores_result, show_lost
+from celery_redlock.tasks.states import fields, ignores_result, show_lost
 
 logger = logging.getLogger(__name__)
 
 HEADER = "redlock"
+RECEIVED = "redlock_received"  # the property of a delivery, never of a message, that says when
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to put a message back, broker away
 CLOCKS_DIFFER = 1.0  # s: at the most, between the calendars of two workers
 BEFORE_REQUEUE = 1.0  # s: else a broker that takes acknowledgements only would spin the message
@@ -67,7 +73,12 @@ class Slip:
     delay: s, the last one. retries: the message's own count when it was put back.
     id: the task that this belongs to. redelivered: the broker has delivered it again. twin: how
     often it has waited since for its own first delivery. exchange: the message's own, for while
-    RabbitMQ keeps it back.
+    RabbitMQ keeps it back. waits_for: the resources whose lock it was refused; refused_by: the one
+    of them that was taken; refused_at: s since 1970; limit: by which it was asked. first: it is
+    entered on the nodes as the one of its task that waits for them. unique: of a deduplicated send,
+    what ends its window.
+    patient: it has no budget, and nothing is to be asked at each try, so that it may wait for a
+    release for longer than its countdown. revoked: a worker was told so of this delivery.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -79,6 +90,14 @@ class Slip:
     redelivered: bool = False
     twin: int = 0
     exchange: str | None = None
+    waits_for: Sequence[str] = ()
+    refused_by: str | None = None
+    refused_at: float = 0.0
+    limit: int = 1
+    first: bool = False
+    unique: Mapping[str, Any] | None = None
+    patient: bool = False
+    revoked: bool = False
 
     @classmethod
     def of(cls, request: Any) -> Slip:
@@ -86,14 +105,21 @@ class Slip:
         carried = request.get(HEADER) or (request.headers or {}).get(HEADER)
         if not isinstance(carried, Mapping):
             return _BLANK
-        known = {name: carried[name] for name in cls.__dataclass_fields__ if name in carried}
+        known: dict[str, Any] = {
+            name: carried[name]
+            for name, kind in _KINDS.items()
+            if isinstance(carried.get(name), kind)
+        }
+        known["waits_for"] = tuple(map(str, known.get("waits_for", ())))  # JSON makes it a list
+        if not _is_moment(known.get("since")):
+            known.pop("since", None)
         slip = cls(**known)
         if slip.id not in (None, request.id):
             return _BLANK  # of a parent, whose headers were passed on
         put_back_before = slip.since is not None or slip.twin > 0
         if put_back_before and slip.retries != request.retries:
             # a real retry takes the lock anew: what it waited before is not its own
-            slip = cls(slip.options, id=slip.id)
+            slip = cls(slip.options, id=slip.id, unique=slip.unique)
         return slip
 
     def past(self, now: datetime) -> Past:
@@ -102,6 +128,10 @@ class Slip:
             return Past()
         waited = (now - datetime.fromisoformat(self.since)).total_seconds()
         return Past(self.deferrals, max(0.0, waited), self.delay)
+
+    def waited_since_refused(self, now: datetime) -> float:
+        """Return the s since it was refused, by the calendars of two workers."""
+        return max(0.0, now.timestamp() - self.refused_at)
 
     def next(self, now: datetime, delay: float, retries: int, task_id: str | None = None) -> Slip:
         """Return the slip for one more deferral."""
@@ -125,6 +155,8 @@ class Slip:
             redelivered=self.redelivered,
             twin=self.twin + 1,
             exchange=self.exchange,
+            unique=self.unique,
+            revoked=self.revoked,
         )
 
     def received(self, delivery: Mapping[str, Any] | None) -> Slip:
@@ -138,18 +170,59 @@ class Slip:
 
         -inf: each is. None: nobody else can have run it, and who uses a task id again may do so.
         """
-        if self.redelivered or self.twin:
+        if self.is_second:
             return -math.inf
         if self.since is None:
             return None
         return datetime.fromisoformat(self.since).timestamp() - CLOCKS_DIFFER
+
+    @property
+    def is_second(self) -> bool:
+        """Whether this is a second delivery of its message, as far as anybody has said."""
+        return self.redelivered or self.twin > 0
+
+    @property
+    def may_run_elsewhere(self) -> bool:
+        """Whether another delivery of this message may be running, or have run."""
+        return self.asks_since() is not None
 
     def to_message(self) -> dict[str, Any]:
         """Return it as a mapping that any serializer takes."""
         return {**asdict(self), "options": dict(self.options)}
 
 
+_KINDS: Mapping[str, Any] = {  # what its fields are; what is none counts as nothing
+    "options": Mapping, "deferrals": int, "since": str, "delay": (int, float), "retries": int,
+    "id": str, "redelivered": bool, "twin": int, "exchange": str, "waits_for": (list, tuple),
+    "refused_by": str, "refused_at": (int, float), "limit": int, "first": bool, "unique": Mapping,
+    "patient": bool, "revoked": bool,
+}  # fmt: skip
 _BLANK = Slip()
+
+
+def _is_moment(text: object) -> bool:
+    """Tell whether a text is a moment in ISO 8601, with its zone."""
+    try:
+        return isinstance(text, str) and datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
+
+
+def name_of_run(task: Any, request: Any) -> str:
+    """Return the name of a run: a retry is another one, and so is what a task is replaced by."""
+    nesting = request.replaced_task_nesting or 0
+    return f"{request.id}:{task.name}:{request.retries}:{nesting}"
+
+
+def expires_in(task: Any, request: Any) -> float:
+    """Return the s until a message's `expires`, below 0 after it; inf where it has none.
+
+    Source: celery.worker.request.Request.
+    """
+    if not request.expires:
+        return math.inf
+    at: datetime = maybe_make_aware(maybe_iso8601(request.expires), task.app.conf.timezone)
+    return (at - utc_now()).total_seconds()
 
 
 def utc_now() -> datetime:
@@ -252,7 +325,9 @@ def _put_back_or_keep(task: Any, request: Any, slip: Slip, countdown: float) -> 
         _publish(task, request, slip, countdown)
     except Exception as error:
         with contextlib.suppress(SoftTimeLimitExceeded):  # a limit on the body, which has not begun
-            logger.warning("cannot put back %s: %s; it stays with the broker", request.id, error)
+            text = "cannot put back %s: %s; it stays with the broker"
+            told = fields("put_back_failed", task, request)
+            logger.warning(text, request.id, error, extra=told)
             SystemClock().sleep(BEFORE_REQUEUE)
         raise Requeue(error, requeue=True) from error
 
@@ -260,23 +335,35 @@ def _put_back_or_keep(task: Any, request: Any, slip: Slip, countdown: float) -> 
 def _put_back_at_last(task: Any, request: Any, slip: Slip, countdown: float) -> None:
     """Try until the broker is back; what is not a matter of the connection is raised.
 
-    A soft time limit is one on the body, which has not begun: only the hard one ends this, or the
-    worker, and that as FAILURE, so that whoever waits learns of it.
+    From a connection that broke in the middle of something kombu's transports raise anything: so,
+    whatever it is, it is tried once more over a new one. A soft time limit is one on the body,
+    which has not begun: only the hard one ends this, or the worker, and that as FAILURE, so that
+    whoever waits learns of it.
     """
-    clock, pause, is_sent = SystemClock(), FIRST_PAUSE, False
+    clock, pause, is_sent, anew = SystemClock(), FIRST_PAUSE, False, False
     away: Exception | None = None
     try:
         while not is_sent:
             with contextlib.suppress(SoftTimeLimitExceeded):
                 try:
                     with without_soft_limit():
-                        _publish(task, request, slip, countdown)
+                        _publish(task, request, slip, countdown, anew=anew)
                         is_sent = True
                 except OperationalError as error:  # what kombu makes of all errors of connections
                     away = error
-                    logger.warning("cannot put back %s: %s; again soon", request.id, error)
+                    told = fields("put_back_failed", task, request)
+                    logger.warning(
+                        "cannot put back %s: %s; again soon", request.id, error, extra=told
+                    )
                     clock.sleep(pause)
                     pause = min(LONGEST_PAUSE, 2 * pause)
+                except Exception as error:
+                    if anew:
+                        raise
+                    anew = True
+                    text = "cannot put back %s: %r; once more, over a new connection"
+                    told = fields("put_back_failed", task, request)
+                    logger.warning(text, request.id, error, extra=told)
     except Exception:
         raise
     except BaseException as end:  # the worker stops, or this greenlet is killed
@@ -303,7 +390,7 @@ def without_soft_limit() -> Iterator[None]:
         signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
 
 
-def _publish(task: Any, request: Any, slip: Slip, countdown: float) -> None:
+def _publish(task: Any, request: Any, slip: Slip, countdown: float, *, anew: bool = False) -> None:
     address = Address.of(request.delivery_info, slip)
     properties = request.get("properties") or {}
     carried = {
@@ -327,7 +414,7 @@ def _publish(task: Any, request: Any, slip: Slip, countdown: float) -> None:
     # a request that looks called directly: else the publisher makes the task its own parent
     task.push_request(called_directly=True)
     try:
-        with confirming_producer(task.app) as producer:
+        with confirming_producer(task.app, anew=anew) as producer:
             signature.apply_async(add_to_parent=False, producer=producer)
     finally:
         task.pop_request()
@@ -340,26 +427,63 @@ def own_serializer(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @task_received.connect(weak=False)
-def _note_content_type(request: Any = None, **_: Any) -> None:
-    """Hand the content type on to the run; most brokers' properties leave it out.
+def _note_on_message(request: Any = None, **_: Any) -> None:
+    """Hand on to the run what only the main process knows: when it came, and its content type.
 
+    Most brokers' properties leave that out.
     Source: celery.worker.strategy sends this in the worker's main process, before the pool has it.
     """
+    came = {RECEIVED: max(utc_now(), request.eta or utc_now()).timestamp()}
     if request.content_type is not None:
-        properties = request.request_dict["properties"]
-        request.request_dict["properties"] = {**properties, "content_type": request.content_type}
+        came["content_type"] = request.content_type
+    properties = request.request_dict["properties"]
+    request.request_dict["properties"] = {**properties, **came}
+
+
+def received_at(request: Any) -> float | None:
+    """Return the s since 1970 at which a run's message could have begun here; None: nobody knows.
+
+    That is when the worker got it, or its countdown was over.
+    """
+    at = (request.get("properties") or {}).get(RECEIVED)
+    return at if isinstance(at, float) else None
+
+
+class Lasting:
+    """A producer of messages that no broker drops, whenever they expire.
+
+    Source: celery.app.base: Celery.send_task gives what is left until `expires`, at least 0, as the
+    expiration; with 0 RabbitMQ keeps no message that it cannot deliver at once.
+    """
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+
+    def publish(self, body: Any, *, expiration: object = None, **options: Any) -> Any:
+        """Publish a message, whatever its expiration."""
+        return self._producer.publish(body, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
 
 
 @contextlib.contextmanager
-def confirming_producer(app: Any) -> Iterator[Any]:
+def confirming_producer(app: Any, *, anew: bool = False) -> Iterator[Any]:
     """Give a producer whose publish returns once the broker has the message.
 
     RabbitMQ says so only where it is asked to, and else a message that never left this machine's
     buffers counts as published. Source: kombu.transport.pyamqp, `confirm_publish`.
+    anew: over a connection of its own, where nobody knows what is left of those that are kept.
     """
-    if driver_of(app) != "amqp":
+    confirms = driver_of(app) == "amqp"
+    if not confirms and not anew:
         yield None  # Celery's own
         return
-    connection = app.connection_for_write(transport_options={"confirm_publish": True})
+    options = {"transport_options": {"confirm_publish": True}} if confirms else {}
+    connection = app.connection_for_write(**options)
+    if anew:
+        with connection:
+            yield Lasting(Producer(connection))
+        return
     with producers[connection].acquire(block=True) as producer:
-        yield producer
+        yield Lasting(producer)

@@ -11,29 +11,48 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import random
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from celery import states as celery_states
 from celery._state import get_current_worker_task
-from celery.exceptions import Ignore, Reject
-from celery.signals import task_postrun
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.signals import task_failure, task_postrun, task_received, task_revoked
 
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, RedlockError
 from celery_redlock.lock.keys import in_order
-from celery_redlock.lock.redlock import Lock, give_back
-from celery_redlock.lock.session import AlreadyDoneError, Mark, Terms
+from celery_redlock.lock.redlock import Lock, give_back, loss_of
+from celery_redlock.lock.session import AlreadyDoneError, Mark, SupersededError, Terms
 from celery_redlock.tasks import contention, runtime, signals, states
+from celery_redlock.tasks.children import was_ended
 from celery_redlock.tasks.contention import Contention, Past, Requeue, RunUnlocked, Skip
-from celery_redlock.tasks.deferral import Address, Slip, bearable, put_back, utc_now
+from celery_redlock.tasks.deferral import (
+    CLOCKS_DIFFER,
+    HEADER,
+    Address,
+    Slip,
+    bearable,
+    expires_in,
+    name_of_run,
+    put_back,
+    received_at,
+    utc_now,
+)
 from celery_redlock.tasks.runtime import redlock_of, settings_of
-from celery_redlock.tasks.settings import Plan, Rules, compile_plan
+from celery_redlock.tasks.settings import Plan, Rules, compile_others_plan, compile_plan
+from celery_redlock.tasks.uniqueness import Ticket
+from celery_redlock.tasks.waiting import enter, leave, marks_of, strike_out
 
 logger = logging.getLogger(__name__)
 
 PASSAGE = "_redlock_passage"  # the name on the request under which a run's passage hangs
+ENTRY = "_redlock_entry"  # the name on a class under which its entry of redlock_tasks stands
+GOES_ON = "_redlock_goes_on"  # the same of a run that has another one of this message behind it
 _CALLS_BODIES = ("celery.map", "celery.starmap", "celery.chunks")
 
 Body = Callable[..., Any]
@@ -42,10 +61,13 @@ Body = Callable[..., Any]
 class Passage:
     """One run on its way through the gate.
 
-    lock: what it holds. late: it lets go in task_postrun, after the result is stored.
+    lock: what it holds. late: it lets go in task_postrun, after the result is stored. stored: set
+    once a hook of the user's is called, and so after the outcome was stored.
     """
 
-    __slots__ = ("late", "lock", "unlocked")
+    __slots__ = ("late", "lock", "stored", "unlocked")
+
+    stored: bool
 
     def __init__(self, lock: Lock, *, late: bool) -> None:
         self.lock, self.late = lock, late
@@ -84,6 +106,26 @@ def gated(body: Any) -> Body:
     run.__signature__ = _without_self(function, is_static)  # type: ignore[attr-defined]
     run.redlock_gate = run  # type: ignore[attr-defined]
     return run
+
+
+def noted(hook: Any) -> Body:
+    """Return a hook of the user's, as it stands in the class, that notes that it was called.
+
+    Source: celery.app.trace calls `on_success`, `on_failure`, `on_retry` and `after_return` when
+    the outcome is stored and the links and the retry are published. What such a hook raises goes
+    on through the tracer, which says nothing of that.
+    """
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        passage = passage_of(self.request)
+        if passage is not None:
+            passage.stored = True
+        bound = hook.__get__(self, type(self)) if hasattr(hook, "__get__") else hook
+        return bound(*args, **kwargs)
+
+    functools.update_wrapper(call, hook)
+    call.redlock_gate = call  # type: ignore[attr-defined]
+    return call
 
 
 def is_gate(body: Any) -> bool:
@@ -135,17 +177,27 @@ def plan_of(task: Any) -> Plan:
     which = (task.name, id(task.app))  # a class may be two tasks, by names set on instances
     plan = plans.get(which)
     if plan is None:
-        names = [name for name in dir(task) if name.startswith("lock_")]
-        found = {name: inspect.getattr_static(task, name) for name in names}
-        others = [n for n, v in found.items() if isinstance(v, (property, classmethod))]
-        attributes = {
-            name: value.__func__ if isinstance(value, staticmethod) else value
-            for name, value in found.items()
-        }
         settings, signature = settings_of(task.app), body_signature(cls)
-        plan = compile_plan(settings, task.name, attributes, signature, others)
+        pattern = cls.__dict__.get(ENTRY)
+        if pattern is None:
+            attributes, others = _declared(task)
+            plan = compile_plan(settings, task.name, attributes, signature, others)
+        else:
+            plan = compile_others_plan(settings, task.name, pattern, signature)
         cls._redlock_plans = {**plans, which: plan}
     return plan
+
+
+def _declared(task: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return a task's lock_* attributes, and the names of those that are no options."""
+    names = [name for name in dir(task) if name.startswith("lock_")]
+    found = {name: inspect.getattr_static(task, name) for name in names}
+    others = [n for n, v in found.items() if isinstance(v, (property, classmethod))]
+    attributes = {
+        name: value.__func__ if isinstance(value, staticmethod) else value
+        for name, value in found.items()
+    }
+    return attributes, others
 
 
 def queue_of(
@@ -194,26 +246,67 @@ def lock_of(
     return Lock(redlock_of(task.app), terms)
 
 
-def name_of_run(task: Any, request: Any) -> str:
-    """Return the name of a run: a retry is another one, and so is what a task is replaced by."""
-    nesting = request.replaced_task_nesting or 0
-    return f"{request.id}:{task.name}:{request.retries}:{nesting}"
-
-
 def label_of_run(task: Any, request: Any) -> str:
     """Return what the nodes show of the holder: task id, name, retries, nesting, worker."""
     return f"{name_of_run(task, request)} {request.hostname}"
 
 
 def mark_of(task: Any, request: Any, slip: Slip) -> Mark | None:
-    """Return the mark of a run that acknowledges late; None where its message has no twin to come.
+    """Return the mark of a run that has a twin to come, perhaps; None where it has none.
 
-    Each copy of a broadcast message is to run, though all of them have one id.
+    With early acknowledgement that is what was put back: where the broker's word was lost that it
+    had the message, it was published twice. Each copy of a broadcast message is to run, though all
+    of them have one id.
     """
+    since = slip.asks_since()
+    if since is None and not is_late(task, request):
+        return None
     if not goes_back(task, request):
         return None
-    kept_for = settings_of(task.app).done_ttl
-    return Mark(name_of_run(task, request), kept_for, slip.asks_since())
+    came = received_at(request)
+    if since is None and came is not None:  # a copy may have run while this one waited here
+        since = came + CLOCKS_DIFFER
+    return Mark(name_of_run(task, request), settings_of(task.app).done_ttl, since)
+
+
+def _sent_once(task: Any, request: Any, slip: Slip, mark: Mark | None) -> Mark | None:
+    """Take the place of what a deduplicated send replaces; returns the mark of its own run.
+
+    It asks whether a later send has taken its place in turn. A second delivery does not heed that:
+    the first may run, and its state is not to be written over. Nor does a retry, which is a run of
+    another name: the task has begun.
+    """
+    ticket = Ticket.of(slip.unique)
+    if ticket is None:
+        return mark
+    ticket.take_place(redlock_of(task.app))
+    mark = mark or Mark(name_of_run(task, request), settings_of(task.app).done_ttl)
+    asked = mark.asks_since if slip.may_run_elsewhere else None  # else it asks for the first time
+    asks_since = -math.inf if asked is None else asked
+    return replace(mark, asks_since=asks_since, heeds_later=not slip.is_second)
+
+
+def waits_no_more(
+    task: Any, request: Any, slip: Slip, rules: Rules, resources: Sequence[str], *,
+    surely: bool = False,
+) -> None:  # fmt: skip
+    """Strike out a run that may be noted as the one that waits; surely: as for `leave`.
+
+    A second delivery does not carry that: the first one may have been noted, and died before it
+    was put back.
+    """
+    may_wait = callable(rules.conflict) or rules.conflict == "coalesce"
+    strike_out(task, request, slip, surely=surely)
+    if slip.redelivered and may_wait and not slip.first:
+        leave(task, resources, name_of_run(task, request), surely=surely)
+
+
+def _begin(task: Any, request: Any, slip: Slip, rules: Rules, resources: Sequence[str]) -> None:
+    """Let a quorum know, before the body sees anything, that this run waits no more."""
+    waits_no_more(task, request, slip, rules, resources, surely=True)
+    ticket = None if request.retries else Ticket.of(slip.unique)
+    if ticket is not None:
+        ticket.start(redlock_of(task.app))
 
 
 def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs: Any) -> Any:
@@ -224,31 +317,72 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
         if request.is_eager
         else queue_of(task.app, Address.of(request.delivery_info, slip), plan.queues)
     )
-    rules = plan.rules(queue, slip.options)
-    resources = plan.resources(rules, task, args, kwargs, queue)
-    if not resources:
-        return call(*args, **kwargs)
-    late, mark = bool(task.acks_late) and not request.is_eager, None
+    try:
+        rules = plan.rules(queue, slip.options)
+        resources = plan.resources(rules, task, args, kwargs, queue)
+    except Exception:
+        strike_out(task, request, slip)  # nobody is skipped for a run that fails
+        raise
+    late, over = is_late(task, request), ""
     if late:
         slip = slip.received(request.delivery_info)
-        mark = mark_of(task, request, slip)
+        over = why_over(task, request, slip)
+    mark = mark_of(task, request, slip)
+    if not resources:
+        end_unrun(task, request, slip, over)
+        return call(*args, **kwargs)
+    if slip.unique is not None:
+        mark = _sent_once(task, request, slip, mark)
     lock = lock_of(task, rules, resources, label=label_of_run(task, request), mark=mark)
     passage = Passage(lock, late=late)
     request.__dict__[PASSAGE] = passage  # before the grant leaves, so that postrun finds the lock
     try:
-        lock.acquire()
+        _acquire(task, request, lock, may_be_twin=late and rules.wait > 0)
+        if slip.id is not None or slip.redelivered:
+            _begin(task, request, slip, rules, in_order(resources))
     except NotAcquired as refused:
         request.__dict__.pop(PASSAGE, None)
-        turn_away(task, request, rules, slip, refused, args, kwargs)
+        give_back(lock)  # where it was taken, and it cannot be known that others know
+        turn_away_unrun(task, request, slip, refused, over)
+        turn_away(task, request, rules, slip, refused, in_order(resources), args, kwargs)
         request.__dict__[PASSAGE] = passage  # unreachable="run"
         passage.unlocked = True
-    except AlreadyDoneError:
+    except (AlreadyDoneError, SupersededError) as known:
         let_go(request)
-        drop(task, request)
-    except BaseException:
+        drop(task, request, slip, known)
+    except BaseException as cut:
         let_go(request)
+        _tell_nothing(task, request, slip, cut)
         raise
+    end_unrun(task, request, slip, over)  # if so, nobody ran it; the lock goes, with its mark, then
     return _run_body(task, request, passage, rules, slip, call, args, kwargs)
+
+
+def _acquire(task: Any, request: Any, lock: Lock, *, may_be_twin: bool) -> None:
+    """Take a run's lock, and do not wait in the slot for another delivery of its own message."""
+    if may_be_twin and goes_back(task, request):
+        try:
+            lock.acquire(wait=0)
+        except NotAcquired as refused:
+            if is_twin(task, request, refused):
+                raise
+        else:
+            return
+    lock.acquire()
+
+
+def is_late(task: Any, request: Any) -> bool:
+    """Tell whether a run's message is acknowledged after it."""
+    return bool(task.acks_late) and not request.is_eager
+
+
+def _tell_nothing(task: Any, request: Any, slip: Slip, cut: BaseException) -> None:
+    """Put a second delivery back that a soft time limit has cut while it waited for its lock.
+
+    The first one may run by now, and what ends this one as FAILURE would be stored over its state.
+    """
+    if isinstance(cut, SoftTimeLimitExceeded) and slip.is_second and goes_back(task, request):
+        await_first(task, request, slip, cut)
 
 
 def _run_body(
@@ -261,21 +395,23 @@ def _run_body(
     args: Sequence[Any],
     kwargs: Any,
 ) -> Any:
+    done = False
     try:
         tracked = bool(getattr(task, "_redlock_track_started", False))
         states.show_started(task, request, tracked=tracked, deferred=slip.deferrals > 0)
+        done = slip.may_run_elsewhere  # no further publication of it is to run
         if passage.unlocked:
             return call(*args, **kwargs)
-        return _run_held(task, request, passage.lock, rules, call, args, kwargs)
+        return _run_held(task, request, passage, rules, call, args, kwargs)
     finally:
         if not passage.late:
-            let_go(request)
+            let_go(request, done=done)
 
 
 def _run_held(
     task: Any,
     request: Any,
-    lock: Lock,
+    passage: Passage,
     rules: Rules,
     call: Body,
     args: Sequence[Any],
@@ -284,19 +420,39 @@ def _run_held(
     """Run a body that hears of its lock's loss, and let it not end well without its lock.
 
     What it raises stands: its own error says more, a retry takes the lock anew, and after Ignore
-    or Reject no SUCCESS is stored.
+    or Reject no SUCCESS is stored. But where the message has been delivered again meanwhile and
+    has come to its end so, that end stands, and nobody hears of this one.
     """
+    lock, began = passage.lock, utc_now().timestamp()
     report = functools.partial(states.show_lock_lost, task, request)
     body = runtime.Body(lock, abort=rules.lost == "abort", report=report)
     try:
-        result = body.run(call, args, kwargs)
-    except Exception:
+        try:
+            result = body.run(call, args, kwargs)
+        except Exception:
+            body.report_loss()
+            raise
         body.report_loss()
+        if rules.lost == "abort":
+            ensure_to_the_end(lock)
+    except (Ignore, Reject, Retry):
         raise
-    body.report_loss()
-    if rules.lost == "abort":
-        ensure_to_the_end(lock)
+    except Exception:
+        if passage.late and loss_of(lock) is not None and is_done_since(task, request, began):
+            make_way(task, request)
+        raise
     return result
+
+
+def is_done_since(task: Any, request: Any, began: float) -> bool:
+    """Tell whether another delivery of a message came to its end since this one's body began.
+
+    began: s since 1970. False where no node can say, and where no final state is stored: this body
+    may have stored one of its own over it, and then somebody has to store another.
+    """
+    marks = marks_of(redlock_of(task.app).session, name_of_run(task, request))
+    is_done = any(mark is not None and mark > began - CLOCKS_DIFFER for mark in marks)
+    return is_done and states.is_over(task, request)
 
 
 def ensure_to_the_end(lock: Lock) -> None:
@@ -324,6 +480,7 @@ def turn_away(
     rules: Rules,
     slip: Slip,
     refused: NotAcquired,
+    resources: Sequence[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
@@ -331,7 +488,9 @@ def turn_away(
 
     Raises Ignore (put back, or skipped), or the error that ends the run as FAILURE.
     """
-    if is_twin(task, request, refused) and goes_back(task, request):
+    refused_at = utc_now().timestamp()
+    may_wait = isinstance(refused, LockTaken) or rules.unreachable == "requeue"
+    if may_wait and may_be_twin(task, request, slip, refused):
         await_first(task, request, slip, refused)
     past = slip.past(utc_now())
 
@@ -339,16 +498,66 @@ def turn_away(
         told = (taken.resource, taken.holder, past.deferrals, past.waited, task)
         return conflict(Contention(*told, tuple(args), dict(kwargs)))
 
+    def waiting(countdown: float) -> str:
+        if not goes_back(task, request):
+            return ""
+        left = expires_in(task, request)
+        return enter(task, resources, name_of_run(task, request), countdown, left)
+
     cap = settings_of(task.app).countdown_cap
-    decision = contention.decide(rules, refused, past, ask, random.uniform, cap)
+    try:
+        decision = contention.decide(rules, refused, past, ask, random.uniform, cap, waiting)
+    except BaseException:  # a callable's error, or cut, as by a soft time limit
+        leave(task, resources, name_of_run(task, request))  # nobody is skipped for a run that fails
+        raise
+    if not (isinstance(decision, Requeue) and decision.first):
+        waits_no_more(task, request, slip, rules, resources)
     if isinstance(decision, RunUnlocked):
-        logger.error("%s runs WITHOUT its lock: %s", task.name, refused)
+        told = states.fields("run_unlocked", task, request, resource=refused.resource)
+        logger.error("%s runs WITHOUT its lock: %s", task.name, refused, extra=told)
     elif isinstance(decision, Skip):
         skip(task, request, refused.resource, decision.reason)
     elif isinstance(decision, Requeue) and goes_back(task, request):
-        defer(task, request, slip, past, refused, decision)
+        following = slip.next(utc_now(), decision.delay, request.retries, request.id)
+        is_taken = isinstance(refused, LockTaken)
+        following = replace(
+            following,
+            waits_for=tuple(resources) if is_taken else (),
+            refused_by=refused.resource if is_taken else None,
+            refused_at=refused_at,
+            limit=rules.limit,
+            first=decision.first,
+            patient=is_taken and is_patient(rules),
+        )
+        defer(task, request, following, past, refused, decision.countdown)
     else:
         raise contention.told(refused, past)
+
+
+def why_over(task: Any, request: Any, slip: Slip) -> str:
+    """Return why a message is not to run that may run elsewhere: "expired", "revoked", or ""."""
+    if slip.revoked:
+        return "revoked"
+    return "expired" if slip.may_run_elsewhere and expires_in(task, request) < 0 else ""
+
+
+def turn_away_unrun(task: Any, request: Any, slip: Slip, refused: NotAcquired, over: str) -> None:
+    """End a message that is over, unless it runs already; where nobody can say, it waits.
+
+    over: as of `why_over`. What has expired by now, in its slot, is not put back, either: another
+    delivery may have been revoked for that, and DEFERRED would be stored over its end.
+    """
+    over = over or ("expired" if expires_in(task, request) < 0 else "")
+    if not over:
+        return
+    if may_be_twin(task, request, slip, refused):
+        await_first(task, request, slip, refused)
+    end_unrun(task, request, slip, over)
+
+
+def is_patient(rules: Rules) -> bool:
+    """Tell whether a message may wait for a release alone: without a budget, and asked nothing."""
+    return rules.conflict == "requeue" and rules.max_wait is None and rules.max_deferrals is None
 
 
 def goes_back(task: Any, request: Any) -> bool:
@@ -372,46 +581,90 @@ def is_twin(task: Any, request: Any, refused: NotAcquired) -> bool:
     return isinstance(refused, LockTaken) and refused.holder.startswith(own)
 
 
-def await_first(task: Any, request: Any, slip: Slip, refused: NotAcquired) -> NoReturn:
+def may_be_twin(task: Any, request: Any, slip: Slip, refused: NotAcquired) -> bool:
+    """Tell whether a message is to wait for its own first delivery, which may run or be done.
+
+    Where no quorum answers, nobody can tell that of a second delivery.
+    """
+    is_unknown = not isinstance(refused, LockTaken) and slip.is_second
+    return (is_unknown or is_twin(task, request, refused)) and goes_back(task, request)
+
+
+def await_first(task: Any, request: Any, slip: Slip, refused: Exception) -> NoReturn:
     """Put a twin back, to look again whether the first delivery is done or has died.
 
-    No state, event or signal tells of it: they would overwrite what the first one is at. For the
-    same reason no budget ends it, nor what `conflict` says.
+    refused: why it did not get its lock; a soft time limit, too. No state, event or signal tells
+    of it: they would overwrite what the first one is at. For the same reason no budget ends it, nor
+    what `conflict` says.
     """
     cap = settings_of(task.app).countdown_cap
     decision = contention.await_twin(refused, slip.twin, random.uniform, cap)
     address = Address.of(request.delivery_info, slip)
     countdown = bearable(task.app, decision.countdown, address)
-    logger.info(
-        "%s[%s] runs already, by another delivery of its message: this one looks again in %.2f s",
-        task.name, request.id, countdown,
-    )  # fmt: skip
+    why = (
+        "runs already, by another delivery of its message"
+        if isinstance(refused, LockTaken)
+        else (f"may run already, by another delivery of its message ({refused!r})")
+    )
+    told = states.fields("twin_waits", task, request, countdown=countdown)
+    text = "%s[%s] %s: this one looks again in %.2f s"
+    logger.info(text, task.name, request.id, why, countdown, extra=told)
     put_back(task, request, slip.next_as_twin(request.retries, request.id), countdown)
+    request.__dict__[GOES_ON] = True
     raise Ignore("runs already")
 
 
-def drop(task: Any, request: Any) -> NoReturn:
-    """Acknowledge a message whose run is done, and leave its state as it is."""
-    logger.info("dropped %s[%s]: another delivery of its message is done", task.name, request.id)
+def drop(
+    task: Any, request: Any, slip: Slip, known: AlreadyDoneError | SupersededError
+) -> NoReturn:
+    """Let go of a message that is not to run: it has run already, or another one runs instead."""
+    if isinstance(known, SupersededError):
+        strike_out(task, request, slip)
+        skip(task, request, str(known), "a later send of the same took its place")
+    make_way(task, request)
+
+
+def make_way(task: Any, request: Any) -> NoReturn:
+    """Let go of a message that another delivery of it has brought to its end; that state stays."""
+    request.__dict__[GOES_ON] = True
+    told = states.fields("twin_dropped", task, request)
+    text = "dropped %s[%s]: another delivery of its message is done"
+    logger.info(text, task.name, request.id, extra=told)
     raise Ignore("done already")
 
 
-def skip(task: Any, request: Any, resource: str, reason: str) -> None:
+def end_unrun(task: Any, request: Any, slip: Slip, over: str) -> None:
+    """End a message that is over; the worker's main process has left this to the gate.
+
+    over: as of `why_over`. Source: celery.worker.request: Request._announce_revoked.
+    """
+    if not over:
+        return
+    told = states.fields("run_over", task, request, reason=over)
+    logger.info("%s[%s] is not run: %s", task.name, request.id, over, extra=told)
+    strike_out(task, request, slip)  # before anybody reads REVOKED and sends another
+    states.show_revoked(task, request, over)
+    raise Ignore(over)
+
+
+def skip(task: Any, request: Any, resource: str, reason: str) -> NoReturn:
     """End a run without running its body."""
-    logger.info("skipped %s[%s]: %s", task.name, request.id, reason)
+    told = states.fields("run_skipped", task, request, resource=resource, reason=reason)
+    logger.info("skipped %s[%s]: %s", task.name, request.id, reason, extra=told)
     states.show_skipped(task, request, resource, reason)
     signals.lock_skipped.send(task, event=signals.LockSkipped(resource, reason))
     raise Ignore(reason)
 
 
 def defer(
-    task: Any, request: Any, slip: Slip, past: Past, refused: NotAcquired, decision: Requeue
+    task: Any, request: Any, following: Slip, past: Past, refused: NotAcquired, countdown: float
 ) -> None:
-    """Put the message back: DEFERRED stored, sent, published, then Ignore raised, in this order."""
+    """Put the message back: DEFERRED stored, sent, published, then Ignore raised, in this order.
+
+    following: the slip that it goes with. countdown: s.
+    """
     now = utc_now()
-    address = Address.of(request.delivery_info, slip)
-    countdown = bearable(task.app, decision.countdown, address)
-    following = slip.next(now, decision.delay, request.retries, request.id)
+    countdown = bearable(task.app, countdown, Address.of(request.delivery_info, following))
     holder = refused.holder if isinstance(refused, LockTaken) else ""
     info = {
         "resource": refused.resource,
@@ -420,10 +673,19 @@ def defer(
         "waited": past.waited,
         "next_try": states.in_iso(now, countdown),
     }
-    why = f"held by {holder}" if holder else str(refused)
-    logger.info("deferred %s[%s] for %.2f s: %s", task.name, request.id, countdown, why)
-    states.show_deferred(task, request, info)
-    put_back(task, request, following, countdown)
+    why = f"held by {holder}" if holder else str(contention.told(refused, past))
+    told = states.fields("run_deferred", task, request, **info)
+    text = "deferred %s[%s] for %.2f s: %s"
+    logger.info(text, task.name, request.id, countdown, why, extra=told)
+    try:
+        states.show_deferred(task, request, info, why)
+        put_back(task, request, following, countdown)
+    except Reject:  # it stays with the broker, and comes back
+        raise
+    except BaseException:
+        strike_out(task, request, following)
+        raise
+    request.__dict__[GOES_ON] = True
     event = signals.LockDeferred(
         refused.resource, holder, following.deferrals, past.waited, countdown
     )
@@ -445,21 +707,93 @@ def is_done(state: str | None, outcome: object) -> bool:
     return state in (celery_states.SUCCESS, celery_states.RETRY, celery_states.IGNORED)
 
 
+def is_stored(request: Any, passing: BaseException) -> bool:
+    """Tell whether a run is done although an exception passes Celery's tracer: its hook's.
+
+    Source: celery.worker.request: Request.on_failure lets go of the message whatever comes out of
+    the tracer, but for Reject with requeue, MemoryError, and what ends a process.
+    """
+    passage = passage_of(request)
+    if passage is None or not getattr(passage, "stored", False):
+        return False
+    if isinstance(passing, Reject):
+        return not passing.requeue
+    return isinstance(passing, Exception) and not isinstance(passing, MemoryError)
+
+
 @task_postrun.connect(weak=False)
 def _let_go_late(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
     """Release after the result, links and retry are stored or published: late acknowledgement.
 
     Source: celery.app.trace sends task_postrun in a finally, with the request still in place, on
     every way out of a run that the child itself can see. What is on its way out there meanwhile is
-    an exception of the result backend or of a link that could not be sent: not an end.
+    an exception of the result backend or of a link that could not be sent: not an end; or of a hook
+    of the user's, which comes after the end.
     """
-    passes = sys.exc_info()[1] is not None
+    passing = sys.exc_info()[1]
     try:
-        let_go(sender.request, done=not passes and is_done(state, retval))
+        _end_late(sender, retval, state, passing)
     except BaseException:  # cut, as by a soft time limit: nobody comes after this
-        let_go(sender.request, done=not passes and is_done(state, retval))
+        _end_late(sender, retval, state, passing)
         raise
+
+
+def _end_late(task: Any, retval: Any, state: str | None, passing: BaseException | None) -> None:
+    """End a send's window, mark the run as done, and release; twice does no harm.
+
+    passing: the exception on its way out of the tracer.
+    """
+    request = task.request
+    if passing is None:
+        done = is_done(state, retval)
+    else:
+        done = is_stored(request, passing) or was_ended(name_of_run(task, request))
+    if done and HEADER in request.__dict__:
+        _end_window(task.app, request, state)
+    let_go(request, done=done)
 
 
 # before every other receiver: what they raise past Exception would keep the lock for ever
 task_postrun.receivers.insert(0, task_postrun.receivers.pop())
+
+
+def _end_window(app: Any, request: Any, state: str | None) -> None:
+    """End the window of a send whose run is at its end, and neither put back nor to be retried."""
+    if state != celery_states.RETRY and GOES_ON not in request.__dict__:
+        end_window(app, request)
+
+
+def end_window(app: Any, request: Any) -> None:
+    """End the window that a message's send has opened; nothing happens where there is none."""
+    ticket = Ticket.of(Slip.of(request).unique)
+    if ticket is not None:
+        ticket.end(redlock_of(app))
+
+
+@task_revoked.connect(weak=False)
+def _end_window_of_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
+    """End the window of what is revoked or expired, in the worker's main process."""
+    if HEADER in request.__dict__:
+        end_window(sender.app, request)
+
+
+_received: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+@task_received.connect(weak=False)
+def _note_ticket(request: Any = None, **_: Any) -> None:
+    """Keep what has a window at hand for its end, as long as Celery itself keeps it."""
+    if HEADER in request.request_dict and Slip.of(request._context).unique is not None:
+        _received[request.id] = request
+
+
+@task_failure.connect(weak=False)
+def _end_window_of_killed(sender: Any = None, task_id: Any = None, **_: Any) -> None:
+    """End the window of a run whose process is gone; its message does not come back.
+
+    Source: celery.worker.request: Request.on_failure sends this in the worker's main process where
+    the child could not, and not where it hands the message back.
+    """
+    request = _received.get(task_id)
+    if request is not None:
+        end_window(sender.app, request._context)

@@ -69,6 +69,14 @@ def redlock_of(app: Any) -> Redlock:
     return redlock
 
 
+def forget(app: Any) -> None:
+    """Read an app's settings anew and connect anew: they have changed. For tests."""
+    _settings.pop(app, None)
+    redlock = _redlocks.pop(app, None)
+    if redlock is not None:
+        redlock.close()
+
+
 class Body:
     """A body that runs under a lock, and hears when that is lost.
 
@@ -80,7 +88,7 @@ class Body:
 
     def __init__(self, lock: Lock, *, abort: bool, report: Callable[[LockLost], object]) -> None:
         self.lock, self.abort = lock, abort
-        self.place = _here()
+        self.place = here()
         self.struck = False
         self._reports = [report]  # taken out by the one that calls it
 
@@ -251,7 +259,7 @@ class Greenlet(Place):
         self._call_in_hub(self._spawn, do)
 
 
-def _here() -> Place:
+def here() -> Place:
     """Return where this is called."""
     monkey = sys.modules.get("gevent.monkey")
     if monkey is not None and monkey.is_module_patched("threading"):

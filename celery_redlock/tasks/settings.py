@@ -1,6 +1,7 @@
 """Options from five levels, merged, checked and frozen; and the key that they make of arguments.
 
-Built-in < app.conf.redlock_<name> < redlock_queues[...]["<name>"] < task.lock_<name> < call.
+Built-in < app.conf.redlock_<name> < redlock_queues[...]["<name>"] < task.lock_<name>, or for a task
+of others redlock_tasks[...]["<name>"] < call.
 Nothing here does I/O.
 """
 
@@ -17,7 +18,7 @@ import inspect
 import re
 import string
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -38,9 +39,10 @@ from celery_redlock.lock.redlock import (
 )
 
 DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # s
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - what an exporter is for; the setting may name a host
 LONGEST_MARK = 600.0  # s, where `redlock_done_ttl` does not say it: each mark takes memory
 VISIBILITY = 3600.0  # s: kombu's own, where `visibility_timeout` is not set
-LATER = "comes with a later release; leave it out until then"
+CELERYS = "celery."  # what the names of Celery's own tasks begin with
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class Place:
     level: str
     name: str
 
+    def __str__(self) -> str:
+        return self.level if self.level == "built-in" else f"{self.level}: {self.name}"
+
     def wrong(self, value: object, way_out: str) -> SettingsError:
         """Return the error for a value that stands here."""
         shown = "..." if "://" in repr(value) else repr(value)  # a URL may hold a password
@@ -58,7 +63,7 @@ class Place:
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What holds for a whole app. Times in s."""
+    """What holds for a whole app. Times in s. metrics: host and port where a worker serves them."""
 
     nodes: tuple[Any, ...] = field(repr=False)  # URLs may hold passwords
     prefix: str
@@ -69,16 +74,29 @@ class AppSettings:
     done_ttl: float
     options: Mapping[str, Any]
     queues: Mapping[str, Mapping[str, Any]]
+    tasks: Mapping[str, Mapping[str, Any]]
     countdown_cap: float
+    metrics: tuple[str, int] | None = None
 
     def for_queue(self, queue: str) -> Mapping[str, Any]:
         """Return the options of a queue: an exact name goes before globs, those in their order."""
-        if queue in self.queues:
-            return self.queues[queue]
-        for pattern, options in self.queues.items():
-            if fnmatch.fnmatchcase(queue, pattern):
-                return options
-        return {}
+        return self.queues.get(pattern_for(queue, self.queues) or "", {})
+
+
+def pattern_for(name: str, patterns: Iterable[str]) -> str | None:
+    """Return the name or glob that a name goes by, None where there is none.
+
+    An exact name goes before globs, and of globs the first one that fits.
+    """
+    patterns = list(patterns)
+    if name in patterns:
+        return name
+    return next((glob for glob in patterns if fnmatch.fnmatchcase(name, glob)), None)
+
+
+def is_glob(pattern: str) -> bool:
+    """Tell a glob from a plain name."""
+    return any(sign in pattern for sign in "*?[")
 
 
 @dataclass(frozen=True)
@@ -99,15 +117,51 @@ class Rules:
     unreachable: str
     limit: int
     fencing: bool
+    unique_for: float | None
+    unique_until: str
+    duplicate: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One option in force: its value, and where that stands."""
+
+    name: str
+    value: Any
+    place: Place
+
+
+@dataclass(frozen=True)
+class TaskRules:
+    """The options in force for a task in a queue, for people; as text a table."""
+
+    task: str
+    queue: str
+    rules: tuple[Rule, ...]
+
+    def __getitem__(self, name: str) -> Rule:
+        """Return the rule of one option."""
+        return next(rule for rule in self.rules if rule.name == name)
+
+    def __str__(self) -> str:
+        rows = [(rule.name, _shown(rule), str(rule.place)) for rule in self.rules]
+        wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"{a:<{wide[0]}}  {b:<{wide[1]}}  {c}" for a, b, c in rows]
+        return "\n".join([f"{self.task} in queue {self.queue}", *lines])
+
+
+def _shown(rule: Rule) -> str:
+    if rule.name == "key" and rule.value is None:
+        return "all arguments"
+    value = rule.value
+    return str(getattr(value, "__qualname__", value)) if callable(value) else repr(value)
 
 
 Check = Callable[[Place, Any, AppSettings], Any]
 
 
-def _one_of(*words: str, callables: bool = False, later: Sequence[str] = ()) -> Check:
+def _one_of(*words: str, callables: bool = False) -> Check:
     def check(place: Place, value: Any, app: AppSettings) -> Any:
-        if value in later and isinstance(value, str):
-            raise place.wrong(value, LATER)
         if callables and callable(value):
             return value
         if not isinstance(value, str) or value not in words:
@@ -185,22 +239,13 @@ def templates_of(key: Any) -> tuple[str, ...]:
     return key if isinstance(key, tuple) and "{" in key[0] else ()
 
 
-def _not_yet(default: Any) -> Check:
-    def check(place: Place, value: Any, app: AppSettings) -> Any:
-        if value != default or isinstance(value, bool) != isinstance(default, bool):
-            raise place.wrong(value, LATER)
-        return value
-
-    return check
-
-
 OPTIONS: Mapping[str, Check] = {
     "key": _key,
     "ttl": _ttl,
     "renew": _bool,
     "max_hold": _seconds_or_none,
     "wait": _wait,
-    "conflict": _one_of("requeue", "skip", "fail", callables=True, later=("coalesce",)),
+    "conflict": _one_of("requeue", "skip", "fail", "coalesce", callables=True),
     "backoff": _backoff,
     "max_wait": _seconds_or_none,
     "max_deferrals": _count_or_none,
@@ -209,9 +254,9 @@ OPTIONS: Mapping[str, Check] = {
     "unreachable": _one_of("requeue", "fail", "run"),
     "limit": _limit,
     "fencing": _bool,
-    "unique_for": _not_yet(None),
-    "unique_until": _not_yet("done"),
-    "duplicate": _not_yet("existing"),
+    "unique_for": _seconds_or_none,
+    "unique_until": _one_of("start", "done", "window"),
+    "duplicate": _one_of("existing", "fail", "replace"),
 }
 BUILT_IN: Mapping[str, Any] = {
     "key": None,
@@ -227,6 +272,9 @@ BUILT_IN: Mapping[str, Any] = {
     "unreachable": "requeue",
     "limit": 1,
     "fencing": False,
+    "unique_for": None,
+    "unique_until": "done",
+    "duplicate": "existing",
 }
 APP_ONLY = (
     "nodes",
@@ -236,11 +284,16 @@ APP_ONLY = (
     "max_ttl",
     "restart_guard",
     "done_ttl",
+    "metrics",
     "queues",
     "tasks",
 )
+# what other locks call it: by its spelling alone, `timeout` would be taken for `limit`
+ELSEWHERE = {
+    **dict.fromkeys(("timeout", "expire", "expires", "expiry", "lease"), "ttl"),
+    **dict.fromkeys(("blocking_timeout", "acquire_timeout"), "wait"),
+}
 TEMPLATE_NAMES = ("task", "queue", "digest")  # beside the arguments, whose names win
-APP_LATER = ("tasks",)
 
 
 def checked(
@@ -254,11 +307,20 @@ def checked(
     result = {}
     for name, value in options.items():
         if name not in OPTIONS:
-            raise place(str(name)).wrong(value, f"is not an option{did_you_mean(name, OPTIONS)}")
+            raise place(str(name)).wrong(value, f"is not an option{_option_meant(name)}")
         if travels and callable(value):
             raise place(name).wrong(value, "callables stand at task and app level only")
         result[name] = OPTIONS[name](place(name), value, app)
     return result
+
+
+def check_outside(options: Mapping[str, Any]) -> None:
+    """Refuse options of ours among those of a call: Celery would ignore them; SettingsError."""
+    for written, value in options.items():
+        name = written.removeprefix("lock_")
+        if name != written and name in OPTIONS:
+            way_out = f'stands in one with the others of a call: lock={{"{name}": ...}}'
+            raise SettingsError("call", written, repr(value), way_out)
 
 
 def check_together(level: str, options: Mapping[str, Any]) -> None:
@@ -278,6 +340,14 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
 
 
+def _option_meant(written: object, prefix: str = "") -> str:
+    """Return the same for an option, which may be written as at another level, or elsewhere."""
+    bare = str(written).removeprefix("redlock_").removeprefix("lock_")
+    meant = ELSEWHERE.get(bare, bare)
+    known = [f"{prefix}{option}" for option in OPTIONS]
+    return did_you_mean(f"{prefix}{meant}" if meant in OPTIONS else written, known)
+
+
 def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettings:
     """Return what an app's configuration says; raises SettingsError.
 
@@ -290,12 +360,10 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
     def value(name: str, default: Any) -> Any:
         return conf.get(f"redlock_{name}", default)
 
-    for name in APP_LATER:
-        if value(name, None) is not None:
-            raise Place(level, f"redlock_{name}").wrong(value(name, None), LATER)
     timeout = check_seconds(level, "redlock_node_timeout", value("node_timeout", 0.2))
     nodes, nodes_from = _nodes(conf, value("nodes", None))
     check_nodes(level, nodes_from, nodes, timeout)
+    done_ttl = _done_ttl(conf, level, value("done_ttl", None))
     bare = AppSettings(
         nodes=tuple(nodes),
         prefix=check_prefix(level, "redlock_prefix", value("prefix", "redlock")),
@@ -303,13 +371,21 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
         clock_drift=check_drift(level, "redlock_clock_drift", value("clock_drift", 0.01)),
         max_ttl=check_seconds(level, "redlock_max_ttl", value("max_ttl", DEFAULT_MAX_TTL)),
         restart_guard=check_guard(level, "redlock_restart_guard", value("restart_guard", "auto")),
-        done_ttl=_done_ttl(conf, level, value("done_ttl", None)),
+        done_ttl=done_ttl,
         options={},
         queues={},
-        countdown_cap=_visibility(conf) / 4,
+        tasks={},
+        # so that a copy which waits looks again while it is known that another one is done
+        countdown_cap=min(_visibility(conf) / 4, done_ttl / 2),
+        metrics=_metrics(level, value("metrics", None)),
     )
-    queues = _queue_options(value("queues", None) or {}, bare)
-    return replace(bare, options=_app_options(conf, bare), queues=queues)
+    queues = _by_pattern("queue", value("queues", None) or {}, bare, travels=True)
+    tasks = _by_pattern("task", value("tasks", None) or {}, bare, travels=False)
+    for pattern in tasks:
+        if pattern.startswith(CELERYS):
+            way_out = "Celery's own tasks are never locked: name tasks of your own or of others"
+            raise tasks_place(pattern).wrong(tasks[pattern], way_out)
+    return replace(bare, options=_app_options(conf, bare), queues=queues, tasks=tasks)
 
 
 def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> None:
@@ -317,11 +393,13 @@ def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> 
     known = [f"redlock_{name}" for name in (*OPTIONS, *APP_ONLY)]
     before = f"{namespace.lower()}_" if namespace else ""
     for written in conf:
-        name = str(written).lower()
+        name, start = str(written).lower(), ""
         if before and name.startswith(before):
-            name = name[len(before) :]
+            name, start = name[len(before) :], str(written)[: len(before)]
         if name.startswith("redlock_") and name not in known:
-            way_out = f"is not a setting{did_you_mean(name, known)}"
+            is_upper = str(written).isupper()
+            as_written = [start + (one.upper() if is_upper else one) for one in known]
+            way_out = f"is not a setting{did_you_mean(written, as_written)}"
             raise Place("app", str(written)).wrong(conf[written], way_out)
 
 
@@ -329,24 +407,33 @@ def _app_options(conf: Mapping[str, Any], app: AppSettings) -> Mapping[str, Any]
     missing = object()
     given = {name: conf.get(f"redlock_{name}", missing) for name in OPTIONS}
     given = {name: value for name, value in given.items() if value is not missing}
-    return checked(given, app, lambda name: Place("app", f"redlock_{name}"), travels=False)
+    return checked(given, app, app_place, travels=False)
 
 
-def _queue_options(queues: Any, app: AppSettings) -> Mapping[str, Mapping[str, Any]]:
-    whole = Place("app", "redlock_queues")
-    if not isinstance(queues, Mapping):
-        raise whole.wrong(queues, "must map queue names or globs to options")
+def _by_pattern(
+    kind: str, given: Any, app: AppSettings, *, travels: bool
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return the options of queues or tasks by name or glob, checked. kind: "queue" or "task"."""
+    whole = Place("app", f"redlock_{kind}s")
+    if not isinstance(given, Mapping):
+        raise whole.wrong(given, f"must map {kind} names or globs to options")
     result = {}
-    for queue, options in queues.items():
-        if not isinstance(queue, str) or not isinstance(options, Mapping):
-            raise whole.wrong({queue: options}, "must map a queue's name or glob to its options")
-        level = f"queue {queue!r}"
-
-        def place(name: str, level: str = level, queue: str = queue) -> Place:
-            return Place(level, f"redlock_queues[{queue!r}][{name!r}]")
-
-        result[queue] = checked(options, app, place, travels=True)
+    for pattern, options in given.items():
+        if not isinstance(pattern, str) or not isinstance(options, Mapping):
+            way_out = f"must map a {kind}'s name or glob to its options"
+            raise whole.wrong({pattern: options}, way_out)
+        place = _place_by_pattern(kind, pattern)
+        result[pattern] = checked(options, app, place, travels=travels)
     return result
+
+
+def _place_by_pattern(kind: str, pattern: str) -> Callable[[str], Place]:
+    return lambda name: Place(f"{kind} {pattern!r}", f"redlock_{kind}s[{pattern!r}][{name!r}]")
+
+
+def tasks_place(pattern: str) -> Place:
+    """Return where what is said of tasks of others stands as a whole."""
+    return Place("app", f"redlock_tasks[{pattern!r}]")
 
 
 def _nodes(conf: Mapping[str, Any], given: Any) -> tuple[Any, str]:
@@ -399,6 +486,17 @@ def _visibility(conf: Mapping[str, Any]) -> float:
     return float(timeout) if isinstance(timeout, (int, float)) and timeout > 0 else VISIBILITY
 
 
+def _metrics(level: str, given: Any) -> tuple[str, int] | None:
+    """Return where metrics are served: a port of all interfaces, or "host:port"."""
+    if given is None:
+        return None
+    host, _, port = str(given).rpartition(":")
+    if isinstance(given, bool) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        way_out = 'must be a port, or "host:port", 0 for any that is free; None for no metrics'
+        raise SettingsError(level, "redlock_metrics", repr(given), way_out)
+    return host.strip("[]") or EVERYWHERE, int(port)
+
+
 def _done_ttl(conf: Mapping[str, Any], level: str, given: Any) -> float:
     """Return the s for which a run is known as done: until no other delivery is to be expected."""
     if given is None:
@@ -417,10 +515,25 @@ class Plan:
     app: AppSettings
     options: Mapping[str, Any]
     signature: inspect.Signature
+    place: Callable[[str], Place]  # where an option of the task stands
     queues: dict[tuple[str | None, str], str] = field(
         default_factory=dict, compare=False, repr=False
     )
     _by_queue: dict[str, Rules] = field(default_factory=dict, compare=False, repr=False)
+
+    @functools.cached_property
+    def may_be_unique(self) -> bool:
+        """Whether any send is deduplicated, but for what a call says."""
+        levels = (self.app.options, *self.app.queues.values(), self.options)
+        return any(level.get("unique_for") is not None for level in levels)
+
+    def may_name_queue(self, call: Mapping[str, Any] | None) -> bool:
+        """Tell whether a key depends on the queue; call: the options of one, unchecked yet."""
+        return self._names_queue or (call is not None and _names_queue(call.get("key")))
+
+    @functools.cached_property
+    def _names_queue(self) -> bool:
+        return any(_names_queue(level.get("key")) for level in (self.app.options, self.options))
 
     def rules(self, queue: str, call: Mapping[str, Any] | None = None) -> Rules:
         """Return the options in force in a queue; call: those of the message, unchecked yet."""
@@ -431,18 +544,37 @@ class Plan:
             rules = self._by_queue[queue] = self._merge(queue, {})
         return rules
 
+    def _levels(
+        self, queue: str, call: Mapping[str, Any]
+    ) -> Iterator[tuple[Mapping[str, Any], Callable[[str], Place]]]:
+        """Give the options of each level, the nearest last, and where they stand there."""
+        built_in = {"ttl": min(DEFAULT_TTL, self.app.max_ttl), **BUILT_IN}
+        yield built_in, lambda name: Place("built-in", name)
+        yield self.app.options, app_place
+        pattern = pattern_for(queue, self.app.queues)
+        if pattern is not None:
+            yield self.app.queues[pattern], _place_by_pattern("queue", pattern)
+        yield self.options, self.place
+        yield call, call_place
+
     def _merge(self, queue: str, call: Mapping[str, Any]) -> Rules:
-        ttl = min(DEFAULT_TTL, self.app.max_ttl)
-        merged = {
-            "ttl": ttl,
-            **BUILT_IN,
-            **self.app.options,
-            **self.app.for_queue(queue),
-            **self.options,
-            **call,
-        }
+        merged: dict[str, Any] = {}
+        for options, _ in self._levels(queue, call):
+            merged.update(options)
         check_together(f"task {self.task_name!r} in queue {queue!r}", merged)
         return Rules(**{name: merged[name] for name in Rules.__dataclass_fields__})
+
+    def told(self, queue: str, call: Mapping[str, Any] | None = None) -> TaskRules:
+        """Return the options in force in a queue with where each stands; call: unchecked yet."""
+        checked_call = self.check_call(call or {})
+        places: dict[str, Place] = {}
+        for options, place in self._levels(queue, checked_call):
+            places.update((name, place(name)) for name in options)
+        rules = self._merge(queue, checked_call)
+        told = [
+            Rule(name, getattr(rules, name), places[name]) for name in Rules.__dataclass_fields__
+        ]
+        return TaskRules(self.task_name, queue, tuple(told))
 
     def check_call(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a call, checked, also beside those of task and app."""
@@ -471,8 +603,8 @@ class Plan:
     ) -> tuple[str, ...]:
         """Return what a run with these arguments locks: all or none; () where it takes no lock.
 
-        Raises SettingsError where the key cannot be made, TypeError where the arguments do not
-        fit the function.
+        Raises SettingsError where the key cannot be made, and where the arguments do not fit the
+        function.
         """
         key = rules.key
         if key is False:
@@ -492,14 +624,48 @@ class Plan:
         chosen = {name: arguments[name] for name in key}
         return (f"{self.task_name}:{digest(chosen, self.task_name)}",)
 
+    def shapes(self, rules: Rules, queue: str) -> tuple[str, ...]:
+        """Return what a run's resources look like, {} for each argument; () where none is known.
+
+        Tasks with the same shape may lock the same resource. Without a template it names the task.
+        """
+        if rules.key is None or rules.key is False or callable(rules.key):
+            return ()
+        blank = dict.fromkeys(self.signature.parameters, "{}")
+        known = {"task": self.task_name, "queue": queue, "digest": "{digest}", **blank}
+        shapes = []
+        for template in templates_of(rules.key):
+            parts = _FORMATTER.parse(template)
+            fields = [(text, (name or "").partition("[")[0]) for text, name, _, _ in parts]
+            shapes.append("".join(text + known.get(name, "") for text, name in fields))
+        return tuple(shapes)
+
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return every argument by its name, defaults included."""
         names = self._plain
         if names is not None and not kwargs and len(args) == len(names):
             return dict(zip(names, args, strict=True))  # as below, at a third of its cost
-        bound = self.signature.bind(*args, **kwargs)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:  # no retry of it: Celery publishes none that does not fit
+            raise self._misfit(error, args, kwargs) from None
         bound.apply_defaults()
         return bound.arguments
+
+    def _misfit(
+        self, error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> SettingsError:
+        """Return the error for arguments that do not fit the function; it shows none of them."""
+        bare = [p.replace(annotation=p.empty) for p in self.signature.parameters.values()]
+        named = f", {', '.join(sorted(kwargs))} by name" if kwargs else ""
+        way_out = (
+            f"do not fit {self.task_name}{inspect.Signature(bare)}: {error}. A send and lock_for "
+            "give all that a run takes. Where the message was sent for another version of the "
+            "task, let a worker of that version run it, or let the function take both: give a new "
+            "argument a default, keep an old one while messages have it"
+        )
+        level = f"task {self.task_name!r}"
+        return SettingsError(level, "arguments", f"({len(args)} by position{named})", way_out)
 
     @functools.cached_property
     def _plain(self) -> Sequence[str] | None:
@@ -509,7 +675,7 @@ class Plan:
         return tuple(self.signature.parameters) if all_plain else None
 
     def _called(self, rules: Rules, task: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
-        place, key = Place(f"task {self.task_name!r}", "lock_key"), rules.key
+        place, key = self.place("key"), rules.key
         try:
             returned = key(task, args, kwargs)
         except Exception as error:
@@ -525,7 +691,7 @@ class Plan:
         return resources
 
     def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
-        place = Place(f"task {self.task_name!r}", "lock_key")
+        place = self.place("key")
         known = _Arguments(self.task_name, queue, arguments)
         try:
             text = _FORMATTER.vformat(template, (), known)
@@ -535,6 +701,10 @@ class Plan:
         if not text:
             raise place.wrong(template, "gives an empty text for these arguments")
         return text
+
+
+def _names_queue(key: Any) -> bool:
+    return not callable(key) and "{queue}" in repr(key)
 
 
 class _Arguments(dict[str, Any]):
@@ -592,6 +762,11 @@ def template_names(template: str, place: Place) -> list[str]:
     return roots
 
 
+def app_place(name: str) -> Place:
+    """Return where an option of the whole app stands."""
+    return Place("app", f"redlock_{name}")
+
+
 def call_place(name: str) -> Place:
     """Return where an option of a single call stands."""
     return Place("call", f"lock={{{name!r}}}")
@@ -616,16 +791,41 @@ def compile_plan(
         if name not in OPTIONS:
             if callable(value) or written in others:
                 continue
-            known = [f"lock_{option}" for option in OPTIONS]
-            way_out = f"is not an option{did_you_mean(written, known)}"
+            way_out = f"is not an option{_option_meant(written, 'lock_')}"
             raise SettingsError(level, written, repr(value), way_out)
         options[name] = value
-    options = checked(options, app, lambda name: Place(level, f"lock_{name}"), travels=False)
-    plan = Plan(task_name, app, options, signature)
-    plan.check_key(options.get("key"), Place(level, "lock_key"))
-    if "key" not in options:
-        plan.check_key(app.options.get("key"), Place("app", "redlock_key"))
-    check_together(level, {**app.options, **options})
+
+    def place(name: str) -> Place:
+        return Place(level, f"lock_{name}")
+
+    options = checked(options, app, place, travels=False)
+    return _planned(Plan(task_name, app, options, signature, place))
+
+
+def compile_others_plan(
+    app: AppSettings, task_name: str, pattern: str, signature: inspect.Signature
+) -> Plan:
+    """Return the plan of a task that `redlock_tasks` locks; raises SettingsError.
+
+    pattern: the entry that it goes by. What the task itself says of `lock_*` is not about locks.
+    """
+    if pattern not in app.tasks:
+        way_out = "came after the settings had been read: set it before the app finalizes"
+        raise tasks_place(pattern).wrong("...", way_out)
+    place = _place_by_pattern("task", pattern)
+    return _planned(Plan(task_name, app, app.tasks[pattern], signature, place))
+
+
+def _planned(plan: Plan) -> Plan:
+    """Return a plan whose key its function can fill, and whose options go together."""
+    plan.check_key(plan.options.get("key"), plan.place("key"))
+    if "key" not in plan.options:
+        plan.check_key(plan.app.options.get("key"), app_place("key"))
+    check_together(f"task {plan.task_name!r}", {**plan.app.options, **plan.options})
+    unique_for = plan.options.get("unique_for")
+    if plan.options.get("key") is False and unique_for is not None:
+        way_out = "deduplicates by the lock's key, and key=False makes none: name a key"
+        raise plan.place("unique_for").wrong(unique_for, way_out)
     return plan
 
 
@@ -639,7 +839,8 @@ def digest(arguments: Mapping[str, Any], task: str) -> str:
     parts = []
     for name, value in arguments.items():
         try:
-            parts.append(f"{name}={canonical(value)}")
+            text = repr(value) if type(value) in _MOST else canonical(value)
+            parts.append(f"{name}={text}")
         except TypeError as error:
             way_out = (
                 f"has no stable form ({error}): name the arguments that make the key, as "
@@ -651,6 +852,7 @@ def digest(arguments: Mapping[str, Any], task: str) -> str:
     return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:32]
 
 
+_MOST = (int, str)  # what most arguments are, and nothing derived from it: as below, but sooner
 _PLAIN = (dt.datetime, dt.date, dt.time)
 _BY_TEXT = (decimal.Decimal, uuid.UUID, dt.timedelta)
 

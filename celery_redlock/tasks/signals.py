@@ -27,10 +27,11 @@ node_recovered = Signal(name="node_recovered", providing_args={"event"})
 
 @dataclass(frozen=True)
 class LockAcquired:
-    """A lock is held. ttl: s."""
+    """A lock is held. ttl: s. fencing_token: 0 where none was asked for."""
 
     resource: str
     ttl: float
+    fencing_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class SignalObserver(Observer):
     def acquired(self, holding: Holding) -> None:
         """Send lock_acquired."""
         if lock_acquired.receivers:
-            event = LockAcquired(holding.resource, holding.terms.ttl)
+            event = LockAcquired(holding.resource, holding.terms.ttl, holding.fencing_token)
             lock_acquired.send(_sender(holding), event=event)
 
     def released(self, holding: Holding) -> None:

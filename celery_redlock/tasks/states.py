@@ -2,6 +2,9 @@
 
 Order matters: DEFERRED is stored and sent before the message is out, for whoever takes the
 message may finish it at once, and a later write would stay for ever.
+
+Each event that is none of Celery's own says as `result` why it was sent: of all the fields of an
+event a monitor shows those alone that celery.events.state.Task names.
 """
 
 from __future__ import annotations
@@ -13,13 +16,20 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from celery import states
+from celery.backends.base import DisabledBackend
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
+from celery.signals import task_revoked
 
 from celery_redlock.errors import LockLost
 
 logger = logging.getLogger(__name__)
 
 DEFERRED = "DEFERRED"
+
+
+def fields(event: str, task: Any, request: Any, **more: Any) -> dict[str, Any]:
+    """Return what a log line of a run says as fields, for handlers that write them."""
+    return {"event": event, "task": task.name, "task_id": request.id, **more}
 
 
 def ignores_result(task: Any, request: Any) -> bool:
@@ -42,23 +52,52 @@ def may_show(task: Any, request: Any) -> bool:
     return stores(task, request) and not (asks is not None and asks(task_id=request.id))
 
 
+def is_over(task: Any, request: Any) -> bool:
+    """Tell whether a final state is stored for a task, so that who comes late need store none.
+
+    True where none is wanted. False where the result backend cannot say.
+    """
+    backend = task.backend
+    if not stores(task, request) or isinstance(backend, DisabledBackend):
+        return True
+    if not backend.persistent:  # rpc: what is stored is in its caller's queue
+        return False
+    try:
+        meta = backend.get_task_meta(request.id, cache=False)
+    except Exception as error:
+        text = "cannot read the state of %s[%s]: %s"
+        told = fields("state_not_read", task, request)
+        logger.warning(text, task.name, request.id, error, extra=told)
+        return False
+    return meta["status"] in states.READY_STATES
+
+
 def in_iso(now: datetime, seconds: float) -> str:
     """Return the moment so many s after `now`, ISO 8601 with its zone."""
     return (now + timedelta(seconds=seconds)).isoformat()
 
 
-def show_deferred(task: Any, request: Any, info: dict[str, Any]) -> None:
-    """Store and send DEFERRED. info: resource, holder, deferrals, waited, next_try."""
+def in_words(info: dict[str, Any], why: str) -> str:
+    """Return what is known of a deferral as one line. why: held by whom, or what no node said."""
+    counts = f"deferrals: {info['deferrals']}; waited: {info['waited']:.1f} s"
+    return f"{info['resource']}: {why}; {counts}; next try: {info['next_try']}"
+
+
+def show_deferred(task: Any, request: Any, info: dict[str, Any], why: str) -> None:
+    """Store and send DEFERRED.
+
+    info: resource, holder, deferrals, waited, next_try. why: as of `in_words`.
+    """
     if may_show(task, request):
         _show(task, lambda: task.backend.store_result(request.id, info, DEFERRED, request=request))
-    _send(task, "task-deferred", **info)
+    _send(task, "task-deferred", result=in_words(info, why), **info)
 
 
 def show_started(task: Any, request: Any, *, tracked: bool, deferred: bool) -> None:
     """Store STARTED once the lock is held, and let monitors leave DEFERRED.
 
     tracked: the task has `track_started`, which the gate took over; deferred: this message was
-    put back before, so DEFERRED is what a person sees until now.
+    put back before, so DEFERRED and its reason are what a person sees until now.
     Source: celery.events.state: a task-started after a custom event does not change the state,
     a task-retried does.
     """
@@ -74,17 +113,35 @@ def show_started(task: Any, request: Any, *, tracked: bool, deferred: bool) -> N
         )
     if deferred and not request.is_eager:
         _send(task, "task-retried", exception="lock acquired after a deferral", traceback="")
-        _send(task, "task-started")
+        # the reason of DEFERRED is over, and a run that got its lock has no exception
+        _send(task, "task-started", result=None, exception=None, traceback=None)
 
 
 def show_skipped(task: Any, request: Any, resource: str, reason: str) -> None:
-    """Store REVOKED, so that callers, chains and chords end, and send SKIPPED.
+    """Store REVOKED, so that callers, chains and chords end, and send SKIPPED."""
+    if request.is_eager:
+        return
+    _store_revoked(task, request, reason)
+    _send(task, "task-skipped", resource=resource, reason=reason, result=reason)
+
+
+def show_revoked(task: Any, request: Any, reason: str) -> None:
+    """Store REVOKED, and tell of it as Celery does in the main process.
+
+    reason: "expired" or "revoked".
+    """
+    _store_revoked(task, request, reason)
+    told = {"terminated": False, "signum": None, "expired": reason == "expired"}
+    _send(task, "task-revoked", **told)
+    task_revoked.send(task, request=request, **told)
+
+
+def _store_revoked(task: Any, request: Any, reason: str) -> None:
+    """Store REVOKED, so that all who wait hear of it.
 
     Source: celery.backends.base: mark_as_revoked leaves out what is chained after the task, and a
     chord that stands behind it would wait for ever; mark_as_failure tells all of it.
     """
-    if request.is_eager:
-        return
     task.backend.mark_as_failure(
         request.id,
         TaskRevokedError(reason),
@@ -93,7 +150,6 @@ def show_skipped(task: Any, request: Any, resource: str, reason: str) -> None:
         call_errbacks=False,
         state=states.REVOKED,
     )
-    _send(task, "task-skipped", resource=resource, reason=reason)
 
 
 def show_lost(task: Any, request: Any, error: Exception) -> None:
@@ -109,7 +165,8 @@ def show_lock_lost(task: Any, request: Any, lost: LockLost) -> None:
         return
     task.request_stack.push(request)  # what is sent is about the task's current request
     try:
-        _send(task, "task-lock-lost", resource=lost.resource, reason=lost.reason)
+        told = {"resource": lost.resource, "reason": lost.reason}
+        _send(task, "task-lock-lost", result=f"{lost.resource}: lost, {lost.reason}", **told)
     finally:
         task.request_stack.pop()
 
@@ -127,4 +184,6 @@ def _show(
     except let_through:
         raise
     except Exception as error:
-        logger.warning("cannot show the state of %s[%s]: %s", task.name, task.request.id, error)
+        text = "cannot show the state of %s[%s]: %s"
+        told = fields("state_not_shown", task, task.request)
+        logger.warning(text, task.name, task.request.id, error, extra=told)

@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from celery import Task
 from celery._state import connect_on_app_finalize, get_current_task, get_current_worker_task
-from celery.signals import worker_ready
+from celery.app.autoretry import add_autoretry_behaviour
+from celery.app.registry import TaskRegistry
+from celery.signals import worker_init, worker_ready
 from celery.utils import uuid
+from celery.utils.imports import symbol_by_name
+from celery.utils.time import maybe_make_aware
 
-from celery_redlock.errors import NotAcquired, RedlockError, SettingsError
+from celery_redlock.errors import DuplicateTask, NotAcquired, RedlockError, SettingsError
 from celery_redlock.lock.backoff import Backoff
 from celery_redlock.lock.inspection import NodeReport, ask_nodes, exchange_terms, terms_of
 from celery_redlock.lock.redlock import Lock, check_wait
 from celery_redlock.tasks.children import watch_children
-from celery_redlock.tasks.deferral import HEADER, Address
-from celery_redlock.tasks.gate import gated, is_gate, lock_of, passage_of, plan_of, queue_of
+from celery_redlock.tasks.deferral import HEADER, Address, utc_now
+from celery_redlock.tasks.gate import (
+    ENTRY,
+    gated,
+    is_gate,
+    lock_of,
+    noted,
+    passage_of,
+    plan_of,
+    queue_of,
+)
 from celery_redlock.tasks.runtime import redlock_of, settings_of
-from celery_redlock.tasks.settings import Plan, check_known_names
+from celery_redlock.tasks.settings import (
+    BUILT_IN,
+    CELERYS,
+    AppSettings,
+    Place,
+    Plan,
+    Rules,
+    TaskRules,
+    check_known_names,
+    check_outside,
+    checked,
+    pattern_for,
+    tasks_place,
+)
+from celery_redlock.tasks.uniqueness import Send, Standing, is_awaited, name_of, send_once
 
 logger = logging.getLogger(__name__)
 
+HOOKS = ("on_success", "on_failure", "on_retry", "after_return")
+REQUEST = "celery_redlock.tasks.request:Request"  # by name: only workers import it
 DEFAULT_STRATEGY = "celery.worker.strategy:default"
 
 
@@ -39,27 +70,32 @@ class LockedTask(Task):
     """
 
     abstract = True
+    Request: Any = REQUEST
     dont_autoretry_for = (NotAcquired, SettingsError)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Put the gate around the class's own `run` and `__call__`."""
+        """Put the gate around the class's own `run` and `__call__`, and watch its hooks."""
         super().__init_subclass__(**kwargs)
         cls._put_gate()
 
     @classmethod
     def _put_gate(cls) -> None:
-        for name in ("run", "__call__"):
+        wraps = {"run": gated, "__call__": gated, **dict.fromkeys(HOOKS, noted)}
+        for name, wrap in wraps.items():
             body = inspect.getattr_static(cls, name)
             is_celerys = body is Task.__dict__[name]
             if not is_celerys and not is_gate(body):
-                setattr(cls, name, gated(body))
+                setattr(cls, name, wrap(body))
+        theirs = inspect.getattr_static(cls, "Request")
+        if theirs != REQUEST and not isinstance(theirs, _BothRequests):
+            cls.Request = _BothRequests(theirs)
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
         """Check the declaration, and take over `track_started`: STARTED means the lock is held."""
         super().on_bound(app)
         cls._put_gate()
-        if (cls.name or "").startswith("celery."):
+        if (cls.name or "").startswith(CELERYS):
             return
         if "_redlock_track_started" not in cls.__dict__:
             inherited = getattr(cls, "_redlock_track_started", cls.track_started)
@@ -99,9 +135,26 @@ class LockedTask(Task):
             raise RedlockError(f"{self.name} takes no lock: its lock_key is False")
         return lock_of(self, rules, resources, label=f"lock_for {self.name}", wait=wait)
 
+    def lock_rules(
+        self, queue: str | None = None, lock: Mapping[str, Any] | None = None
+    ) -> TaskRules:
+        """Return the options in force, each with the level and the name by which it was set.
+
+        queue: by its name; None: the one that the task's own routing gives. lock: as for a call.
+        As text it is a table. Raises SettingsError.
+        """
+        own = self.own_queue((), {}) if queue is None else queue
+        return plan_of(self).told(own, lock)
+
     def own_queue(self, args: Any, kwargs: Any) -> str:
         """Return the name of the queue that the task's own routing sends these arguments to."""
-        options = dict(self._get_exec_options())
+        return self._queue_of(args, kwargs, {})
+
+    def _queue_of(self, args: Any, kwargs: Any, of_call: Mapping[str, Any]) -> str:
+        """Return the same for a send with options of its own."""
+        options = {**self._get_exec_options(), **of_call}
+        if options.get("routing_key") and not options.get("queue"):
+            return queue_of(self.app, Address.of(options))
         options = self.app.amqp.router.route(options, self.name, args, kwargs, self)
         queue = options.get("queue")
         return (
@@ -113,17 +166,63 @@ class LockedTask(Task):
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Send the task, as Celery does; `lock={"ttl": 60}` sets options for this call alone.
 
-        Raises SettingsError for a wrong one, and for a task whose declaration is wrong.
+        With `unique_for` a second send inside the window returns the first one's result, raises
+        DuplicateTask, or takes its place, as `duplicate` says; one that something waits for (its
+        id is given, or it has links, or is part of a canvas) is always sent.
+        Raises SettingsError for a wrong option, also for one that stands outside of `lock`, and
+        for a task whose declaration is wrong;
+        QuorumUnreachable at a send that is to be deduplicated, where unreachable="fail".
         """
-        if not self.name.startswith("celery."):
-            plan = plan_of(self)
-            if not more:
-                options["task_id"] = options.get("task_id") or uuid()
-            self._write_slip(plan, options, more[0] if more else options["task_id"])
-        return super().apply_async(args, kwargs, *more, **options)
+        if self.name.startswith(CELERYS):
+            return super().apply_async(args, kwargs, *more, **options)
+        plan = plan_of(self)
+        check_outside(options)
+        if more:
+            self._write_slip(plan, options, more[0])
+            return super().apply_async(args, kwargs, *more, **options)
+        rules = None
+        if plan.may_be_unique or "lock" in options:
+            rules = self._rules_of_send(plan, args, kwargs, options)
+        if not options.get("task_id"):
+            options["task_id"] = uuid()
+        self._write_slip(plan, options, options["task_id"])
+        if rules is None:
+            return super().apply_async(args, kwargs, **options)
+        return self._send_once(plan, rules, args, kwargs, options)
+
+    def _rules_of_send(
+        self, plan: Plan, args: Any, kwargs: Any, options: Mapping[str, Any]
+    ) -> tuple[str, Rules] | None:
+        """Return queue and options of a send that is to be deduplicated, else None.
+
+        An eager one is not: it is over when it returns.
+        """
+        of_call = options.get("lock")
+        asked = plan.may_be_unique or (isinstance(of_call, Mapping) and "unique_for" in of_call)
+        if not asked or is_awaited(options) or self.app.conf.task_always_eager:
+            return None
+        queue = ""
+        if plan.app.queues or plan.may_name_queue(of_call):
+            queue = self._queue_of(args, kwargs, {k: options[k] for k in options if k != "lock"})
+        rules = plan.rules(queue, self._checked_call(of_call) if of_call else None)
+        return None if rules.unique_for is None else (queue, rules)
+
+    def _send_once(
+        self, plan: Plan, found: tuple[str, Rules], args: Any, kwargs: Any, options: dict[str, Any]
+    ) -> Any:
+        """Send it unless it is a duplicate."""
+        queue, rules = found
+        resources = plan.resources(rules, self, args or (), kwargs or {}, queue)
+        if not resources:
+            return super().apply_async(args, kwargs, **options)
+        send = send_of(self.app, self.name, resources, options, rules, plan.app)
+        plain = functools.partial(super().apply_async, args, kwargs)
+        sent = publish_once(self.app, send, options, plain)
+        return self.AsyncResult(told(sent, rules, resources)) if type(sent) is Standing else sent
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task here and now, as Celery does, under its lock; `lock={...}` as for a send."""
+        check_outside(options)
         if "lock" in options:
             options["task_id"] = options.get("task_id") or uuid()
             self._write_slip(plan_of(self), options, options["task_id"])
@@ -145,10 +244,14 @@ class LockedTask(Task):
             slip = {"options": self._call_options(plan, options.pop("lock")), "id": task_id}
             options["headers"] = {**(options.get("headers") or {}), HEADER: slip}
 
-    def _call_options(self, plan: Plan, of_call: Any) -> dict[str, Any]:
+    def _checked_call(self, of_call: Any) -> Mapping[str, Any]:
         if not isinstance(of_call, Mapping):
             way_out = 'must map option names to values, as lock={"ttl": 60}'
             raise SettingsError("call", "lock", repr(of_call), way_out)
+        return of_call
+
+    def _call_options(self, plan: Plan, of_call: Any) -> dict[str, Any]:
+        of_call = self._checked_call(of_call)
         return {
             name: value.to_message() if isinstance(value, Backoff) else value
             for name, value in plan.check_call(of_call).items()
@@ -173,6 +276,23 @@ class LockedTask(Task):
         )
 
 
+class _BothRequests:
+    """What stands for a task's own `Request`: ours, with theirs below it, made where it is used.
+
+    theirs: a class or its name, as Celery takes it.
+    Source: celery.worker.strategy asks for it, in a worker.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+
+    def __get__(self, task: Any, owner: Any = None) -> type:
+        ours, theirs = symbol_by_name(REQUEST), symbol_by_name(self._theirs)
+        if issubclass(theirs, ours):
+            return theirs  # type: ignore[no-any-return]
+        return types.new_class(theirs.__name__, (ours, theirs))
+
+
 def current_lock() -> Lock | None:
     """Return the running task's lock, for tasks without `bind`; None outside a run."""
     for task in (get_current_task(), get_current_worker_task()):
@@ -182,15 +302,208 @@ def current_lock() -> Lock | None:
     return None
 
 
+def send_unique(
+    app: Any, name: str, args: Any = None, kwargs: Any = None, *, resource: str,
+    unique_for: float, unique_until: str = "done", duplicate: str = "existing",
+    unreachable: str = "requeue", **options: Any,
+) -> Any:  # fmt: skip
+    """Send a task by its name, as `app.send_task` does, unless it is a duplicate.
+
+    For processes that do not have the task, and so cannot make its key. resource: what its
+    `lock_key` gives for these arguments, as "stock:42"; then sends by class and by name are each
+    other's duplicates. The rest as the options of these names, and of `send_task`.
+    Returns an AsyncResult. Raises DuplicateTask, SettingsError, QuorumUnreachable.
+    """
+    given = {
+        "unique_for": unique_for,
+        "unique_until": unique_until,
+        "duplicate": duplicate,
+        "unreachable": unreachable,
+    }
+    settings, level = settings_of(app), "send_unique"
+    given = checked(given, settings, lambda option: Place(level, option), travels=True)
+    if not isinstance(resource, str) or not resource:
+        raise SettingsError(level, "resource", repr(resource), "must be a text, not empty")
+    if given["unique_for"] is None or is_awaited(options) or app.conf.task_always_eager:
+        return app.send_task(name, args, kwargs, **options)
+    options["task_id"] = uuid()
+    rules = Rules(**{**BUILT_IN, "ttl": settings.max_ttl, **given})
+    send = send_of(app, name, (resource,), options, rules, settings)
+    sent = publish_once(app, send, options, functools.partial(app.send_task, name, args, kwargs))
+    return app.AsyncResult(told(sent, rules, (resource,))) if type(sent) is Standing else sent
+
+
+def send_of(
+    app: Any,
+    name: str,
+    resources: tuple[str, ...],
+    options: Mapping[str, Any],
+    rules: Rules,
+    settings: AppSettings,
+) -> Send:
+    """Return what is known of a send that is to be deduplicated. options: Celery's, with its id."""
+    eta, later = options.get("eta"), options.get("countdown") or 0.0
+    if eta is not None:
+        later = (maybe_make_aware(eta, app.timezone) - utc_now()).total_seconds()
+    return Send(
+        name=name_of(name, resources),
+        task_id=options["task_id"],
+        run=f"{options['task_id']}:{name}:0:0",
+        window=rules.unique_for or 0.0,
+        until=rules.unique_until,
+        duplicate=rules.duplicate,
+        unreachable=rules.unreachable,
+        later=max(0.0, float(later)),
+        lateness=settings.done_ttl,
+    )
+
+
+def publish_once(app: Any, send: Send, options: dict[str, Any], plain: Callable[..., Any]) -> Any:
+    """Return what `plain` gives, called with the options, or the earlier send that it repeats."""
+
+    def publish(ticket: Mapping[str, Any] | None) -> Any:
+        if ticket is not None:
+            put_ticket(options, ticket)
+        return plain(**options)
+
+    return send_once(redlock_of(app), send, publish)
+
+
+def put_ticket(options: dict[str, Any], ticket: Mapping[str, Any]) -> None:
+    """Put what a message carries of its window into the headers of its send."""
+    headers, task_id = options.get("headers"), options["task_id"]
+    slip = headers.get(HEADER) if headers else None
+    if slip is None or not isinstance(slip, Mapping) or slip.get("id") != task_id:  # a parent's
+        slip = {"options": {}, "id": task_id}
+    options["headers"] = {**(headers or {}), HEADER: {**slip, "unique": ticket}}
+
+
+def told(earlier: Standing, rules: Rules, resources: tuple[str, ...]) -> str:
+    """Return the id of the earlier send; raises DuplicateTask where that is asked for."""
+    if rules.duplicate == "fail":
+        raise DuplicateTask(", ".join(resources), earlier.task_id)
+    return earlier.task_id
+
+
+def install(app: Any) -> None:
+    """Lock the tasks that `redlock_tasks` names in an app of this process; once is enough.
+
+    Importing the package does the same for every app that finalizes later, and so does Celery's
+    command line. Raises SettingsError where the app has finalized, else when it does.
+    """
+    if app.finalized:
+        _check_app(app)
+
+
 @connect_on_app_finalize
 def _check_app(app: Any) -> None:
-    """Refuse unknown and wrong settings as soon as an app is complete.
+    """Lock tasks of others, and refuse unknown and wrong settings, as soon as an app is complete.
 
     Source: celery._state; what a receiver of on_after_finalize raises would be swallowed.
     """
+    others = app.conf.get("redlock_tasks")
+    if others:
+        _Registry.watch(app)
     check_known_names(app.conf, app.namespace)
-    if app.conf.get("redlock_nodes") is not None:
+    if others or app.conf.get("redlock_nodes") is not None:
         settings_of(app)
+
+
+@worker_init.connect(weak=False)
+def _lock_in_worker(sender: Any = None, **_: Any) -> None:
+    """Lock tasks of others in a worker whose app had finalized before the package was imported.
+
+    An error raised here would be swallowed, and bodies would run without their lock: a run of such
+    a task raises it again.
+    """
+    install(sender.app)
+
+
+class _Registry(TaskRegistry):
+    """An app's tasks, of which those that `redlock_tasks` names get their gate as they come in.
+
+    Celery adds a task here before it binds it, whenever that is: with the app, as a shared task,
+    or by a module that is imported late. From then on it is a LockedTask like any other.
+    """
+
+    @classmethod
+    def watch(cls, app: Any) -> None:
+        """Have an app's registry lock what it holds, and what is added to it."""
+        registry = app._tasks
+        if not isinstance(registry, _Registry):
+            kind = type(registry)
+            registry.__class__ = type(kind.__name__, (cls, kind), {})
+        registry.app = app
+        found = [task for name, task in registry.items() if registry.put_gate(name, task)]
+        for task in found:  # all of them are locked by now, whatever is wrong with one
+            if task.__bound__:
+                task.bind(app)
+        for name, task in registry.items():
+            registry.check(name, task)
+
+    def __setitem__(self, name: str, task: Any) -> None:
+        """Add a task, behind its gate."""
+        super().__setitem__(name, task)
+        self.put_gate(name, task)
+        self.check(name, task)
+
+    def pattern_for(self, name: str) -> str | None:
+        """Return the entry that a task's name goes by, None where there is none."""
+        if name.startswith(CELERYS):
+            return None
+        entries = self.app.conf.get("redlock_tasks")
+        # what is no mapping raises at each use of what it names, rather than have that run unlocked
+        known = entries if isinstance(entries, (Mapping, list, tuple, set)) else ()
+        return pattern_for(name, map(str, known))
+
+    def put_gate(self, name: str, task: Any) -> bool:
+        """Lock a task of others that has an entry; False where nothing was to be done."""
+        pattern = self.pattern_for(name)
+        if pattern is None or isinstance(task, LockedTask):
+            return False
+        _lock_anothers(task, pattern)
+        return True
+
+    def check(self, name: str, task: Any) -> None:
+        """Raise SettingsError where an entry is of a task that has options of its own."""
+        pattern = self.pattern_for(name)
+        if pattern == name and ENTRY not in type(task).__dict__:
+            way_out = (
+                f"{name} is a LockedTask already: set lock_* on it, or from outside by Celery's "
+                f'task_annotations = {{{name!r}: {{"lock_ttl": 30}}}}'
+            )
+            raise tasks_place(name).wrong(self.app.conf.redlock_tasks[name], way_out)
+
+
+def _lock_anothers(task: Any, pattern: str) -> None:
+    """Make a task of others a LockedTask, which goes by an entry of `redlock_tasks`.
+
+    It gets a class of its own below its own one, so that the instance is the one that others may
+    hold, and their class stays as it is. LockedTask comes first, for their `apply_async` need not
+    know `lock`; what they call `lock` themselves stays theirs.
+    """
+    cls = type(task)
+    own = task.__dict__.pop("run", None)  # of the instance: autoretry, or what its __init__ set
+    autoretry = own if "_orig_run" in task.__dict__ else None
+    if autoretry is not None:
+        own = task.__dict__.pop("_orig_run")
+    spared = getattr(task, "dont_autoretry_for", None) or LockedTask.dont_autoretry_for
+    body = {ENTRY: pattern, "dont_autoretry_for": spared, "__module__": cls.__module__}
+    if cls.Request != Task.Request:
+        body["Request"] = cls.Request
+    for name in ("lock", "lock_for", "lock_rules"):
+        if inspect.getattr_static(task, name, None) is not None:
+            body[name] = inspect.getattr_static(cls, name, None)
+    if own is not None and own != task.run:
+        body["run"] = staticmethod(own)
+    made = types.new_class(cls.__name__, (LockedTask, cls), {}, lambda made: made.update(body))
+    made.__qualname__ = cls.__qualname__
+    task.__class__ = made
+    if autoretry is not None:  # around the gate, as where a LockedTask is made
+        said = dict(inspect.getclosurevars(autoretry).nonlocals)
+        said["dont_autoretry_for"] = said["dont_autoretry_for"] or spared
+        del said["task"]
+        add_autoretry_behaviour(task, **said)
 
 
 @worker_ready.connect(weak=False)
@@ -198,21 +511,22 @@ def _say_what_nodes_say(sender: Any = None, **_: Any) -> None:
     """Check the nodes at a worker's start and say what was found; the worker starts anyway."""
     app = sender.app
     watch_children(app, getattr(sender.pool, "num_processes", 0))
-    own = (task for name, task in app.tasks.items() if not name.startswith("celery."))
+    own = (task for name, task in app.tasks.items() if not name.startswith(CELERYS))
     if not any(isinstance(task, LockedTask) for task in own):
         return
     try:
         redlock = redlock_of(app)
         report, others = ask_nodes(redlock), exchange_terms(redlock)
     except SettingsError as error:
-        logger.error("locks cannot be taken: %s", error)  # noqa: TRY400 - the text says it all
+        told = {"event": "settings_wrong"}
+        logger.error("locks cannot be taken: %s", error, extra=told)  # noqa: TRY400 - says it all
         return
     _say_who_votes(report)
     for terms, names in others.items():
         logger.error(
             "other clients go by %s (so say %s), this worker by %s: until all of them go by the "
             "same, two may hold one lock",
-            terms, ", ".join(names), terms_of(redlock),
+            terms, ", ".join(names), terms_of(redlock), extra={"event": "terms_differ"},
         )  # fmt: skip
 
 
@@ -223,7 +537,9 @@ def _say_who_votes(report: NodeReport) -> None:
         level = logging.INFO
     missing = f"; not: {'; '.join(report.failing)}" if report.failing else ""
     up, needed = report.answering, report.quorum
-    logger.log(level, "%d of %d lock nodes answer, %d needed%s", up, report.nodes, needed, missing)
+    told = {"event": "nodes_answer", "answering": up, "nodes": report.nodes, "quorum": needed}
+    text = "%d of %d lock nodes answer, %d needed%s"
+    logger.log(level, text, up, report.nodes, needed, missing, extra=told)
     if report.silent:
         left = math.ceil(max(report.silent.values()))
         until = "the others decide" if enough else "no lock can be taken before enough of them do"
@@ -232,5 +548,5 @@ def _say_who_votes(report: NodeReport) -> None:
             "%d of %d lock nodes do not vote yet, for %d s more: they are new to this prefix, or "
             "restarted and may have forgotten locks (restart guard); %s. Where no lock is held "
             "now, as on a first start, Redlock.trust() lets them vote at once",
-            len(report.silent), report.nodes, left, until,
+            len(report.silent), report.nodes, left, until, extra={"event": "nodes_silent"},
         )  # fmt: skip

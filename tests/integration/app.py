@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import json
 import logging
@@ -17,16 +18,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import celery.worker.request
 import redis
 from celery import Celery, Task, chord
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from celery.signals import after_task_publish, task_received
+from celery.signals import after_task_publish, task_postrun, task_received
 from greenlet import GreenletExit
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_redlock import Backoff, LockedTask, LockLost, current_lock
-from celery_redlock.signals import LockReleased, lock_released
+from celery_redlock.signals import (
+    LockExtended,
+    LockReleased,
+    lock_acquired,
+    lock_deferred,
+    lock_extended,
+    lock_released,
+    lock_skipped,
+)
+from celery_redlock.tasks.contention import Contention
 from celery_redlock.tasks.runtime import redlock_of
 
 LOG = Path(os.environ.get("TEST_LOG", os.devnull))
@@ -108,6 +119,7 @@ def end_somehow(self: Any, key: str, how: str) -> str:
         "return": lambda: "done",
         "raise": lambda: raise_(ValueError("body")),
         "ignore": lambda: raise_(Ignore()),
+        "ignore, with a state": lambda: [self.update_state(state="MINE"), raise_(Ignore())],
         "reject": lambda: raise_(Reject("no", requeue=False)),
         "requeue": lambda: raise_(Reject("again", requeue=True)),
         "retry": lambda: self.retry(countdown=0.2, max_retries=3),
@@ -120,6 +132,7 @@ def end_somehow(self: Any, key: str, how: str) -> str:
         "greenlet exit": lambda: raise_(GreenletExit()),
         "soft limit": self_soft_limit,
         "unpicklable result": lambda: lambda: None,
+        "receiver exits": lambda: "done",
         "replace": lambda: self.replace(work.si(f"{key}-other")),
     }
     return str(ways[how]()) if how != "unpicklable result" else ways[how]()
@@ -141,6 +154,18 @@ def self_soft_limit() -> None:
 locked = functools.partial(task, bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
 early_end = locked(name="tests.early_end")(end_somehow)
 late_end = locked(name="tests.late_end", acks_late=True)(end_somehow)
+
+
+def retry_on(self: Any, key: str) -> int:
+    """Retry until there were five retries, or as many as may be."""
+    write("begin", key, retries=self.request.retries)
+    if self.request.retries < 5:
+        raise self.retry(countdown=0.1)
+    return int(self.request.retries)
+
+
+retried = {most: locked(name=f"tests.retried_{most}", max_retries=most)(retry_on)
+           for most in (0, 3, None)}  # fmt: skip
 
 
 @task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, autoretry_for=(Exception,),
@@ -218,6 +243,39 @@ class ClassTask(LockedTask):
 class_task = app.register_task(ClassTask())
 
 
+@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, lock_conflict="coalesce")
+def rebuild(key: str, until: str = "") -> str:
+    """Go on until there is a file of this name."""
+    with written(key):
+        end = time.monotonic() + 120
+        while until and not LOG.with_name(until).exists() and time.monotonic() < end:
+            time.sleep(0.02)
+    return key
+
+
+@task(base=LockedTask, lock_key="k:{key}", ignore_result=True)
+def crowded(key: str) -> None:
+    """Run for a moment, with the delays that a task has where nobody chose any."""
+    with written(key):
+        time.sleep(0.01)
+
+
+LONG = Backoff(first=100, cap=100, jitter="none")  # no test lasts so long
+
+
+@task(base=LockedTask, lock_key="k:{key}", lock_backoff=LONG,
+      lock_ttl=app.conf.get("redlock_max_ttl", 60))  # fmt: skip
+def patient(key: str, name: str = "") -> str:
+    """Write under a name, and go on until there is a file of that name, if that is asked for."""
+    with written(key, name=name):
+        end = time.monotonic() + 120
+        while name.startswith("until") and not LOG.with_name(name).exists():
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
+    return name
+
+
 @task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, lock_ttl=TTL)
 def long_work(key: str, seconds: float) -> bool:
     with written(key):
@@ -274,6 +332,12 @@ def shows_its_message(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @task()
+def clock() -> float:
+    """Return what time it is."""
+    return time.time()
+
+
+@task()
 def add(*numbers: Any) -> int:
     return len(numbers)
 
@@ -297,6 +361,13 @@ def permitted(key: str, also: str = "anybody", until: str = "") -> None:
         end = time.monotonic() + 120
         while until and not LOG.with_name(until).exists() and time.monotonic() < end:
             time.sleep(0.02)
+        time.sleep(0.05)
+
+
+@task(base=LockedTask, lock_key="p:{key}", lock_backoff=QUICK)
+def shares(key: str, also: str) -> None:
+    """Write under two names; how many may do so at once is the settings' matter."""
+    with written(key), written(also):
         time.sleep(0.05)
 
 
@@ -369,6 +440,32 @@ def stay(key: str, how: str = "") -> str:
 stays = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, name="tests.stays")(stay)
 stays_late = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, acks_late=True,
                   reject_on_worker_lost=True, name="tests.stays_late")(stay)  # fmt: skip
+
+
+class NotingRequest(celery.worker.request.Request):
+    """A user's own, which does not know ours."""
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        logging.getLogger(__name__).warning("their own request ends %s", self.id)
+        super().terminate(pool, signal)
+
+
+stays_with_own_request = task(
+    base=LockedTask,
+    lock_key="k:{key}",
+    lock_backoff=QUICK,
+    acks_late=True,
+    Request="tests.integration.app:NotingRequest",
+    name="tests.stays_with_own_request",
+)(stay)
+stays_not_acked = task(
+    base=LockedTask,
+    lock_key="k:{key}",
+    lock_backoff=QUICK,
+    acks_late=True,
+    acks_on_failure_or_timeout=False,
+    name="tests.stays_not_acked",
+)(stay)
 stays_retried = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, max_retries=3,
                      retry_on_worker_lost=True, default_retry_delay=0,
                      name="tests.stays_retried")(stay)  # fmt: skip
@@ -384,6 +481,24 @@ def stays_with_several(one: str, other: str, nested: str) -> None:
 def tell_of_parents(sender: Any, event: LockReleased, **_: Any) -> None:
     if event.by == "parent":
         write("parent's release", event.resource, sender=sender.name, held_for=event.held_for)
+
+
+@lock_acquired.connect
+@lock_deferred.connect
+@lock_released.connect
+@lock_skipped.connect
+def tell_of_signals(sender: Any, event: Any, signal: Any, **_: Any) -> None:
+    """Write each signal with its record, where a file asks for that."""
+    if LOG.with_name("signals").exists():
+        record = dataclasses.asdict(event)
+        write(signal.name, record.pop("resource"), sender=getattr(sender, "name", ""), **record)
+
+
+@lock_extended.connect
+def tell_of_renewals(event: LockExtended, **_: Any) -> None:
+    """Write each renewal, where a file asks for that."""
+    if LOG.with_name("renewals").exists():
+        write("extended", event.resource)
 
 
 @task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
@@ -618,3 +733,84 @@ class Careless(LockedTask):
 careless = functools.partial(task, bind=True, base=Careless, lock_key="k:{key}", lock_backoff=QUICK)
 careless_early = careless(name="tests.careless_early")(end_somehow)
 careless_late = careless(name="tests.careless_late", acks_late=True)(end_somehow)
+
+
+@task_postrun.connect
+def leave(args: Any = (), **_: Any) -> None:
+    """End the process in a receiver, where a message asks for that."""
+    if "receiver exits" in args:
+        raise SystemExit(3)
+
+
+def decide(contention: Contention) -> Any:
+    """Write what is told, and say what the arguments ask for."""
+    word = contention.args[1]
+    write("asked", contention.args[0], resource=contention.resource, holder=contention.holder,
+          deferrals=contention.deferrals, waited=contention.waited, task=contention.task.name,
+          kwargs=dict(contention.kwargs))  # fmt: skip
+    if word == "raise":
+        raise KeyError("no word")
+    if word == "coalesce, then raise" and contention.deferrals:
+        raise KeyError("no word any more")
+    if word == "coalesce, then raise":
+        return "coalesce"
+    if word == "later skip" and contention.deferrals < 2:
+        return "requeue"
+    return word.split()[-1]
+
+
+@locked(name="tests.decided", lock_conflict=decide, autoretry_for=(KeyError,))
+def decided(self: Any, key: str, word: str, more: int = 0) -> str:
+    write("begin", key)
+    return key
+
+
+@task(base=LockedTask, lock_backoff=QUICK)
+def keyless(key: str) -> str:
+    """Return the resource that its key is made of."""
+    lock = current_lock()
+    assert lock is not None
+    return lock.resource
+
+
+def once(self: Any, key: str, how: str = "", value: str = "") -> str:
+    """Write that it runs; then end in the way that is asked for, the first time."""
+    write("once", key, value=value, retries=self.request.retries)
+    ways: dict[str, Callable[[], Any]] = {
+        "": lambda: None,
+        "raise": lambda: raise_(ValueError("body")),
+        "ignore": lambda: raise_(Ignore()),
+        "ignore, with a state": lambda: [self.update_state(state="MINE"), raise_(Ignore())],
+        "reject": lambda: raise_(Reject("no", requeue=False)),
+        "retry": lambda: self.request.retries or self.retry(countdown=3, max_retries=3),
+        "replace": lambda: self.replace(work.si(f"{key}-other")),
+        "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "stay": lambda: time.sleep(100),
+        "wait": lambda: wait_for_file(key),
+    }
+    ways[how]()
+    return value
+
+
+def wait_for_file(name: str) -> None:
+    end = time.monotonic() + 120
+    while not LOG.with_name(name).exists() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+unique = functools.partial(task, bind=True, base=LockedTask, lock_key="u:{key}",
+                           lock_backoff=QUICK, lock_unique_for=600.0)  # fmt: skip
+once_early = unique(name="tests.once_early")(once)
+once_late = unique(name="tests.once_late", acks_late=True)(once)
+once_skips = unique(name="tests.once_skips", lock_conflict="skip")(once)
+once_fails = unique(name="tests.once_fails", lock_conflict="fail")(once)
+once_to_start = unique(name="tests.once_to_start", lock_unique_until="start")(once)
+latest = unique(name="tests.latest", lock_duplicate="replace")(once)
+latest_late = unique(name="tests.latest_late", lock_duplicate="replace", acks_late=True)(once)
+
+
+@unique(name="tests.once_returns", lock_key="step:{key}")
+def once_returns(self: Any, key: str) -> str:
+    """Run as a part of a canvas."""
+    write("once", key, value="", retries=self.request.retries)
+    return key

@@ -11,19 +11,24 @@ import shutil
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from celery import _state, chain, chord
+from celery.exceptions import ChordError
 from kombu import Connection
 
+from celery_redlock import SettingsError
+from celery_redlock.tasks.runtime import redlock_of
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import NODE_TIMEOUT, eventually, is_free, see_freed
+from tests.conftest import NODE_TIMEOUT, eventually, is_free, see_freed, vouch_for
 
 ROOT = Path(__file__).resolve().parents[2]
+PASSWORD = "s3cret-word"  # of guarded nodes
 
 
 @dataclass
@@ -95,6 +100,20 @@ class Stage:
         """Return when a message was put back so many times."""
         eventually(lambda: self.deferrals(result) >= times)
 
+    def see_all_end(self, error: type[Exception], *calls: Any) -> None:
+        """Return when a call, a chain and a chord have ended with this error.
+
+        calls: one for all three, or one for each.
+        """
+        call, of_chain, of_chord = calls if len(calls) > 1 else calls * 3
+        single, chained = call.apply_async(), chain(of_chain, self.tasks.join.s())()
+        gathered = chord([self.tasks.note.si("beside"), of_chord])(self.tasks.join.s())
+        for result in (single, chained):
+            with pytest.raises(error):
+                result.get(timeout=120)
+        with pytest.raises(ChordError):
+            gathered.get(timeout=120, follow_parents=False)
+
     def is_free(self, resource: str) -> bool:
         return is_free(self.nodes, resource)
 
@@ -109,11 +128,48 @@ def overlaps(spans: list[tuple[float, float]]) -> list[tuple[Any, Any]]:
     return [(a, b) for a, b in itertools.pairwise(spans) if b[0] < a[1]]
 
 
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def key() -> str:
+    """Give a key that no other test of this process has."""
+    return f"key{next(_numbers)}"
+
+
 @pytest.fixture(scope="session")
 def standing_broker() -> Iterator[EmbeddedNode]:
     with EmbeddedNode() as server:
         yield server
         gc.collect()  # a result unsubscribes when it is forgotten, and its server must be there
+
+
+@pytest.fixture(scope="module")
+def set_standing_stage(
+    request: pytest.FixtureRequest,
+    standing_broker: EmbeddedNode,
+    standing_nodes: list[EmbeddedNode],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., Stage]]:
+    """Give what sets a stage for all tests of a module, over emptied servers; takes settings."""
+    for node in (*standing_nodes, standing_broker):
+        node.client().flushall()
+    vouch_for(standing_nodes)
+    with ExitStack() as stack:
+
+        def make(**conf: Any) -> Stage:
+            folder = tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])
+            return set_stage(stack, folder, standing_nodes, standing_broker, **conf)
+
+        yield make
+
+
+@contextmanager
+def no_shared_task_left() -> Iterator[None]:
+    """Take shared tasks back in the end: every app made later would have them."""
+    before = set(_state._on_app_finalizers)
+    yield
+    _state._on_app_finalizers &= before
 
 
 def set_stage(
@@ -146,7 +202,14 @@ def set_stage(
 
     tasks = importlib.reload(tasks)
     stack.callback(tasks.app.close)
+    stack.callback(close_connections, tasks.app)
     return Stage(tasks, broker, nodes, log, env, stack)
+
+
+def close_connections(app: Any) -> None:
+    """Close an app's connections to its nodes, which may end before this process does."""
+    with suppress(SettingsError):  # where a test has set it up wrongly
+        redlock_of(app).close()
 
 
 @pytest.fixture
@@ -167,6 +230,27 @@ def make_stage(standing_broker: EmbeddedNode, tmp_path: Path) -> Iterator[Callab
 def stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
     """Give a stage over the three standing nodes."""
     return make_stage(nodes)
+
+
+class GuardedNode(EmbeddedNode):
+    """One whose URL has a password."""
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{PASSWORD}@127.0.0.1:{self.port}/0"
+
+
+@pytest.fixture
+def guarded_stage(make_stage: Callable[..., Stage]) -> Iterator[Stage]:
+    """Give a stage over three nodes whose URLs have a password; the last one has another."""
+    with (
+        GuardedNode(requirepass=PASSWORD) as first,
+        GuardedNode(requirepass=PASSWORD) as second,
+        GuardedNode(requirepass="another") as refusing,
+    ):
+        nodes: list[EmbeddedNode] = [first, second, refusing]
+        vouch_for(nodes)
+        yield make_stage(nodes)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ django.setup()
 from celery.contrib.django.task import DjangoTask  # noqa: E402 - needs Django's settings
 
 web = flask.Flask("tests")
+app.autodiscover_tasks(["tests.integration"], related_name="found")
 
 
 class ContextTask(Task):

@@ -103,6 +103,9 @@ def test_an_eager_call_takes_the_options_of_the_call(app: Celery) -> None:
         return f"{lock.resource} {lock.ttl}"
 
     assert resource.apply_async((7,), lock={"key": "o:{order}", "ttl": 29}).get() == "o:7 29.0"
+    for call in (resource.apply_async, resource.apply, resource.s(7).set(lock_ttl=29).apply_async):
+        with pytest.raises(SettingsError, match=r'lock_ttl=29.*lock=\{"ttl": \.\.\.\}'):
+            call((7,), lock_ttl=29)
 
 
 def test_a_lock_inside_another_tasks_body_is_that_tasks_own(app: Celery) -> None:
@@ -373,7 +376,7 @@ class TestDeclarationsThatCannotBeMeant:
             ({"lock_ttl": "3"}, "number of seconds"),
             ({"lock_ttl": 0.5}, "4 x node_timeout"),
             ({"lock_key": "{skuu}"}, "no argument 'skuu'; did you mean 'sku'"),
-            ({"lock_unique_for": 60}, "later release"),
+            ({"lock_unique_for": 60, "lock_key": False}, "name a key"),
             ({"lock_limit": 3, "lock_fencing": True}, "limit=1, or no fencing"),
             ({"lock_limit": 3, "lock_key": ["a:{sku}", "b:{sku}"]}, "of one resource"),
         ],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,35 +11,19 @@ from celery.canvas import StampingVisitor
 from celery.exceptions import ChordError, TaskRevokedError
 
 from celery_redlock import LockTaken, RedlockError
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually, vouch_for
-from tests.integration.conftest import Stage, set_stage
+from tests.conftest import eventually
+from tests.integration.conftest import Stage
 
 WAITING = ("step", "asks")  # conflict="requeue", and a callable that says so
 NOT_RUN = {"skip": TaskRevokedError, "fail": LockTaken}
-numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def stage(
-    standing_broker: EmbeddedNode,
-    standing_nodes: list[EmbeddedNode],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Stage]:
+def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
     """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
-    for node in (*standing_nodes, standing_broker):
-        node.client().flushall()
-    vouch_for(standing_nodes)
-    with ExitStack() as stack:
-        folder = tmp_path_factory.mktemp("canvas")
-        made = set_stage(stack, folder, standing_nodes, standing_broker)
-        made.worker(concurrency=3)
-        yield made
-
-
-@pytest.fixture
-def key() -> str:
-    return f"key{next(numbers)}"
+    made = set_standing_stage()
+    made.worker(concurrency=3)
+    return made
 
 
 def ran(stage: Stage, key: str) -> int:

@@ -23,7 +23,7 @@ ENDS = {
     "unpicklable result": ("FAILURE", 1),
 }
 SOFT_LIMIT = 8.0  # s: for the one body that waits for it, and it strikes nowhere before that
-UNSTORED = {"ignore": 1, "reject": 1, "requeue": 2, "memory": 1}
+UNSTORED = {"ignore": 1, "ignore, with a state": 1, "reject": 1, "requeue": 2, "memory": 1}
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["acks early", "acks late"])
@@ -48,10 +48,12 @@ def test_the_lock_is_free_where_no_state_is_written(stage: Stage, late: bool) ->
     for how, runs in UNSTORED.items():
         if how == "requeue" and not late:
             continue  # acknowledged before it began: nothing to hand back
-        task.delay(how, how)
+        result = task.delay(how, how)
         eventually(lambda how=how, runs=runs: len([line for line in stage.lines("begin")
                                                    if line.key == how]) == runs)  # fmt: skip
         stage.see_freed(f"k:{how}")
+        if how == "ignore, with a state":
+            eventually(lambda r=result: stage.info(r)["status"] == "MINE")
 
 
 def test_a_late_acknowledging_task_keeps_its_lock_until_its_result_is_stored(stage: Stage) -> None:

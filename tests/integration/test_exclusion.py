@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 
 import pytest
 
-from celery_redlock import Backoff
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, NODE_TIMEOUT, TTL, eventually, vouch_for
+from celery_redlock import Backoff, QuorumUnreachable
+from celery_redlock.testing import EmbeddedNode, embedded_nodes
+from tests.conftest import FREED, NODE_TIMEOUT, TTL, eventually, is_free, keys_on, vouch_for
 from tests.integration.conftest import Stage, overlaps
 
 
@@ -24,6 +25,19 @@ def test_100_runs_over_5_keys_on_two_workers_never_overlap_and_all_succeed(stage
     assert {key: overlaps(spans) for key, spans in intervals.items()} == {k: [] for k in intervals}
     everything = sorted(span for spans in intervals.values() for span in spans)
     assert overlaps(everything), "different keys ran one after another"
+
+
+def test_two_tasks_that_share_a_key_never_overlap_over_many_rounds(stage: Stage) -> None:
+    for name in ("w1", "w2"):
+        stage.worker(name, concurrency=4)
+    rounds, end = 0, time.monotonic() + 20
+    while rounds < 1000 and time.monotonic() < end:  # as many as this machine gets done
+        waves = [(stage.tasks.work.si("k", 0), stage.tasks.crowded.si("k")) for _ in range(10)]
+        rounds += len([call.delay() for wave in waves for call in wave])
+        stage.wait_for("end", rounds)
+    spans = stage.intervals()["k"]
+    assert len(spans) == rounds >= 40
+    assert not overlaps(spans)
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
@@ -105,6 +119,37 @@ def test_without_a_quorum_no_body_starts_and_no_message_is_lost(
     assert [result.get(timeout=120) for result in results] == [0] * 12
     assert len(stage.lines("begin")) == 12
     assert not any(overlaps(spans) for spans in stage.intervals().values())
+
+
+def test_two_dead_nodes_of_five_stop_nothing_and_a_third_one_lets_nobody_run(
+    make_stage: Callable[..., Stage],
+) -> None:
+    with embedded_nodes(5) as nodes:
+        vouch_for(nodes)
+        stage = make_stage(nodes)
+        stage.worker(concurrency=4)
+        work = stage.tasks.work
+        first = [work.delay(f"key{n % 3}") for n in range(9)]
+        stage.wait_for("end", 3)
+        nodes[0].kill()
+        nodes[1].pause()  # nobody refuses what is sent to it: it just never answers
+        second = [work.delay(f"key{n % 3}") for n in range(9)]
+        assert [result.get(timeout=120) for result in first + second] == [0] * 18
+        nodes[2].kill()
+        third = [work.delay(f"key{n % 3}") for n in range(6)]
+        for result in third:
+            stage.see_deferred(result, 3)
+        assert len(stage.lines("begin")) == 18
+        with pytest.raises(QuorumUnreachable) as caught:
+            work.lock_for("alone").acquire()
+        assert caught.value.quorum == 3
+        down = [node.url.removeprefix("redis://").removesuffix("/0") for node in nodes[:3]]
+        assert [cause.partition(": ")[0] for cause in caught.value.causes] == down
+        eventually(lambda: is_free(nodes[3:], "k:alone"))  # what the two live ones granted
+        nodes[1].resume()
+        assert [result.get(timeout=120) for result in third] == [0] * 6
+        assert not any(overlaps(spans) for spans in stage.intervals().values())
+        eventually(lambda: not any(keys_on([nodes[1], *nodes[3:]])))
 
 
 def test_without_nodes_set_the_broker_is_the_node(

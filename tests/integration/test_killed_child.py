@@ -66,6 +66,16 @@ def test_the_lock_of_a_killed_child_is_released(stage: Stage, late: bool) -> Non
     see_released_by_the_parent(stage, worker, line)
 
 
+def test_a_killed_childs_lock_is_released_before_celery_reports_the_child(stage: Stage) -> None:
+    worker = stage.worker(concurrency=1)
+    stage.tasks.stays.delay("k")
+    [line] = staying(stage, "k")
+    os.kill(line.pid, signal.SIGKILL)
+    see_released_by_the_parent(stage, worker, line)
+    said = eventually(lambda: "WorkerLostError" in (text := worker.output()) and text)
+    assert said.index(f"process {line.pid} is gone: released") < said.index("WorkerLostError")
+
+
 @pytest.mark.parametrize("how", ["segfault", "_exit"])
 def test_the_lock_of_a_child_that_ends_by_itself_is_released(stage: Stage, how: str) -> None:
     worker = stage.worker(concurrency=1)
@@ -146,6 +156,7 @@ def test_nothing_is_released_while_a_child_is_stopped(stage: Stage) -> None:
     stage.tasks.stays.delay("stopped")
     stage.tasks.stays.delay("other")
     stopped, other = staying(stage, "stopped", "other")
+    eventually(lambda: holds_everywhere(stage, "k:stopped"))  # its body has but a quorum
     os.kill(stopped.pid, signal.SIGSTOP)
     os.kill(other.pid, signal.SIGKILL)
     see_released_by_the_parent(stage, worker, other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from celery_redlock import LockLost
+from tests.clocks import HOUR, WallClock
 from tests.conftest import TTL, eventually
-from tests.integration.conftest import Stage
+from tests.integration.conftest import Stage, overlaps
 
 GREEN = ("gevent", "eventlet")
 INTERRUPTING = ("prefork", "solo", *GREEN)
@@ -58,6 +60,38 @@ def test_a_body_is_interrupted_whatever_it_does(stage: Stage, pool: str) -> None
         assert [line.more for line in told] == [{"ended": False}]
     assert outcome(stage, stage.tasks.work.delay("another")) == 0, "its child lives on"
     stage.see_freed("k:takes others-0", "k:takes others-4")
+
+
+@pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["forward", "back"])
+def test_a_workers_wall_clock_that_is_set_changes_nothing_under_a_held_lock(
+    stage: Stage, wall_clock: WallClock, ahead: int
+) -> None:
+    stage.worker("rival", queues=["waiting"], concurrency=1)
+    stage.env.update(wall_clock.environment)
+    stage.worker("clocked", queues=["held"], concurrency=1)
+    result = stage.tasks.waits.apply_async(("k",), queue="held")
+    stage.wait_for("begin")
+    wall_clock.set(ahead)
+    rival = stage.tasks.work.apply_async(("k",), queue="waiting")
+    for _ in range(4):  # more than the ttl
+        see_renewed(stage, "k")
+    stage.see_deferred(rival, 2)
+    assert len(stage.lines("begin")) == 1
+    stage.log.with_name("go on").touch()
+    assert result.get(timeout=120) is None
+    assert [line.more["held"] for line in stage.lines("waited")] == [True]
+    assert rival.get(timeout=120) == 0
+    assert not overlaps(stage.intervals()["k"])
+    stage.see_freed("k:k")
+    clocked = stage.tasks.clock.apply_async(queue="held").get(timeout=120)
+    assert abs(clocked - time.time() - ahead) < HOUR / 2, "its clock was not set"
+
+
+def see_renewed(stage: Stage, key: str) -> None:
+    """Return when the lock of a key has been renewed once more."""
+    client, name = stage.nodes[0].client(), f"{{redlock}}:lock:k:{key}"
+    end = time.monotonic() + client.pttl(name) / 1000
+    eventually(lambda: time.monotonic() + client.pttl(name) / 1000 > end + TTL / 10)
 
 
 def test_a_thread_is_told_when_it_asks(stage: Stage) -> None:
@@ -159,6 +193,7 @@ def test_a_loss_is_told_as_an_event(stage: Stage, pool: str, lost: str) -> None:
             see_lost(stage, result, "its body had")
     assert [(e["uuid"], e["resource"]) for e in events] == [(result.id, "k:k")]
     assert "another token took its key" in events[0]["reason"]
+    assert events[0]["result"] == f"k:k: lost, {events[0]['reason']}"  # which monitors show
 
 
 @contextmanager

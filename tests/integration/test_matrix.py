@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from statistics import median
 
-import celery
 import pytest
 
 from celery_redlock.testing import EmbeddedNode
 from tests.integration.conftest import virtual_host
-from tests.integration.matrix.ends import BROKERS, POOLS
+from tests.integration.matrix.ends import PARENT, PLACES, RUN
 from tests.integration.matrix.stage import Stage, live
 
-NEWEST = celery.__version__.startswith("5.7.")
+GIVEN_BACK = (RUN, PARENT)
+AT_ONCE = 1.0  # s from an end to a free lock: in the middle, for a stall delays some of them
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not NEWEST, reason="the table's states are those of Celery 5.7")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("broker", BROKERS)
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(("pool", "broker"), PLACES)
 def test_every_end_leaves_the_lock_free_and_the_state_right(
     pool: str,
     broker: str,
@@ -30,7 +28,10 @@ def test_every_end_leaves_the_lock_free_and_the_state_right(
 ) -> None:
     standing_broker.client().flushall()
     with ExitStack() as stack:
-        host = virtual_host() if broker == "rabbitmq" else nullcontext(standing_broker.url)
-        stage = Stage(stack, tmp_path, pool, stack.enter_context(host), standing_broker, nodes)
+        host = nullcontext(standing_broker.url) if broker == "redis" else virtual_host()
+        url = stack.enter_context(host)
+        stage = Stage(stack, tmp_path, pool, broker, url, standing_broker, nodes)
         live(stage)
         assert not [cell for cell in stage.cells if cell.wrong], stage.report()
+        given_back = [c.took for c in stage.cells if c.freed in GIVEN_BACK and c.took is not None]
+        assert median(given_back) <= AT_ONCE, stage.report()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 from celery import chain, chord, group
+from celery.exceptions import MaxRetriesExceededError
 
+from celery_redlock import SettingsError
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
 from tests.integration import carried
@@ -23,6 +26,35 @@ def test_ten_deferrals_burn_no_retries(stage: Stage) -> None:
     assert stage.tasks.work.max_retries == 0
     assert result.get(timeout=120) == 0  # what the body saw in request.retries
     assert stage.info(result)["status"] == "SUCCESS"
+
+
+RETRIES = [(0, 0, [0]), (3, 0, [0, 1, 2, 3]), (3, 2, [2, 3]), (None, 0, [0, 1, 2, 3, 4, 5]),
+           (None, 4, [4, 5])]  # fmt: skip
+
+
+def test_ten_deferrals_leave_a_task_all_its_retries_and_the_count_of_those_it_had(
+    stage: Stage,
+) -> None:
+    stage.worker(concurrency=4)
+    retried, keys = stage.tasks.retried, [f"k{n}" for n in range(len(RETRIES))]
+    with ExitStack() as held:
+        for key in keys:
+            held.enter_context(retried[0].lock_for(key, wait=60))
+        results = [
+            retried[most].apply_async((key,), retries=had)
+            for key, (most, had, _) in zip(keys, RETRIES, strict=True)
+        ]
+        for result in results:
+            stage.see_deferred(result, 10)
+    for (most, _, _), result in zip(RETRIES, results, strict=True):
+        if most is None:
+            assert result.get(timeout=120) == 5
+        else:
+            with pytest.raises(MaxRetriesExceededError):
+                result.get(timeout=120)
+    begun = stage.lines("begin")
+    seen = [[line.more["retries"] for line in begun if line.key == key] for key in keys]
+    assert seen == [expected for _, _, expected in RETRIES]
 
 
 def test_a_deferral_keeps_everything_that_a_message_carries(
@@ -151,3 +183,39 @@ def test_a_message_keeps_the_options_of_its_call_over_a_deferral(stage: Stage) -
         stage.see_deferred(result, 2)
         assert stage.info(result)["result"]["resource"] == "k:elsewhere"
     assert result.get(timeout=120) == 0
+
+
+class TestAMessageForAnOlderVersionOfItsTask:
+    """It waits while its task is given one more argument."""
+
+    NEWER = "tests.integration.newer"
+
+    def test_fails_with_an_error_that_names_the_task_and_the_way_out_and_waits_no_more(
+        self, stage: Stage
+    ) -> None:
+        with stage.tasks.rebuild.lock_for("k", wait=60):
+            older = stage.worker("older", concurrency=1)
+            result = stage.tasks.rebuild.delay("k", until="s3cret")
+            stage.see_deferred(result)
+            older.stop()
+            stage.worker("newer", self.NEWER, concurrency=1)
+            with pytest.raises(SettingsError) as caught:
+                result.get(timeout=120)
+            # nobody is skipped for one that has failed
+            after = stage.app.send_task(stage.tasks.rebuild.name, ("k", 7))
+            stage.see_deferred(after)
+        assert after.get(timeout=120) == "k"
+        said, name = str(caught.value), stage.tasks.rebuild.name
+        assert f"task '{name}': arguments=(1 by position, until by name): do not fit" in said
+        assert f"{name}(key, since, *, until=''): missing a required argument: 'since'" in said
+        assert "sent for another version of the task" in said
+        assert "s3cret" not in said
+        stage.see_freed("k:k")
+
+    def test_is_not_retried_for_a_retry_would_not_fit_either(self, stage: Stage) -> None:
+        stage.worker("newer", self.NEWER, concurrency=1)
+        result = stage.app.send_task(stage.tasks.step.name, ("k",))
+        with pytest.raises(SettingsError, match="another version"):
+            result.get(timeout=120)
+        assert stage.info(result)["status"] == "FAILURE"
+        assert stage.lines("begin", "step") == []

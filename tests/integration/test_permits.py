@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from tests.conftest import eventually
+from collections.abc import Callable
+from typing import Any
+
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import TTL, eventually
 from tests.integration.conftest import Stage, overlaps
 
 LIMIT = 3  # of `permitted`
+HIGHER = 5
 PLAIN = {"limit": 1}
 
 
@@ -19,9 +24,10 @@ def most_at_once(spans: list[tuple[float, float]]) -> int:
     return most
 
 
-def two_workers(stage: Stage) -> None:
+def two_workers(stage: Stage, most: int = LIMIT) -> None:
+    """Start them; each has a slot left to try in where all bodies that may run do so in it."""
     for name in ("w1", "w2"):
-        stage.worker(name, concurrency=4)
+        stage.worker(name, concurrency=most + 1)
 
 
 def go(stage: Stage, name: str) -> None:
@@ -37,7 +43,8 @@ def test_three_permits_let_three_bodies_run_at_once_and_put_the_others_back(stag
     two_workers(stage)
     results = [stage.tasks.permitted.delay("k", until="go") for _ in range(8)]
     eventually(lambda: begun(stage, "k") == LIMIT)
-    eventually(lambda: sum(stage.deferrals(result) >= 2 for result in results) == 8 - LIMIT)
+    eventually(lambda: sum(stage.deferrals(result) >= 1 for result in results) == 8 - LIMIT)
+    eventually(lambda: max(map(stage.deferrals, results)) >= 5)  # who is first in line tries again
     assert begun(stage, "k") == LIMIT
     go(stage, "go")
     for result in results:
@@ -52,7 +59,8 @@ def test_the_plain_lock_is_one_of_the_permits(stage: Stage) -> None:
     eventually(lambda: begun(stage, "plain") == 1)
     others = [stage.tasks.permitted.delay("k", until="go") for _ in range(5)]
     eventually(lambda: begun(stage, "anybody") == LIMIT - 1)
-    eventually(lambda: sum(stage.deferrals(result) >= 2 for result in others) == 3)
+    eventually(lambda: sum(stage.deferrals(result) >= 1 for result in others) == 3)
+    eventually(lambda: max(map(stage.deferrals, others)) >= 5)
     assert begun(stage, "anybody") == LIMIT - 1
     go(stage, "go")
     for result in (plain, *others):
@@ -83,3 +91,71 @@ def test_old_and_new_limits_together_are_never_more_than_the_larger_one(stage: S
     assert len(intervals["k"]) == 30
     assert most_at_once(intervals["k"]) <= LIMIT
     assert not overlaps(intervals["plain"])
+
+
+def test_workers_with_old_and_new_settings_together_are_never_more_than_the_larger_limit(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    settings = {"held": {"ttl": TTL}, "waiting": {"ttl": 2 * TTL, "limit": LIMIT}}
+    for queue, options in settings.items():
+        stage = make_stage(nodes, redlock_queues={"*": options})
+        stage.worker(f"of-{queue}", queues=[queue], concurrency=4)
+    results = [
+        stage.tasks.shares.apply_async(("k", queue), queue=queue)
+        for _ in range(15)
+        for queue in settings
+    ]
+    for result in results:
+        result.get(timeout=120)
+    intervals = stage.intervals()
+    assert len(intervals["k"]) == 30
+    assert most_at_once(intervals["k"]) <= LIMIT
+    assert not overlaps(intervals["held"]), "the old worker's limit is 1"
+    assert overlaps(intervals["waiting"]), "the new worker's limit is larger"
+    stage.see_freed("p:k", "p:k#1", "p:k#2")
+
+
+def test_a_dead_holders_permit_comes_back_by_its_own_lease(stage: Stage) -> None:
+    dying = stage.worker("dying", queues=["held"], concurrency=1)
+    stage.worker("living", queues=["waiting"], concurrency=4)
+    stage.tasks.permitted.apply_async(("k", "dies", "never"), queue="held")
+    eventually(lambda: begun(stage, "dies") == 1)
+    holders = [
+        stage.tasks.permitted.apply_async(("k", "lives", "go"), queue="waiting")
+        for _ in range(LIMIT - 1)
+    ]
+    eventually(lambda: begun(stage, "lives") == LIMIT - 1)
+    third = stage.tasks.permitted.apply_async(("k", "comes"), queue="waiting")
+    stage.see_deferred(third, 2)
+    dying.kill()
+    third.get(timeout=120)  # with QUICK it tries all the time: the lease has ended
+    ended = {line.key for line in stage.lines("end")}
+    assert ended == {"k", "comes"}, "the others hold their permits still"
+    go(stage, "go")
+    for result in holders:
+        result.get(timeout=120)
+
+
+def test_a_limit_that_is_raised_and_lowered_while_they_run_is_reached_and_never_passed(
+    stage: Stage,
+) -> None:
+    two_workers(stage, HIGHER)
+
+    def send(limit: int, count: int, until: str = "") -> list[Any]:
+        lock, args = {"limit": limit}, ("k", f"limit {limit}", until)
+        return [stage.tasks.permitted.apply_async(args, lock=lock) for _ in range(count)]
+
+    results = send(LIMIT, 6, "go")
+    eventually(lambda: begun(stage, f"limit {LIMIT}") == LIMIT)
+    results += send(HIGHER, 6, "go")
+    eventually(lambda: begun(stage, "k") == HIGHER)
+    results += send(1, 4)
+    eventually(lambda: all(stage.deferrals(result) for result in results[-4:]))
+    assert begun(stage, "k") == HIGHER
+    go(stage, "go")
+    for result in results:
+        result.get(timeout=120)
+    intervals = stage.intervals()
+    assert most_at_once(intervals["k"]) == HIGHER
+    assert most_at_once(intervals[f"limit {LIMIT}"]) == LIMIT
+    assert not overlaps(intervals["limit 1"])

@@ -17,7 +17,7 @@ from billiard.pool import soft_timeout_sighandler
 from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_redlock.tasks.deferral import Requeue, Slip, logger, put_back
+from celery_redlock.tasks.deferral import Requeue, Slip, logger, put_back, utc_now
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
 from tests.integration.conftest import Stage
@@ -64,6 +64,22 @@ def request_of(task: Any) -> Context:
     delivery = {"exchange": "", "routing_key": QUEUE}
     fields = {"id": str(uuid.uuid4()), "args": ("k",), "kwargs": {}, "retries": 0}
     return Context({**fields, "delivery_info": delivery}, called_directly=False)
+
+
+def test_early_acknowledged_what_is_published_twice_runs_once(stage: Stage) -> None:
+    """As where a connection breaks that had carried it, and the broker's word on it is lost."""
+    task = stage.tasks.work
+    request = request_of(task)
+    slip = Slip().next(utc_now(), 0.1, 0, request.id)
+    with task.lock_for("k", wait=60):
+        put_back(task, request, slip, 0.1)
+        put_back(task, request, slip, 0.1)
+        worker = stage.worker(concurrency=2)
+        eventually(lambda: worker.output().count(f"deferred {task.name}") >= 4)
+    eventually(lambda: DROPPED in worker.output())
+    see_drained(stage)
+    assert len(stage.lines("begin")) == 1
+    assert task.AsyncResult(request.id).state == "SUCCESS"
 
 
 @contextmanager
@@ -145,6 +161,17 @@ def test_early_acknowledged_a_soft_limit_in_the_middle_of_it_makes_no_second_mes
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # of Celery's backend
+def test_early_acknowledged_a_connection_that_is_only_half_closed_is_left_for_a_new_one(
+    stage: Stage,
+) -> None:
+    """As kombu's Redis transport leaves one that breaks while it is made anew."""
+    task = stage.tasks.work
+    with stage.app.producer_or_acquire() as producer:
+        producer.channel.connection = producer.channel._pool = None
+    put_back(task, request_of(task), Slip(), 0.1)
+    assert stage.broker.client().llen(QUEUE) == 1
+
+
 def test_early_acknowledged_it_ends_as_failure_where_the_worker_stops(
     away: tuple[Stage, EmbeddedNode],
 ) -> None:

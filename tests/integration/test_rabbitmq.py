@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually, vouch_for
 from tests.contract.proxy import FAIR, Link, Proxy, Stream, Way, Weather
 from tests.integration import carried
-from tests.integration.conftest import Stage, overlaps, set_stage, virtual_host
+from tests.integration.conftest import Line, Stage, overlaps, set_stage, virtual_host
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,17 @@ def test_a_deferral_does_not_extend_expires(stage: Stage) -> None:
     assert not [line for line in stage.lines("begin") if line.key == "expiring"]
 
 
+def test_what_is_put_back_after_its_time_ends_as_revoked(stage: Stage) -> None:
+    queue = f"{stage.tasks.KIND}-slow"
+    worker = stage.worker("slow", concurrency=1, queues=[queue])  # which takes one at a time
+    with stage.tasks.late.lock_for("slow", wait=60):
+        wait = {"lock": {"wait": 10}}
+        result = stage.tasks.late.apply_async(("slow",), queue=queue, expires=6, **wait)
+        eventually(lambda: f"deferred tests.late[{result.id}]" in worker.output())
+        eventually(lambda: stage.info(result)["status"] == "REVOKED")
+    assert not [line for line in stage.lines("begin") if line.key == "slow"]
+
+
 def test_a_chord_of_equal_headers_runs_them_in_turn(stage: Stage) -> None:
     header = [stage.tasks.work.si("chord") for _ in range(3)]
     assert chord(header)(stage.tasks.gather.s()).get(timeout=120) == 3
@@ -107,6 +119,17 @@ def test_a_message_handed_back_by_its_body_takes_the_lock_again(stage: Stage) ->
     result = stage.tasks.late_end.delay("requeued", "requeue")
     assert result.get(timeout=120) == "again"
     stage.see_freed("k:requeued")
+
+
+def test_a_release_wakes_a_message_that_waits_in_a_worker(stage: Stage) -> None:
+    if stage.tasks.KIND == "quorum":
+        pytest.skip("there RabbitMQ keeps what is put back, and brings it when its time has come")
+    with stage.tasks.patient.lock_for("woken", wait=60):
+        results = [stage.tasks.patient.delay("woken") for _ in range(3)]
+        for result in results:
+            stage.see_deferred(result)
+    # their countdowns end with the lease, of which 40 of 60 s are left at the least
+    eventually(lambda: [line.key for line in stage.lines("end")].count("woken") == 3, within=30)
 
 
 def test_a_message_of_a_fan_out_fails_instead_of_multiplying(stage: Stage) -> None:
@@ -132,15 +155,22 @@ class Chasm(Proxy):
 
 
 @contextmanager
-def far_worker(stage: Stage, rabbitmq: str, queue: str) -> Iterator[Chasm]:
-    """Start a worker that consumes one queue; give its way to RabbitMQ, which can break."""
+def far_worker(
+    stage: Stage, rabbitmq: str, queue: str, made: list[WorkerProcess] | None = None
+) -> Iterator[Chasm]:
+    """Start a worker that consumes one queue; give its way to RabbitMQ, which can break.
+
+    made: a list that it is added to.
+    """
     server = urlsplit(rabbitmq)
     chasm = Chasm(SimpleNamespace(port=server.port or 5672))
     through = server._replace(netloc=f"{server.username}:{server.password}@127.0.0.1:{chasm.port}")
     far = replace(stage, env={**stage.env, "TEST_BROKER": through.geturl()})
     try:
         with ExitStack() as far.stack:
-            far.worker("far", concurrency=1, queues=[queue])
+            worker = far.worker("far", concurrency=1, queues=[queue])
+            if made is not None:
+                made.append(worker)
             yield chasm
             chasm.weather = FAIR  # so that it can say farewell
     finally:
@@ -165,17 +195,97 @@ def test_what_is_redelivered_after_a_lost_connection_waits_and_is_dropped(
     placed: tuple[Stage, WorkerProcess], rabbitmq: str
 ) -> None:
     stage, near = placed
-    queue = f"{stage.tasks.KIND}-lasting"
+    key = queue = f"{stage.tasks.KIND}-lasting-{uuid.uuid4().hex[:8]}"
+
+    def begun() -> list[Line]:
+        return [line for line in stage.lines("begin") if line.key == key]
+
     with far_worker(stage, rabbitmq, queue) as chasm:
-        result = stage.tasks.lasts.apply_async(("lasting",), queue=queue)
-        eventually(lambda: [line for line in stage.lines("begin") if line.key == "lasting"])
+        result = stage.tasks.lasts.apply_async((key,), queue=queue)
+        eventually(begun)
         chasm.weather = Weather(refuses=True)
         chasm.cut()
         stage.app.control.add_consumer(queue)
         eventually(lambda: f"[{result.id}] runs already" in near.output())
         assert stage.info(result)["status"] == "PENDING"  # the twin writes no state
-        stage.log.with_name("lasting").touch()
+        stage.log.with_name(key).touch()
         assert result.get(timeout=120) == "lasted"
-        eventually(lambda: f"dropped tests.lasts[{result.id}]" in near.output())
-    assert len([line for line in stage.lines("begin") if line.key == "lasting"]) == 1
+        dropped = f"dropped tests.lasts[{result.id}]"
+        eventually(lambda: dropped in near.output() or len(begun()) > 1)
+    assert len(begun()) == 1
     assert stage.info(result)["status"] == "SUCCESS"
+
+
+def test_a_twin_whose_time_is_over_is_there_when_the_first_delivery_dies(
+    stage: Stage, rabbitmq: str
+) -> None:
+    key = queue = f"{stage.tasks.KIND}-mortal"
+    far: list[WorkerProcess] = []
+    with far_worker(stage, rabbitmq, queue, far) as chasm:
+        expires = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=20)
+        send = stage.tasks.until.apply_async
+        result = send((key, f"{key} end"), queue=queue, expires=expires)
+        eventually(lambda: [line for line in stage.lines("begin") if line.key == key])
+        chasm.weather = Weather(refuses=True)
+        chasm.cut()
+        near = stage.worker("near", concurrency=1, queues=[queue])  # which takes one at a time
+        waits = f"[{result.id}] runs already"
+        eventually(lambda: waits in near.output())
+        eventually(lambda: dt.datetime.now(dt.timezone.utc) > expires)
+        before = near.output().count(waits)
+        eventually(lambda: near.output().count(waits) > before + 1)
+        assert stage.info(result)["status"] == "PENDING"
+        far[0].kill()
+        eventually(lambda: stage.info(result)["status"] == "REVOKED")
+    assert len([line for line in stage.lines("begin") if line.key == key]) == 1
+
+
+def test_a_send_is_deduplicated_until_its_run_is_done(stage: Stage) -> None:
+    for name in ("once_early", "once_late"):
+        task = getattr(stage.tasks, name)
+        with task.lock_for(name, wait=60):
+            first = task.delay(name, value="first")
+            stage.see_deferred(first, times=2)
+            assert task.delay(name, value="dropped").id == first.id
+        assert first.get(timeout=120) == "first"
+        pattern = f"{{redlock}}:unique:*:{name}"
+        eventually(lambda pattern=pattern: not any(n.client().keys(pattern) for n in stage.nodes))
+        assert task.delay(name, value="second").get(timeout=120) == "second"
+        assert [x.more["value"] for x in stage.lines("once") if x.key == name] == [
+            "first",
+            "second",
+        ]
+
+
+def test_a_message_that_outlives_its_worker_keeps_its_window_until_it_has_run(
+    stage: Stage,
+) -> None:
+    task, queue = stage.tasks.once_late, f"{stage.tasks.KIND}-outlived"
+    doomed = stage.worker("doomed", concurrency=1, queues=[queue])
+    brief = {"ttl": stage.tasks.TTL}
+    first = task.apply_async((queue, "wait", "first"), queue=queue, lock=brief)
+
+    def ran() -> list[str]:
+        return [line.more["value"] for line in stage.lines("once") if line.key == queue]
+
+    eventually(ran)
+    doomed.kill()
+    assert task.delay(queue, value="dropped").id == first.id
+    stage.log.with_name(queue).touch()
+    stage.worker("heir", concurrency=1, queues=[queue])
+    assert first.get(timeout=120) == "first"
+    pattern = f"{{redlock}}:unique:*:{queue}"
+    eventually(lambda: not any(node.client().keys(pattern) for node in stage.nodes))
+    assert task.delay(queue, value="second").get(timeout=120) == "second"
+    assert ran() == ["first", "first", "second"]
+
+
+def test_the_latest_of_some_sends_takes_the_others_place(stage: Stage) -> None:
+    task = stage.tasks.latest
+    with task.lock_for("latest", wait=60):
+        sent = [task.delay("latest", value=value) for value in "abc"]
+    assert sent[-1].get(timeout=120) == "c"
+    for dropped in sent[:-1]:
+        with pytest.raises(TaskRevokedError):
+            dropped.get(timeout=120)
+    assert [x.more["value"] for x in stage.lines("once") if x.key == "latest"] == ["c"]

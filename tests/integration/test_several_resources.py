@@ -8,19 +8,21 @@ from celery_redlock import SettingsError
 from tests.conftest import eventually
 from tests.integration.conftest import Stage, overlaps
 
+PAIRS = 100  # of tasks that name their two resources in opposite orders
+
 
 def test_two_resources_named_in_either_order_never_deadlock_or_overlap(stage: Stage) -> None:
     for name in ("w1", "w2"):
         stage.worker(name, concurrency=4)
     results = []
-    for _ in range(10):
+    for _ in range(PAIRS):
         results.append(stage.tasks.transfer.delay("x", "y"))
         results.append(stage.tasks.transfer.delay("y", "x"))
         results.append(stage.tasks.work.delay("x"))
     for result in results:
         assert result.get(timeout=120) in ("k:x, k:y", 0)
     intervals = stage.intervals()
-    assert {key: len(spans) for key, spans in intervals.items()} == {"x": 30, "y": 20}
+    assert {key: len(spans) for key, spans in intervals.items()} == {"x": 3 * PAIRS, "y": 2 * PAIRS}
     assert not overlaps(intervals["x"])
     assert not overlaps(intervals["y"])
     stage.see_freed("k:x", "k:y")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from celery.bin.celery import celery
+from click.testing import CliRunner, Result
 
 from celery_redlock import Redlock
 from celery_redlock.lock.inspection import exchange_terms, terms_of
@@ -60,3 +62,24 @@ def test_a_worker_says_that_others_go_by_another_longest_ttl(
     assert "ERROR" in line
     assert "this worker by max_ttl=120 restart_guard=strict nodes=3" in line
     assert "other clients" not in first.output()
+
+
+def test_the_doctor_fails_where_others_go_by_another_longest_ttl_and_changes_nothing(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], client: Callable[..., Redlock]
+) -> None:
+    def doctor() -> Result:
+        return CliRunner().invoke(celery, ["-A", "tests.integration.app", "redlock", "doctor"])
+
+    make_stage(nodes)
+    told = doctor()
+    assert told.exit_code == 0
+    assert "max_ttl" not in told.output
+    others = client(max_ttl=120)
+    exchange_terms(others)
+    for _ in range(2):
+        told = doctor()
+        assert told.exit_code == 1
+        (line,) = [line for line in told.output.splitlines() if "max_ttl=120 " in line]
+        assert line.startswith("error ")
+        assert "max_ttl=60 " in line
+    assert exchange_terms(others) == {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +18,8 @@ from tests.integration.deliveries import deliver, heard, messages_of, see_draine
 
 VISIBILITY = 2  # s
 BODY = 8  # s
-WAITS, DROPPED = "runs already, by another delivery", "another delivery of its message is done"
+WAITS, MAY_RUN = "runs already, by another delivery", "may run already, by another delivery"
+DROPPED = "another delivery of its message is done"
 HARMLESS = {"task-sent", "task-received", "task-started", "task-succeeded"}
 
 
@@ -67,6 +71,37 @@ def test_a_message_that_is_delivered_again_while_it_runs(hasty: Stage, killed: b
     stage.see_freed("k:k")
 
 
+@pytest.mark.parametrize("is_kept", [True, False], ids=["its state stands", "its state is gone"])
+def test_a_run_that_was_stopped_is_dropped_where_another_delivery_has_come_to_its_end(
+    stage: Stage, is_kept: bool
+) -> None:
+    result = stage.tasks.until.apply_async(("k", "end"), link_error=stage.tasks.work.si("errback"))
+    [message] = messages_of(stage).values()
+    first = stage.worker("w1", concurrency=1)
+    [begin] = stage.wait_for("begin")
+    stopped = [first.pid, begin.pid]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    deliver(stage, message)
+    stage.worker("w2", concurrency=1)
+    stage.wait_for("begin", 2)
+    stage.log.with_name("end").touch()
+    assert result.get(timeout=120).startswith("w2@")
+    stage.see_freed("k:k")
+    if not is_kept:  # as where the first one's body stores its progress once more
+        result.forget()
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: DROPPED in first.output() or stage.info(result)["status"] == "FAILURE")
+    see_drained(stage)
+    assert stage.info(result)["status"] == ("SUCCESS" if is_kept else "FAILURE")
+    assert begun(stage) == 2
+    if is_kept:
+        assert begun(stage, "errback") == 0
+    else:
+        stage.wait_for("begin", 3)  # the errback's
+
+
 # how a late-acknowledging run may end: how often its body runs by then
 ENDS = {"return": 1, "raise": 1, "retry": 2, "ignore": 1, "reject": 1, "replace": 1,
         "unpicklable result": 1}  # fmt: skip
@@ -94,6 +129,27 @@ def test_a_duplicate_of_a_run_that_has_ended_is_dropped_whatever_the_end(
     see_drained(stage)
     assert {how: begun(stage, how) for how in ENDS} == ENDS
     assert {how: stage.info(result)["status"] for how, result in results.items()} == states
+
+
+def test_a_duplicate_of_which_no_node_can_tell_waits_and_says_nothing(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(mortal_nodes)
+    result = stage.tasks.late.delay("k")
+    [message] = messages_of(stage).values()
+    worker = stage.worker(concurrency=1)
+    assert result.get(timeout=120) == 0
+    stage.see_freed("k:k")
+    for node in mortal_nodes:
+        node.pause()
+    deliver(stage, message)
+    eventually(lambda: MAY_RUN in worker.output())
+    assert stage.info(result)["status"] == "SUCCESS"
+    for node in mortal_nodes:
+        node.resume()
+    eventually(lambda: DROPPED in worker.output())
+    see_drained(stage)
+    assert (stage.info(result)["status"], begun(stage)) == ("SUCCESS", 1)
 
 
 def test_a_message_that_its_body_hands_back_is_not_done(stage: Stage) -> None:
@@ -125,6 +181,29 @@ def test_a_task_id_may_be_used_again(stage: Stage) -> None:
         task.apply_async(("k",), task_id="again")
         eventually(lambda: "deferred tests.late[again]" in worker.output())
     stage.wait_for("end", 3)
+
+
+def test_a_message_that_waited_in_a_busy_worker_is_dropped_where_its_copy_is_done(
+    stage: Stage,
+) -> None:
+    """The broker flags the copy alone, and that was faster."""
+    busy = stage.worker("w1", concurrency=1)
+    stage.tasks.rebuild.delay("busy", "idle")  # acknowledged early: the worker takes one more
+    stage.wait_for("begin")
+    result = stage.tasks.late.delay("k")
+    eventually(lambda: f"tests.late[{result.id}] received" in busy.output())
+    received = time.monotonic()
+    [(_, kept)] = stage.broker.client().hgetall("unacked").items()
+    see_older_than(received, 1.5)  # so much the calendars of two workers may differ
+    other = stage.worker("w2", concurrency=1)
+    deliver(stage, json.dumps(json.loads(kept)[0]))
+    assert result.get(timeout=120) == 0
+    eventually(lambda: stage.broker.client().hlen("unacked") == 1)
+    stage.log.with_name("idle").touch()
+    eventually(lambda: DROPPED in busy.output())
+    see_drained(stage)
+    assert begun(stage) == 1
+    assert DROPPED not in other.output()
 
 
 def test_a_twin_of_a_dead_run_waits_for_its_lease_and_runs_once(stage: Stage) -> None:

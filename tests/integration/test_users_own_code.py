@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-import itertools
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,40 +15,24 @@ from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
 
 from celery_redlock import Redlock, RedlockError
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import NODE_TIMEOUT, eventually, vouch_for
-from tests.integration.conftest import Stage, overlaps, set_stage
+from tests.conftest import NODE_TIMEOUT, eventually
+from tests.integration.conftest import Stage, overlaps
 from tests.unit.test_errors import ERRORS
 
 TASKS = [f"{name}_{order}" for name in ("flask", "django", "abortable", "all")
          for order in ("first", "last")]  # fmt: skip
-numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def placed(
-    standing_broker: EmbeddedNode,
-    standing_nodes: list[EmbeddedNode],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Stage, WorkerProcess]]:
+def placed(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
     """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
-    for node in (*standing_nodes, standing_broker):
-        node.client().flushall()
-    vouch_for(standing_nodes)
-    with ExitStack() as stack:
-        folder = tmp_path_factory.mktemp("own")
-        made = set_stage(stack, folder, standing_nodes, standing_broker)
-        worker = made.worker(module="tests.integration.frameworks", concurrency=3)
-        yield made, worker
+    made = set_standing_stage()
+    return made, made.worker(module="tests.integration.frameworks", concurrency=3)
 
 
 @pytest.fixture
 def stage(placed: tuple[Stage, WorkerProcess]) -> Stage:
     return placed[0]
-
-
-@pytest.fixture
-def key() -> str:
-    return f"own{next(numbers)}"
 
 
 @pytest.fixture
@@ -74,6 +56,23 @@ def test_a_task_with_bases_of_others_is_locked_in_any_order(
     assert len(spans) == 3
     assert not overlaps(spans)
     stage.see_freed(f"k:{key}")
+
+
+@pytest.mark.parametrize("name", ["tests.integration.found.body", "shop.renamed"])
+def test_a_task_that_the_app_found_is_locked_by_the_name_that_it_has(
+    stage: Stage, key: str, name: str, outside: Redlock
+) -> None:
+    resource = stage.app.send_task(name, (key,)).get(timeout=120)
+    assert resource.startswith(f"{name}:")
+    with outside.lock(resource, wait=60):
+        results = [stage.app.send_task(name, (key,)) for _ in range(3)]
+        for result in results:
+            stage.see_deferred(result)
+    assert [result.get(timeout=120) for result in results] == [resource] * 3
+    spans = stage.intervals()[key]
+    assert len(spans) == 4
+    assert not overlaps(spans)
+    stage.see_freed(resource)
 
 
 def test_what_is_sent_on_commit_is_locked(stage: Stage, key: str, outside: Redlock) -> None:

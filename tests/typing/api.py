@@ -15,6 +15,7 @@ from celery_redlock import (
     QuorumUnreachable,
     Redlock,
     current_lock,
+    install,
 )
 from celery_redlock.signals import LockDeferred, lock_deferred
 
@@ -40,6 +41,13 @@ def settle(self: LockedTask, order: int) -> None:
 @app.task(bind=True, base=LockedTask, lock_key=["account:{a}", "account:{b}"], lock_fencing=True)
 def transfer(self: LockedTask, a: str, b: str) -> int:
     return 0 if self.lock is None else self.lock.fencing_token
+
+
+def told(task: LockedTask) -> str:
+    rules = task.lock_rules("imports", lock={"ttl": 40})
+    ttl = rules["ttl"]
+    print(ttl.value, ttl.place.level, ttl.place.name)
+    return str(rules)
 
 
 class Import(LockedTask):
@@ -71,3 +79,5 @@ def deferred(sender: Any = None, event: LockDeferred | None = None, **_: Any) ->
 
 
 lock_deferred.connect(deferred)
+app.conf.redlock_tasks = {"vendor.sync_*": {"key": ["account"], "conflict": "skip"}}
+install(app)

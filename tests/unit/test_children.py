@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -101,9 +102,15 @@ def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit:
     [entry] = read(slot)
     assert (entry.resource, entry.permit, entry.ttl) == (resource, permit, 30.0)
     assert entry.value == holding.claims[0].value
-    assert (entry.state, entry.owner, entry.holding) == (HELD, "shop.order", id(holding))
+    assert (entry.state, entry.owner, entry.holding) == (HELD, "shop.order", holding.number)
     assert entry.is_asked_for
     assert entry.session == NOWHERE.session.identity
+
+
+def test_no_two_acquisitions_are_taken_for_one() -> None:
+    """Also where the first one is forgotten, and only what it left is still to be released."""
+    numbers = [entry_of(HELD, a_line()).holding for _ in range(20)]  # type: ignore[union-attr]
+    assert len(set(numbers)) == 20
 
 
 DOES = st.one_of(
@@ -215,6 +222,7 @@ def test_only_a_pool_of_processes_is_looked_after(
     pool: object, forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "_children", None)
+    monkeypatch.setattr(Redlock, "observer", Redlock.observer)
     children._expect_children(SimpleNamespace(pool_cls=pool))
     assert (children._children is not None) == forks
     children.watch_children(None, 2)  # no child, no thread
@@ -294,7 +302,7 @@ def test_each_child_writes_in_its_own_slot_and_a_childs_child_in_none() -> None:
     )
     child = ["child Scribe", "grandchild SignalObserver", "child Scribe"]
     assert made.stdout.splitlines() == [
-        "of no pool SignalObserver", *child, *child, "parent SignalObserver",
+        "of no pool SignalObserver", *child, *child, "parent Parent",
     ]  # fmt: skip
 
 
@@ -376,3 +384,35 @@ def no_descriptor_left() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize(
+    ("state", "warns"), [(CLAIMED, True), (HELD, True), (RELEASED, False)]
+)  # fmt: skip
+def test_the_parent_warns_of_a_ttl_only_where_something_may_be_left(
+    caplog: pytest.LogCaptureFixture, state: int, warns: bool
+) -> None:
+    body = b"stranger" + a_line()[children._SEAL.size + 8 :]  # nodes that it knows nothing of
+    slot = Slot()
+    at = slot.write(children._SEAL.pack(zlib.crc32(body), len(body)) + body)
+    slot.mark(at, state)
+    app = Celery("warns", set_as_current=False)
+    app.conf.redlock_nodes = ["redis://127.0.0.1:1"]
+    known = Children()
+    known.slots.append(slot)
+    known.processes[slot] = process = Process(os.getpid(), started_at(os.getpid()))
+    assert children.Watch(known, app)._bury(slot, process) == []
+    assert ("ends with its ttl" in caplog.text) == warns
+
+
+def test_a_child_is_told_that_its_run_was_ended_and_no_other_child_or_run() -> None:
+    slots = [Slot(), Slot(), Slot()]
+    for pid, slot in enumerate(slots[:2], start=1):
+        slot.sign(pid, 0)
+    known = Children()
+    known.slots += slots
+    slots[2].close()  # of one that was buried meanwhile
+    known.tell_end(1, "a run")
+    known.tell_end(3, "a run")
+    assert [slot.is_ended("a run") for slot in slots[:2]] == [True, False]
+    assert not slots[0].is_ended("another run")

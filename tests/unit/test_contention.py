@@ -39,13 +39,14 @@ def decided(
     *,
     uniform: Callable[[float, float], float] = lambda low, high: high,
     cap: float = 900.0,
+    waiting: Callable[[float], str] = lambda countdown: "",
     **lock: Any,
 ) -> Decision:
     def ask(conflict: Callable[[Contention], object], taken: LockTaken) -> object:
         told = (taken.resource, taken.holder, past.deferrals, past.waited, None)
         return conflict(Contention(*told, (), {}))
 
-    return decide(rules(**lock), refused, past, ask, uniform, cap)
+    return decide(rules(**lock), refused, past, ask, uniform, cap, waiting)
 
 
 def test_by_default_the_message_goes_back() -> None:
@@ -141,6 +142,25 @@ def test_a_conflict_callable_decides_by_what_it_is_told() -> None:
 def test_a_conflict_callable_that_returns_another_word_is_an_error() -> None:
     with pytest.raises(SettingsError, match="returned 'perhaps'"):
         decided(conflict=lambda contention: "perhaps")
+
+
+def test_coalescing_requeues_the_first_and_skips_who_finds_one_that_waits() -> None:
+    asked: list[float] = []
+    waiting = lambda countdown: asked.append(countdown) or ""  # noqa: E731
+    assert decided(conflict="coalesce", waiting=waiting) == Requeue(0.25, 0.25, first=True)
+    assert asked == [0.25]
+    second = decided(conflict="coalesce", waiting=lambda countdown: "1:t:0:0")
+    assert second == Skip("'stock:7' is waited for already, by 1:t:0:0")
+    assert decided(conflict="requeue", waiting=lambda countdown: "1:t:0:0") == Requeue(0.25, 0.25)
+
+
+def test_who_gives_up_or_finds_no_quorum_does_not_ask_who_waits() -> None:
+    def ask(countdown: float) -> str:
+        raise AssertionError("asked")
+
+    gave_up = decided(TAKEN, Past(3), conflict="coalesce", max_deferrals=3, waiting=ask)
+    assert isinstance(gave_up, Fail)
+    assert isinstance(decided(AWAY, conflict="coalesce", waiting=ask), Requeue)
 
 
 def test_decorrelated_delays_follow_the_one_before() -> None:

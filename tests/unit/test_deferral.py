@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +16,23 @@ from kombu.serialization import dumps, loads
 from celery_redlock.tasks.contention import Past
 from celery_redlock.tasks.deferral import (
     CLOCKS_DIFFER,
+    RECEIVED,
     Address,
     Requeue,
     Slip,
+    _note_on_message,
     bearable,
     destination,
     own_serializer,
+    received_at,
     utc_now,
 )
+
+STRANGE = {
+    "options": [], "deferrals": "3", "since": "yesterday", "delay": "1", "retries": None, "id": 7,
+    "redelivered": 1, "twin": [], "exchange": 5, "waits_for": None, "first": "yes", "unique": "u",
+    "patient": None, "revoked": "no", "refused_by": 8, "refused_at": "now", "limit": "3",
+}  # fmt: skip
 
 
 def request(header: Any, **fields: Any) -> Context:
@@ -30,6 +41,18 @@ def request(header: Any, **fields: Any) -> Context:
 
 def test_a_first_delivery_has_no_past() -> None:
     assert Slip.of(Context({"id": "1"})).past(utc_now()) == Past()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*STRANGE.items(), *((n, None) for n in STRANGE), ("waits_for", "k"), ("since", "2026-01-01")],
+)
+def test_a_field_that_a_stranger_wrote_counts_as_nothing(name: str, value: Any) -> None:
+    assert set(STRANGE) == set(Slip.__dataclass_fields__)
+    slip = Slip.of(request({name: value}))
+    assert slip == Slip()
+    assert slip.past(utc_now()) == Past()
+    assert slip.asks_since() is None
 
 
 @pytest.mark.parametrize("serializer", ["json", "pickle"])
@@ -166,12 +189,35 @@ def test_a_deferred_message_asks_for_marks_since_its_first_try() -> None:
     assert slip.asks_since() == first_try - CLOCKS_DIFFER
 
 
+@pytest.mark.parametrize(("countdown", "at"), [(None, 0), (60, 60), (-60, 0)])
+def test_a_message_could_have_begun_when_it_came_or_its_countdown_was_over(
+    countdown: int | None, at: int
+) -> None:
+    with freeze_time("2026-01-01 12:00:00"):
+        now = utc_now()
+        eta = None if countdown is None else now + timedelta(seconds=countdown)
+        came = SimpleNamespace(eta=eta, content_type=None, request_dict={"properties": {}})
+        _note_on_message(request=came)
+    assert received_at(Context(came.request_dict)) == now.timestamp() + at
+
+
+def test_of_a_message_that_no_worker_told_of_nobody_knows_when_it_came() -> None:
+    assert received_at(Context({"properties": {RECEIVED: "today"}})) is None
+    assert received_at(Context({})) is None
+
+
 def test_a_twin_asks_for_any_mark_and_waits_on_its_own_account() -> None:
     slip = Slip({"ttl": 9}).next(utc_now(), 1.0, 0, "1").next_as_twin(0, "1").next_as_twin(0, "1")
     assert slip == Slip({"ttl": 9}, id="1", twin=2)
     assert slip.asks_since() == -math.inf
     assert slip.past(utc_now()) == Past()
     assert Slip.of(request(slip.to_message())) == slip
+
+
+def test_what_was_revoked_stays_so_in_every_worker_but_for_a_retry() -> None:
+    slip = Slip(redelivered=True, revoked=True).next_as_twin(0, "1")
+    assert Slip.of(request(slip.to_message())).revoked
+    assert not Slip.of(request(slip.to_message(), retries=1)).revoked
 
 
 def test_the_retry_of_a_run_that_was_a_twin_is_none() -> None:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_redlock import LockLost
 from celery_redlock.tasks.deferral import Requeue
-from celery_redlock.tasks.gate import is_done
+from celery_redlock.tasks.gate import is_done, noted
 
 
 @pytest.mark.parametrize(
@@ -36,3 +40,24 @@ def test_a_run_whose_message_does_not_come_back_is_done(state: str, outcome: obj
 )
 def test_a_run_whose_message_comes_back_is_not_done(state: str | None, outcome: object) -> None:
     assert not is_done(state, outcome)
+
+
+class Unbound:
+    """A callable that no class binds, as an object of a user's own may be one."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+
+@pytest.mark.parametrize("kind", [lambda f: f, staticmethod, classmethod, Unbound])
+def test_a_hook_of_any_kind_is_called_as_it_was_written(kind: Callable[[Any], Any]) -> None:
+    calls: list[tuple[Any, ...]] = []
+    is_bound = kind not in (staticmethod, Unbound)
+    hook = kind(lambda *args: calls.append(args))
+    task = SimpleNamespace(request=SimpleNamespace())
+    noted(hook)(task, "a", "b")
+    assert [call[-2:] for call in calls] == [("a", "b")]
+    assert len(calls[0]) == (3 if is_bound else 2)

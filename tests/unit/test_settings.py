@@ -13,17 +13,24 @@ from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
+from redis.sentinel import Sentinel
 
 from celery_redlock import Backoff, SettingsError
+from celery_redlock.lock.redlock import check_nodes
 from celery_redlock.tasks.runtime import settings_of
 from celery_redlock.tasks.settings import (
     BUILT_IN,
     OPTIONS,
     Plan,
+    Rules,
     canonical,
+    check_known_names,
+    check_outside,
+    compile_others_plan,
     compile_plan,
     digest,
     one_redis,
+    pattern_for,
     read_app,
 )
 
@@ -115,6 +122,85 @@ class TestLevels:
         assert rules.backoff == Backoff(1, 2)
 
 
+# four values of each option, for four levels; neighbours differ
+FOUR: dict[str, list[Any]] = {
+    "key": ["1:{a}", "2:{a}", "3:{a}", "4:{a}"],
+    "ttl": [11, 12, 13, 14],
+    "renew": [False, True, False, True],
+    "max_hold": [1, 2, None, 4],
+    "wait": [1, 2, 3, 4],
+    "conflict": ["skip", "fail", "requeue", "skip"],
+    "backoff": [Backoff(n, 9) for n in (1, 2, 3, 4)],
+    "max_wait": [1, 2, None, 4],
+    "max_deferrals": [1, None, 3, 4],
+    "give_up": ["skip", "fail", "skip", "fail"],
+    "lost": ["warn", "abort", "warn", "abort"],
+    "unreachable": ["run", "fail", "requeue", "run"],
+    "limit": [2, 3, 4, 5],
+    "fencing": [True, False, True, False],
+    "unique_for": [1, 2, None, 4],
+    "unique_until": ["start", "window", "done", "start"],
+    "duplicate": ["fail", "replace", "existing", "fail"],
+}
+
+
+class TestEveryOptionAtEveryLevel:
+    def test_each_is_looked_at(self) -> None:
+        assert set(OPTIONS) == set(FOUR)
+
+    @pytest.mark.parametrize("name", [n for n in FOUR if n in Rules.__dataclass_fields__])
+    @pytest.mark.parametrize("queue", ["slow", "slow.eu"], ids=["by name", "by glob"])
+    def test_the_nearer_level_wins_and_is_named(self, name: str, queue: str) -> None:
+        of_app, of_queue, of_task, of_call = FOUR[name]
+        pattern = "slow" if queue == "slow" else "slow.*"
+        app = {f"redlock_{name}": of_app}
+        queues = {"redlock_queues": {"other": {name: of_app}, pattern: {name: of_queue}}}
+        levels = [
+            (plan(), {}, "built-in"),
+            (plan(app), {}, f"app: redlock_{name}"),
+            (plan(app | queues), {}, f"queue {pattern!r}: redlock_queues[{pattern!r}][{name!r}]"),
+            (plan(app | queues, **{name: of_task}), {}, f"task 'shop.f': lock_{name}"),
+            (plan(app | queues, **{name: of_task}), {name: of_call}, f"call: lock={{{name!r}}}"),
+        ]
+        default = 30.0 if name == "ttl" else BUILT_IN[name]
+        for (made, call, place), value in zip(levels, [default, *FOUR[name]], strict=True):
+            assert getattr(made.rules(queue, call), name) == value
+            told = made.told(queue, call)[name]
+            assert (told.value, str(told.place)) == (value, place)
+
+    def test_they_are_a_table_as_text(self) -> None:
+        lines = str(plan({"redlock_ttl": 11}, conflict=lambda c: "skip").told("slow")).splitlines()
+        assert lines[0] == "shop.f in queue slow"
+        assert "all arguments" in lines[1]
+        assert [line.split()[0] for line in lines[1:]] == list(Rules.__dataclass_fields__)
+        assert "app: redlock_ttl" in lines[2]
+
+
+class TestTasksOfOthers:
+    def others(self, entries: dict[str, Any], pattern: str) -> Plan:
+        app = read_app({"redlock_nodes": NODES, "redlock_ttl": 11, "redlock_tasks": entries})
+        return compile_others_plan(app, "vendor.sync", pattern, inspect.signature(f))
+
+    def test_an_entry_stands_where_a_tasks_own_options_do(self) -> None:
+        made = self.others({"vendor.*": {"wait": 3, "key": ["a"]}}, "vendor.*")
+        told = made.told("q", {"wait": 4})
+        assert [told[name].value for name in ("key", "ttl", "wait")] == [("a",), 11, 4]
+        assert str(told["key"].place) == "task 'vendor.*': redlock_tasks['vendor.*']['key']"
+
+    def test_a_callable_may_stand_there(self) -> None:
+        made = self.others({"vendor.*": {"key": lambda task, args, kwargs: "x"}}, "vendor.*")
+        assert resource(made, 1) == "x"
+
+    @pytest.mark.parametrize(
+        ("name", "pattern"),
+        [("a.b", "a.b"), ("a.c", "a.*"), ("b.c", "*.c"), ("b.d", None), ("a.bc", "a.*")],
+    )
+    def test_an_exact_name_goes_before_globs_and_globs_in_their_order(
+        self, name: str, pattern: str | None
+    ) -> None:
+        assert pattern_for(name, ["*.c", "a.*", "a.b"][::-1]) == pattern
+
+
 class TestWrongSettings:
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -143,6 +229,12 @@ class TestWrongSettings:
             ("limit", None),
             ("fencing", 1),
             ("fencing", None),
+            ("unique_for", 0),
+            ("unique_for", "60"),
+            ("unique_for", True),
+            ("unique_until", "end"),
+            ("unique_until", None),
+            ("duplicate", "skip"),
             ("key", 7),
             ("key", []),
             ("key", ""),
@@ -163,27 +255,17 @@ class TestWrongSettings:
         assert error.value == repr(list(value) if isinstance(value, tuple) else value)
         assert error.way_out
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("unique_for", 60),
-            ("unique_until", "start"),
-            ("duplicate", "fail"),
-            ("conflict", "coalesce"),
-        ],
-    )
-    def test_an_option_of_a_later_release_is_known_and_refused(self, name: str, value: Any) -> None:
-        with pytest.raises(SettingsError, match="later release"):
-            plan(**{name: value})
-
-    @pytest.mark.parametrize("name", ["tasks"])
-    def test_a_setting_of_a_later_release_is_known_and_refused(self, name: str) -> None:
-        with pytest.raises(SettingsError, match=rf"redlock_{name}.*later release"):
-            plan({f"redlock_{name}": {"x": {}} if name == "tasks" else 60})
-
     def test_an_unknown_option_is_refused_with_a_proposal(self) -> None:
         with pytest.raises(SettingsError, match=r"lock_tll.*did you mean 'lock_ttl'"):
             plan(tll=3)
+
+    @pytest.mark.parametrize("name", ["timeout", "expires", "blocking_timeout", "redlock_ttl"])
+    def test_an_option_by_the_word_of_another_lock_is_never_taken_for_a_limit(
+        self, name: str
+    ) -> None:
+        meant = "lock_wait" if name == "blocking_timeout" else "lock_ttl"
+        with pytest.raises(SettingsError, match=f"lock_{name}=.*did you mean '{meant}'"):
+            plan(**{name: 30})
 
     def test_a_callable_that_is_no_option_is_the_users_own_method(self) -> None:
         assert plan(account=lambda self: None)
@@ -192,9 +274,26 @@ class TestWrongSettings:
         with pytest.raises(SettingsError, match=r"redlock_node=.*did you mean 'redlock_nodes'"):
             plan({"redlock_node": ["redis://a"]})
 
+    @pytest.mark.parametrize(
+        ("written", "meant"),
+        [("CELERY_REDLOCK_NODE", "CELERY_REDLOCK_NODES"), ("REDLOCK_NODE", "REDLOCK_NODES")],
+    )
+    def test_a_proposal_is_spelled_as_the_settings_are(self, written: str, meant: str) -> None:
+        with pytest.raises(SettingsError, match=f"{written}=.*did you mean '{meant}'"):
+            check_known_names({written: []}, "CELERY")
+
     def test_an_unknown_option_of_a_queue_names_the_queue(self) -> None:
         with pytest.raises(SettingsError, match=r"queue 'q'.*'wiat'.*did you mean 'wait'"):
             plan({"redlock_queues": {"q": {"wiat": 1}}})
+
+    def test_an_option_of_a_call_by_its_name_at_a_task_is_refused_with_its_own(self) -> None:
+        with pytest.raises(SettingsError, match=r"'lock_ttl'.*did you mean 'ttl'"):
+            plan().check_call({"lock_ttl": 5})
+
+    def test_an_option_of_a_call_that_stands_alone_is_refused(self) -> None:
+        with pytest.raises(SettingsError, match=r'lock_ttl=5: .*lock=\{"ttl": \.\.\.\}'):
+            check_outside({"countdown": 1, "lock_ttl": 5})
+        check_outside({"lock": {"ttl": 5}, "lock_screen": True, "countdown": 1})
 
     @pytest.mark.parametrize("value", [lambda task, args, kwargs: "x"])
     def test_a_callable_does_not_stand_in_a_queue_or_a_call(self, value: Any) -> None:
@@ -255,10 +354,9 @@ class TestWrongSettings:
     def test_settings_do_not_show_passwords(self) -> None:
         assert "s3cret" not in repr(read_app({"redlock_nodes": ["redis://:s3cret@a"]}))
 
-    def test_every_option_has_a_check_and_a_default_or_is_of_a_later_release(self) -> None:
+    def test_every_option_has_a_check_and_a_default(self) -> None:
         made = plan()
-        later = {"unique_for", "unique_until", "duplicate"}
-        assert set(OPTIONS) == later | set(type(made.rules("q")).__dataclass_fields__)
+        assert set(OPTIONS) == set(type(made.rules("q")).__dataclass_fields__)
 
 
 class TestOptionsThatExcludeEachOther:
@@ -306,6 +404,20 @@ class TestOptionsThatExcludeEachOther:
             resources(made, 1, 2)
 
 
+class TestSentinels:
+    def test_two_groups_that_use_one_service_name_are_two_nodes(self) -> None:
+        groups = ["sentinel://:s3cret@a:1,b:2/locks", "sentinel://c:1/locks"]
+        groups.append(Sentinel([("d", 1)]).master_for("locks"))
+        found = check_nodes("app", "redlock_nodes", groups, 0.2)
+        names = ["sentinel://a:1,b:2/locks", "sentinel://c:1/locks", "sentinel://d:1/locks"]
+        assert [address.name for address in found] == names
+
+    def test_a_group_that_is_named_twice_is_one_server(self) -> None:
+        groups = ["sentinel://localhost:1,b:2/locks", "sentinel://b:2,127.0.0.1:1/locks"]
+        with pytest.raises(SettingsError, match="name each server once"):
+            read_app({"redlock_nodes": groups})
+
+
 class TestNodesByDefault:
     def test_one_redis_as_broker_is_the_node(self) -> None:
         assert read_app({"broker_url": "redis://:pw@b:1/2"}).nodes == ("redis://:pw@b:1/2",)
@@ -347,6 +459,27 @@ class TestKeys:
         keys = {resource(made, 1, 2), resource(made, 1, b=2), resource(made, b=2, a=1),
                 resource(made, 1)}  # fmt: skip
         assert len(keys) == 1
+
+    @pytest.mark.parametrize(
+        ("args", "kwargs", "given", "why"),
+        [
+            ((), {}, "(0 by position)", "missing a required argument: 'a'"),
+            ((), {"b": "s3cret"}, "(0 by position, b by name)", "missing a required argument: 'a'"),
+            (("s3cret",), {"a": 1}, "(1 by position, a by name)", "multiple values for argument"),
+        ],
+    )
+    def test_arguments_that_do_not_fit_are_named_with_the_task_and_none_is_shown(
+        self, args: Any, kwargs: Any, given: str, why: str
+    ) -> None:
+        made = plan()
+        with pytest.raises(SettingsError) as caught:
+            made.resources(made.rules("q"), None, args, kwargs, "q")
+        said = str(caught.value)
+        declared = "shop.f(a, b=2, *rest, **options)"
+        assert said.startswith(f"task 'shop.f': arguments={given}: do not fit {declared}: {why}")
+        assert "A send and lock_for give all that a run takes" in said
+        assert "another version of the task" in said
+        assert "s3cret" not in said
 
     def test_no_argument_stands_in_a_default_key(self) -> None:
         made = plan()
@@ -504,6 +637,21 @@ def test_a_done_mark_is_kept_until_no_other_delivery_is_to_be_expected(
     conf: dict[str, Any], kept_for: float
 ) -> None:
     assert read_app({"redlock_nodes": NODES, **conf}).done_ttl == kept_for
+
+
+@pytest.mark.parametrize(
+    ("conf", "cap"),
+    [
+        ({}, 300.0),
+        ({"redlock_done_ttl": 3600}, 900.0),
+        ({"redlock_done_ttl": 20}, 10.0),
+        ({"broker_transport_options": {"visibility_timeout": 120}}, 30.0),
+    ],
+)
+def test_no_countdown_outlives_a_delivery_nor_the_mark_of_another_copys_end(
+    conf: dict[str, Any], cap: float
+) -> None:
+    assert read_app({"redlock_nodes": NODES, **conf}).countdown_cap == cap
 
 
 @pytest.mark.parametrize("value", [0, -1, "600", True])

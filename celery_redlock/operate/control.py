@@ -1,0 +1,96 @@
+"""What a worker says when it is asked: the locks that it holds, and who waits in it.
+
+`celery inspect redlock_held` and `celery inspect redlock_waiting`, or `app.control.broadcast`.
+Source: celery.worker.control: a function that is registered there answers in the worker's main
+process, which knows of its children's locks by the memory that it shares with them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from celery.worker.control import inspect_command
+
+from celery_redlock.lock.clock import SystemClock
+from celery_redlock.lock.keys import label_of, since_of
+from celery_redlock.tasks.children import held_by_children
+from celery_redlock.tasks.deferral import Slip
+from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.waiting import waiting_with
+
+# as `gate.label_of_run` writes it: the task's id, its name, retries and nesting; then the worker
+_RUN = re.compile(r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+ (?P<worker>\S+)")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock. task_id, task, worker: "" where it is no task."""
+
+    label: str
+    task_id: str = ""
+    task: str = ""
+    worker: str = ""
+
+    @classmethod
+    def of(cls, label: str) -> Holder:
+        """Read it from what stands on the nodes."""
+        found = _RUN.fullmatch(label)
+        return cls(label) if found is None else cls(label, **found.groupdict())
+
+
+def in_iso(seconds: float | None) -> str | None:
+    """Return a moment, s since 1970, as ISO 8601 in UTC; None for one that no calendar has."""
+    try:
+        return (
+            None if seconds is None else datetime.fromtimestamp(seconds, timezone.utc).isoformat()
+        )
+    except (ValueError, OverflowError):  # a stranger's number
+        return None
+
+
+@dataclass(frozen=True)
+class HeldHere:
+    """A lock that a worker holds. since: s since 1970."""
+
+    resource: str
+    holder: Holder
+    since: float | None
+
+
+def holds_of(app: Any) -> list[HeldHere]:
+    """Return the locks that this worker holds, those of its pool's children too."""
+    found = {(entry.resource, entry.value) for entry in held_by_children()}
+    for holding in redlock_of(app).session.watchdog.watched:
+        if holding.held:
+            found |= {(claim.spot.resource, claim.value) for claim in holding.claims}
+    return [
+        HeldHere(resource, Holder.of(label_of(value)), since_of(value))
+        for resource, value in sorted(found)
+    ]
+
+
+@inspect_command()
+def redlock_held(state: Any) -> list[dict[str, Any]]:
+    """Return the locks that this worker holds: resource, holder, since."""
+    return [{**asdict(held), "since": in_iso(held.since)} for held in holds_of(state.app)]
+
+
+@inspect_command()
+def redlock_waiting(state: Any) -> list[dict[str, Any]]:
+    """Return the messages that wait here for a lock, those that wait longest first."""
+    now = SystemClock().now()
+    return [
+        {
+            "resources": list(slip.waits_for),
+            "task_id": waiting.request.id,
+            "task": waiting.request.name,
+            "since": slip.since,
+            "deferrals": slip.deferrals,
+            "tries_in": max(0.0, waiting.due - now),
+        }
+        for waiting in waiting_with(state.consumer)
+        for slip in (Slip.of(waiting.request._context),)
+    ]

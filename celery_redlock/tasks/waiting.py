@@ -1,0 +1,621 @@
+"""Who waits for a resource, and whom its release wakes.
+
+A message that is put back comes to some worker's main process, which keeps it until its countdown
+is over. There it stands in a line, in the order in which the messages were put back first: one for
+each resource that refused, and each `limit` by which it was asked, for what is taken to one may be
+free to another. A release wakes the first of each line. By itself only the first one tries again,
+at the end of its countdown, which ends with the lease that refused it; so a dead holder's end, and
+a word that was missed, are watched for once a resource and worker. Those behind it cost nothing but
+memory until they are first, or until the broker would take them for lost. All of that is a hint:
+whoever is woken takes the lock like any other, or goes back. Where more wait than there are seats
+for, the last of the longest line goes back to its queue for another message to come in.
+
+By "coalesce" one run of a task waits and the others are skipped: which one is noted on the nodes,
+and a majority of them decides. The note is made before the message goes back, and it is gone
+from a majority before that run's body begins; so whoever is skipped was sent before the body of
+the one that waits has seen anything. Where nobody can tell, a run waits rather than being skipped.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+import random
+import sys
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from celery import bootsteps
+from celery.signals import task_received, worker_init
+
+from celery_redlock.errors import QuorumUnreachable, RedlockError
+from celery_redlock.lock.clock import Bell, SystemClock, new_mutex
+from celery_redlock.lock.keys import done_key, name_of_all, waiting_key, wake_channel
+from celery_redlock.lock.nodes import ENTER, LEAVE, Command, Script, Unheard, request_of, text_of
+from celery_redlock.lock.session import Session, causes_of
+from celery_redlock.lock.wakeup import Ear
+from celery_redlock.tasks.deferral import CAME_BACK, CLOCKS_DIFFER, Slip, name_of_run, utc_now
+from celery_redlock.tasks.runtime import Place, here, redlock_of, settings_of
+
+logger = logging.getLogger(__name__)
+
+LINGER = 30.0  # s for which a worker goes on listening where nobody waits any more
+WORDS = 256  # that are remembered: each release is told by every node
+VIGIL = 1.0  # s after which the next one tries, where the first was woken and nothing was heard
+LOOK = 1.0  # s: between looks at what has expired or was revoked
+SOON = 1.0  # s: who tries by then anyway need not try because a worker begins to listen
+SEATS = 1000  # messages that wait in one worker's memory, some 10 KB each; the rest in its queue
+PACE = 0.025  # s: between those that leave for the others of a queue to come in
+COUNTS_ON = 60.0  # s after its countdown for which a run that waits is waited for
+TRIES, PAUSE = 4, 0.02  # at the place of the one that waits, where several came at once; s
+
+
+def enter(
+    task: Any, resources: Sequence[str], run: str, countdown: float, expires_in: float = math.inf
+) -> str:
+    """Note a run as the one of its task that waits for these resources.
+
+    countdown: s until it tries again. expires_in: s after which it does not run, and nobody is to
+    be skipped for it. Returns the run that a majority knows already, "" where this one is to wait.
+    """
+    session = redlock_of(task.app).session
+    lasting = str(max(1, int(min(countdown + COUNTS_ON, expires_in) * 1000)))
+    clock, quorum, needed = session.clock, session.quorum, session.quorum.size
+    request = _call(session, ENTER, resources, task.name, run, lasting)
+    for attempt in range(TRIES):
+        replies = quorum.ask(request, ENTER)
+        known = Counter(map(text_of, replies.values()))
+        own = known.pop("", 0)
+        if own >= needed or len(replies) < needed:
+            return ""
+        first, votes = known.most_common(1)[0]
+        if votes >= needed and not _is_over(session, first):
+            leave(task, resources, run)  # where it had come first all the same
+            return first
+        if votes >= needed:
+            leave(task, resources, first)
+            continue
+        if attempt < TRIES - 1:
+            leave(task, resources, run)
+            clock.sleep(random.uniform(0, PAUSE * 2**attempt))  # noqa: S311
+    return ""
+
+
+def _is_over(session: Session, run: str) -> bool:
+    """Tell whether a run that is noted as waiting is not to run any more, as far as one can tell.
+
+    It is done, or a later send has taken its place: then it is dropped as soon as it tries again.
+    """
+    marks = marks_of(session, run)
+    return len(marks) < session.quorum.size or any(mark is not None for mark in marks)
+
+
+def marks_of(session: Session, run: str) -> list[float | None]:
+    """Return what each node that answers within one node timeout has noted of a run's end.
+
+    s since 1970, below 0 where a later send has taken its place; None: nothing.
+    """
+    replies = session.quorum.ask(request_of("GET", done_key(session.setup.prefix, run)))
+    return [None if reply is None else int(reply) / 1000 for reply in replies.values()]
+
+
+def leave(task: Any, resources: Sequence[str], run: str, *, surely: bool = False) -> None:
+    """Strike out a run that waits no more.
+
+    surely: return once a majority has; raises QuorumUnreachable where that cannot be known.
+    """
+    session = redlock_of(task.app).session
+    quorum, request = session.quorum, _call(session, LEAVE, resources, task.name, run)
+    if not surely:
+        quorum.broadcast(Command(request, Unheard(), LEAVE), session.clock.now())
+    elif len(quorum.ask(request, LEAVE)) < quorum.size:
+        raise QuorumUnreachable(", ".join(resources), causes_of(quorum), quorum.size)
+
+
+def strike_out(task: Any, request: Any, slip: Slip, *, surely: bool = False) -> None:
+    """Strike out a run where it is noted, as its slip says, as the one that waits."""
+    if slip.first:
+        leave(task, slip.waits_for, name_of_run(task, request), surely=surely)
+
+
+def _call(session: Session, script: Script, resources: Sequence[str], *words: str) -> bytes:
+    """Return a script's call where it is noted who waits for these."""
+    return script.call([waiting_key(session.setup.prefix, name_of_all(resources))], *words)
+
+
+Line = tuple[str, int]  # the channel of what refused, and the limit by which it was asked
+
+
+class Waiting:
+    """One message that waits in a worker's memory.
+
+    order: it stands in its line by. patient: it may wait for a word for longer than its countdown.
+    due: monotonic s, the end of the countdown. until: monotonic s, when it goes back at the latest.
+    entry: in the worker's timer, once its countdown is over.
+    """
+
+    __slots__ = ("due", "entry", "line", "order", "patient", "request", "until")
+
+    def __init__(
+        self, request: Any, order: tuple[str, int], line: Line, due: float, *, patient: bool
+    ) -> None:
+        self.request, self.order, self.line = request, order, line
+        self.due, self.patient, self.until = due, patient, due
+        self.entry: Any = None
+
+    def __lt__(self, other: Waiting) -> bool:
+        return self.order < other.order
+
+
+_NOBODY = (-math.inf, "")
+
+
+def seats(conf: Mapping[str, Any], prefetch: int) -> int:
+    """Return how many messages may wait in a worker at once.
+
+    prefetch: how many it takes in otherwise; 0: all that come, so that one which leaves makes room
+    for nobody, and would only go round. Else below a `worker_eta_task_limit`: at that Celery takes
+    in no message any more, whatever it is, and once it is passed forgets some of its prefetch.
+    Source: kombu.common.QoS, which adds up to a limit and takes away without one.
+    """
+    if prefetch == 0:
+        return sys.maxsize
+    limit = conf.get("worker_eta_task_limit")
+    return SEATS if limit is None else max(1, min(SEATS, limit - prefetch))
+
+
+class Lines:
+    """Who waits in this worker, in order. A channel without a line is listened for for a while."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, dict[int, list[Waiting]]] = {}  # by channel, then by limit
+        self._emptied: dict[str, float] = {}  # monotonic s
+        # where the first one has gone to try: monotonic s, and since when it waits
+        self._left: dict[Line, tuple[float, str]] = {}
+        self._by_request: dict[Any, Waiting] = {}
+        self.patient = 0  # how many may wait for a word alone
+
+    def channels(self) -> set[str]:
+        """Return what is listened for; asked by any thread."""
+        return set(self._lines)
+
+    def of(self, request: Any) -> Waiting | None:
+        """Return the one that waits by a request."""
+        return self._by_request.get(request)
+
+    def all(self) -> list[Waiting]:
+        """Return all that wait."""
+        return list(self._by_request.values())
+
+    def firsts(self, channel: str) -> list[Waiting]:
+        """Return the first of each line on a channel."""
+        return [line[0] for line in self._lines.get(channel, {}).values()]
+
+    def may_try(self, waiting: Waiting, now: float) -> float:
+        """Return the s after which it may try by itself: inf where others stand before it.
+
+        At once where it is the first; but where one before it has just gone to try, only if that
+        one is not back soon.
+        """
+        channel, limit = waiting.line
+        if self._lines[channel][limit][0] is not waiting:
+            return math.inf
+        return max(0.0, self._left.get(waiting.line, _NOBODY)[0] + VIGIL - now)
+
+    def add(self, waiting: Waiting) -> Waiting | None:
+        """Put one in its line; returns the one that was first before it came, if it is now."""
+        self._by_request[waiting.request] = waiting
+        self.patient += waiting.patient
+        channel, limit = waiting.line
+        line = self._lines.setdefault(channel, {}).setdefault(limit, [])
+        bisect.insort(line, waiting)
+        self._emptied.pop(channel, None)
+        if line[0] is not waiting:
+            return None
+        if waiting.order[0] <= self._left.get(waiting.line, _NOBODY)[1]:
+            del self._left[waiting.line]  # it is back
+        return line[1] if len(line) > 1 else None
+
+    def remove(self, waiting: Waiting, now: float) -> Waiting | None:
+        """Take one out of its line; returns the one that is first now, if it was."""
+        del self._by_request[waiting.request]
+        self.patient -= waiting.patient
+        channel, limit = waiting.line
+        line = self._lines[channel][limit]
+        place = bisect.bisect_left(line, waiting)
+        del line[place]
+        if place == 0:
+            self._left[waiting.line] = now, waiting.order[0]
+        if not line:
+            del self._lines[channel][limit]
+            if not self._lines[channel]:
+                self._emptied[channel] = now
+        return line[0] if line and place == 0 else None
+
+    def last_of_longest(self) -> Waiting | None:
+        """Return who can best be spared: the last patient one of the longest line."""
+        lines = [line for by_limit in self._lines.values() for line in by_limit.values()]
+        for line in sorted(lines, key=len, reverse=True):
+            for waiting in reversed(line):
+                if waiting.patient:
+                    return waiting
+        return None
+
+    def forget_empty(self, before: float) -> None:
+        """Listen no more where nobody has waited since then, monotonic s."""
+        for channel in [c for c, at in self._emptied.items() if at < before]:
+            del self._emptied[channel]
+            del self._lines[channel]
+        self._left = {line: gone for line, gone in self._left.items() if line[0] in self._lines}
+
+
+class Room(bootsteps.StartStopStep):
+    """Where the messages wait that have come back to a worker's main process.
+
+    Everything happens in the process's event loop (or greenlets, or Celery's timer thread), but
+    `heard`, which is called by the threads that listen.
+    Source: celery.worker.strategy binds `consumer.apply_eta_task` when the consumer starts, which
+    is after its steps are made; the timer calls that at the end of a message's countdown.
+    """
+
+    name = "celery_redlock waiting room"
+
+    def __init__(self, parent: Any, **options: Any) -> None:
+        super().__init__(parent, **options)
+        self._consumer, self._clock = parent, SystemClock()
+        self._mutex = threading.RLock()
+        self._hearing = new_mutex()
+        self._apply: Callable[[Any], object] = parent.apply_eta_task
+        parent.apply_eta_task = self._due
+        self._ears: list[Ear] = []
+        self._bell = Bell()
+        self._place: Place | None = None  # of the greenlets, where there are any
+        self._looks: Any = None
+        self._leaves: Any = None  # in the timer, where somebody is to make way
+        self._seats = SEATS
+        self._majority = 1
+        self._forget()
+        _rooms[parent] = self
+
+    def _forget(self) -> None:
+        self._lines = Lines()
+        self._standing = 0  # how many wait for whom no further message is taken in
+        self._woken: weakref.WeakSet[Any] = weakref.WeakSet()
+        # the last release of a channel: monotonic s, and the limits that somebody stood there with
+        self._told: dict[str, tuple[float, set[int]]] = {}
+        self._words: dict[str, int] = {}  # how many nodes have said it, the latest last
+        self._told_at: dict[str, float] = {}  # monotonic s of the last release, by channel
+        self._refused: dict[Line, float] = {}  # monotonic s of the last refusal that is known of
+        self._heard_of: set[str] = set()  # channels of which some node has said that it listens
+        self._calls: deque[tuple[str, str]] = deque()
+
+    def start(self, parent: Any) -> None:
+        """Be ready, also after the connection to the broker was lost."""
+        self._forget()
+        self._seats = seats(parent.app.conf, parent.initial_prefetch_count)
+        if parent.hub is not None:
+            parent.hub.add_reader(self._bell.descriptor, self._on_bell)
+        elif getattr(parent.pool, "is_green", False):
+            self._place = here()
+        self._looks = parent.timer.call_repeatedly(LOOK, self._look)
+
+    def stop(self, parent: Any) -> None:
+        """Forget everybody: the broker delivers again what waits here."""
+        self._cancel(self._looks)
+        self._cancel(self._leaves)
+        self._looks = self._leaves = None
+        self._forget()
+
+    def shutdown(self, parent: Any) -> None:
+        """Listen no more."""
+        for ear in self._ears:
+            ear.close()
+
+    def admit(self, request: Any, slip: Slip) -> None:
+        """Take a message in whose countdown is about to begin."""
+        consumer = self._consumer
+        if consumer.task_buckets[request.name] is not None and not consumer.disable_rate_limits:
+            return  # it goes through a rate limit's own line first
+        settings = settings_of(consumer.app)
+        channel = wake_channel(settings.prefix, slip.refused_by or slip.waits_for[0])
+        now = self._clock.now()
+        due = now + max(0.0, (request.eta - utc_now()).total_seconds())
+        patient = slip.patient and request.expires is None
+        order, line = (str(slip.since), id(request)), (channel, slip.limit)
+        waiting = Waiting(request, order, line, due, patient=patient)
+        # all at once would be a herd
+        waiting.until = now + settings.countdown_cap * random.uniform(0.5, 1.0)  # noqa: S311
+        refused_at = now - slip.waited_since_refused(utc_now())
+        with self._mutex:
+            self._refused[line] = max(self._refused.get(line, -math.inf), refused_at)
+            displaced = self._lines.add(waiting)
+            if displaced is not None:
+                self._rearm(displaced, math.inf)
+            is_missed = self._has_missed(waiting, refused_at - CLOCKS_DIFFER)
+            self._count()
+        if is_missed:
+            self._call(channel, "")
+        self._listen()
+
+    def _has_missed(self, waiting: Waiting, refused_at: float) -> bool:
+        """Tell whether a release came while a message was on its way, and found nobody in its line.
+
+        refused_at: monotonic s. That release is for this one, then, and for nobody after it.
+        """
+        channel, limit = waiting.line
+        told_at, limits = self._told.get(channel, (-math.inf, set[int]()))
+        if limit in limits or told_at < refused_at:
+            return False
+        limits.add(limit)
+        return True
+
+    def waiting(self) -> list[Waiting]:
+        """Return who waits, in the order in which they were put back first; asked by any thread."""
+        with self._mutex:
+            return sorted(self._lines.all())
+
+    def _count(self) -> None:
+        """Have the worker take in one message more for each that waits, up to the seats.
+
+        Celery does that without a bound. Beyond the seats one leaves for another to come in, so
+        that what has nothing to do with a crowd gets past it.
+        """
+        standing, qos = max(0, self._lines.patient - self._seats), self._consumer.qos
+        for _ in range(self._standing, standing):
+            qos.decrement_eventually()
+        for _ in range(standing, self._standing):
+            qos.increment_eventually()
+        self._standing = standing
+        if standing and self._leaves is None:
+            self._leaves = self._consumer.timer.call_after(PACE, self._make_way)
+
+    def _make_way(self) -> None:
+        """Have the one that is needed last try: if it is refused, it goes to its queue's end."""
+        with self._mutex:
+            self._leaves = None
+            last = self._lines.last_of_longest() if self._standing else None
+        if last is not None:  # outside: a solo pool runs its body here
+            self._wake(last)
+
+    def _listen(self) -> None:
+        if not self._ears:
+            session = redlock_of(self._consumer.app).session
+            nodes, timeout = session.quorum.nodes, session.setup.node_timeout
+            self._majority = session.quorum.size
+            make = (timeout, session.clock, lambda: self._lines.channels(), self.heard)
+            self._ears = [Ear(node.address, *make) for node in nodes]
+        for ear in self._ears:
+            ear.attend()
+
+    # by the threads that listen
+
+    def heard(self, channel: str, word: str) -> None:
+        """Take note of a release, once; word: "" where a subscription begins.
+
+        Not before a majority has said it, of the nodes that are heard: whoever came sooner would
+        find the others still taken.
+        """
+        with self._hearing:
+            hears = sum(channel in ear.confirmed for ear in self._ears)
+            if not word:
+                is_news = hears == 1 or channel not in self._heard_of
+                self._heard_of.add(channel)
+            else:
+                said = self._words[word] = self._words.pop(word, 0) + 1
+                is_news = said == max(1, min(hears, self._majority))
+                if len(self._words) > WORDS:
+                    del self._words[next(iter(self._words))]
+        if is_news:
+            self._call(channel, word)
+
+    def _call(self, channel: str, word: str) -> None:
+        self._calls.append((channel, word))
+        consumer = self._consumer
+        if consumer.hub is not None:
+            self._bell.ring()
+        elif self._place is not None:
+            self._place.beside(self._serve)
+        else:
+            self._serve()
+
+    # in the event loop
+
+    def _on_bell(self) -> None:
+        self._bell.hush()
+        self._serve()
+
+    def _serve(self) -> None:
+        """Wake those who are first where something may be free."""
+        while self._calls:
+            channel, word = self._calls.popleft()
+            now = self._clock.now()
+            firsts = self._firsts(channel)
+            if word:
+                self._told[channel] = now, {first.line[1] for first in firsts}
+            if word and firsts:
+                self._expect_another(channel, now)
+            for first in firsts:
+                if word or first.due >= now + SOON:
+                    self._hand_on(first)
+
+    def _firsts(self, channel: str) -> list[Waiting]:
+        """Return the first of each line that is to run.
+
+        Those before it that are not to run any more are handed on: they would take no lock, and so
+        nobody would wake who stands behind them.
+        """
+        while True:
+            with self._mutex:
+                firsts = self._lines.firsts(channel)
+            over = [first for first in firsts if self._is_over(first.request)]
+            if not over:
+                return firsts
+            for first in over:
+                self._hand_on(first)
+
+    def _is_over(self, request: Any) -> bool:
+        """Tell whether a message has expired or is revoked: by its id, or by a stamp.
+
+        Source: celery.worker.request: Request.revoked, which writes REVOKED; of a second delivery
+        the gate does. Celery asks it when the message is handed on, and that again does no harm.
+        """
+        if request.id in self._consumer.controller.state.revoked:
+            return True
+        expires = request.expires
+        if expires is not None and expires < datetime.now(expires.tzinfo):
+            return True
+        try:
+            return bool(request.stamped_headers and request.revoked())
+        except Exception:  # it is, and the result backend that is to be told of it is away
+            return True
+
+    def _expect_another(self, channel: str, now: float, *, first_time: bool = True) -> None:
+        """Have the first ones try once more if no release follows this one soon.
+
+        Those that one release wakes in three workers and more may each get a node, and none all.
+        """
+        self._told_at[channel] = now
+        seconds = VIGIL * random.uniform(1.0, 1.25)  # noqa: S311
+        call = self._consumer.timer.call_after
+        call(seconds, self._try_again, (channel, now), {"first_time": first_time})
+
+    def _try_again(self, channel: str, told_at: float, *, first_time: bool) -> None:
+        """Wake the next ones; and so on, until somebody was refused what may be free.
+
+        Who was woken may have been refused something else, and tells nobody that it did not try.
+        When it was refused is told by another worker's calendar.
+        """
+        if self._told_at.get(channel) != told_at:
+            return
+        del self._told_at[channel]
+        now, goes_on = self._clock.now(), False
+        for first in self._firsts(channel):
+            refused_at = self._refused.get(first.line, -math.inf)
+            if first_time or refused_at < told_at - CLOCKS_DIFFER:
+                goes_on = True
+                if first.due > now + SOON:
+                    self._hand_on(first)
+        if goes_on:
+            self._expect_another(channel, now, first_time=False)
+
+    def _due(self, request: Any) -> None:
+        """Hand a message on whose countdown is over, unless it is to wait for a word."""
+        if request in self._woken:
+            return
+        with self._mutex:
+            waiting = self._lines.of(request)
+            if waiting is not None and waiting.patient:
+                now = waiting.due = self._clock.now()  # the calendar may see it a little earlier
+                seconds = self._lines.may_try(waiting, now)
+                if seconds > 0:
+                    self._rearm(waiting, seconds)
+                    return
+        self._let_go(waiting, request)
+
+    def _overdue(self, request: Any) -> None:
+        """Hand a message on that has waited for long enough, or whose turn it is to look."""
+        if request not in self._woken:
+            self._let_go(self._lines.of(request), request)
+
+    def _wake(self, waiting: Waiting) -> None:
+        """Hand a message on before its time."""
+        celerys = getattr(waiting.request, "_eta_timer_entry", None)  # before 5.7 it stays
+        self._cancel(celerys if waiting.entry is None else waiting.entry)
+        self._let_go(waiting, waiting.request)
+
+    def _hand_on(self, waiting: Waiting) -> None:
+        """Wake one, and survive what Celery raises there, as with a timer it does itself.
+
+        Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
+        """
+        try:
+            self._wake(waiting)
+        except Exception:
+            told = {"event": "not_handed_on", "task": waiting.request.name}
+            told["task_id"] = waiting.request.id
+            text = "cannot hand on %s[%s]"
+            logger.exception(text, waiting.request.name, waiting.request.id, extra=told)
+
+    def _let_go(self, waiting: Waiting | None, request: Any) -> None:
+        with self._mutex:
+            if request in self._woken:
+                return
+            self._woken.add(request)
+            if waiting is not None:
+                follower = self._lines.remove(waiting, self._clock.now())
+                if follower is not None:
+                    self._rearm(follower, VIGIL)
+        self._apply(request)  # Celery takes one away here, and never adds one at its limit
+        with self._mutex:
+            self._count()
+
+    def _rearm(self, waiting: Waiting, seconds: float) -> None:
+        """Have one try after so many s where its countdown is over; else that is soon enough.
+
+        seconds: inf where it is not its turn; then it goes back before the broker delivers it anew.
+        """
+        now = self._clock.now()
+        if waiting.due > now or not waiting.patient:
+            return
+        seconds = max(0.0, min(seconds, waiting.until - now))
+        self._cancel(waiting.entry)
+        call = self._consumer.timer.call_after
+        waiting.entry = call(seconds, self._overdue, (waiting.request,), priority=6)
+        if hasattr(waiting.request, "_eta_timer_entry"):  # so that Celery 5.7 cancels it
+            waiting.request._eta_timer_entry = waiting.entry
+
+    def _cancel(self, entry: Any) -> None:
+        if entry is not None:
+            self._consumer.timer.cancel(entry)
+
+    def _look(self) -> None:
+        """Hand on what is not to run, which Celery sees then, and forget what nobody needs."""
+        now = self._clock.now()
+        with self._mutex:
+            self._lines.forget_empty(now - LINGER)
+            with self._hearing:
+                self._heard_of &= self._lines.channels()
+            channels = self._lines.channels()
+            self._told = {c: told for c, told in self._told.items() if c in channels}
+            self._refused = {line: at for line, at in self._refused.items() if line[0] in channels}
+            all_ = self._lines.all()
+        for waiting in all_:
+            if self._is_over(waiting.request):
+                self._hand_on(waiting)
+
+
+_rooms: weakref.WeakKeyDictionary[Any, Room] = weakref.WeakKeyDictionary()
+
+
+def waiting_with(consumer: Any) -> list[Waiting]:
+    """Return who waits in the worker of a consumer, in order."""
+    room = _rooms.get(consumer)
+    return [] if room is None else room.waiting()
+
+
+@worker_init.connect(weak=False)
+def _make_room(sender: Any = None, **_: Any) -> None:
+    """Give the worker's consumer its room."""
+    sender.app.steps["consumer"].add(Room)
+
+
+@task_received.connect(weak=False)
+def _admit(sender: Any = None, request: Any = None, **_: Any) -> None:
+    """Let a message wait in the room that was refused a lock; in the worker's main process."""
+    room = None if request.eta is None else _rooms.get(sender)
+    if room is None:
+        return
+    slip = Slip.of(request._context)
+    delivery = request.delivery_info or {}
+    if slip.waits_for and delivery.get("exchange") != CAME_BACK:
+        try:
+            room.admit(request, slip)
+        except RedlockError as error:
+            told = {"event": "not_woken", "task": request.name, "task_id": request.id}
+            text = "%s[%s] is not woken: %s"
+            logger.warning(text, request.name, request.id, error, extra=told)

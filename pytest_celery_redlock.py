@@ -1,0 +1,125 @@
+"""The pytest fixtures of `celery_redlock.testing`, which pytest finds by itself: docs/testing.md.
+
+A module of its own beside the package: pytest imports it at each start, also where nobody locks,
+and the package with all that it needs is imported by the first fixture that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from celery_redlock import Redlock
+    from celery_redlock.testing import EmbeddedNode, FakeNode
+
+
+@pytest.fixture(scope="session")
+def redlock_node_count() -> int:
+    """Give how many nodes there are. Override it for another number."""
+    return 3
+
+
+@pytest.fixture(scope="session")
+def redlock_prefix() -> str:
+    """Give the `redlock_prefix` that the nodes are vouched for. Override it to match yours."""
+    return "redlock"
+
+
+@pytest.fixture(scope="session")
+def redlock_node_timeout() -> float:
+    """Give s for one node in a round: more than in production, for CI machines stall.
+
+    A ttl is at least four of it; override it for shorter ones.
+    """
+    return 1.0
+
+
+@pytest.fixture
+def redlock_fake_nodes(redlock_node_count: int, redlock_prefix: str) -> Iterator[list[FakeNode]]:
+    """Give new fake nodes with one clock, already vouched for."""
+    from celery_redlock.testing import fake_nodes, vouch_for
+
+    with fake_nodes(redlock_node_count) as nodes:
+        vouch_for(nodes, redlock_prefix)
+        yield nodes
+
+
+@pytest.fixture(scope="session")
+def redlock_servers(redlock_node_count: int) -> Iterator[list[EmbeddedNode]]:
+    """Give embedded nodes that run for the whole session; use `redlock_embedded_nodes`."""
+    from celery_redlock.testing import embedded_nodes
+
+    with embedded_nodes(redlock_node_count) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def redlock_embedded_nodes(
+    redlock_servers: list[EmbeddedNode], redlock_prefix: str
+) -> list[EmbeddedNode]:
+    """Give embedded nodes that are up, empty, and already vouched for."""
+    from celery_redlock.testing import vouch_for
+
+    for node in redlock_servers:
+        if not node.pid:
+            node.start()
+        node.resume()
+        with node.client() as client:
+            client.flushall()
+    vouch_for(redlock_servers, redlock_prefix)
+    return redlock_servers
+
+
+@pytest.fixture
+def redlock_nodes(redlock_fake_nodes: list[FakeNode]) -> Sequence[Any]:
+    """Give the nodes that the fixtures below mean: fake ones.
+
+    Override it to return `redlock_embedded_nodes` where workers in other processes lock, too.
+    """
+    return redlock_fake_nodes
+
+
+@pytest.fixture
+def _redlock(
+    redlock_nodes: Sequence[Any], redlock_prefix: str, redlock_node_timeout: float
+) -> Iterator[Redlock]:
+    from celery_redlock import Redlock
+    from celery_redlock.testing.holders import at_work
+
+    urls = [node.url for node in redlock_nodes]
+    made = Redlock(urls, prefix=redlock_prefix, node_timeout=redlock_node_timeout)
+    with made, at_work(made):
+        yield made
+
+
+@pytest.fixture
+def redlock(_redlock: Redlock) -> Redlock:
+    """Give a `Redlock` over `redlock_nodes`, which `hold`, `lose`, `assert_released` mean, too."""
+    return _redlock
+
+
+@pytest.fixture
+def redlock_settings(
+    _redlock: Redlock,
+    redlock_nodes: Sequence[Any],
+    redlock_prefix: str,
+    redlock_node_timeout: float,
+) -> dict[str, Any]:
+    """Give settings for a Celery app that is to lock on `redlock_nodes`."""
+    return {
+        "redlock_nodes": [node.url for node in redlock_nodes],
+        "redlock_prefix": redlock_prefix,
+        "redlock_node_timeout": redlock_node_timeout,
+    }
+
+
+@pytest.fixture
+def redlock_off() -> Iterator[None]:
+    """Switch locking off in this process for a test; see `locking_off`."""
+    from celery_redlock.testing import locking_off
+
+    with locking_off():
+        yield

@@ -1,0 +1,58 @@
+"""Chromium without a screen, driven by Selenium: no download, and no way but to loopback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from selenium.common.exceptions import WebDriverException
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+
+PACKAGES = ("chromium", "chromium-driver")  # Debian's names
+WINDOW = (1200, 900)  # pixels
+
+
+def missing() -> str:
+    """Return why there is no browser to drive, with what to install, or "" where there is one."""
+    absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    return f"no {' and no '.join(absent)}: apt-get install {' '.join(PACKAGES)}" if absent else ""
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Chrome]:
+    """Give a browser that keeps what it keeps in a folder; all of it ends with the `with`.
+
+    Without one its test is skipped, in CI, too: it is the machine's, and its mirror may be away.
+    """
+    if without := missing():
+        pytest.skip(without)
+    options = ChromeOptions()
+    options.binary_location = str(shutil.which("chromium"))
+    for word in (
+        "headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu", "no-first-run",
+        "disable-background-networking", "disable-component-update", "no-proxy-server",
+        "host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "hide-scrollbars",
+        f"user-data-dir={folder}", f"window-size={WINDOW[0]},{WINDOW[1]}",
+    ):  # fmt: skip
+        options.add_argument(f"--{word}")
+    driver_path = str(shutil.which("chromedriver"))
+    service = Service(driver_path, popen_kw={"start_new_session": True})
+    try:
+        try:
+            made = Chrome(options=options, service=service)
+        except WebDriverException as error:
+            pytest.skip(f"chromium does not start here: {error.msg}")
+        try:
+            yield made
+        finally:
+            with suppress(WebDriverException):
+                made.quit()
+    finally:
+        with suppress(ProcessLookupError, AttributeError):  # gone, or never there
+            os.killpg(service.process.pid, signal.SIGKILL)

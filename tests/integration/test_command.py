@@ -1,0 +1,340 @@
+"""What a person who runs it is told: by a worker at its start, and by `celery redlock`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from celery import Celery, _state
+from celery.bin.celery import celery
+from click import ClickException
+from click.testing import CliRunner, Result
+from kombu import Queue
+from redis import Redis
+
+from celery_redlock import LockedTask, LockLost, SettingsError
+from celery_redlock.lock.keys import lock_key, waiting_key
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import eventually
+from tests.integration.conftest import PASSWORD, ROOT, Stage
+from tests.integration.deliveries import heard
+
+WORK = "tests.integration.app.work"
+SCHEMAS = json.loads((ROOT / "docs" / "command-line.schema.json").read_text())
+
+
+def command(*words: str, says: str | None = None) -> Result:
+    """Run `celery redlock` in this process as Celery's command line does; says: at a prompt."""
+    line = ["-A", "tests.integration.app", "redlock", *words]
+    return CliRunner().invoke(celery, line, input=says)
+
+
+def in_json(*words: str) -> Any:
+    """Return what a command prints for programs, once it fits the schema in the docs."""
+    told = command(*words, "--json")
+    shown = json.loads(told.stdout)
+    jsonschema.validate(shown, {**SCHEMAS, "$ref": f"#/$defs/{words[0]}"})
+    return shown
+
+
+def test_a_worker_says_once_at_its_start_what_is_wrong(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    queues = {"othre": {"ttl": 40}, "other": {"ttl": 40}}
+    stage = make_stage(nodes, redlock_give_up="skip", redlock_queues=queues)
+    worker = stage.worker(concurrency=1)
+    eventually(lambda: "did you mean 'other'?" in worker.output())
+    assert stage.tasks.work.delay("k").get(timeout=120) == 0
+    lines = worker.output().splitlines()
+    (said,) = [line for line in lines if "redlock_give_up" in line]
+    assert "WARNING" in said
+    assert len([line for line in lines if "'othre'" in line]) == 1
+    assert not [line for line in lines if "acks_late" in line]  # advice is for who asks
+
+
+def test_no_name_commands_the_operators_terminal(stage: Stage) -> None:
+    name, shown = "k\x1b[2J\x07\u202e", r"k\x1b[2J\x07\u202e"
+    for node in stage.nodes:
+        node.client().set(lock_key("redlock", name), f"token:1:{name}", px=60_000)
+        node.client().hset(waiting_key("redlock", name), "task", f"1 {name}")
+    lines = (["locks"], ["waiters"], ["show", name], ["top", "--count", "1"], ["break", name],
+             ["trust", "--all"], ["break", name, "--yes"], ["break", f"no {name}"])  # fmt: skip
+    for words in lines:
+        line = ["-A", "tests.integration.app", "redlock", *words]
+        told = CliRunner().invoke(celery, line, input="n\n", color=True).output
+        assert shown in told, words
+        assert not set("\x1b\x07\u202e") & set(told), words
+
+
+WRONG = """
+from celery import Celery, _state
+from celery_redlock import LockedTask
+
+app = Celery("wrong", broker="redis://localhost", set_as_default=False)
+
+@app.task(base=LockedTask, lock_key="k:{nn}", name="shop.f", shared=False)
+def f(n): ...
+"""
+WORDS = [["status"], ["locks"], ["waiters"], ["show", "r"], ["break", "r"], ["trust", "--all"],
+         ["top", "--count", "1"], ["rules", "shop.f"], ["doctor"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_each_command_says_in_one_line_what_is_wrong_with_the_settings(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(_state, "default_app", _state.default_app)
+    monkeypatch.setattr(_state._tls, "current_app", None)
+    told = CliRunner().invoke(celery, ["-A", "wrong", "redlock", *words])
+    sys.modules.pop("wrong", None)
+    assert told.exit_code == 1
+    assert told.output.startswith("Error: task 'shop.f': lock_key='k:{nn}': ")
+    assert told.output.count("\n") == 1
+    assert "No app is named" not in told.output
+
+
+def test_who_forgets_to_name_the_app_is_told(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "celery", "redlock", "locks"]
+    told = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert told.returncode == 1
+    assert told.stderr.startswith("Error: app: redlock_nodes=None: ")
+    assert told.stderr.endswith("No app is named: celery -A shop redlock ...\n")
+
+
+def test_a_break_names_the_nodes_that_were_told(stage: Stage) -> None:
+    for node in stage.nodes:
+        node.client().set(lock_key("redlock", "r"), "token:1:somebody", px=60_000)
+    told = command("break", "r", "--yes").output
+    names = ", ".join(f"127.0.0.1:{node.port}" for node in stage.nodes)
+    assert f"r is broken on {names}; somebody had it" in told
+
+
+@pytest.mark.parametrize("queues", [[Queue("slow")], {"slow": {}}])
+def test_an_unknown_queue_is_an_error_where_none_is_made_by_a_send(queues: Any) -> None:
+    app = Celery("queues", broker="memory://", set_as_default=False)
+    app.conf.update(task_queues=queues, redlock_queues={"slwo": {"ttl": 40}})
+    app.conf.task_create_missing_queues = False
+    with pytest.raises(SettingsError, match=r"redlock_queues='slwo'.*did you mean 'slow'"):
+        app.finalize()
+
+
+def test_rules_are_shown_with_where_each_was_set(stage: Stage) -> None:
+    line = [sys.executable, "-m", "celery", "-A", "tests.integration.app", "redlock", "rules", WORK]
+    run = [*line, "--queue", "other"]
+    table = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (table.returncode, table.stderr) == (0, "")
+    first, *rows = table.stdout.splitlines()
+    assert first == f"{WORK} in queue other"
+    assert rows[0].split(None, 2) == ["key", "'k:{key}'", f"task '{WORK}': lock_key"]
+    shown = in_json("rules", WORK)
+    assert (shown["task"], shown["queue"]) == (WORK, "celery")
+    assert shown["rules"]["ttl"] == {"value": 30.0, "from": "built-in"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "tests.integration.app.wrok",
+            "is no task here; did you mean 'tests.integration.app.work'",
+        ),
+        ("tests.integration.app.add", "takes no lock"),
+    ],
+)
+def test_a_task_without_rules_is_told_with_a_proposal(stage: Stage, name: str, words: str) -> None:
+    asked = command("rules", name)
+    assert asked.exit_code == 1
+    assert words in asked.output
+
+
+def test_celerys_own_tasks_have_no_rules_though_they_are_locked_tasks(
+    nodes: list[EmbeddedNode],
+) -> None:
+    app = Celery("base", broker="memory://", task_cls=LockedTask, set_as_default=False)
+    app.conf.redlock_nodes = [node.url for node in nodes]
+    with pytest.raises(ClickException, match="takes no lock"):
+        app.start(["redlock", "rules", "celery.chord_unlock"])
+
+
+def test_the_doctor_says_what_is_wrong_and_which_nodes_vote(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    make_stage(mortal_nodes, redlock_give_up="skip")
+    told = command("doctor")
+    assert told.exit_code == 0
+    first, *lints = told.output.splitlines()
+    assert first == "3 of 3 nodes vote, 2 needed"
+    assert [line for line in lints if line.startswith("warning  app: redlock_give_up='skip'")]
+    assert [line for line in lints if line.startswith("advice   acks_late=False")]
+    for node in mortal_nodes[:2]:
+        node.kill()
+    assert command("doctor").exit_code == 1
+    shown = in_json("doctor")
+    assert shown["nodes"]["voting"] == 1
+    assert {"level", "setting", "value", "way_out"} == set(shown["lints"][0])
+
+
+@pytest.fixture
+def busy_stage(stage: Stage) -> Stage:
+    """Give a stage on which one task runs under its lock until "go", and another waits for that."""
+    stage.worker(concurrency=2)
+    stage.running = stage.tasks.until.delay("k", "go")  # type: ignore[attr-defined]
+    stage.wait_for("begin")
+    stage.waiting = stage.tasks.late.delay("k")  # type: ignore[attr-defined]
+    stage.see_deferred(stage.waiting)  # type: ignore[attr-defined]
+    return stage
+
+
+def go_on(stage: Any) -> None:
+    stage.log.with_name("go").touch()
+    assert stage.running.get(timeout=120)
+    assert stage.waiting.get(timeout=120) == 0
+
+
+def see_waiting(stage: Any) -> dict[str, Any]:
+    """Return the row of the one that waits; between two tries it is nowhere for a moment."""
+    rows = eventually(lambda: in_json("waiters")["waiting"])
+    return dict(rows[0])
+
+
+def test_an_operator_sees_who_holds_a_lock_and_who_waits_for_it(busy_stage: Any) -> None:
+    (held,) = in_json("locks")["locks"]
+    assert held["resource"] == "k:k"
+    assert held["holder"]["task_id"] == busy_stage.running.id
+    assert held["holder"]["task"] == busy_stage.tasks.until.name
+    assert held["holder"]["worker"].startswith("w1@")
+    assert held["held"]
+    assert len(held["votes"]) >= held["needed"]
+    waiting = see_waiting(busy_stage)
+    assert (waiting["task_id"], waiting["resources"]) == (busy_stage.waiting.id, ["k:k"])
+    assert waiting["deferrals"] >= 1
+    shown = in_json("show", "k:k")
+    assert shown["locks"][0]["holder"] == held["holder"]
+    assert in_json("show", "other")["locks"] == []
+    (look,) = [in_json("top", "--count", "1")]
+    assert look["locks"][0]["holder"] == held["holder"]
+    for words in (("locks",), ("show", "k:k"), ("top", "--count", "2", "--interval", "0.01")):
+        assert busy_stage.running.id in command(*words).output, words
+    go_on(busy_stage)
+    busy_stage.see_freed("k:k")
+    assert in_json("locks")["locks"] == []
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_worker_tells_what_it_holds(stage: Stage, pool: str) -> None:
+    worker = stage.worker(pool=pool, concurrency=2)
+    result = stage.tasks.until.delay("k", "go")
+    stage.wait_for("begin")
+    told = stage.app.control.inspect(timeout=30)._request("redlock_held")
+    ((name, (held,)),) = told.items()
+    assert name.startswith("w1@")
+    assert (held["resource"], held["holder"]["task_id"]) == ("k:k", result.id)
+    assert held["since"] is not None
+    stage.log.with_name("go").touch()
+    result.get(timeout=120)
+    stage.see_freed("k:k")
+    eventually(lambda: stage.app.control.inspect(timeout=30)._request("redlock_held")[name] == [])
+    assert "Traceback" not in worker.output()
+
+
+def test_celerys_own_inspect_asks_a_worker_what_it_holds_and_who_waits(busy_stage: Any) -> None:
+    def inspect(name: str) -> list[Any]:
+        line = ["-A", "tests.integration.app", "inspect", "--json", "--timeout", "5", name]
+        ((worker, rows),) = json.loads(CliRunner().invoke(celery, line).stdout).items()
+        assert worker.startswith("w1@")
+        return list(rows)
+
+    (held,) = inspect("redlock_held")
+    assert (held["resource"], held["holder"]["task_id"]) == ("k:k", busy_stage.running.id)
+    (waiting,) = eventually(lambda: inspect("redlock_waiting"))
+    assert (waiting["resources"], waiting["task_id"]) == (["k:k"], busy_stage.waiting.id)
+    go_on(busy_stage)
+
+
+def test_no_command_shows_a_password_or_a_token(guarded_stage: Stage) -> None:
+    lines = ("status", "locks", "waiters", "show k:k", "top --count 1", f"rules {WORK}", "doctor",
+             "trust --all --yes", "break k:k --yes")  # fmt: skip
+    stage, (first, second, refusing) = guarded_stage, guarded_stage.nodes
+    told: dict[str, str] = {}
+    with Redis.from_url(first.url, decode_responses=True) as client:
+        for more in ("", " --json"):
+            with stage.tasks.work.lock_for("k", wait=60):
+                token = client.get(lock_key("redlock", "k:k")).partition(":")[0]
+                shown = {line + more: command(*(line + more).split()) for line in lines}
+            told |= {line: result.output for line, result in shown.items()}
+            assert all(told.values())
+            assert token not in "".join(told.values())
+    assert f"127.0.0.1:{refusing.port}" in told["doctor"]
+    left = f"127.0.0.1:{first.port}, 127.0.0.1:{second.port}"
+    assert f"k:k is broken on {left}; " in told["break k:k --yes"]
+    assert PASSWORD not in "".join(told.values())
+
+
+def test_breaking_a_lock_is_asked_for_and_learned_by_its_body_alone(stage: Stage) -> None:
+    stage.worker(concurrency=2)
+    loser, keeper = stage.tasks.loses.delay("k"), stage.tasks.until.delay("other", "go")
+    stage.wait_for("begin", 2)
+    asked = command("break", "k:k", says="n\n")
+    assert asked.exit_code == 1
+    assert f"[{loser.id}] on w1@" in asked.output
+    assert not stage.is_free("k:k")
+    with heard(stage) as events:
+        (broken,) = in_json("break", "k:k", "--yes")["broken"]
+        assert broken["holder"]["task_id"] == loser.id
+        assert len(broken["gone_from"]) >= 2
+        with pytest.raises(LockLost, match="an operator broke it"):
+            loser.get(timeout=120)
+        told = eventually(lambda: [e for e in events if e["type"] == "task-lock-broken"])
+    assert (told[0]["uuid"], told[0]["resource"]) == (loser.id, "k:k")
+    assert told[0]["result"] == f"k:k: its lock is broken by {told[0]['by']}"
+    assert not stage.is_free("k:other")
+    stage.log.with_name("go").touch()
+    assert keeper.get(timeout=120)
+    nobody = command("break", "k:k", "--yes")
+    assert nobody.exit_code == 1
+    assert "no lock stands on k:k" in nobody.output
+
+
+def test_the_nodes_are_shown_and_a_quorum_that_is_away_is_told_by_the_exit_status(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    make_stage(mortal_nodes)
+    assert command("status").exit_code == 0
+    assert in_json("status")["voting"] == 3
+    for node in mortal_nodes[:2]:
+        node.kill()
+    told = command("status")
+    assert told.exit_code == 1
+    assert "1 of 3 nodes vote, 2 needed" in told.output
+    away = in_json("status")["nodes"][0]
+    assert (away["votes"], "refused" in away["error"]) == (False, True)
+
+
+def test_nodes_are_trusted_by_name_once_that_is_confirmed(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    make_stage(mortal_nodes)
+    for node in mortal_nodes:
+        node.client().flushall()
+    name = f"127.0.0.1:{mortal_nodes[0].port}"
+    assert command("trust", name, says="n\n").exit_code == 1
+    assert in_json("status")["voting"] == 0
+    assert in_json("trust", name, "--yes")["trusted"] == {name: ""}
+    assert in_json("status")["voting"] == 1
+    assert command("trust", "--all", says="y\n").exit_code == 0
+    assert in_json("status")["voting"] == 3
+    assert "is no node of this app" in command("trust", "127.0.0.1:1").output
+    assert "--all" in command("trust").output
+
+
+def test_without_a_worker_it_is_said_that_waiters_are_not_known(stage: Stage) -> None:
+    assert in_json("waiters")["workers"] == []
+    assert "no worker answered" in command("waiters").output

@@ -1,0 +1,119 @@
+"""Many messages wait for one key: what each costs does not depend on how many they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.conftest import eventually
+from tests.integration.conftest import Stage, overlaps
+
+FEW, MANY = 50, 800
+CROWD, LIMIT = 120, 20  # messages that wait for one key, and that a worker may have
+PREFETCH = 2  # of a worker with two children, by the test app's settings
+MOST = 1.5  # times what each costs among few
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Cost:
+    """What one finished task cost: messages, commands on all nodes, s of processor time."""
+
+    published: float
+    commands: float
+    seconds: float
+
+
+def calls(node: EmbeddedNode, *names: str) -> int:
+    """Return how many commands a server has run; of these names, or all."""
+    stats = node.client().info("commandstats")
+    asked = [f"cmdstat_{name}" for name in names] or list(stats)
+    return sum(stats[name]["calls"] for name in asked if name in stats)
+
+
+def processor_time(worker: WorkerProcess) -> float:
+    """Return the s that a worker's main process and its children have used."""
+    own = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == worker.pid:  # its process group
+            own += int(fields[11]) + int(fields[12])
+    return own / TICKS
+
+
+def prefetch(stage: Stage) -> int:
+    """Return how many messages the one worker takes in at once."""
+    (stats,) = stage.app.control.inspect(timeout=60, limit=1).stats().values()
+    return int(stats["prefetch_count"])
+
+
+def run_crowd(stage: Stage, workers: list[WorkerProcess], key: str, count: int) -> Cost:
+    """Have so many wait for one key, while another's task gets through, and then let them run."""
+
+    def used() -> list[float]:
+        commands = sum(calls(node) for node in stage.nodes)
+        seconds = sum(processor_time(worker) for worker in workers)
+        return [calls(stage.broker, "lpush"), commands, seconds]
+
+    def deferred() -> int:
+        return sum(worker.output().count("deferred tests.") for worker in workers)
+
+    before, put_back = used(), deferred()
+    with stage.tasks.crowded.lock_for(key, wait=60):
+        for _ in range(count):
+            stage.tasks.crowded.delay(key)
+        eventually(lambda: deferred() - put_back >= count, within=600)
+        assert stage.tasks.work.delay(f"{key}-other").get(timeout=60) == 0
+    ended = len(stage.lines("end")) + count
+    stage.wait_for("end", ended, within=600)
+    used_up = [(now - then) / count for now, then in zip(used(), before, strict=True)]
+    return Cost(*used_up)
+
+
+def test_a_crowd_takes_a_bounded_part_of_its_queue_and_others_get_past_it(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, worker_eta_task_limit=LIMIT)
+    worker = stage.worker(concurrency=2)
+    broker = stage.broker.client()
+    with stage.tasks.crowded.lock_for("k", wait=60):
+        for _ in range(CROWD):
+            stage.tasks.crowded.delay("k")
+        # at their first tries, and once more each of those that make way
+        eventually(
+            lambda: worker.output().count("deferred tests.") >= CROWD + 2 * LIMIT, within=200
+        )
+        for number in range(3):
+            assert stage.tasks.work.delay(f"other-{number}").get(timeout=60) == 0
+            assert broker.hlen("unacked") <= LIMIT
+        assert prefetch(stage) <= LIMIT
+    stage.wait_for("end", CROWD + 3, within=200)
+    eventually(lambda: broker.hlen("unacked") == 0)
+    assert prefetch(stage) == PREFETCH
+    for spans in stage.intervals().values():
+        assert not overlaps(spans)
+
+
+@pytest.mark.long
+def test_what_a_task_costs_does_not_grow_with_the_number_that_wait(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes)
+    workers = [stage.worker(name, concurrency=2) for name in ("w1", "w2")]
+    run_crowd(stage, workers, "warm", 20)
+    few = run_crowd(stage, workers, "few", FEW)
+    many = run_crowd(stage, workers, "many", MANY)
+    print(f"\n{FEW}: {few}\n{MANY}: {many}")
+    assert many.published <= MOST * few.published
+    assert many.commands <= MOST * few.commands
+    assert many.seconds <= MOST * few.seconds
+    for spans in stage.intervals().values():
+        assert not overlaps(spans)

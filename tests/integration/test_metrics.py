@@ -1,0 +1,276 @@
+"""What Prometheus scrapes from a worker is what its run came to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from celery_redlock import LockLost, SettingsError
+from celery_redlock.lock.keys import lock_key
+from celery_redlock.operate.metrics import Metrics
+from celery_redlock.tasks.settings import read_app
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.conftest import eventually
+from tests.integration.conftest import ROOT, Stage
+from tests.integration.deliveries import heard
+
+ANY_PORT = "127.0.0.1:0"
+Samples = dict[tuple[str, str], float]
+
+
+def families(worker: WorkerProcess) -> list[Metric]:
+    """Scrape a worker."""
+    url = eventually(lambda: re.search(r"metrics are served on (\S+)", worker.output()))[1]
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return list(text_string_to_metric_families(answer.read().decode()))
+
+
+def scrape(worker: WorkerProcess) -> Samples:
+    """Return each sample's value, by its name and its task or node; of other labels the sum."""
+    found: Samples = {}
+    for sample in (sample for family in families(worker) for sample in family.samples):
+        if not sample.name.endswith("_created"):
+            of = (sample.name, sample.labels.get("task") or sample.labels.get("node", ""))
+            found[of] = found.get(of, 0.0) + sample.value
+    return found
+
+
+def of_kind(events: list[dict[str, Any]], kind: str) -> int:
+    return len([event for event in events if event["type"] == kind])
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_the_metrics_of_a_run_are_its_own_counts(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
+) -> None:
+    stage = make_stage(nodes, redlock_metrics=ANY_PORT)
+    worker = stage.worker(pool=pool, concurrency=3, options=["-E"])
+    task, task_name = stage.tasks.work, stage.tasks.work.name
+    with heard(stage) as events:
+        held = stage.tasks.until.delay("k", "go")
+        stage.wait_for("begin")
+        waiting = [task.delay("k") for _ in range(2)]
+        for result in waiting:
+            stage.see_deferred(result)
+        skipped = task.apply_async(("k",), lock={"conflict": "skip"})
+        eventually(lambda: stage.info(skipped)["status"] == "REVOKED")
+        now = scrape(worker)
+        stage.log.with_name("go").touch()
+        for result in (held, *waiting):
+            result.get(timeout=120)
+        free = [task.delay(f"free {number}") for number in range(5)]
+        for result in free:
+            result.get(timeout=120)
+        stage.see_freed("k:k", *(f"k:free {number}" for number in range(5)))
+        found = eventually(
+            lambda: (got := scrape(worker))["redlock_released_total", task_name] == 7.0 and got
+        )
+        eventually(lambda: of_kind(events, "task-succeeded") == 8)
+        deferred = of_kind(events, "task-deferred")
+    assert now["redlock_held", stage.tasks.until.name] == 1.0
+    bodies = [line for line in stage.lines("begin") if line.key != "k"]
+    assert len(bodies) == 5
+    assert found["redlock_acquired_total", task_name] == 7.0
+    assert found["redlock_acquired_total", stage.tasks.until.name] == 1.0
+    assert found["redlock_deferred_total", task_name] == deferred >= 2
+    assert found["redlock_skipped_total", task_name] == 1.0
+    assert found["redlock_hold_seconds_count", task_name] == 7.0
+    assert found["redlock_wait_seconds_count", task_name] == 7.0
+    assert found["redlock_wait_seconds_sum", task_name] > 0
+    assert ("redlock_held", task_name) not in found
+    assert {found["redlock_node_votes", f"127.0.0.1:{node.port}"] for node in nodes} == {1.0}
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_renewals_and_losses_are_counted(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
+) -> None:
+    stage = make_stage(nodes, redlock_metrics=ANY_PORT)
+    stage.log.with_name("renewals").touch()
+    worker = stage.worker(pool=pool, concurrency=2, options=["-E"])
+    task_name = stage.tasks.loses.name
+    with heard(stage) as events:
+        losers = [stage.tasks.loses.delay(f"k{number}") for number in range(2)]
+        stage.wait_for("extended", 3)
+        for number in range(2):
+            for node in nodes:
+                node.client().set(lock_key("redlock", f"k:k{number}"), "theirs", px=1000)
+        for loser in losers:
+            with pytest.raises(LockLost):
+                loser.get(timeout=120)
+        eventually(lambda: of_kind(events, "task-lock-lost") == 2)
+    found = eventually(
+        lambda: (got := scrape(worker)).get(("redlock_lost_total", task_name)) == 2.0 and got
+    )
+    assert found["redlock_extended_total", task_name] == len(stage.lines("extended")) >= 3
+    eventually(lambda: ("redlock_held", task_name) not in scrape(worker))
+
+
+def test_a_lock_that_the_parent_released_is_counted_as_such(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, redlock_metrics=ANY_PORT)
+    worker = stage.worker(concurrency=1)
+    stage.tasks.stays.delay("k")
+    (line,) = stage.wait_for("stays")
+    os.kill(line.pid, signal.SIGKILL)
+    stage.wait_for("parent's release")
+
+    def released() -> dict[str, float]:
+        samples = (sample for family in families(worker) for sample in family.samples)
+        total = (sample for sample in samples if sample.name == "redlock_released_total")
+        return {sample.labels["by"]: sample.value for sample in total if sample.value}
+
+    assert eventually(released) == {"parent": 1.0}
+
+
+def test_a_node_that_is_away_is_seen_in_the_metrics(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(mortal_nodes, redlock_metrics=ANY_PORT)
+    worker = stage.worker(concurrency=1)
+    assert stage.tasks.work.delay("k").get(timeout=120) == 0
+    mortal_nodes[0].kill()
+    assert stage.tasks.work.delay("k").get(timeout=120) == 0
+    away = f"127.0.0.1:{mortal_nodes[0].port}"
+    found = eventually(
+        lambda: (got := scrape(worker)).get(("redlock_node_failed_total", away)) and got
+    )
+    assert found["redlock_node_votes", away] == 0.0
+    assert ("redlock_node_latency_seconds", away) not in found
+
+
+def test_a_child_goes_on_with_the_counts_of_the_one_before_it(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], tmp_path: Path
+) -> None:
+    """Or a worker whose children end after so many tasks would fill its disk."""
+    stage = make_stage(nodes, redlock_metrics=ANY_PORT)
+    (folder := tmp_path / "counts").mkdir()
+    stage.env["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    worker = stage.worker(concurrency=1, options=["--max-tasks-per-child=1"])
+    files, released = [], ("redlock_released_total", stage.tasks.work.name)
+    for number in (1, 2, 3):
+        stage.tasks.work.delay(f"k{number}").get(timeout=120)
+        stage.see_freed(f"k:k{number}")
+        eventually(lambda number=number: scrape(worker).get(released) == number)
+        files.append({path.name for path in folder.glob("*.db")})
+    assert len({line.pid for line in stage.lines("begin")}) == 3
+    assert files[0] == files[1] == files[2]
+
+
+COUNTS = """
+import os, signal, threading
+from celery import Celery
+from celery.signals import worker_init
+from celery_redlock import LockedTask, Redlock
+from celery_redlock.operate import metrics
+
+app = Celery("counts", broker="memory://")
+app.conf.update(redlock_nodes=["redis://127.0.0.1:1"], redlock_metrics="127.0.0.1:0")
+class Worker:
+    pool_cls = "prefork"
+Worker.app = app
+worker_init.send(sender=Worker)
+assert metrics._exporter is not None
+
+def count():
+    Redlock.observer.node_failed(None, "a", "away")
+
+def count_on():
+    while True:
+        count()
+
+threading.Thread(target=count_on, daemon=True).start()
+for _ in range(100):
+    pid = os.fork()
+    if not pid:
+        signal.alarm(30)
+        count()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, "it waits for ever"
+"""
+
+
+def test_a_child_can_count_that_was_forked_while_another_thread_did(tmp_path: Path) -> None:
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COUNTS]
+    made = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stderr
+
+
+def test_what_is_rare_is_0_before_it_comes(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    """An alert on `increase(...)` sees no first loss where the count begins with 1."""
+    stage = make_stage(nodes, redlock_metrics=ANY_PORT)
+    found = scrape(stage.worker(concurrency=1))
+    for count in ("acquired", "deferred", "skipped", "lost", "extended"):
+        assert found[f"redlock_{count}_total", stage.tasks.work.name] == 0.0
+    assert found["redlock_node_failed_total", f"127.0.0.1:{nodes[0].port}"] == 0.0
+    assert not [name for name, task in found if task.startswith("celery.")]
+
+
+def test_a_worker_without_the_library_says_that_it_has_no_metrics(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], tmp_path: Path
+) -> None:
+    stage = make_stage(nodes, redlock_metrics=ANY_PORT)
+    (folder := tmp_path / "without").mkdir()
+    hidden = "import sys\nsys.modules['prometheus_client'] = None\n"
+    (folder / "sitecustomize.py").write_text(hidden)
+    stage.env["PYTHONPATH"] = str(folder)
+    worker = stage.worker(concurrency=1)
+    assert stage.tasks.work.delay("k").get(timeout=120) == 0
+    eventually(lambda: "pip install 'celery_redlock[metrics]'" in worker.output())
+
+
+def test_without_the_setting_nothing_listens(stage: Stage) -> None:
+    worker = stage.worker(concurrency=1)
+    assert stage.tasks.work.delay("k").get(timeout=120) == 0
+    assert "metrics" not in worker.output()
+
+
+@pytest.mark.parametrize("value", ["http", -1, True, "host:", 70000, "9808/metrics"])
+def test_a_wrong_address_is_refused_by_name_and_value(value: Any) -> None:
+    conf = {"redlock_nodes": ["redis://a"], "redlock_metrics": value}
+    with pytest.raises(SettingsError, match=r"redlock_metrics.*port"):
+        read_app(conf)
+
+
+@pytest.mark.parametrize(
+    ("value", "address"),
+    [(9808, ("0.0.0.0", 9808)), ("[::1]:9808", ("::1", 9808)), (None, None)],
+)
+def test_an_address_is_a_port_or_a_host_and_its_port(value: Any, address: Any) -> None:
+    conf = {"redlock_nodes": ["redis://a"], "redlock_metrics": value}
+    assert read_app(conf).metrics == address
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    worker = make_stage(nodes, redlock_metrics=ANY_PORT).worker(concurrency=1)
+    registry = CollectorRegistry()
+    with contextlib.closing(Metrics(registry)):
+        known = {family.name for family in (*registry.collect(), *families(worker))}
+    board = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
+    asked = {
+        re.sub(r"_(bucket|count|sum|total)$", "", name)
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"\bredlock_\w+", target["expr"])
+    }
+    assert len(asked) > 10
+    assert asked <= known

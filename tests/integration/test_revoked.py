@@ -1,0 +1,53 @@
+"""A message that is revoked while it waits for its lock stays so, whoever takes it next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from celery_redlock import Backoff
+from tests.conftest import eventually
+from tests.integration.conftest import Stage
+
+LATER = Backoff(first=600, cap=600, jitter="none")  # s: by itself it does not try again
+
+
+@pytest.mark.parametrize("name", ["work", "late"])
+def test_a_copy_stays_revoked_in_the_worker_that_comes_after(
+    stage: Stage, tmp_path: Path, name: str
+) -> None:
+    task, known = getattr(stage.tasks, name), [f"--statedb={tmp_path / 'state'}"]
+    first = stage.worker("w1", concurrency=1, options=known)
+    with task.lock_for("k", wait=60):
+        result = task.apply_async(("k",), lock={"backoff": LATER, "ttl": 60})
+        stage.see_deferred(result)
+        result.revoke()
+        eventually(lambda: f"Tasks flagged as revoked: {result.id}" in first.output())
+        first.stop()  # which mostly gives it back before it could look at it again
+        second = stage.worker("w1", concurrency=1, options=known)
+        eventually(lambda: stage.info(result)["status"] == "REVOKED")
+    assert task.delay("k").get(timeout=120) == 0
+    assert len(stage.lines("begin")) == 1, second.output()
+    stage.see_freed("k:k")
+
+
+def test_a_copy_stays_revoked_in_another_worker(stage: Stage) -> None:
+    first, second = (stage.worker(name, concurrency=1) for name in ("w1", "w2"))
+    workers = (first, second)
+    with stage.tasks.late.lock_for("k", wait=60):
+        result = stage.tasks.late.apply_async(("k",), lock={"backoff": LATER, "ttl": 60})
+        stage.see_deferred(result)
+        result.revoke()
+        for worker in workers:
+            eventually(lambda w=worker: f"flagged as revoked: {result.id}" in w.output())
+        holder = eventually(lambda: [w for w in workers if deferrals(w.output(), result.id)])[0]
+        holder.stop()
+        eventually(lambda: stage.info(result)["status"] == "REVOKED")
+    assert stage.tasks.late.delay("k").get(timeout=120) == 0
+    assert len(stage.lines("begin")) == 1
+    stage.see_freed("k:k")
+
+
+def deferrals(output: str, task_id: str) -> int:
+    return sum("deferred" in line and task_id in line for line in output.splitlines())

@@ -1,0 +1,175 @@
+"""Each rule, on a real worker: what it makes of a run that does not get its lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery.exceptions import TaskRevokedError
+
+from celery_redlock import LockLost, LockTaken, SettingsError
+from tests.conftest import eventually
+from tests.integration.conftest import Stage
+
+QUEUES = {
+    "other": {"conflict": "fail"},
+    "he*": {"key": "{queue}:{key}", "conflict": "skip"},
+    "wait*": {"max_deferrals": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
+    made = set_standing_stage(redlock_queues=QUEUES, result_extended=True)
+    made.worker(concurrency=3)
+    return made
+
+
+def begun(stage: Stage, key: str) -> int:
+    return len([line for line in stage.lines("begin", "step") if line.key == key])
+
+
+ENDS = [
+    ({"conflict": "skip"}, TaskRevokedError),
+    ({"conflict": "fail"}, LockTaken),
+    ({"max_deferrals": 0}, LockTaken),
+    ({"max_deferrals": 2, "give_up": "skip"}, TaskRevokedError),
+    ({"max_wait": 0.4}, LockTaken),
+    ({"max_wait": 0.4, "give_up": "skip"}, TaskRevokedError),
+    ({"conflict": "fail", "wait": 0.2}, LockTaken),
+    ({"key": ["k:{key}", "k:{key}-too"], "conflict": "skip"}, TaskRevokedError),
+    ({"key": ["k:{key}-too", "k:{key}"], "conflict": "fail"}, LockTaken),
+    ({"key": ["k:{key}", "k:{key}-too"], "max_deferrals": 1}, LockTaken),
+]
+
+
+@pytest.mark.parametrize(("lock", "error"), ENDS, ids=[str(lock) for lock, _ in ENDS])
+def test_what_does_not_run_ends_and_whoever_waits_is_told(
+    stage: Stage, key: str, lock: dict[str, Any], error: type[Exception]
+) -> None:
+    with stage.tasks.step.lock_for(key, wait=60):
+        stage.see_all_end(error, stage.tasks.step.si(key).set(lock=lock))
+    assert begun(stage, key) == 0
+    stage.see_freed(f"k:{key}", f"k:{key}-too")
+
+
+def test_a_budget_counts_deferrals_and_seconds(stage: Stage, key: str) -> None:
+    with stage.tasks.step.lock_for(key, wait=60):
+        counted = stage.tasks.step.apply_async((key,), lock={"max_deferrals": 2})
+        timed = stage.tasks.step.apply_async((key,), lock={"max_wait": 0.5})
+        with pytest.raises(LockTaken) as of_count:
+            counted.get(timeout=120)
+        with pytest.raises(LockTaken) as of_time:
+            timed.get(timeout=120)
+    assert of_count.value.deferrals == 2
+    assert of_time.value.waited >= 0.5
+    assert of_time.value.resource == f"k:{key}"
+
+
+def test_a_budget_that_is_not_spent_lets_the_run_come(stage: Stage, key: str) -> None:
+    with stage.tasks.step.lock_for(key, wait=60):
+        lock = {"max_wait": 600, "max_deferrals": 10_000}
+        result = stage.tasks.step.apply_async((key,), lock=lock)
+        stage.see_deferred(result, 5)
+    assert result.get(timeout=120) == key
+
+
+def test_a_lease_that_is_not_renewed_is_lost_and_each_rule_of_a_loss_holds(
+    stage: Stage, key: str
+) -> None:
+    rules: list[dict[str, Any]] = [
+        {"renew": False},
+        {"max_hold": 0.1},
+        {"renew": False, "lost": "warn"},
+    ]
+    fixed, ended, warned = (
+        stage.tasks.loses.apply_async((f"{key}-{n}",), lock=lock) for n, lock in enumerate(rules)
+    )
+    for result in (fixed, ended):
+        with pytest.raises(LockLost):
+            result.get(timeout=120)
+    assert warned.get(timeout=120) == "went on"
+
+
+def test_a_wait_inside_the_slot_is_no_deferral(stage: Stage, key: str) -> None:
+    channel = f"{{redlock}}:wake:k:{key}"
+    with stage.tasks.step.lock_for(key, wait=60):
+        lock = {"wait": 600, "conflict": "fail"}  # a refusal would end it
+        result = stage.tasks.step.apply_async((key,), lock=lock)
+        eventually(lambda: any(n.client().pubsub_numsub(channel)[0][1] for n in stage.nodes))
+    assert result.get(timeout=120) == key
+
+
+class TestACallable:
+    @pytest.mark.parametrize(
+        ("word", "error"),
+        [
+            ("skip", TaskRevokedError),
+            ("later skip", TaskRevokedError),
+            ("fail", LockTaken),
+            ("raise", SettingsError),
+            ("no such word", SettingsError),
+        ],
+    )
+    def test_decides(self, stage: Stage, key: str, word: str, error: type[Exception]) -> None:
+        with stage.tasks.decided.lock_for(key, word, wait=60):
+            stage.see_all_end(error, stage.tasks.decided.si(key, word))
+        assert begun(stage, key) == 0
+        stage.see_freed(f"k:{key}")
+
+    def test_is_told_what_there_is_to_know_and_asked_each_time(
+        self, stage: Stage, key: str
+    ) -> None:
+        with stage.tasks.decided.lock_for(key, "x", wait=60):
+            result = stage.tasks.decided.delay(key, "requeue", more=7)
+            stage.see_deferred(result, 2)
+        assert result.get(timeout=120) == key
+        asked = [line.more for line in stage.lines("asked") if line.key == key]
+        assert [one["deferrals"] for one in asked] == list(range(len(asked)))
+        assert asked[0]["waited"] == 0 < asked[-1]["waited"]
+        assert "lock_for tests.decided" in asked[0]["holder"]
+        told = {name: asked[0][name] for name in ("resource", "task", "kwargs")}
+        assert told == {"resource": f"k:{key}", "task": "tests.decided", "kwargs": {"more": 7}}
+
+    @pytest.mark.parametrize(
+        ("word", "says"),
+        [("raise", "raised KeyError: 'no word'"), ("no such word", "returned 'word'")],
+    )
+    def test_that_gives_no_word_ends_its_run_as_an_error_that_is_not_retried(
+        self, stage: Stage, key: str, word: str, says: str
+    ) -> None:
+        with stage.tasks.decided.lock_for(key, word, wait=60):
+            result = stage.tasks.decided.delay(key, word)
+            with pytest.raises(SettingsError, match=says):
+                result.get(timeout=120)
+        assert stage.info(result)["retries"] == 0
+
+
+class TestAQueue:
+    def test_has_rules_for_all_that_comes_through_it(self, stage: Stage, key: str) -> None:
+        with stage.tasks.step.lock_for(key, wait=60):
+            result = stage.tasks.step.apply_async((key,), queue="other")
+            with pytest.raises(LockTaken):
+                result.get(timeout=120)
+            near = stage.tasks.step.apply_async((key,), queue="other", lock={"conflict": "skip"})
+            with pytest.raises(TaskRevokedError):
+                near.get(timeout=120)
+
+    def test_goes_by_a_glob(self, stage: Stage, key: str) -> None:
+        with stage.tasks.step.lock_for(key, wait=60):
+            result = stage.tasks.step.apply_async((key,), queue="waiting")
+            with pytest.raises(LockTaken) as caught:
+                result.get(timeout=120)
+        assert caught.value.deferrals == 1
+
+    def test_may_have_a_key_of_its_own_which_a_tasks_key_goes_before(
+        self, stage: Stage, key: str
+    ) -> None:
+        keyless, keyed = stage.tasks.keyless, stage.tasks.step
+        assert keyless.lock_rules("held")["key"].value == "{queue}:{key}"
+        with stage.app.tasks[keyless.name].lock_for(key):  # in the queue of its own routing
+            assert keyless.apply_async((key,), queue="held").get(timeout=120) == f"held:{key}"
+        with keyed.lock_for(key, wait=60), pytest.raises(TaskRevokedError):
+            keyed.apply_async((key,), queue="held").get(timeout=120)

@@ -1,0 +1,325 @@
+"""What a message finds that is delivered a second time: whether its first run is at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+import celery
+import pytest
+from celery.exceptions import TaskRevokedError
+
+from celery_redlock.tasks.waiting import enter
+from celery_redlock.testing import WorkerProcess
+from tests.conftest import eventually
+from tests.integration.conftest import Line, Stage
+from tests.integration.deliveries import QUEUE, deliver, heard, see_drained
+
+DROPPED = "another delivery of its message is done"
+WAITS = "runs already, by another delivery"
+HELD_BACK = "held-back"  # a queue that no worker has
+
+
+@pytest.fixture(scope="module")
+def placed(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
+    made = set_standing_stage(task_track_started=True)
+    return made, made.worker(concurrency=3, queues=["celery"], options=["-E"])
+
+
+@pytest.fixture
+def stage(placed: tuple[Stage, WorkerProcess]) -> Stage:
+    return placed[0]
+
+
+@pytest.fixture
+def worker(placed: tuple[Stage, WorkerProcess]) -> WorkerProcess:
+    return placed[1]
+
+
+def hold_back(stage: Stage, name: str, *args: Any, **options: Any) -> tuple[Any, str]:
+    """Make a message; returns its result, and itself, which nobody has yet."""
+    result = getattr(stage.tasks, name).apply_async(args, queue=HELD_BACK, **options)
+    payload = json.loads(str(stage.broker.client().rpop(HELD_BACK)))
+    payload["properties"]["delivery_info"]["routing_key"] = QUEUE
+    return result, json.dumps(payload)
+
+
+def send(stage: Stage, name: str, *args: Any, **options: Any) -> tuple[Any, str]:
+    """Send a message; returns its result, and itself for a second delivery."""
+    result, message = hold_back(stage, name, *args, **options)
+    deliver(stage, message, flagged=False)
+    return result, message
+
+
+def limited(message: str, seconds: float) -> str:
+    """Return a message with a soft time limit, as a worker's own one would give it."""
+    payload = json.loads(message)
+    payload["headers"]["timelimit"] = [None, seconds]
+    return json.dumps(payload)
+
+
+def begun(stage: Stage, key: str) -> list[Line]:
+    return [line for line in stage.lines("begin", "stays", "stays again") if line.key == key]
+
+
+def says(worker: WorkerProcess, what: str, result: Any) -> int:
+    """Return how many lines of a worker's log say something of a task."""
+    lines = worker.output().splitlines()
+    return sum(what in line and result.id in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "bodies"),
+    [
+        ("careless_late", "return", 1), ("careless_late", "raise", 1),
+        ("careless_late", "retry", 2), ("late_end", "receiver exits", 1),
+    ],
+)  # fmt: skip
+def test_a_run_is_done_though_what_comes_after_its_end_fails(
+    stage: Stage, worker: WorkerProcess, key: str, name: str, how: str, bodies: int
+) -> None:
+    result, message = send(stage, name, key, how)
+    eventually(lambda: len(begun(stage, key)) == bodies)
+    see_drained(stage)
+    stage.see_freed(f"k:{key}")
+    deliver(stage, message)
+    eventually(lambda: says(worker, DROPPED, result))
+    see_drained(stage)
+    assert len(begun(stage, key)) == bodies
+
+
+def marks(stage: Stage, result: Any) -> int:
+    """Return on how many nodes a task's run is marked as done."""
+    pattern = f"*:done:{result.id}:*"
+    return sum(bool(node.client().keys(pattern)) for node in stage.nodes)
+
+
+@pytest.mark.parametrize("how", ["hears TERM", "deaf"])
+def test_a_run_that_its_hard_limit_ended_is_done(
+    stage: Stage, worker: WorkerProcess, key: str, how: str
+) -> None:
+    result, message = send(stage, "stays_late", key, how, time_limit=5)
+    eventually(lambda: begun(stage, key))
+    deliver(stage, message)  # it waits, or where this machine was slow finds the run over
+    eventually(lambda: says(worker, DROPPED, result))
+    see_drained(stage)
+    assert [line.what for line in begun(stage, key)] == ["stays"]
+    assert stage.info(result)["status"] == "FAILURE"
+
+
+def test_a_task_with_a_request_class_of_its_own_has_ours_as_well(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    result, _ = send(stage, "stays_with_own_request", key)
+    eventually(lambda: begun(stage, key))
+    result.revoke(terminate=True, signal="KILL")
+    stage.see_freed(f"k:{key}")
+    eventually(lambda: marks(stage, result) == len(stage.nodes))
+    assert f"their own request ends {result.id}" in worker.output()
+
+
+@pytest.mark.parametrize("name", ["TERM", "KILL"])
+def test_a_run_that_was_revoked_with_a_signal_is_done(stage: Stage, key: str, name: str) -> None:
+    result, _ = send(stage, "stays_late", key)
+    eventually(lambda: begun(stage, key))
+    result.revoke(terminate=True, signal=name)
+    stage.see_freed(f"k:{key}")
+    eventually(lambda: marks(stage, result) == len(stage.nodes))
+
+
+def test_a_run_whose_hard_limit_hands_its_message_back_runs_again(stage: Stage, key: str) -> None:
+    result, _ = send(stage, "stays_not_acked", key, time_limit=5)
+    eventually(lambda: len(begun(stage, key)) == 2)
+    eventually(lambda: stage.info(result)["status"] == "SUCCESS")  # FAILURE was stored first
+
+
+def run_with_a_second_delivery(stage: Stage, worker: WorkerProcess, key: str) -> tuple[Any, Line]:
+    """Return a run that stays and the line with which it began, once a second delivery waits."""
+    result, message = send(stage, "stays_late", key)
+    [line] = eventually(lambda: begun(stage, key))
+    deliver(stage, message)
+    eventually(lambda: says(worker, WAITS, result))
+    return result, line
+
+
+def test_a_run_whose_child_was_killed_runs_again_though_one_before_it_was_ended(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    result, line = run_with_a_second_delivery(stage, worker, key)
+    os.kill(line.pid, signal.SIGKILL)
+    assert result.get(timeout=120) == "again"
+    see_drained(stage)
+
+
+def see_expired(message: str) -> None:
+    """Return when a message's time is over."""
+    expires = datetime.fromisoformat(json.loads(message)["headers"]["expires"])
+    eventually(lambda: datetime.now(timezone.utc) > expires)
+
+
+def see_first_end(stage: Stage, worker: WorkerProcess, key: str, result: Any) -> None:
+    """Let the first delivery come to its end, and see the second one dropped."""
+    stage.log.with_name(f"{key} end").touch()
+    eventually(lambda: says(worker, DROPPED, result))
+
+
+def see_over_unrun(stage: Stage, key: str) -> None:
+    """See that nothing is left of a message, neither queued nor locked, and that no body began."""
+    see_drained(stage)
+    stage.see_freed(f"k:{key}")
+    assert not begun(stage, key)
+
+
+def see_it_end_nothing(
+    stage: Stage, worker: WorkerProcess, key: str, result: Any, message: str
+) -> None:
+    """Deliver a message again whose first one runs, and see nothing of it but that one's end."""
+    with heard(stage) as events:
+        deliver(stage, message)
+        eventually(lambda: says(worker, WAITS, result))
+        assert stage.info(result)["status"] == "STARTED"
+        see_first_end(stage, worker, key, result)
+    assert result.get(timeout=120)
+    assert "task-revoked" not in {event["type"] for event in events}
+    assert len(begun(stage, key)) == 1
+
+
+def test_a_second_delivery_that_expires_ends_nothing_while_the_first_one_runs(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    result, message = send(stage, "until", key, f"{key} end", expires=5)
+    eventually(lambda: begun(stage, key))
+    see_expired(message)
+    see_it_end_nothing(stage, worker, key, result, message)
+
+
+@pytest.mark.parametrize("options", [{}, {"key": False}], ids=["locked", "without a lock"])
+def test_a_second_delivery_that_expired_before_anybody_ran_it_is_revoked(
+    stage: Stage, key: str, options: Any
+) -> None:
+    result = stage.tasks.late.apply_async((key,), queue=HELD_BACK, expires=0.1, lock=options)
+    message = str(stage.broker.client().rpop(HELD_BACK))
+    see_expired(message)
+    deliver(stage, message)
+    with pytest.raises(TaskRevokedError, match="expired"):
+        result.get(timeout=120)
+    see_over_unrun(stage, key)
+
+
+def test_a_second_delivery_does_not_wait_in_its_slot_for_the_first_one(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    """Where a time limit would end it as FAILURE, over the first one's state."""
+    result, message = send(stage, "until", key, f"{key} end", lock={"wait": 60})
+    eventually(lambda: begun(stage, key))
+    deliver(stage, limited(message, 3))
+    eventually(lambda: says(worker, WAITS, result) > 1)
+    assert stage.info(result)["status"] == "STARTED"
+    see_first_end(stage, worker, key, result)
+    assert result.get(timeout=120)
+    assert len(begun(stage, key)) == 1
+
+
+def test_a_second_delivery_that_a_soft_limit_cuts_as_it_waits_in_its_slot_tells_nothing(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    with stage.tasks.late.lock_for(key, wait=60):
+        result, message = hold_back(stage, "late", key, lock={"wait": 60})
+        deliver(stage, limited(message, 1))
+        eventually(lambda: says(worker, "may run already", result) > 1)
+        assert stage.info(result)["status"] == "PENDING"
+    assert result.get(timeout=120) == 0
+    assert len(begun(stage, key)) == 1
+
+
+def revoke(worker: WorkerProcess, result: Any) -> None:
+    """Revoke a task; returns when the worker knows."""
+    result.revoke()
+    eventually(lambda: says(worker, "flagged as revoked", result))
+
+
+@pytest.mark.skipif(
+    (5, 6) <= celery.VERSION[:2] < (5, 7), reason="there revoke itself writes REVOKED at once"
+)
+def test_a_second_delivery_that_is_revoked_ends_nothing_while_the_first_one_runs(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    result, message = send(stage, "until", key, f"{key} end")
+    eventually(lambda: begun(stage, key))
+    revoke(worker, result)
+    see_it_end_nothing(stage, worker, key, result, message)
+
+
+def test_a_second_delivery_that_is_revoked_is_not_run_where_the_first_one_died(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    result, line = run_with_a_second_delivery(stage, worker, key)
+    revoke(worker, result)
+    os.kill(line.pid, signal.SIGKILL)
+    with pytest.raises(TaskRevokedError, match="revoked"):
+        result.get(timeout=120)
+    see_drained(stage)
+    assert [line.what for line in begun(stage, key)] == ["stays"]
+
+
+@pytest.mark.parametrize("name", ["work", "late"])
+def test_a_message_that_expires_in_its_slot_is_revoked_there(
+    stage: Stage, key: str, name: str
+) -> None:
+    worker = stage.worker(key, queues=[key], concurrency=1)
+    task = getattr(stage.tasks, name)
+    with task.lock_for(key, wait=60):
+        result = task.apply_async((key,), queue=key, expires=3, lock={"wait": 5})
+        eventually(lambda: f"{result.id}] is not run: expired" in worker.output())
+        eventually(lambda: stage.info(result)["status"] == "REVOKED")
+    assert f"deferred tests.{name}" not in worker.output()
+
+
+@pytest.mark.parametrize("name", ["work", "late"])
+def test_a_message_that_expires_while_it_waits_is_revoked(
+    stage: Stage, key: str, name: str
+) -> None:
+    with stage.tasks.late.lock_for(key, wait=60):
+        result, _ = send(stage, name, key, expires=5)
+        stage.see_deferred(result)
+        eventually(lambda: stage.info(result)["status"] == "REVOKED")
+    see_over_unrun(stage, key)
+
+
+def test_an_unflagged_delivery_of_what_runs_is_dropped_like_a_flagged_one(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    """The broker flags the copy that it makes of a message which waits in a busy worker."""
+    result, _ = send(stage, "until", key, f"{key} end", task_id=key)
+    eventually(lambda: begun(stage, key))
+    send(stage, "until", key, f"{key} end", task_id=key)
+    eventually(lambda: says(worker, WAITS, result))
+    assert stage.info(result)["status"] == "STARTED"
+    see_first_end(stage, worker, key, result)
+    see_drained(stage)
+    assert len(begun(stage, key)) == 1
+    assert stage.info(result)["status"] == "SUCCESS"
+
+
+def test_a_second_delivery_that_runs_waits_no_more_though_the_first_one_was_to(
+    stage: Stage, key: str
+) -> None:
+    task, coalesced = stage.tasks.until, {"lock": {"conflict": "coalesce"}}
+    # as it is left by a worker that dies before it has put the message back
+    enter(task, [f"k:{key}"], f"{key}:{task.name}:0:0", 5.0)
+    args = key, f"{key} end"
+    task.apply_async(args, queue=HELD_BACK, task_id=key, **coalesced)
+    payload = json.loads(str(stage.broker.client().rpop(HELD_BACK)))
+    payload["properties"]["delivery_info"]["routing_key"] = QUEUE
+    deliver(stage, json.dumps(payload))
+    eventually(lambda: begun(stage, key))
+    later = task.apply_async(args, **coalesced)
+    stage.see_deferred(later)
+    stage.log.with_name(f"{key} end").touch()
+    assert later.get(timeout=120)
+    assert len(begun(stage, key)) == 2

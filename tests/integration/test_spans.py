@@ -1,0 +1,104 @@
+"""What becomes of a run's lock stands on the run's span, where OpenTelemetry records one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery.exceptions import TaskRevokedError
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from celery_redlock import Backoff, Redlock
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import eventually
+from tests.integration.conftest import Stage
+
+OUTCOME = "redlock.outcome"
+SLOW = Backoff(first=3, cap=3, jitter="none")
+Span = dict[str, Any]
+
+
+def spans_of(stage: Stage, result: Any) -> list[Span]:
+    """Return the spans of a message's deliveries that are over, in order."""
+    file = Path(f"{stage.log}.spans")
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    spans = [json.loads(line) for line in lines]
+    return [
+        span
+        for span in spans
+        if span["name"].startswith("run/") and result.id in span["attributes"].values()
+    ]
+
+
+def see_span(stage: Stage, result: Any, outcome: str) -> Span:
+    """Return a message's first span with this outcome, once it is written."""
+
+    def found() -> Span | None:
+        of_result = spans_of(stage, result)
+        return next(
+            (s for s in of_result if s["attributes"].get("redlock.outcome") == outcome), None
+        )
+
+    return eventually(found) or {}
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_each_delivery_has_what_became_of_its_lock_on_its_span(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
+) -> None:
+    stage = make_stage(nodes)
+    stage.worker(module="tests.integration.traced", pool=pool, concurrency=3)
+    held = stage.tasks.until.delay("k", "go")
+    stage.wait_for("begin")
+    waiting = stage.tasks.fenced.apply_async(("k",), lock={"backoff": SLOW})
+    # the instrumentation keeps one span for each task id: the next delivery comes after this one
+    put_back = see_span(stage, waiting, "deferred")["attributes"]
+    skipped = stage.tasks.work.apply_async(("k",), lock={"conflict": "skip"})
+    with pytest.raises(TaskRevokedError):
+        skipped.get(timeout=120)
+    stage.log.with_name("go").touch()
+    token = waiting.get(timeout=120)
+
+    assert put_back["redlock.resource"] == "k:k"
+    assert held.id in put_back["redlock.holder"]
+    assert put_back["redlock.deferrals"] >= 1
+    assert put_back["redlock.countdown"] >= 0
+    ran = see_span(stage, waiting, "released")["attributes"]
+    assert ran["redlock.fencing_token"] == token
+    assert ran["redlock.deferrals"] >= 1
+    assert ran["redlock.waited"] > 0
+    assert ran["redlock.held_for"] > 0
+    assert "is held by" in see_span(stage, skipped, "skipped")["attributes"]["redlock.reason"]
+    first = see_span(stage, held, "released")["attributes"]
+    assert (first["redlock.resource"], first["redlock.deferrals"]) == ("k:k", 0)
+
+
+def test_a_lock_that_is_not_the_runs_own_is_an_event_on_its_span(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes)
+    stage.worker(module="tests.integration.traced", pool="threads")
+    result = stage.app.send_task("tests.integration.traced.takes_another", ("k",))
+    span = see_span(stage, result, "released")
+    assert span["attributes"]["redlock.resource"] == "outer:k"
+    assert [event["name"] for event in span["events"]] == ["redlock.acquired", "redlock.released"]
+    assert {event["attributes"]["redlock.resource"] for event in span["events"]} == {"k:k"}
+
+
+def test_outside_of_runs_a_lock_is_two_events_on_the_span_that_is_recorded(
+    redlock: Redlock,
+) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with provider.get_tracer("tests").start_as_current_span("web"), redlock.lock("stock:1"):
+        pass
+    with redlock.lock("stock:2"):  # nothing is recorded
+        pass
+    (span,) = exporter.get_finished_spans()
+    told = [(event.name, (event.attributes or {})["redlock.resource"]) for event in span.events]
+    assert told == [("redlock.acquired", "stock:1"), ("redlock.released", "stock:1")]

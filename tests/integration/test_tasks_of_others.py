@@ -1,0 +1,408 @@
+"""Tasks whose code one does not own: locked by a setting, like one's own."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import celery.worker.request
+import pytest
+from billiard.exceptions import WorkerLostError
+from celery import Celery, Task, chord, shared_task
+from celery.exceptions import ChordError, TaskRevokedError
+
+import celery_redlock
+from celery_redlock import LockedTask, LockTaken, Redlock, RedlockError, SettingsError, current_lock
+from celery_redlock.tasks.request import Request
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import PATIENCE, eventually
+from tests.integration.conftest import ROOT, Stage, no_shared_task_left
+
+KINDS = ("plain", "bound", "late_ack", "retried", "shared", "class", "late")
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+    """Give a stage whose one worker runs an app that imports nothing of ours."""
+    made = set_standing_stage(result_extended=True)
+    made.stack.enter_context(no_shared_task_left())
+    made.stack.callback(sys.modules.pop, "tests.integration.vendor")
+    made.tasks = importlib.import_module("tests.integration.vendor")
+    made.stack.callback(made.app.close)
+    made.worker(module="tests.integration.vendor", concurrency=3)
+    return made
+
+
+@pytest.fixture
+def account() -> str:
+    return f"account{next(numbers)}"
+
+
+def named(stage: Stage, kind: str) -> Any:
+    return stage.app.tasks[f"vendor.every_{kind}"]
+
+
+def let_end(stage: Stage, account: str) -> None:
+    stage.log.with_name(account).touch()
+
+
+def ran(stage: Stage, account: str) -> int:
+    return len([line for line in stage.lines("end") if line.key == account])
+
+
+def test_the_app_of_the_worker_imports_nothing_of_ours() -> None:
+    source = (ROOT / "tests/integration/vendor.py").read_text()
+    assert "celery_redlock" not in source
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_setting_alone_locks_a_task_however_it_is_made(
+    stage: Stage, account: str, kind: str
+) -> None:
+    task = named(stage, kind)
+    with task.lock_for(account, wait=60):
+        waiting = task.delay(account)
+        stage.see_deferred(waiting)
+        assert not [line for line in stage.lines("begin") if line.key == account]
+    eventually(lambda: [line for line in stage.lines("begin") if line.key == account])
+    assert not stage.is_free(f"account:{account}")
+    let_end(stage, account)
+    assert waiting.get(timeout=120) == account
+    assert ran(stage, account) == 1
+    stage.see_freed(f"account:{account}")
+
+
+def test_two_tasks_of_one_template_run_one_after_the_other(stage: Stage, account: str) -> None:
+    let_end(stage, account)
+    results = [named(stage, kind).delay(account) for kind in KINDS]
+    assert [result.get(timeout=120) for result in results] == [account] * len(KINDS)
+    lines = [line for line in stage.lines("begin", "end") if line.key == account]
+    assert [line.what for line in lines] == ["begin", "end"] * len(KINDS)
+
+
+def test_an_error_of_the_body_frees_the_lock(stage: Stage, account: str) -> None:
+    let_end(stage, account)
+    with pytest.raises(KeyError):
+        named(stage, "plain").delay(account, "raise").get(timeout=120)
+    stage.see_freed(f"account:{account}")
+
+
+def test_the_lock_of_a_killed_child_is_released(stage: Stage, account: str) -> None:
+    let_end(stage, account)
+    result = named(stage, "plain").delay(account, "be killed")
+    with pytest.raises(WorkerLostError):
+        result.get(timeout=120)
+    stage.see_freed(f"account:{account}")
+
+
+def test_autoretry_of_a_task_takes_no_contention_for_an_error(stage: Stage, account: str) -> None:
+    task = stage.app.tasks["vendor.strict"]
+    with task.lock_for(account, wait=60):
+        result = task.delay(account)
+        with pytest.raises(LockTaken):
+            result.get(timeout=120)
+    assert stage.info(result)["retries"] == 0
+
+
+def test_an_exact_name_goes_before_globs(stage: Stage, account: str) -> None:
+    task = stage.app.tasks["vendor.rebuild"]
+    with task.lock_for(account, wait=60), pytest.raises(TaskRevokedError):
+        task.delay(account).get(timeout=120)
+    assert task.lock_for(account).resource == "index"
+
+
+def test_a_call_sets_options_for_itself(stage: Stage, account: str) -> None:
+    task = named(stage, "plain")
+    with task.lock_for(account, wait=60), pytest.raises(LockTaken):
+        task.apply_async((account,), lock={"conflict": "fail"}).get(timeout=120)
+
+
+def test_a_chord_of_them_ends(stage: Stage, account: str) -> None:
+    let_end(stage, account)
+    strict, plain = stage.app.tasks["vendor.strict"], named(stage, "plain")
+    with plain.lock_for(account, wait=60):
+        waits = chord([plain.si(account), plain.si(account)])(named(stage, "late").si(account))
+        stage.see_deferred(waits.parent[0])
+    assert waits.get(timeout=120) == account
+    with strict.lock_for(account, wait=60):
+        fails = chord([strict.si(account), plain.si(account)])(plain.si(account))
+        with pytest.raises(ChordError):
+            fails.get(timeout=120, follow_parents=False)
+
+
+@pytest.fixture
+def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
+    made = Celery("others", broker="memory://", backend="cache+memory://", set_as_default=False)
+    made.conf.update(redlock_nodes=[node.url for node in nodes], task_always_eager=True)
+    made.conf.redlock_node_timeout = PATIENCE
+    made.conf.redlock_tasks = {"vendor.*": {"key": "account:{account}", "ttl": 29}}
+    yield made
+    made.close()
+
+
+def held() -> tuple[str, float] | None:
+    lock = current_lock()
+    return None if lock is None else (lock.resource, lock.ttl)
+
+
+def test_the_class_of_others_and_the_object_that_they_hold_stay(app: Celery) -> None:
+    class Theirs(celery.worker.request.Request):
+        pass
+
+    class Synced(Task):
+        Request = Theirs
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self, account: str) -> Any:
+            return held()
+
+    locked, free = (app.register_task(Synced(name)) for name in ("vendor.sync", "mine.sync"))
+    app.finalize()
+    assert app.tasks["vendor.sync"] is locked
+    assert locked.apply(("a",)).get() == ("account:a", 29.0)
+    assert free.apply(("a",)).get() is None
+    assert not issubclass(Synced, LockedTask)
+    assert issubclass(locked.Request, Request)
+    assert issubclass(locked.Request, Theirs)
+    assert Synced.Request is Theirs
+
+
+def test_a_run_that_an_instance_sets_itself_is_locked(app: Celery) -> None:
+    class Set(Task):
+        name = "vendor.set"
+
+        def __init__(self) -> None:
+            self.run = lambda account: held()
+
+    class Retried(Set):
+        name = "vendor.retried"
+        autoretry_for = (KeyError,)
+
+    for cls in (Set, Retried):
+        task = app.register_task(cls())
+        app.finalize()
+        assert task.apply(("a",)).get() == ("account:a", 29.0)
+
+
+@pytest.mark.parametrize(("spared", "retries"), [((), 0), ((ValueError,), 2)])
+def test_autoretry_stands_around_the_gate_and_spares_what_the_task_says(
+    app: Celery, redlock: Redlock, spared: tuple[type[Exception], ...], retries: int
+) -> None:
+    retried = []
+
+    class Retried(Task):
+        name = "vendor.retried"
+        autoretry_for = (Exception,)
+        dont_autoretry_for = spared
+        max_retries = 2
+        default_retry_delay = 0
+
+        def run(self, account: str) -> None: ...
+
+        def on_retry(self, *args: Any) -> None:
+            retried.append(args)
+
+    task = app.register_task(Retried())
+    with redlock.lock("account:a"):
+        assert isinstance(task.apply(("a",)).result, LockTaken)
+    assert len(retried) == retries
+
+
+def test_a_shared_task_that_comes_late_is_locked_in_the_apps_that_say_so(app: Celery) -> None:
+    app.finalize()
+    with no_shared_task_left():
+
+        @shared_task(name="vendor.came_late")
+        def came_late(account: str) -> Any:
+            return held()
+
+        assert app.tasks["vendor.came_late"].apply(("a",)).get() == ("account:a", 29.0)
+
+
+def test_celerys_own_tasks_are_never_locked(app: Celery) -> None:
+    app.conf.redlock_tasks = {"*": {}}
+    app.finalize()
+    assert not isinstance(app.tasks["celery.chord_unlock"], LockedTask)
+
+
+@pytest.mark.parametrize("method", ["map", "starmap", "chunks"])
+def test_what_would_call_the_body_past_the_lock_is_refused(app: Celery, method: str) -> None:
+    @app.task(name="vendor.sync", shared=False)
+    def sync(account: str) -> None: ...
+
+    app.finalize()
+    more = (1,) if method == "chunks" else ()
+    with pytest.raises(RedlockError, match="group"):
+        getattr(app.tasks["vendor.sync"], method)([("a",)], *more)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([], None),
+        (["vendor.sync"], "must map task names or globs"),
+        ({"vendor.sync": 30}, "name or glob to its options"),
+        ({"vendor.sync": {"tll": 30}}, r"redlock_tasks\['vendor.sync'\].*did you mean 'ttl'"),
+        ({"vendor.s*": {"ttl": "x"}}, r"redlock_tasks\['vendor.s\*'\]\['ttl'\]='x'"),
+        ({"vendor.*": {"key": "{acount}"}}, r"\['key'\].*did you mean 'account'"),
+        ({"vendor.*": {"limit": 2, "fencing": True}}, "limit=1, or no fencing"),
+        ({"celery.chord_unlock": {}}, "Celery's own tasks are never locked"),
+        ({"celery.*": {}}, "Celery's own tasks are never locked"),
+    ],
+)
+def test_what_cannot_be_meant_raises_when_the_app_finalizes_and_at_each_later_use(
+    app: Celery, entries: Any, words: str | None
+) -> None:
+    app.conf.redlock_tasks = entries
+
+    @app.task(name="vendor.sync", shared=False)
+    def sync(account: str) -> None: ...
+
+    if words is None:
+        app.finalize()
+        assert not isinstance(app.tasks["vendor.sync"], LockedTask)
+        return
+    with pytest.raises(SettingsError, match=words):
+        app.finalize()
+    if "vendor" in str(entries):
+        for _ in range(2):
+            with pytest.raises(SettingsError, match=words):
+                sync.delay("a")
+        assert isinstance(sync.apply(("a",)).result, SettingsError)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_locked_task_of_ones_own_says_its_options_itself(app: Celery, late: bool) -> None:
+    app.conf.redlock_tasks = {"shop.take": {"ttl": 40}, "shop.*": {"ttl": 41}}
+    if late:
+        app.finalize()
+
+    def take() -> Any:
+        return held()
+
+    def declare(name: str) -> None:
+        app.task(base=LockedTask, name=name, lock_key="take", shared=False)(take)
+
+    declare("shop.give")
+    with pytest.raises(SettingsError, match=r"LockedTask already.*task_annotations"):  # noqa: PT012
+        declare("shop.take")
+        app.finalize()
+    assert app.tasks["shop.give"].apply().get() == ("take", 30.0)
+
+
+@pytest.mark.parametrize("name", ["vendor.sync", "shop.take"])
+def test_names_with_a_namespace_are_known_too(nodes: list[EmbeddedNode], name: str) -> None:
+    app = Celery("named", broker="memory://", set_as_default=False)
+    urls = [node.url for node in nodes]
+    conf = {"CELERY_REDLOCK_NODES": urls, "CELERY_REDLOCK_TASKS": {name: {"key": "x"}}}
+    app.config_from_object(conf, namespace="CELERY")
+
+    @app.task(name="vendor.sync", shared=False)
+    def sync(account: str) -> None: ...
+
+    @app.task(base=LockedTask, name="shop.take", shared=False)
+    def take() -> None: ...
+
+    if name == "shop.take":
+        with pytest.raises(SettingsError, match="LockedTask already"):
+            app.finalize()
+    else:
+        assert app.tasks["vendor.sync"].lock_for("a").resource == "x"
+
+
+def test_a_second_send_of_one_is_not_published_where_the_setting_says_so(app: Celery) -> None:
+    app.conf.update(task_always_eager=False, redlock_tasks={"vendor.*": {"unique_for": 60}})
+
+    @app.task(name="vendor.sync", shared=False)
+    def sync(account: str) -> None: ...
+
+    app.finalize()
+    first, second, other = (sync.delay(account) for account in ("a", "a", "b"))
+    assert first.id == second.id != other.id
+
+
+def test_from_outside_its_options_are_set_by_annotations(app: Celery) -> None:
+    app.conf.task_annotations = {"shop.take": {"lock_ttl": 40}}
+
+    @app.task(base=LockedTask, name="shop.take", lock_key="take", shared=False)
+    def take() -> Any:
+        return held()
+
+    assert take.apply().get() == ("take", 40.0)
+
+
+def test_an_entry_that_comes_too_late_is_refused(app: Celery) -> None:
+    @app.task(name="other.sync", shared=False)
+    def sync(account: str) -> None: ...
+
+    app.finalize()
+    app.conf.redlock_tasks = {"other.*": {}}
+    with pytest.raises(SettingsError, match="before the app finalizes"):
+        celery_redlock.install(app)
+
+
+def test_install_locks_in_an_app_that_had_finalized(nodes: list[EmbeddedNode]) -> None:
+    program = f"""
+from celery import Celery
+app = Celery("x", broker="memory://")
+app.conf.redlock_nodes = {[node.url for node in nodes]!r}
+app.conf.redlock_tasks = {{"vendor.*": {{"key": "account:{{account}}"}}}}
+@app.task(name="vendor.sync")
+def sync(account): ...
+app.finalize()
+import celery_redlock
+print(hasattr(app.tasks["vendor.sync"], "lock_for"))
+celery_redlock.install(app)
+celery_redlock.install(app)
+print(app.tasks["vendor.sync"].lock_for("a").resource)
+"""
+    run = [sys.executable, "-c", program]
+    said = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["False", "account:a"]
+
+
+def test_a_worker_that_a_program_starts_locks_though_its_app_had_finalized(
+    nodes: list[EmbeddedNode], standing_broker: EmbeddedNode
+) -> None:
+    program = f"""
+import os, signal, sys
+from celery import Celery
+app = Celery("x", broker={standing_broker.url!r})
+app.conf.task_default_queue = "started"
+app.conf.redlock_nodes = {[node.url for node in nodes]!r}
+app.conf.redlock_node_timeout = {PATIENCE}
+app.conf.redlock_tasks = {{"vendor.*": {{"key": "account:{{account}}", "ttl": 40}}}}
+@app.task(name="vendor.sync")
+def sync(account):
+    import celery_redlock
+    lock = celery_redlock.current_lock()
+    os.write(1, f"held: {{lock and lock.resource}}\\n".encode())  # past the worker's redirection
+    os.kill(os.getpid(), signal.SIGTERM)
+app.finalize()
+sync.delay("a")
+print("imported:", "celery_redlock" in sys.modules, flush=True)
+app.worker_main(["worker", "-P", "solo", "-l", "CRITICAL", "--without-mingle"])
+"""
+    run = [sys.executable, "-c", program]
+    env = {**os.environ, "C_FORCE_ROOT": "1"}
+    told = subprocess.run(
+        run, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=240
+    )
+    said = [line for line in told.stdout.splitlines() if line.startswith(("held", "imported"))]
+    assert said == ["imported: False", "held: account:a"], told.stderr
+
+
+def test_what_a_task_goes_by_and_where_it_is_said(stage: Stage) -> None:
+    told = named(stage, "plain").lock_rules(lock={"ttl": 40})
+    places = {rule.name: str(rule.place) for rule in told.rules}
+    assert places["key"] == "task 'vendor.ever*': redlock_tasks['vendor.ever*']['key']"
+    assert (told["ttl"].value, places["ttl"]) == (40.0, "call: lock={'ttl'}")
+    assert places["wait"] == "built-in"

@@ -1,0 +1,513 @@
+"""A task with `unique_for` is sent once: until its run is over, a second send is the first one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.request import Request, urlopen
+
+import flask
+import pytest
+from celery import Celery, chain, chord, group
+from celery.beat import ScheduleEntry, Scheduler
+from celery.exceptions import TaskRevokedError
+from celery.result import EagerResult
+from celery.schedules import schedule
+from kombu import Connection
+from kombu.exceptions import OperationalError
+from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
+from werkzeug.serving import make_server
+
+from celery_redlock import (
+    DuplicateTask,
+    LockedTask,
+    QuorumUnreachable,
+    SettingsError,
+    send_unique,
+)
+from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import eventually
+from tests.integration.conftest import ROOT, Stage
+
+FORKS = """
+import os, sys
+from tests.integration.app import once_early
+print(once_early.delay(sys.argv[1]).id, flush=True)
+pid = os.fork()
+if not pid:
+    print(once_early.delay(sys.argv[1]).id, flush=True)
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
+    made = set_standing_stage()
+    made.worker(concurrency=3)
+    return made
+
+
+def windows(stage: Stage, key: str) -> list[str]:
+    """Return the names of what is sent once that stand on any node, of a test's key."""
+    return [
+        name
+        for node in stage.nodes
+        for name in node.client().keys("{redlock}:unique:*")
+        if name.endswith(f":{key}")
+    ]
+
+
+def see_window_end(stage: Stage, key: str) -> None:
+    eventually(lambda: not windows(stage, key))
+
+
+def ran(stage: Stage, key: str) -> list[Any]:
+    """Return the values with which bodies ran."""
+    return [line.more["value"] for line in stage.lines("once") if line.key == key]
+
+
+def status(stage: Stage, result: Any) -> str:
+    return str(stage.info(result)["status"])
+
+
+class TestASecondSend:
+    def test_returns_the_result_of_the_first_one_while_that_waits(
+        self, stage: Stage, key: str
+    ) -> None:
+        task = stage.tasks.once_early
+        with task.lock_for(key):
+            first = task.delay(key, value="first")
+            stage.see_deferred(first, times=2)
+            second = task.delay(key, value="second")
+            assert second.id == first.id
+        assert second.get(timeout=60) == "first"
+        see_window_end(stage, key)
+        assert ran(stage, key) == ["first"]
+
+    def test_is_the_first_one_until_its_body_has_ended(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.once_early
+        first = task.delay(key, "wait")
+        eventually(lambda: ran(stage, key))
+        assert task.delay(key).id == first.id
+        stage.log.with_name(key).touch()
+        first.get(timeout=60)
+        see_window_end(stage, key)
+        assert task.delay(key).id != first.id
+
+    def test_is_a_new_one_from_the_start_of_the_body_where_that_is_asked_for(
+        self, stage: Stage, key: str
+    ) -> None:
+        task = stage.tasks.once_to_start
+        with task.lock_for(key):
+            first = task.delay(key, "wait", "first")
+            stage.see_deferred(first)
+            assert task.delay(key).id == first.id
+        eventually(lambda: ran(stage, key))
+        second = task.delay(key, "", "second")
+        assert second.id != first.id
+        assert task.delay(key).id == second.id
+        stage.log.with_name(key).touch()
+        assert second.get(timeout=60) == "second"
+        assert ran(stage, key) == ["first", "second"]
+
+    def test_raises_where_that_is_asked_for(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.once_early
+        with task.lock_for(key):
+            first = task.delay(key)
+            with pytest.raises(DuplicateTask) as caught:
+                task.apply_async((key,), lock={"duplicate": "fail"})
+        assert (caught.value.resource, caught.value.task_id) == (f"u:{key}", first.id)
+        first.get(timeout=60)
+
+    def test_is_the_first_one_through_a_retry(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.once_early
+        first = task.delay(key, "retry")
+        eventually(lambda: status(stage, first) == "RETRY")
+        assert task.delay(key).id == first.id
+        first.get(timeout=60)
+        see_window_end(stage, key)
+        assert len(ran(stage, key)) == 2
+
+    def test_of_another_task_with_the_same_lock_is_sent(self, stage: Stage, key: str) -> None:
+        with stage.tasks.once_early.lock_for(key):
+            first = stage.tasks.once_early.delay(key, value="first")
+            other = stage.tasks.once_late.delay(key, value="other")
+            assert other.id != first.id
+        assert {first.get(timeout=60), other.get(timeout=60)} == {"first", "other"}
+
+    def test_is_deduplicated_by_the_call_alone_where_the_task_is_not(
+        self, stage: Stage, key: str
+    ) -> None:
+        work, once = stage.tasks.work, {"unique_for": 600}
+        with work.lock_for(key):
+            first = work.apply_async((key,), lock=once)
+            assert work.apply_async((key,), lock=once).id == first.id
+            other = work.delay(key)
+            assert other.id != first.id
+        first.get(timeout=60)
+        other.get(timeout=60)
+
+
+ENDS = {
+    "returns": ("once_early", "", {}),
+    "returns, acknowledged late": ("once_late", "", {}),
+    "raises": ("once_early", "raise", {}),
+    "raises, acknowledged late": ("once_late", "raise", {}),
+    "ignores": ("once_early", "ignore", {}),
+    "rejects": ("once_late", "reject", {}),
+    "replaces itself": ("once_early", "replace", {}),
+    "is killed": ("once_early", "die", {}),
+    "has its hard limit": ("once_early", "stay", {"time_limit": 1}),
+}
+
+
+class TestAWindowEnds:
+    @pytest.mark.parametrize("end", ENDS)
+    def test_where_the_run(self, stage: Stage, key: str, end: str) -> None:
+        name, how, options = ENDS[end]
+        task = getattr(stage.tasks, name)
+        first = task.apply_async((key, how), **options)
+        eventually(lambda: ran(stage, key))
+        see_window_end(stage, key)
+        second = task.delay(key, value="second")
+        assert second.id != first.id
+        assert second.get(timeout=60) == "second"
+
+    @pytest.mark.parametrize("name", ["once_skips", "once_fails"])
+    def test_where_the_run_is_refused_its_lock(self, stage: Stage, key: str, name: str) -> None:
+        task = getattr(stage.tasks, name)
+        with task.lock_for(key):
+            task.delay(key)
+            see_window_end(stage, key)
+        assert not ran(stage, key)
+
+    def test_where_the_message_is_revoked_before_its_start(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.once_early
+        with task.lock_for(key):
+            first = task.delay(key)
+            stage.see_deferred(first)
+            first.revoke()
+            with pytest.raises(TaskRevokedError):
+                first.get(timeout=60)
+            see_window_end(stage, key)
+
+    def test_where_the_message_expires(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.once_early
+        with task.lock_for(key):
+            first = task.apply_async((key,), expires=1)
+            assert windows(stage, key)
+            see_window_end(stage, key)
+            eventually(lambda: status(stage, first) == "REVOKED")
+
+    @pytest.mark.parametrize("name", ["once_early", "once_late"])
+    def test_where_it_expired_or_was_revoked_before_any_worker_had_it(
+        self, stage: Stage, key: str, name: str
+    ) -> None:
+        task = getattr(stage.tasks, name)
+        expired = task.apply_async((f"{key}-expired",), queue=key, expires=0.1)
+        revoked = task.apply_async((f"{key}-revoked",), queue=key)
+        kept = task.apply_async((f"{key}-kept", "", "kept"), queue=key)
+        worker = stage.worker(key, queues=["nothing"], concurrency=1)
+        control, here = stage.app.control, [f"{key}@{socket.gethostname()}"]
+        control.revoke(revoked.id, destination=here, reply=True, timeout=60, limit=1)
+        control.add_consumer(key, destination=here, reply=True, timeout=60, limit=1)
+        assert kept.get(timeout=60) == "kept"
+        for result, end in ((expired, "expired"), (revoked, "revoked")):
+            with pytest.raises(TaskRevokedError, match=end):
+                result.get(timeout=60)
+            see_window_end(stage, f"{key}-{end}")
+            assert not ran(stage, f"{key}-{end}")
+        worker.stop()
+
+    def test_where_a_running_task_is_terminated(self, stage: Stage, key: str) -> None:
+        first = stage.tasks.once_early.delay(key, "stay")
+        eventually(lambda: ran(stage, key))
+        first.revoke(terminate=True, signal="SIGKILL")
+        see_window_end(stage, key)
+
+    def test_where_the_message_cannot_be_published(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.once_early
+        with Connection("redis://127.0.0.1:1") as nowhere, pytest.raises(OperationalError):
+            task.apply_async((key,), connection=nowhere, retry=False)
+        see_window_end(stage, key)
+        task.delay(key, value="sent").get(timeout=60)
+
+    def test_by_itself_where_the_worker_is_killed_with_the_message(
+        self, stage: Stage, key: str
+    ) -> None:
+        doomed = stage.worker("doomed", queues=["doomed"], concurrency=1)
+        task = stage.tasks.once_early
+        brief = {"unique_for": 10, "ttl": stage.tasks.TTL}
+        first = task.apply_async((key, "stay"), queue="doomed", lock=brief)
+        eventually(lambda: ran(stage, key))
+        assert task.delay(key).id == first.id
+        doomed.kill()
+        see_window_end(stage, key)
+        second = task.delay(key, value="second")
+        assert second.id != first.id
+        second.get(timeout=120)
+
+
+class TestReplace:
+    @pytest.mark.parametrize("name", ["latest", "latest_late"])
+    def test_the_latest_arguments_win(self, stage: Stage, key: str, name: str) -> None:
+        task = getattr(stage.tasks, name)
+        with task.lock_for(key):
+            first = task.delay(key, value="first")
+            stage.see_deferred(first)
+            others = [task.delay(key, value=str(n)) for n in range(4)]
+        assert others[-1].get(timeout=60) == "3"
+        for dropped in (first, *others[:-1]):
+            with pytest.raises(TaskRevokedError):
+                dropped.get(timeout=60)
+        see_window_end(stage, key)
+        assert ran(stage, key) == ["3"]
+
+    def test_one_that_waits_by_coalesce_skips_nobody_once_it_is_replaced(
+        self, stage: Stage, key: str
+    ) -> None:
+        task, coalesced = stage.tasks.latest, {"conflict": "coalesce", "backoff": stage.tasks.LONG}
+        with task.lock_for(key):
+            results = []
+            for value in ("first", "second", "third"):
+                results.append(task.apply_async((key,), {"value": value}, lock=coalesced))
+                stage.see_deferred(results[-1])
+        assert results[-1].get(timeout=60) == "third"
+        for dropped in results[:-1]:
+            with pytest.raises(TaskRevokedError, match="took its place"):
+                dropped.get(timeout=60)
+        assert ran(stage, key) == ["third"]
+
+    def test_one_that_runs_is_left_alone_and_the_new_one_sent(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.latest
+        first = task.delay(key, "wait", "first")
+        eventually(lambda: ran(stage, key))
+        second = task.delay(key, "", "second")
+        stage.see_deferred(second)
+        stage.log.with_name(key).touch()
+        assert first.get(timeout=60) == "first"
+        assert second.get(timeout=60) == "second"
+        see_window_end(stage, key)
+
+    def test_a_retry_has_begun_and_is_not_dropped(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.latest
+        first = task.delay(key, "retry", "first")
+        eventually(lambda: status(stage, first) == "RETRY")
+        second = task.delay(key, "", "second")
+        assert {first.get(timeout=60), second.get(timeout=60)} == {"first", "second"}
+
+
+@pytest.mark.parametrize("pool", ["threads", "solo", "gevent", "eventlet"])
+def test_it_is_the_same_in_every_pool(stage: Stage, key: str, pool: str) -> None:
+    worker = stage.worker(pool, pool=pool, queues=[pool], concurrency=1 if pool == "solo" else 3)
+
+    def send(task: Any, value: str, how: str = "") -> Any:
+        return task.apply_async((key, how, value), queue=pool)
+
+    early, late, to_start, latest = (
+        getattr(stage.tasks, name)
+        for name in ("once_early", "once_late", "once_to_start", "latest")
+    )
+    for task in (early, late):
+        with task.lock_for(key):
+            first = send(task, task.name)
+            stage.see_deferred(first)
+            assert send(task, "dropped").id == first.id
+        assert first.get(timeout=60) == task.name
+        see_window_end(stage, key)
+    running = send(to_start, "running", "wait")
+    eventually(lambda: "running" in ran(stage, key))
+    following = send(to_start, "following")
+    assert following.id != running.id
+    stage.log.with_name(key).touch()
+    assert following.get(timeout=60) == "following"
+    with latest.lock_for(key):
+        dropped = send(latest, "dropped")
+        stage.see_deferred(dropped)
+        last = send(latest, "last")
+    assert last.get(timeout=60) == "last"
+    with pytest.raises(TaskRevokedError):
+        dropped.get(timeout=60)
+    see_window_end(stage, key)
+    assert ran(stage, key) == [early.name, late.name, "running", "following", "last"]
+    worker.stop()
+
+
+class TestAlwaysSent:
+    """Something waits for the end of these."""
+
+    def test_members_of_a_chord_and_its_body(self, stage: Stage, key: str) -> None:
+        once = stage.tasks.once_returns
+        with once.lock_for(key):
+            waiting = once.delay(key)
+            stage.see_deferred(waiting)
+            result = chord([once.si(key), once.si(key)])(once.si(key))
+        assert [result.get(timeout=120), waiting.get(timeout=120)] == [key, key]
+        assert len(ran(stage, key)) == 4
+
+    def test_members_of_a_group(self, stage: Stage, key: str) -> None:
+        once = stage.tasks.once_returns
+        assert group(once.si(key), once.si(key))().get(timeout=120) == [key, key]
+
+    def test_steps_of_a_chain(self, stage: Stage, key: str) -> None:
+        once = stage.tasks.once_returns
+        with once.lock_for(key):
+            waiting = once.delay(key)
+            stage.see_deferred(waiting)
+            result = chain(once.si(key), stage.tasks.step.si(f"{key}-b"), once.si(key))()
+        assert [result.get(timeout=120), waiting.get(timeout=120)] == [key, key]
+        assert len(ran(stage, key)) == 3
+
+    def test_sends_with_links(self, stage: Stage, key: str) -> None:
+        once = stage.tasks.once_returns
+        with once.lock_for(key):
+            once.delay(key)
+            once.apply_async((key,), link=stage.tasks.note.si(key))
+            once.apply_async((key,), link_error=stage.tasks.note.si(key))
+        eventually(lambda: len(ran(stage, key)) == 3)
+        eventually(lambda: [line for line in stage.lines("noted") if line.key == key])
+
+    def test_what_has_an_id_that_its_sender_chose(self, stage: Stage, key: str) -> None:
+        once = stage.tasks.once_returns
+        with once.lock_for(key):
+            once.delay(key)
+            chosen = once.apply_async((key,), task_id=f"mine-{key}")
+        assert chosen.get(timeout=60) == key
+        eventually(lambda: len(ran(stage, key)) == 2)
+
+
+class TestWhoeverSends:
+    def test_by_name_is_one_with_sends_by_class(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.once_early
+        how = {"resource": f"u:{key}", "unique_for": 600}
+        with task.lock_for(key):
+            first = send_unique(stage.app, task.name, (key,), {"value": "first"}, **how)
+            assert send_unique(stage.app, task.name, (key,), **how).id == first.id
+            assert task.delay(key).id == first.id
+            with pytest.raises(DuplicateTask):
+                send_unique(stage.app, task.name, (key,), **how, duplicate="fail")
+        assert first.get(timeout=60) == "first"
+        see_window_end(stage, key)
+        second = task.delay(key)
+        assert second.id != first.id
+        second.get(timeout=60)
+
+    def test_by_name_with_wrong_options_is_refused(self, stage: Stage) -> None:
+        for wrong in ({"resource": ""}, {"unique_for": -1}, {"duplicate": "drop"}):
+            options = {"resource": "r", "unique_for": 60, **wrong}
+            with pytest.raises(SettingsError, match=f"send_unique: {next(iter(wrong))}="):
+                send_unique(stage.app, "tests.once_early", (), **options)
+
+    def test_beat_sends_once_what_is_still_waiting(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.once_early
+        entry = ScheduleEntry("tick", task.name, args=(key,), schedule=schedule(1.0), app=stage.app)
+        scheduler = Scheduler(stage.app, lazy=True)
+        with task.lock_for(key):
+            ticks = [scheduler.apply_async(entry, advance=False) for _ in range(3)]
+            assert len({tick.id for tick in ticks}) == 1
+        ticks[0].get(timeout=60)
+        assert len(ran(stage, key)) == 1
+
+    def test_redbeat_sends_once_what_is_still_waiting(self, stage: Stage, key: str) -> None:
+        stage.app.conf.redbeat_redis_url = stage.broker.url
+        stage.app.conf.redbeat_lock_key = None
+        task = stage.tasks.once_early
+        entry = RedBeatSchedulerEntry(key, task.name, schedule(1.0), args=(key,), app=stage.app)
+        entry.save()
+        beat = RedBeatScheduler(stage.app, lazy=False)
+
+        def sent() -> int:
+            return int(RedBeatSchedulerEntry.from_key(entry.key, app=stage.app).total_run_count)
+
+        with task.lock_for(key):
+            eventually(lambda: beat.tick() is not None and sent() >= 3)
+            entry.delete()
+            assert len(set(windows(stage, key))) == 1
+        see_window_end(stage, key)
+        assert len(ran(stage, key)) == 1
+
+    def test_the_threads_of_a_web_server_send_once(self, stage: Stage, key: str) -> None:
+        task, web = stage.tasks.once_early, flask.Flask("sends")
+
+        @web.post("/<name>")
+        def send(name: str) -> str:
+            return str(task.delay(name).id)
+
+        server = make_server("127.0.0.1", 0, web, threaded=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+
+        def ask(_: int) -> str:
+            request = Request(f"http://127.0.0.1:{server.server_port}/{key}", method="POST")
+            with urlopen(request, timeout=60) as answer:
+                return str(answer.read().decode())
+
+        try:
+            with task.lock_for(key), ThreadPoolExecutor(8) as browsers:
+                (told,) = set(browsers.map(ask, range(24)))
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+        see_window_end(stage, key)
+        assert len(ran(stage, key)) == 1
+        assert status(stage, stage.app.AsyncResult(told)) == "SUCCESS"
+
+    def test_a_process_that_was_forked_after_a_send_sends_by_itself(
+        self, stage: Stage, key: str
+    ) -> None:
+        task = stage.tasks.once_early
+        with task.lock_for(key):
+            command = [sys.executable, "-c", FORKS, key]
+            done = subprocess.run(
+                command, env={**os.environ, **stage.env}, cwd=ROOT, stdout=subprocess.PIPE,
+                check=True, timeout=120,
+            )  # fmt: skip
+            in_parent, in_child = done.stdout.decode().split()
+            assert in_parent == in_child == task.delay(key).id
+        eventually(lambda: ran(stage, key))
+        see_window_end(stage, key)
+
+    def test_eager_sends_run_each(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.once_early
+        stage.app.conf.task_always_eager = True
+        try:
+            results = [task.delay(key, value=str(n)) for n in range(2)]
+        finally:
+            stage.app.conf.task_always_eager = False
+        assert all(isinstance(result, EagerResult) for result in results)
+        assert ran(stage, key) == ["0", "1"]
+        assert not windows(stage, key)
+
+    def test_a_key_that_cannot_be_made_is_an_error_of_the_send(self, stage: Stage) -> None:
+        with pytest.raises(SettingsError, match="None"):
+            stage.tasks.once_early.delay(None)
+
+
+def test_without_a_quorum_unreachable_decides(mortal_nodes: list[EmbeddedNode]) -> None:
+    app = Celery("unreachable", broker="memory://", set_as_default=False)
+    app.conf.task_default_queue = "unreachable"  # one memory serves all tests of a process
+    app.conf.redlock_nodes = [node.url for node in mortal_nodes]
+
+    @app.task(base=LockedTask, shared=False, lock_key="k", lock_unique_for=60)
+    def once() -> None: ...
+
+    first = once.delay()
+    for node in mortal_nodes[1:]:
+        node.kill()
+    second = once.delay()
+    assert second.id != first.id
+    with pytest.raises(QuorumUnreachable):
+        once.apply_async(lock={"unreachable": "fail"})
+    with app.connection_for_write() as connection:
+        assert connection.SimpleQueue("unreachable").qsize() == 2
+    redlock_of(app).close()

@@ -1,0 +1,333 @@
+"""A message that was put back is woken by the release; by itself only the first in line tries."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from celery_redlock import Redlock
+from celery_redlock.lock.session import Claim, Holding, Observer
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.conftest import NODE_TIMEOUT, TTL, eventually
+from tests.integration.conftest import Stage
+
+POOLS = ["prefork", "threads", "solo", "gevent", "eventlet"]
+VISIBILITY = 8  # s
+SEVERAL = {"key": ["k:{key}", "k:{name}"]}
+LONG = {"first": 100, "cap": 100, "jitter": "none"}
+WOKEN = 60.0  # s: well before the end of `patient`'s countdown of 100 s
+
+
+@pytest.fixture
+def calm_stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
+    """Give a stage whose leases are longer than any test: what runs was woken."""
+    return make_stage(nodes, redlock_max_ttl=200)
+
+
+def defer(stage: Stage, *names: str) -> list[Any]:
+    """Send tasks one after another, each once the one before it waits."""
+    results = []
+    for name in names:
+        result = stage.tasks.patient.delay("k", name)
+        stage.see_deferred(result)
+        results.append(result)
+    return results
+
+
+def put_back(worker: WorkerProcess) -> int:
+    """Return how often a worker put a message back.
+
+    One more than messages, as it begins to listen: a release may have come just before. And one
+    more for each release that none follows within a second.
+    """
+    return worker.output().count("deferred tests.")
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_release_wakes_a_message_long_before_its_countdown_ends(
+    calm_stage: Stage, pool: str
+) -> None:
+    worker = calm_stage.worker(pool=pool, concurrency=1 if pool == "solo" else 2)
+    with calm_stage.tasks.patient.lock_for("k", wait=60):
+        results = defer(calm_stage, "a", "b", "c")
+    assert [result.get(timeout=WOKEN) for result in results] == ["a", "b", "c"]
+    assert put_back(worker) <= 2 * len(results) + 1
+
+
+def test_who_waits_runs_in_the_order_of_first_deferrals(calm_stage: Stage) -> None:
+    calm_stage.worker(concurrency=2)
+    names = [f"n{number}" for number in range(6)]
+    with calm_stage.tasks.patient.lock_for("k", wait=60):
+        results = defer(calm_stage, *names)
+    for result in results:
+        result.get(timeout=WOKEN)
+    assert [line.more["name"] for line in calm_stage.lines("begin")] == names
+
+
+def test_a_release_wakes_one_and_lets_the_others_sleep(calm_stage: Stage) -> None:
+    worker = calm_stage.worker(concurrency=4)
+    with calm_stage.tasks.patient.lock_for("k", wait=60):
+        results = defer(calm_stage, "until", *(f"n{number}" for number in range(6)))
+    calm_stage.wait_for("begin")
+    calm_stage.log.with_name("until").touch()
+    for result in results:
+        result.get(timeout=WOKEN)
+    assert put_back(worker) <= 2 * len(results) + 1
+
+
+def test_a_word_wakes_once_a_majority_has_said_it(calm_stage: Stage) -> None:
+    worker = calm_stage.worker(concurrency=1)
+
+    def say(word: str, *nodes: EmbeddedNode) -> None:
+        for node in nodes:
+            assert node.client().publish("{redlock}:wake:k:k", word) == 1
+
+    with calm_stage.tasks.patient.lock_for("k", wait=60):
+        (result,) = defer(calm_stage, "a")
+        calm_stage.see_deferred(result, times=2)  # once more as the worker begins to listen
+        for node in calm_stage.nodes:
+            eventually(lambda node=node: node.client().pubsub_numsub("{redlock}:wake:k:k")[0][1])
+        say("by all", *calm_stage.nodes)
+        calm_stage.see_deferred(result, times=4)  # and once more after a second
+        eventually(lambda: worker.output().count(f"{result.id}] received") == 5)
+        for number in range(3):
+            say(f"by one {number}", calm_stage.nodes[0])
+            calm_stage.tasks.work.delay("other").get(timeout=60)  # what was woken went before it
+        assert put_back(worker) == 4
+        say("by two", *calm_stage.nodes[1:])
+        calm_stage.see_deferred(result, times=5)
+    assert result.get(timeout=WOKEN) == "a"
+
+
+def test_by_themselves_those_behind_the_first_do_not_try(stage: Stage) -> None:
+    stage.worker(concurrency=2)
+    with stage.tasks.work.lock_for("k", wait=60):
+        first = stage.tasks.work.delay("k")
+        stage.see_deferred(first)
+        others = [stage.tasks.work.delay("k") for _ in range(8)]
+        for result in others:
+            stage.see_deferred(result)
+        stage.see_deferred(first, times=25)
+        tries = [stage.deferrals(result) for result in others]
+    for result in [first, *others]:
+        result.get(timeout=120)
+    assert sum(tries) <= 3 * len(tries), tries
+
+
+def test_a_holder_that_died_holds_up_nobody_beyond_its_lease(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, redlock_node_timeout=NODE_TIMEOUT)
+    for node in nodes:
+        node.client().set("{redlock}:lock:k:k", "dead:holder", px=int(1000 * TTL))
+    stage.worker(concurrency=2)
+    options = {"backoff": {"first": 100, "cap": 100, "jitter": "none"}, "ttl": TTL}
+    results = [stage.tasks.step.apply_async(("k",), lock=options) for _ in range(3)]
+    assert [result.get(timeout=WOKEN) for result in results] == ["k", "k", "k"]
+
+
+def say_free(stage: Stage, key: str, channel: str) -> None:
+    """Take a key away that stands for another's lock, as its release does."""
+    for node in stage.nodes:
+        node.client().delete(f"{{redlock}}:lock:{key}")
+    word = f"release {uuid.uuid4()} of {key}"
+    for node in stage.nodes:
+        node.client().publish(f"{{redlock}}:wake:{channel}", word)
+
+
+def hold(stage: Stage, key: str) -> None:
+    """Let a key stand for another's lock."""
+    for node in stage.nodes:
+        node.client().set(f"{{redlock}}:lock:{key}", "other:0:holder", px=200_000)
+
+
+def test_one_of_a_higher_limit_is_not_held_up_by_those_who_wait_for_the_plain_lock(
+    calm_stage: Stage,
+) -> None:
+    calm_stage.worker(concurrency=2)
+    hold(calm_stage, "k:k")
+    hold(calm_stage, "k:k#1")
+    (plain,) = defer(calm_stage, "plain")
+    permit = calm_stage.tasks.patient.apply_async(("k", "permit"), lock={"limit": 2})
+    calm_stage.see_deferred(permit)
+    say_free(calm_stage, "k:k#1", "k:k")
+    assert permit.get(timeout=WOKEN) == "permit"
+    assert plain.status == "DEFERRED"
+    say_free(calm_stage, "k:k", "k:k")
+    assert plain.get(timeout=WOKEN) == "plain"
+
+
+def test_one_that_waits_for_another_resource_as_well_holds_up_nobody(calm_stage: Stage) -> None:
+    calm_stage.worker(concurrency=2)
+    hold(calm_stage, "k:j")
+    hold(calm_stage, "k:k")
+    both = calm_stage.tasks.patient.apply_async(("k", "j"), lock=SEVERAL)
+    calm_stage.see_deferred(both)
+    (one,) = defer(calm_stage, "one")
+    say_free(calm_stage, "k:k", "k:k")
+    assert one.get(timeout=WOKEN) == "one"
+    assert both.status == "DEFERRED"
+    say_free(calm_stage, "k:j", "k:j")
+    assert both.get(timeout=WOKEN) == "j"
+
+
+def test_one_that_waits_for_several_is_woken_by_each_in_turn(calm_stage: Stage) -> None:
+    calm_stage.worker(concurrency=2)
+    hold(calm_stage, "k:j")
+    hold(calm_stage, "k:k")
+    both = calm_stage.tasks.patient.apply_async(("k", "j"), lock=SEVERAL)
+    calm_stage.see_deferred(both)
+    say_free(calm_stage, "k:j", "k:j")
+    calm_stage.see_deferred(both, times=2)
+    say_free(calm_stage, "k:k", "k:k")
+    assert both.get(timeout=WOKEN) == "j"
+
+
+def test_a_revoked_one_is_seen_to_be_while_it_waits(calm_stage: Stage) -> None:
+    worker = calm_stage.worker(concurrency=1)
+    with calm_stage.tasks.patient.lock_for("k", wait=60):
+        first, second = defer(calm_stage, "a", "b")
+        eventually(lambda: worker.output().count(f"{second.id}] received") == 2)
+        second.revoke()
+        eventually(lambda: calm_stage.info(second)["status"] == "REVOKED", within=WOKEN)
+    assert first.get(timeout=WOKEN) == "a"
+    assert len(calm_stage.lines("begin")) == 1
+
+
+def test_one_that_expires_while_it_waits_is_seen_to_have(calm_stage: Stage) -> None:
+    calm_stage.worker(concurrency=1)
+    hold(calm_stage, "k:k")
+    early, late = (
+        task.apply_async(("k",), expires=5, lock={"backoff": LONG})
+        for task in (calm_stage.tasks.patient, calm_stage.tasks.late)
+    )
+    for result in (early, late):
+        eventually(lambda result=result: result.status == "REVOKED", within=WOKEN)
+    assert calm_stage.lines() == []
+
+
+def test_those_that_were_revoked_by_a_stamp_are_seen_to_be_while_they_wait(
+    calm_stage: Stage,
+) -> None:
+    calm_stage.worker(concurrency=1)
+    hold(calm_stage, "k:k")
+    stamped = [
+        calm_stage.tasks.patient.apply_async(
+            ("k",), stamped_headers=["of"], of="x", headers={"of": "x"}
+        )
+        for _ in range(3)
+    ]
+    for result in stamped:
+        calm_stage.see_deferred(result)
+    (one,) = defer(calm_stage, "one")
+    calm_stage.app.control.revoke_by_stamped_headers({"of": "x"})
+    for result in stamped:
+        eventually(lambda result=result: result.status == "REVOKED", within=WOKEN)
+    say_free(calm_stage, "k:k", "k:k")
+    assert one.get(timeout=WOKEN) == "one"
+
+
+def test_a_broken_connection_to_the_broker_forgets_nobody(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    # kombu gives back at once what it can; the rest is delivered again when its time is over
+    stage = make_stage(
+        nodes, redlock_max_ttl=200, broker_transport_options={"visibility_timeout": VISIBILITY}
+    )
+    worker = stage.worker(concurrency=2)
+    with stage.tasks.patient.lock_for("k", wait=60):
+        defer(stage, "a", "b")
+        connected = worker.output().count("Connected to ")
+        stage.broker.client().client_kill_filter(_type="normal", skipme=True)
+        eventually(lambda: worker.output().count("Connected to ") > connected)
+    # by what the bodies write: who waits for a result was cut off as well
+    eventually(lambda: {line.more["name"] for line in stage.lines("begin")} == {"a", "b"})
+
+
+def test_when_the_first_is_gone_the_next_one_tries_by_itself(stage: Stage) -> None:
+    for node in stage.nodes:
+        node.client().set("{redlock}:lock:k:k", "dead:holder", px=25_000)
+    stage.worker(concurrency=2)
+    first = stage.tasks.step.delay("k")
+    stage.see_deferred(first)
+    second = stage.tasks.step.delay("k")
+    stage.see_deferred(second)
+    stage.see_deferred(first, times=stage.deferrals(first) + 8)
+    first.revoke()
+    assert second.get(timeout=WOKEN) == "k"
+    assert [line.more["id"] for line in stage.lines("step")] == [second.id]
+
+
+def test_one_that_was_long_on_its_way_hears_of_the_release_that_it_missed(
+    calm_stage: Stage,
+) -> None:
+    calm_stage.worker(concurrency=1)
+    tasks = calm_stage.tasks
+    hold(calm_stage, "k:k")
+    (earlier,) = defer(calm_stage, "earlier")
+    calm_stage.see_deferred(earlier, times=2)  # the worker listens
+    say_free(calm_stage, "k:k", "k:k")
+    assert earlier.get(timeout=WOKEN) == "earlier"
+    hold(calm_stage, "k:k")
+    before = tasks.late.delay("before", 2.0)
+    one = tasks.patient.delay("k", "one")
+    tasks.late.delay("behind", 8.0)  # keeps its slot, and so lets nothing come in
+    before.get(timeout=WOKEN)
+    eventually(lambda: any(line.key == "behind" for line in calm_stage.lines("begin")))
+    assert calm_stage.deferrals(one) == 1
+    say_free(calm_stage, "k:k", "k:k")
+    assert one.get(timeout=WOKEN) == "one"
+
+
+def test_those_that_find_it_free_and_go_back_all_the_same_hold_up_nobody(
+    calm_stage: Stage,
+) -> None:
+    calm_stage.worker(concurrency=2)
+    hold(calm_stage, "k:k")
+    hold(calm_stage, "k:z")
+    both = [calm_stage.tasks.patient.apply_async(("k", "z"), lock=SEVERAL) for _ in range(4)]
+    for result in both:
+        calm_stage.see_deferred(result)
+    (one,) = defer(calm_stage, "one")
+    say_free(calm_stage, "k:k", "k:k")
+    assert one.get(timeout=WOKEN) == "one"
+    assert {result.status for result in both} == {"DEFERRED"}
+
+
+def test_those_that_are_refused_something_else_before_hold_up_nobody(calm_stage: Stage) -> None:
+    calm_stage.worker(concurrency=2)
+    hold(calm_stage, "k:k")
+    both = [calm_stage.tasks.patient.apply_async(("k", "j"), lock=SEVERAL) for _ in range(4)]
+    for result in both:
+        calm_stage.see_deferred(result)
+    (one,) = defer(calm_stage, "one")
+    hold(calm_stage, "k:j")
+    say_free(calm_stage, "k:k", "k:k")
+    assert one.get(timeout=WOKEN) == "one"
+    assert {result.status for result in both} == {"DEFERRED"}
+
+
+def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
+    calm_stage: Stage,
+) -> None:
+    calm_stage.worker(concurrency=2)
+    hold(calm_stage, "k:z")
+    waits: list[Any] = []
+
+    class Slow(Observer):
+        """Tells of its second key only once somebody was refused its first."""
+
+        def claiming(self, holding: Holding, claim: Claim) -> None:
+            if claim.spot.resource == "k:z":
+                waits.extend(defer(calm_stage, "one"))
+                calm_stage.see_deferred(waits[0], times=2)  # the worker listens
+
+    class SlowRedlock(Redlock):
+        observer = Slow()
+
+    with SlowRedlock([node.url for node in calm_stage.nodes], max_ttl=200) as rival:
+        assert not rival.lock(["k:k", "k:z"], ttl=200).try_acquire()
+        assert waits[0].get(timeout=WOKEN) == "one"
