@@ -36,10 +36,10 @@ def measure(pool: str, broker: str) -> int:
     with ExitStack() as stack:
         *nodes, backend = stack.enter_context(embedded_nodes(4))
         vouch_for(nodes)
-        host = virtual_host() if broker == "rabbitmq" else nullcontext(backend.url)
+        host = nullcontext(backend.url) if broker == "redis" else virtual_host()
         url = stack.enter_context(host)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stage = Stage(stack, folder, pool, url, backend, nodes)
+        stage = Stage(stack, folder, pool, broker, url, backend, nodes)
         try:
             live(stage)
         finally:

@@ -1,7 +1,7 @@
 """Every end that a run can have, and what must be true after it.
 
 One table, which the matrix measures, its tests check and `docs/ends-of-life.md` shows. States are
-those that Celery 5.7 leaves, right or not; whose lock is free, when and by whom is ours.
+those that Celery leaves, right or not; whose lock is free, when and by whom is ours.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 POOLS = ("prefork", "threads", "solo", "gevent", "eventlet")
-BROKERS = ("redis", "rabbitmq")
+BROKERS = ("redis", "rabbitmq", "quorum")  # Redis; RabbitMQ's classic queues, and its quorum queues
 PREFORK = ("prefork",)
+# what is measured: a queue's kind makes no difference to how a pool ends
+PLACES = tuple((p, b) for p in POOLS for b in BROKERS if b != "quorum" or p in PREFORK)
 GREENLETS = ("gevent", "eventlet")
-SHUT_DOWN = ("prefork", "threads", "solo")  # softly or coldly; in a hub, Celery's own way fails
 
 RUN = "the run"
 PARENT = "the parent"
@@ -27,17 +28,23 @@ class After:
 
     state: of the result; more than one where Celery's processes race to store it. bodies: how many
     ran for the one message. freed: who gave the first one's lock back. heir: the last body is run
-    by the worker that comes after this one.
+    by the worker that comes after this one. instead: what may be true as well, where Celery races.
     """
 
     state: str
     bodies: int = 1
     freed: str = RUN
     heir: bool = False
+    instead: After | None = None
 
     def before_the_heir(self) -> After:
         """Return what is true as long as no other worker has come; no state is certain by then."""
         return replace(self, state="", bodies=self.bodies - 1) if self.heir else self
+
+    @property
+    def may_be(self) -> tuple[After, ...]:
+        """All that may be true."""
+        return (self,) if self.instead is None else (self, self.instead)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -51,8 +58,10 @@ Pair = tuple[After, After]  # acknowledged early, late
 class End:
     """One way in which a run can end.
 
-    usual: what is true after it. pools: that can do it. other: what differs in some. alone: it
-    needs a worker of its own, in these pools. apart: and each message one, in these.
+    usual: what is true after it. pools: that can do it. other: what differs in some. on_rabbitmq:
+    what differs in some on that broker. before: what differs in some before Celery 5.7; None: they
+    cannot do it; why: that, or not in the other pools.
+    alone: it needs a worker of its own, in these pools. apart: and each message one, in these.
     limits: options of the message. options: words on the worker's command line.
     """
 
@@ -60,14 +69,26 @@ class End:
     usual: Pair
     pools: tuple[str, ...] = POOLS
     other: Mapping[str, Pair] = field(default_factory=dict)
+    on_rabbitmq: Mapping[str, Pair | None] = field(default_factory=dict)
+    before: Mapping[str, Pair | None] = field(default_factory=dict)
+    why: str = "not in this pool"
     alone: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     limits: Mapping[str, float] = field(default_factory=dict)
     options: tuple[str, ...] = ()
 
-    def after(self, pool: str, *, late: bool) -> After | None:
-        """Return what is true after this end in a pool; None where the pool cannot do it."""
-        return self.other.get(pool, self.usual)[late] if pool in self.pools else None
+    def after(self, pool: str, broker: str, *, late: bool, newest: bool = True) -> After | None:
+        """Return what is true after this end in a pool; None where the pool cannot do it.
+
+        newest: in Celery 5.7, else in the versions before.
+        """
+        other: dict[str, Pair | None] = {**self.other}
+        if broker != "redis":
+            other.update(self.on_rabbitmq)
+        if not newest:
+            other.update(self.before)
+        pair = other.get(pool, self.usual)
+        return None if pair is None or pool not in self.pools else pair[late]
 
 
 def both(state: str, bodies: int = 1, freed: str = RUN) -> Pair:
@@ -79,6 +100,13 @@ def both(state: str, bodies: int = 1, freed: str = RUN) -> Pair:
 UNHEARD = After("PENDING"), After("SUCCESS", 2, heir=True)
 # the body is cut, and a late message given back
 CUT = After("RETRY"), After("SUCCESS", 2, heir=True)
+# the worker may end before RETRY is stored, which nobody waits for
+CUT_GREEN = After("RETRY or PENDING"), CUT[1]
+# the same, unless Celery's handler fails before it cuts anything, and the body runs to its end
+CUT_OR_NOT = (
+    replace(CUT_GREEN[0], instead=After("SUCCESS")),
+    replace(CUT[1], instead=After("SUCCESS")),
+)
 # early: the message is lost with its worker
 KILLED = After("PENDING", 1, TTL), After("SUCCESS", 2, TTL, heir=True)
 # Celery's own error ends the worker, or comes to nothing in a pool without processes
@@ -91,12 +119,15 @@ ENDS = (
     End("exception", both("FAILURE")),
     End("MemoryError", MEMORY, alone=("prefork", "solo"), apart=("prefork", "solo")),
     *(
-        End(error, UNHEARD, other={"prefork": both("FAILURE")}, alone=("solo",), apart=("solo",))
+        End(
+            error, UNHEARD, other={"prefork": both("FAILURE")},
+            before={"prefork": both("PENDING")}, alone=("solo",), apart=("solo",),
+        )
         for error in ("SystemExit", "KeyboardInterrupt")
     ),
     End("GreenletExit", both("PENDING"), pools=GREENLETS),
     End("Ignore", both("PENDING")),
-    End("Reject", both("FAILURE")),
+    End("Reject", both("FAILURE"), before=dict.fromkeys(POOLS, both("PENDING"))),
     End("Reject with requeue", (After("PENDING"), After("SUCCESS", 2))),
     End("self.retry()", both("SUCCESS", 2)),
     End("self.retry() with other arguments", both("SUCCESS", 2)),
@@ -105,6 +136,9 @@ ENDS = (
     End("unpicklable result", both("FAILURE")),
     End("on_success of the user's raises", both("SUCCESS")),
     End("after_return of the user's raises", both("SUCCESS")),
+    End(  # before Celery 5.7 it ends a solo worker
+        "on_failure of the user's raises", both("FAILURE"), alone=("solo",), apart=("solo",)
+    ),
     End(
         "the result backend fails", UNHEARD, alone=("solo",), apart=("solo",),
         other={
@@ -157,11 +191,24 @@ ENDS = (
     ),
     End("kill -9 of main process and child", KILLED, pools=PREFORK, alone=PREFORK),
     End("warm shutdown", both("SUCCESS"), alone=POOLS, apart=("solo",)),
-    *(
-        End(
-            f"{how} shutdown", CUT, pools=SHUT_DOWN, alone=SHUT_DOWN, apart=("solo",),
-            other={"threads": both("SUCCESS"), "solo": both("FAILURE")},
-        )
-        for how in ("soft", "cold")
+    End(
+        "soft shutdown", CUT, alone=POOLS, apart=("solo",),
+        other={
+            "solo": both("FAILURE"),
+            "threads": both("SUCCESS"),
+            # Celery waits in the event loop, which refuses: its error ends the worker, warmly
+            **dict.fromkeys(GREENLETS, both("SUCCESS")),
+        },
+    ),
+    End(
+        "cold shutdown", CUT, alone=POOLS, apart=("solo",),
+        other={
+            "threads": both("SUCCESS"),
+            "solo": both("FAILURE"),
+            **dict.fromkeys(GREENLETS, CUT_GREEN),
+        },
+        # Celery waits for RabbitMQ's answer in the event loop, which refuses where it is not there
+        on_rabbitmq={"gevent": CUT_OR_NOT, "eventlet": None},
+        why="Celery's error breaks the event loop: bodies are cut, run on or fail",
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.integration.matrix.ends import ENDS, POOLS, After, End, Pair
@@ -19,28 +19,42 @@ def table() -> str:
 
 def _rows() -> Iterator[list[str]]:
     for end in ENDS:
+        now = [(pools, "", pair) for pair, pools in _groups(end, POOLS).items()]
+        rabbits = _groups(end, [pool for pool in POOLS if pool in end.on_rabbitmq], "rabbitmq")
+        now += [(pools, " on RabbitMQ", pair) for pair, pools in rabbits.items()]
+        before = _groups(end, [pool for pool in POOLS if pool in end.before], newest=False)
+        older = [(pools, " before Celery 5.7", pair) for pair, pools in before.items()]
         name = end.name
-        for (early, late), pools in _groups(end).items():
-            freed = " / ".join(dict.fromkeys((early.freed, late.freed)))
-            yield [name, ", ".join(pools), _told(early), _told(late), freed]
+        # first what is so, then what was otherwise, then who cannot do it
+        for pools, when, pair in sorted([*now, *older], key=lambda row: row[2] is None):
+            yield [name, ", ".join(pools) + when, *_told(pair, end.why)]
             name = ""
-        if others := [pool for pool in POOLS if pool not in end.pools]:
-            yield [name, ", ".join(others), "not in this pool", "", ""]
 
 
-def _groups(end: End) -> dict[Pair, list[str]]:
-    groups: dict[Pair, list[str]] = {}
-    for pool in POOLS:
-        early, late = end.after(pool, late=False), end.after(pool, late=True)
-        if early is not None and late is not None:
-            groups.setdefault((early, late), []).append(pool)
+def _groups(
+    end: End, pools: Sequence[str], broker: str = "redis", *, newest: bool = True
+) -> dict[Pair | None, list[str]]:
+    groups: dict[Pair | None, list[str]] = {}
+    for pool in pools:
+        early, late = (end.after(pool, broker, late=late, newest=newest) for late in (False, True))
+        pair = None if early is None or late is None else (early, late)
+        groups.setdefault(pair, []).append(pool)
     return groups
 
 
-def _told(after: After) -> str:
+def _told(pair: Pair | None, why: str) -> list[str]:
+    """Return the last three cells of a row; pair: None where a pool cannot do it, and why."""
+    if pair is None:
+        return [why, "", ""]
+    freed = " / ".join(dict.fromkeys(after.freed for after in pair))
+    return [*map(_end, pair), freed]
+
+
+def _end(after: After) -> str:
     heir = ", the last by the next worker" if after.heir else ""
     bodies = {0: "no body", 1: "1 body"}.get(after.bodies, f"{after.bodies} bodies")
-    return f"{after.state}, {bodies}{heir}"
+    instead = "" if after.instead is None else f"; or {_end(after.instead)}"
+    return f"{after.state}, {bodies}{heir}{instead}"
 
 
 def _line(words: list[str]) -> str:

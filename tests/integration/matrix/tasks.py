@@ -16,7 +16,7 @@ from celery import Celery
 from celery.backends.redis import RedisBackend
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from greenlet import GreenletExit
-from kombu import Queue
+from kombu import Exchange, Queue
 
 from celery_redlock import Backoff, LockedTask
 from celery_redlock.signals import lock_acquired, lock_released
@@ -31,7 +31,18 @@ app.conf.update(
     worker_cancel_long_running_tasks_on_connection_loss=False,
     **json.loads(os.environ.get("ENDS_CONF", "{}")),
 )
-app.conf.task_queues = [Queue(name) for name in os.environ.get("ENDS_QUEUES", "ends").split(",")]
+
+
+def queue_of(name: str, broker: str) -> Queue:
+    """Return a queue as a broker is to have it; RabbitMQ keeps messages back by topic exchanges."""
+    if broker != "quorum":
+        return Queue(name)
+    quorum = {"x-queue-type": "quorum"}
+    return Queue(name, Exchange(name, "topic"), routing_key=name, queue_arguments=quorum)
+
+
+names, broker = os.environ.get("ENDS_QUEUES", "ends"), os.environ.get("ENDS_BROKER", "")
+app.conf.task_queues = [queue_of(name, broker) for name in names.split(",")]
 
 
 class FailingBackend(RedisBackend):
@@ -74,7 +85,7 @@ class Hooked(LockedTask):
     lock_key = "{key}"
     lock_backoff = Backoff(first=0.05, cap=0.5)
     max_retries = 3
-    default_retry_delay = 0.2
+    default_retry_delay = 1  # s: kombu bears no shorter one for quorum queues
 
     def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
         if args[1] == "on_success of the user's raises":
@@ -83,6 +94,10 @@ class Hooked(LockedTask):
     def after_return(self, status: str, retval: Any, task_id: str, args: Any, *more: Any) -> None:
         if args[1] == "after_return of the user's raises":
             raise ValueError("after_return")
+
+    def on_failure(self, exc: Any, task_id: str, args: Any, *more: Any) -> None:
+        if args[1] == "on_failure of the user's raises":
+            raise ValueError("on_failure")
 
 
 def bodies(task_id: str) -> int:
@@ -155,6 +170,7 @@ WAYS: dict[str, Callable[..., Any]] = {
     "unpicklable result": lambda *_: lambda: None,
     "on_success of the user's raises": lambda *_: "done",
     "after_return of the user's raises": lambda *_: "done",
+    "on_failure of the user's raises": raising(ValueError("body")),
     "the result backend fails": lambda *_: "done",
     "soft limit": clean_up,
     "hard limit, SIGTERM ignored": ignore_term,

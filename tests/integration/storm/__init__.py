@@ -2,6 +2,7 @@
 
 - `tasks`: the workers' app: bodies that write what they are sure of, step by step
 - `ledger`: what the bodies wrote, and what must be true of it
+- `queue`: what stands in the broker
 - `weather`: what is done to workers and nodes
 - `show`: one storm from its start to its verdict
 

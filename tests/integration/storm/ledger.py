@@ -9,28 +9,37 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 FINAL = ("SUCCESS", "FAILURE", "REVOKED")
-GRACE = 1.0  # s: a worker may have died so long before it was noted
+STORED = {"RETRY": "retried", "DEFERRED": "deferred"}  # the line that is written after a state
+EXPIRY = 5.0  # s: some messages wait longer than that, and some do not
+GRACE = 1.0  # s: between what happens and what is written of it, on a machine that stalls
+ASKED = 5.0  # s: a body begins so long after its nodes were asked, at most: else its lease is over
+WAITED = 30.0  # s: a message is in a worker's hands for so long, at most, without a line of it
+QUORUM = 2  # of three nodes
 
 
 @dataclass(frozen=True)
 class Kind:
     """What a kind of message ends with. late: when it acknowledges.
 
-    states: that are right; before the last stage each of `stages` has its end.
+    states: that are right; before the last stage each of `stages` has its end. cut_as: a state that
+    says that its body was cut, or did not run. limit: how many hold its keys at once. expires: s
+    after which it is not to run any more.
     """
 
     name: str
     late: bool = True
     states: tuple[str, ...] = ("SUCCESS",)
     stages: tuple[str, ...] = ("last",)
-    keys: int = 1
+    cut_as: str = "REVOKED"
+    limit: int = 1
+    expires: float = float("inf")
 
 
 THRICE = ("2 to go", "1 to go", "last")
@@ -44,6 +53,12 @@ KINDS = {
         Kind("retrying", stages=THRICE),
         Kind("putting_back"),
         Kind("skipping", states=("SUCCESS", "REVOKED")),
+        Kind("coalescing", states=("SUCCESS", "REVOKED")),
+        Kind("permitted", limit=2),  # on a key of their own
+        Kind("expiring", states=("SUCCESS", "REVOKED"), expires=EXPIRY),
+        Kind("revoked", states=("SUCCESS", "REVOKED")),
+        Kind("limited", states=("SUCCESS", "FAILURE"), cut_as="FAILURE"),
+        Kind("joining"),  # the body of a chord of late ones
         Kind("early", late=False),
         Kind("early_retrying", late=False, stages=THRICE),
     )
@@ -52,17 +67,21 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Message:
-    """One that was sent. at: s of the common clock."""
+    """One that was sent. at: s of the common clock. after: of a chord's body, ids of the others."""
 
     id: str
     kind: Kind
     keys: tuple[str, ...]
     at: float
+    after: tuple[str, ...] = ()
 
 
 @dataclass
 class Run:
-    """One body: its first line and its last. ended: it came to its end."""
+    """One body: its first line and its last. ended: it came to its end.
+
+    freed: when it gave its lock back after that, and so left its mark that it is done.
+    """
 
     id: str
     kind: str
@@ -76,24 +95,62 @@ class Run:
     first: float
     last: float
     ended: bool = False
+    freed: float | None = None
 
     def __str__(self) -> str:
-        end = "ended" if self.ended else "cut"
+        end = "freed" if self.freed else "ended" if self.ended else "cut"
         return (
             f"{self.first:.3f}-{self.last:.3f} {end:5} {'+'.join(self.keys)} token {self.token} "
             f"{self.kind} {self.id[:8]} {self.stage!r} try {self.retries} {self.worker} {self.pid}"
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Blow:
-    """Something done to a worker. pid: of the process; 0 for all of the worker."""
+    """Something done to a worker. worker: its life's name. pid: of the process; 0 for all of it.
+
+    until: when a freeze was over, or a death for sure. slots: how many runs it may have ended.
+    message: that was revoked, which strikes whatever worker runs it.
+    """
 
     at: float
     worker: str
     pid: int
     what: str
-    slots: int = 1  # how many runs it may have ended
+    slots: int = 1
+    message: str = ""
+    until: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One that tells that a process had a message. cause: of a retry, the name of the error."""
+
+    at: float
+    id: str
+    worker: str
+    pid: int
+    what: str
+    retries: int = 0
+    cause: str = ""
+
+
+@dataclass
+class Outage:
+    """A time in which a node was killed, and then forgot all, or frozen."""
+
+    node: int
+    since: float
+    until: float = float("inf")
+    killed: bool = True
+
+    def robs(self, run: Run, again: Run) -> bool:
+        """Tell whether the node knew nothing of a run's mark when another run asked for it."""
+        if self.killed:
+            return self.since < again.first and self.until > run.last - GRACE
+        freed = run.freed or run.last + ASKED
+        at_its_end = self.since < freed + GRACE and self.until > run.last - GRACE
+        return at_its_end or (self.since < again.first and self.until > again.first - ASKED)
 
 
 @dataclass
@@ -104,12 +161,21 @@ class Ledger:
     runs: Sequence[Run]
     states: Mapping[str, str]
     blows: Sequence[Blow] = field(default_factory=list)
-    seen: Mapping[str, float] = field(default_factory=dict)  # when messages were put back last
+    outages: Sequence[Outage] = field(default_factory=list)
+    lines: Mapping[str, Sequence[Line]] = field(default_factory=dict)  # of each message
+    lost: frozenset[str] = frozenset()  # which were given out by the broker, and noted by nobody
+    given_back: Mapping[str, Sequence[float]] = field(default_factory=dict)  # to the broker; when
     leftovers: Sequence[str] = ()  # what did not go when all should have been over
 
     def faults(self) -> list[str]:
         """Return everything that is not as it must be."""
-        return [*self.overlaps(), *self.tokens(), *self.leftovers, *self.accounts()]
+        return [
+            *self.overlaps(),
+            *self.tokens(),
+            *self.leftovers,
+            *self.accounts(),
+            *self.skipped_for_nobody(),
+        ]
 
     def by_key(self) -> dict[str, list[Run]]:
         """Return the runs of each key, in the order in which they began."""
@@ -120,15 +186,16 @@ class Ledger:
         return dict(found)
 
     def overlaps(self) -> list[str]:
-        """Return each run that began while another one of its key held the lock."""
+        """Return each run that began while as many of its key held the lock as may."""
         told = []
         for key, runs in self.by_key().items():
-            latest = None
+            held: list[Run] = []
             for run in runs:
-                if latest is not None and run.first <= latest.last:
-                    told.append(f"two bodies of {key!r} at once:\n  {latest}\n  {run}")
-                if latest is None or run.last > latest.last:
-                    latest = run
+                held = [other for other in held if other.last >= run.first]
+                if len(held) >= KINDS[run.kind].limit:
+                    bodies = "".join(f"\n  {one}" for one in [*held, run])
+                    told.append(f"{len(held) + 1} bodies of {key!r} at once:{bodies}")
+                held.append(run)
         return told
 
     def tokens(self) -> list[str]:
@@ -147,89 +214,211 @@ class Ledger:
         for run in sorted(self.runs, key=lambda run: run.first):
             runs[run.id].append(run)
         told: list[str] = []
-        late, early = [], []
+        early = []
         for message in self.messages:
-            wrong = self._wrong_end(message, runs[message.id])
+            of_it = runs[message.id]
+            wrong = self._wrong_end(message, of_it)
             if wrong is None:
-                wrong = self._wrong_count(message, runs[message.id])
+                wrong = self._wrong_count(message, runs)
             elif not message.kind.late:
                 early.append(message)
                 continue
-            elif self.states[message.id] not in FINAL:
-                late.append(message)
+            elif self._is_lost_in_transit(message) or self._is_uncounted(message, runs):
                 continue
             if wrong is not None:
-                told.append(self._tell(message, wrong, runs[message.id]))
-        may = sum(blow.slots for blow in self.blows if blow.what != "freeze")
-        if len(early) > may:
-            told.append(f"{len(early)} messages that acknowledge early are lost, by {may} deaths")
-        lost = [(m, self._wrong_end(m, runs[m.id]) or "") for m in self._lost(late)]
-        return [*told, *(self._tell(m, wrong, runs[m.id]) for m, wrong in lost)]
+                told.append(self._tell(message, wrong, of_it))
+        lost = self._unexplained([m for m in early if not self._is_lost_in_transit(m)])
+        return [*told, *(self._tell(m, "it is lost, by no death", runs[m.id]) for m in lost)]
+
+    def skipped_for_nobody(self) -> list[str]:
+        """Return each message that was skipped for one that waits, where none of its keys ran then.
+
+        Who waits has not begun, so that its body comes later than the message that was skipped.
+        """
+        of_kind = [m for m in self.messages if m.kind.name == "coalescing"]
+        if any(self._is_lost_in_transit(message) for message in of_kind):
+            return []  # for that one, perhaps
+        ran = [run for run in self.runs if run.kind == "coalescing" and run.ended]
+        return [
+            self._tell(message, "it was skipped, and nobody waited", [])
+            for message in of_kind
+            if self.states[message.id] == "REVOKED"
+            and not any(r.first > message.at and {*r.keys} == {*message.keys} for r in ran)
+        ]
+
+    def _is_lost_in_transit(self, message: Message) -> bool:
+        """Tell whether a message never ended because the broker gave it, or its like, to nobody."""
+        unfinished = self.states[message.id] not in FINAL
+        return unfinished and not self.lost.isdisjoint((message.id, *message.after))
+
+    def _is_uncounted(self, message: Message, runs: Mapping[str, Sequence[Run]]) -> bool:
+        """Tell whether a chord's body was never sent, for one of its header was not counted.
+
+        Source: celery.worker.request.Request.on_failure: what a child had stored before it was
+        killed is acknowledged, also where it was killed before it counted that for the chord.
+        """
+        of_header = [run for id_ in message.after for run in runs[id_]]
+        return message.id not in self.lines and any(
+            run.ended
+            and run.freed is None
+            and blow.what == "kill"
+            and blow.pid
+            and self._hits(blow, run.worker, run.pid)
+            and run.last < blow.at < run.last + GRACE
+            for run in of_header
+            for blow in self.blows
+        )
+
+    def _unexplained(self, early: Sequence[Message]) -> list[Message]:
+        """Return those lost early messages that no death of the process explains that had them.
+
+        A worker's death takes no more of them with it than it has slots.
+        """
+        left = [blow.slots if blow.what != "freeze" else 0 for blow in self.blows]
+        unexplained = []
+        for message in sorted(early, key=lambda m: self._last_line(m).at):
+            last = self._last_line(message)
+            fit = [
+                number
+                for number, blow in enumerate(self.blows)
+                if left[number] and self._takes(blow, last)
+            ]
+            if fit:
+                left[fit[0]] -= 1
+            else:
+                unexplained.append(message)
+        return unexplained
+
+    def _last_line(self, message: Message) -> Line:
+        lines = self.lines.get(message.id)
+        return lines[-1] if lines else Line(message.at, message.id, "nobody", 0, "sent")
+
+    def _takes(self, blow: Blow, last: Line) -> bool:
+        """Tell whether a death may have come right after a message's last line."""
+        if not last.at - GRACE < blow.until or not blow.at < last.at + WAITED:
+            return False
+        # which child it was given to is not known before that writes a line
+        return self._hits(blow, last.worker, 0 if last.what == "received" else last.pid)
+
+    def _hits(self, blow: Blow, worker: str, pid: int) -> bool:
+        """Tell whether a blow is one to a process; pid 0: to any of its worker."""
+        if blow.message:  # it ends what the process runs, be it the next one by then
+            return self._had(worker, blow.message, blow.until)
+        return blow.worker == worker and (0 in (blow.pid, pid) or blow.pid == pid)
+
+    def _had(self, worker: str, message: str, until: float) -> bool:
+        """Tell whether a worker had a message by then."""
+        lines = self.lines.get(message, ())
+        return any(line.worker == worker and line.at < until + GRACE for line in lines)
 
     def _tell(self, message: Message, wrong: str, runs: Sequence[Run]) -> str:
         lines = [f"{message.kind.name} {message.id}: {wrong}", f"{message.at:.3f} sent"]
-        seen = self.seen.get(message.id)
-        lines += [] if seen is None else [f"{seen:.3f} put back for the last time"]
+        lines += map(str, self.lines.get(message.id, ())[-1:])
         return "\n  ".join([*lines, *map(str, runs)])
 
     def _wrong_end(self, message: Message, runs: Sequence[Run]) -> str | None:
         """Return what is wrong with a message's end, None where nothing is."""
         kind, state = message.kind, self.states[message.id]
-        if state not in kind.states:
+        is_late = self._is_overwritten(message, runs) or self._is_of_expired_retry(message)
+        if state not in kind.states and not is_late:
             return f"its state is {state}"
         ended = {run.stage for run in runs if run.ended}
-        if state != "REVOKED" and (missing := [s for s in kind.stages if s not in ended]):
+        is_cut = state == kind.cut_as or self._is_of_expired_retry(message)
+        if not is_cut and (missing := [s for s in kind.stages if s not in ended]):
             return f"no run of it came to its end: {', '.join(missing)}"
         return None
 
-    def _wrong_count(self, message: Message, runs: Sequence[Run]) -> str | None:
-        """Return whether a message ran again though nothing that befell its workers explains it."""
-        tries: dict[tuple[str, int], list[Run]] = defaultdict(list)
-        for run in runs:
-            if run.ended and run.stage != "rejected":
-                tries[run.stage, run.retries].append(run)
-        again = (run for same in tries.values() for run in same[1:])
-        unexcused = [run for run in again if not self._is_excused(message, runs, run)]
-        return "again, though nothing befell its workers" if unexcused else None
+    def _is_overwritten(self, message: Message, runs: Sequence[Run]) -> bool:
+        """Tell whether a state was stored late, by a process that was stopped just before.
 
-    def _is_excused(self, message: Message, runs: Sequence[Run], again: Run) -> bool:
-        """Tell whether a run may have followed one that had ended: a worker of theirs was killed.
-
-        Before it could acknowledge; so with what a run that came again sent in turn. Nothing is
-        frozen for as long as the broker waits before it delivers again. Early ones leave no mark
-        that they are done, so a worker that never ran it may have passed it on, too.
+        Celery publishes a retry before it stores RETRY, and who is refused a lock stores DEFERRED
+        some time after that. Here the published one, or another delivery, came to its end while
+        the process was stopped, and that process went on with the storing.
         """
-        until = again.first + GRACE
-        workers = {run.worker for run in runs if run.first < until}
-        pids = {0, *(run.pid for run in runs if run.first < until)}
+        late, last = STORED.get(self.states[message.id]), message.kind.stages[-1]
         return any(
-            blow.what != "freeze"
-            and (not message.kind.late or blow.worker in workers)
-            and blow.pid in pids
-            and message.at - GRACE < blow.at < until
+            line.what == late
+            and freeze.what == "freeze"
+            and self._hits(freeze, line.worker, line.pid)
+            and freeze.at < run.last < freeze.until < line.at + GRACE
+            and run.last < line.at
+            for line in self.lines.get(message.id, ())
+            for freeze in self.blows
+            for run in runs
+            if run.ended and run.stage == last and run.retries >= line.retries + (late == "retried")
+        )
+
+    def _is_of_expired_retry(self, message: Message) -> bool:
+        """Tell whether RETRY was stored over REVOKED: the retry had expired when it was published.
+
+        Whoever gets that stores REVOKED at once, and Celery stores RETRY after it has published.
+        """
+        expired_at = message.at + message.kind.expires
+        lines = self.lines.get(message.id, ())
+        return self.states[message.id] == "RETRY" and any(
+            line.what == "retried" and line.at > expired_at for line in lines
+        )
+
+    def _wrong_count(self, message: Message, runs: Mapping[str, Sequence[Run]]) -> str | None:
+        """Return whether a message ran again though nothing that befell its runs explains it."""
+        stages: dict[str, list[Run]] = defaultdict(list)
+        for run in runs[message.id]:
+            if run.ended and run.stage != "rejected":
+                stages[run.stage].append(run)
+        may_follow = self._may_follow if message.kind.late else self._early_may_follow
+        of_others = [run for id_ in message.after for run in runs[id_] if run.ended]
+        for same in stages.values():
+            for run, again in itertools.combinations(same, 2):
+                # a chord whose last one was cut as it sent the body may send it again
+                sent_twice = any(may_follow(other, again) for other in of_others)
+                retried = self._was_sent_twice(runs[message.id], run, again, may_follow)
+                if not (sent_twice or retried or may_follow(run, again)):
+                    return "again, though nothing explains it"
+        return None
+
+    def _was_sent_twice(
+        self, runs: Sequence[Run], run: Run, again: Run, may_follow: Callable[[Run, Run], bool]
+    ) -> bool:
+        """Tell whether two runs come of two retries, of which an earlier run sent one too many.
+
+        Because it lost its lock, or because it ran again itself.
+        """
+        later = max(run.retries, again.retries)
+        told = [line for line in self.lines.get(run.id, ()) if line.what == "retried"]
+        lost = Counter(line.retries for line in told if line.cause == "LockLost")
+        needed = 2 if run.retries == again.retries else 1
+        before = [run for run in runs if run.retries < later and run.ended]
+        return any(retries < later and count >= needed for retries, count in lost.items()) or any(
+            may_follow(earlier, again) for earlier in before
+        )
+
+    def _is_struck(self, run: Run, again: Run) -> bool:
+        """Tell whether a run was cut, or stopped, after its last line and before another run."""
+        return any(
+            self._hits(blow, run.worker, run.pid)
+            and blow.until > run.last - GRACE
+            and blow.at < again.first + GRACE
             for blow in self.blows
         )
 
-    def _lost(self, messages: Sequence[Message]) -> list[Message]:
-        """Return those late messages whose loss no death of a main process explains.
+    def _may_follow(self, run: Run, again: Run) -> bool:
+        """Tell whether a message could run again after a run that had ended.
 
-        The Redis transport takes a message from its queue, and notes that it is not acknowledged,
-        in two steps; a worker that is killed between them takes one message with it.
-        Source: kombu.transport.redis, Channel._brpop_read and QoS.append.
+        Either that one was cut, or lost its lock, before it could leave its mark; or so many nodes
+        have lost the mark, or did not hear of it, that no quorum knows it.
         """
-        deaths = sorted(b.at for b in self.blows if b.what == "kill" and b.pid == 0)
-        unexplained = []
-        by_time = sorted(messages, key=lambda m: self._last_seen(m), reverse=True)
-        for message in by_time:
-            if deaths and deaths[-1] > self._last_seen(message) - GRACE:
-                deaths.pop()
-            else:
-                unexplained.append(message)
-        return unexplained
+        if run.freed is None and self._is_struck(run, again):
+            return True
+        robbed = {outage.node for outage in self.outages if outage.robs(run, again)}
+        return len(robbed) >= QUORUM
 
-    def _last_seen(self, message: Message) -> float:
-        ends = [run.last for run in self.runs if run.id == message.id]
-        return max([message.at, self.seen.get(message.id, 0.0), *ends])
+    def _early_may_follow(self, run: Run, again: Run) -> bool:
+        """Tell whether an early message could run again: it leaves no mark that it is done.
+
+        So a worker may have run it, or passed it on, and ended before it had acknowledged: then
+        that delivery was given back to the broker, whoever did so.
+        """
+        return any(at < again.first + GRACE for at in self.given_back.get(run.id, ()))
 
     def around(self, fault: str) -> str:
         """Return a fault with the runs of the keys that it names."""
@@ -249,22 +438,32 @@ def runs_of(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
     """Return the runs that wrote these lines."""
     runs: dict[str, Run] = {}
     for line in lines:
-        run = runs.get(line["run"])
-        if run is None:
-            told = {name: line[name] for name in ("id", "kind", "run", "worker", "pid", "stage",
-                                                   "retries", "token")}  # fmt: skip
-            keys = tuple(line["keys"])
-            run = runs[line["run"]] = Run(**told, keys=keys, first=line["at"], last=line["at"])
-        run.last = max(run.last, line["at"])
-        run.ended = run.ended or line["what"] == "end"
+        if line["what"] == "released":
+            who = line["id"], line["pid"], line["retries"]
+            of_it = [r for r in runs.values() if (r.id, r.pid, r.retries) == who and r.ended]
+            for run in of_it[-1:]:
+                run.freed = line["at"]
+        elif "run" in line:
+            run = runs.get(line["run"])
+            if run is None:
+                told = {name: line[name] for name in ("id", "kind", "run", "worker", "pid",
+                                                       "stage", "retries", "token")}  # fmt: skip
+                keys = tuple(line["keys"])
+                run = Run(**told, keys=keys, first=line["at"], last=line["at"])
+                runs[line["run"]] = run
+            run.last = max(run.last, line["at"])
+            run.ended = run.ended or line["what"] == "end"
     return list(runs.values())
 
 
-def read(log: Path) -> tuple[list[Run], dict[str, float]]:
-    """Return the runs whose lines are in a file, and when each message was put back last."""
+def read(log: Path) -> tuple[list[Run], dict[str, list[Line]]]:
+    """Return the runs whose lines are in a file, and who had each message, in order."""
     lines = []
-    for line in log.read_text().splitlines():
+    for text in log.read_text().splitlines():
         with contextlib.suppress(ValueError):  # what a killed process left half is no line
-            lines.append(json.loads(line))
-    seen = {line["id"]: line["at"] for line in lines if line["what"] == "deferred"}
-    return runs_of(line for line in lines if line["what"] != "deferred"), seen
+            lines.append(json.loads(text))
+    told: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        known = {name: line[name] for name in Line.__dataclass_fields__ if name in line}
+        told[line["id"]].append(Line(**known))
+    return runs_of(lines), dict(told)

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery
+from celery.app.task import Context
 from celery.exceptions import Reject
+from celery.signals import task_received, task_retry
 
 from celery_redlock import Backoff, LockedTask, LockLost
-from celery_redlock.signals import lock_deferred
+from celery_redlock.signals import lock_deferred, lock_released
 
 LOG = Path(os.environ.get("STORM_LOG", os.devnull))
 WORKER = os.environ.get("STORM_WORKER", "")  # the name and the number of its life
@@ -39,9 +41,8 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def write(what: str, at: float, task: Any, **more: Any) -> None:
+def write(what: str, at: float, request: Any, **more: Any) -> None:
     """Append a line, whole, whoever else writes."""
-    request = task.request
     name = request.task.removeprefix("storm.")
     line = {"what": what, "at": at, "id": request.id, "kind": name, "pid": os.getpid(),
             "worker": WORKER, "retries": request.retries, **more}  # fmt: skip
@@ -52,9 +53,36 @@ def write(what: str, at: float, task: Any, **more: Any) -> None:
         os.close(file)
 
 
+def is_of_a_run(sender: Any) -> bool:
+    """Tell a run of a task here from a lock of other tests, or one taken outside of tasks."""
+    return getattr(sender, "name", "").startswith("storm.") and sender.request.id is not None
+
+
 @lock_deferred.connect(weak=False)
 def note_deferred(sender: Any, event: Any, **_: Any) -> None:
-    write("deferred", now(), sender)
+    if is_of_a_run(sender):
+        write("deferred", now(), sender.request)
+
+
+@lock_released.connect(weak=False)
+def note_released(sender: Any, event: Any, **_: Any) -> None:
+    if event.by == "holder" and is_of_a_run(
+        sender
+    ):  # with a late message's lock goes its mark that it is done
+        write("released", now(), sender.request)
+
+
+@task_received.connect(weak=False)
+def note_received(sender: Any, request: Any, **_: Any) -> None:
+    write("received", now(), Context(request.request_dict))
+
+
+@task_retry.connect(weak=False)
+def note_retried(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
+    """Note that RETRY is stored, and why: Celery sends this just after it."""
+    if sender.name.startswith("storm."):
+        cause = type(getattr(reason, "exc", None)).__name__
+        write("retried", now(), request, cause=cause)
 
 
 def work(self: Any, keys: list[str], seconds: float, stage: str = "last") -> None:
@@ -66,7 +94,7 @@ def work(self: Any, keys: list[str], seconds: float, stage: str = "last") -> Non
     while True:
         at = now()
         self.lock.ensure()
-        write(what, at, self, **told)
+        write(what, at, self.request, **told)
         if what == "end":
             return
         time.sleep(STEP)
@@ -97,6 +125,13 @@ def putting_back(self: Any, keys: list[str], seconds: float) -> None:
         raise Reject("again", requeue=True)
 
 
+def joining(self: Any, results: list[None], keys: list[str], seconds: float, parts: int) -> None:
+    """Be the body of a chord of so many."""
+    if results != [None] * parts:
+        raise ValueError(f"joined {results}, not {parts}")
+    work(self, keys, seconds)
+
+
 quick = Backoff(first=0.05, cap=1.0)
 task = functools.partial(
     app.task, shared=False, bind=True, base=LockedTask, lock_fencing=True, lock_backoff=quick,
@@ -113,5 +148,11 @@ late_failing = late_task(name="storm.failing")(failing)
 late_retrying = late_task(name="storm.retrying")(retrying)
 late_putting_back = late_task(name="storm.putting_back")(putting_back)
 skipping = late_task(name="storm.skipping", lock_conflict="skip")(plain)
+coalescing = late_task(name="storm.coalescing", lock_conflict="coalesce")(plain)
+permitted = late_task(name="storm.permitted", lock_limit=2, lock_fencing=False)(plain)
+expiring = late_task(name="storm.expiring")(plain)
 early = task(name="storm.early")(plain)
 early_retrying = task(name="storm.early_retrying")(retrying)
+revoked = late_task(name="storm.revoked")(plain)
+limited = late_task(name="storm.limited")(plain)
+late_joining = late_task(name="storm.joining", lock_key=lambda task, args, kwargs: args[1])(joining)

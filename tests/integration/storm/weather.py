@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from celery import Celery
+from redis import Redis
+
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.integration.matrix.watch import lives
-from tests.integration.storm.ledger import Blow
+from tests.integration.storm.ledger import Blow, Outage
+from tests.integration.storm.queue import deliver_again
 from tests.integration.storm.tasks import now
 
 
@@ -59,19 +64,16 @@ class Weather:
 
     def __init__(
         self, chance: random.Random, actors: Sequence[Actor], nodes: Sequence[EmbeddedNode],
-        ttl: float,
+        broker: Redis, ttl: float,
     ) -> None:  # fmt: skip
         self._chance, self._actors, self._nodes, self._ttl = chance, actors, nodes, ttl
+        self._broker = broker
         self.blows: list[Blow] = []
+        self.outages: list[Outage] = []
         self.counts: dict[str, int] = {}
         self._due: list[tuple[float, Callable[[], object]]] = []  # what brings back, and when
         self._down: set[object] = set()  # what was struck, and is not brought back yet
-
-    def strike(self) -> None:
-        """Bring back what is due, else do one thing."""
-        if self._bring_back(now()):
-            return  # else what was frozen may be killed with what it has in its socket
-        ways: dict[Callable[[], bool], int] = {
+        self.ways: dict[Callable[[], bool], int] = {
             self._kill_child: 4,
             self._freeze_child: 3,
             self._freeze_worker: 2,
@@ -79,8 +81,14 @@ class Weather:
             self._stop_worker: 1,
             self._freeze_node: 2,
             self._kill_node: 1,
+            self._deliver_again: 3,
         }
-        way = self._chance.choices(list(ways), list(ways.values()))[0]
+
+    def strike(self) -> None:
+        """Bring back what is due, else do one thing."""
+        if self._bring_back(now()):
+            return  # else what was frozen may be killed with what it has in its socket
+        way = self._chance.choices(list(self.ways), list(self.ways.values()))[0]
         if way():
             name = way.__name__.strip("_")
             self.counts[name] = self.counts.get(name, 0) + 1
@@ -120,38 +128,60 @@ class Weather:
         children = actor.children() if actor is not None else []
         return (actor, self._chance.choice(children)) if actor and children else None
 
-    def _note(self, actor: Actor, pid: int, what: str, slots: int) -> None:
-        self.blows.append(Blow(now(), actor.life, pid, what, slots))
+    def revoke(self, app: Celery, task_id: str) -> None:
+        """Revoke a message, and end its run where it has begun; that may strike the next one."""
+        if self._chance.random() < 0.5:
+            app.control.revoke(task_id)
+            return
+        at = now()  # a worker that is stopped hears of it when it goes on
+        self.blows.append(Blow(at, "", 0, "revoke", message=task_id, until=at + 3 * self._ttl))
+        name = self._chance.choice(("SIGTERM", "SIGKILL"))
+        app.control.revoke(task_id, terminate=True, signal=name)
+
+    def _note(self, actor: Actor, pid: int, what: str, slots: int) -> Blow:
+        blow = Blow(now(), actor.life, pid, what, slots)
+        self.blows.append(blow)
+        return blow
 
     def _kill_child(self) -> bool:
         if (found := self._child()) is None:
             return False
         actor, pid = found
-        self._note(actor, pid, "kill", 1)
+        blow = self._note(actor, pid, "kill", 1)
         _signal(pid, signal.SIGKILL)
+        blow.until = now()
         return True
 
     def _freeze_child(self) -> bool:
         if (found := self._child()) is None:
             return False
         actor, pid = found
-        self._note(actor, pid, "freeze", 0)
-        _signal(pid, signal.SIGSTOP)
         self._due.append((now() + self._chance.uniform(0.1, 1.5 * self._ttl),
-                          lambda: _signal(pid, signal.SIGCONT)))  # fmt: skip
+                          self._freeze(actor, pid, [pid])))  # fmt: skip
         return True
+
+    def _freeze(self, actor: Actor, pid: int, pids: Sequence[int]) -> Callable[[], None]:
+        """Stop processes; returns what lets them go on. pid: as of the blow."""
+        blow = self._note(actor, pid, "freeze", 0)
+        for each in pids:
+            _signal(each, signal.SIGSTOP)
+
+        def thaw() -> None:
+            for each in pids:
+                _signal(each, signal.SIGCONT)
+            blow.until = now()
+
+        return thaw
 
     def _freeze_worker(self) -> bool:
         """Stop the main process, or all processes of a worker, for a while."""
         actor = self._actor()
         if actor is None or actor.process is None:
             return False
-        self._note(actor, 0, "freeze", 0)
-        pids = [actor.process.pid, *(actor.children() if self._chance.random() < 0.5 else [])]
-        for pid in pids:
-            _signal(pid, signal.SIGSTOP)
-        self._later(0.1, 2 * self._ttl, actor,
-                    lambda: [_signal(pid, signal.SIGCONT) for pid in pids])  # fmt: skip
+        children = actor.children() if self._chance.random() < 0.5 else []
+        main = actor.process.pid
+        thaw = self._freeze(actor, 0 if children else main, [main, *children])
+        self._later(0.1, 2 * self._ttl, actor, thaw)
         return True
 
     def _kill_worker(self) -> bool:
@@ -159,13 +189,31 @@ class Weather:
         actor = self._actor()
         if actor is None or actor.process is None:
             return False
-        self._note(actor, 0, "kill", actor.slots)
-        if self._chance.random() < 0.5:
+        self._fell(actor, with_children=self._chance.random() < 0.5)
+        self._later(0.0, self._ttl, actor, lambda: self._restart(actor))
+        return True
+
+    def close(self, actor: Actor, patience: float) -> None:
+        """End a worker warmly; kill it where it hangs, as Celery's pool now and then does then."""
+        assert actor.process is not None
+        _signal(actor.process.pid, signal.SIGTERM)
+        try:
+            actor.process.wait(patience)
+        except RuntimeError:
+            self._fell(actor, with_children=True)
+        actor.end()
+
+    def _fell(self, actor: Actor, *, with_children: bool) -> None:
+        assert actor.process is not None
+        blow = self._note(actor, 0, "kill", actor.slots)
+        if with_children:
             actor.process.kill()
         else:
             _signal(actor.process.pid, signal.SIGKILL)
-        self._later(0.0, self._ttl, actor, lambda: self._restart(actor))
-        return True
+        blow.until = now()
+
+    def _deliver_again(self) -> bool:
+        return deliver_again(self._broker, self._chance)
 
     def _stop_worker(self) -> bool:
         """Tell a worker to end: warmly, or where it can also coldly."""
@@ -181,7 +229,7 @@ class Weather:
 
     def _restart(self, actor: Actor) -> None:
         if actor.is_up:  # told to end, and not done in time
-            self._note(actor, 0, "kill", actor.slots)
+            self._fell(actor, with_children=True)
         actor.end()
         actor.start()
 
@@ -193,17 +241,30 @@ class Weather:
     def _freeze_node(self) -> bool:
         nodes = self._nodes_up(1)
         for node in nodes:
+            outage = self._begin_outage(node, killed=False)
             node.pause()
-            self._later(0.1, 1.5 * self._ttl, node, node.resume)
+            back = functools.partial(self._end_outage, outage, node.resume)
+            self._later(0.1, 1.5 * self._ttl, node, back)
         return bool(nodes)
 
     def _kill_node(self) -> bool:
         """Kill a node, or a majority at once, which come back empty."""
         nodes = self._nodes_up(self._chance.choice((1, 1, 2)))
         for node in nodes:
+            outage = self._begin_outage(node, killed=True)
             node.kill()
-            self._later(0.0, self._ttl, node, node.start)
+            back = functools.partial(self._end_outage, outage, node.start)
+            self._later(0.0, self._ttl, node, back)
         return bool(nodes)
+
+    def _begin_outage(self, node: EmbeddedNode, *, killed: bool) -> Outage:
+        outage = Outage(self._nodes.index(node), now(), killed=killed)
+        self.outages.append(outage)
+        return outage
+
+    def _end_outage(self, outage: Outage, undo: Callable[[], object]) -> None:
+        undo()
+        outage.until = now()
 
 
 def _signal(pid: int, number: int) -> None:
