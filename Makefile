@@ -3,7 +3,7 @@ PYTHON ?= python3
 
 SECONDS ?= 600
 
-.PHONY: shop test soak benchmarks clean
+.PHONY: shop test docs soak benchmarks clean
 
 shop:  ## the example: a shop without and with the lock
 	$(PYTHON) -m example_worker
@@ -11,8 +11,10 @@ shop:  ## the example: a shop without and with the lock
 test:  ## lint, types and all tests
 	$(PYTHON) -m tests
 
-soak:  ## every end of life in every pool, then the simulator and the storm, SECONDS (600) each
-	$(PYTHON) -m tests -m long tests/integration/test_matrix.py
+docs:  ## the site, in build/site
+	$(PYTHON) -m docs
+
+soak:  ## the simulator and the storm, SECONDS (600) each
 	$(PYTHON) -m tests.simulation --seconds $(SECONDS)
 	$(PYTHON) -m tests.integration.storm --seconds $(SECONDS)
 
@@ -22,4 +24,4 @@ benchmarks:  ## cost of a lock and of a locked task, as ratios from one run
 	$(PYTHON) -m benchmarks.renewals
 
 clean:  ## what the commands above made
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build .mypy_cache .pytest_cache .ruff_cache .hypothesis

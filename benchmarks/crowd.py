@@ -1,0 +1,181 @@
+"""What one task costs while many wait for its key: `python -m benchmarks.crowd [--quick]`.
+
+Two prefork workers, three nodes, one key. So many messages wait for it; then it is freed, and they
+run one after another. Counted from the first send to the last body's end: messages published,
+commands on the nodes, and the workers' processor time, of each finished task, as ratios to the
+smallest crowd of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import runpy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import cast
+
+from celery import Celery
+
+from benchmarks import relay
+from benchmarks.figures import Aim, against, table
+from celery_redlock import Redlock
+from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
+
+SIZES, QUICK = (50, 200, 800), (20, 50, 100)  # messages that wait for one key
+WARM = 20
+QUEUE, TASK = "crowd", "crowded"
+PATIENCE = 600  # s
+LOOK = 0.1  # s: between looks at what the workers have said
+AIM = 1.5
+PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "crowd.py"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.crowd", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="half a minute, for a look")
+    parser.add_argument(
+        "--picture", action="store_true", help="write docs/pictures/crowd.svg from this run"
+    )
+    options = parser.parse_args()
+    sizes = QUICK if options.quick else SIZES
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(EmbeddedNode())
+        crowd = Crowd(broker, stack.enter_context(embedded_nodes(3)))
+        for worker in crowd.workers:
+            stack.push(worker)
+            worker.launch()
+        for worker in crowd.workers:
+            worker.wait_ready()
+        crowd.run(WARM)  # connections, caches
+        first, *others = (crowd.run(size) for size in sizes)
+        few = first.mean(crowd.run(sizes[0]))  # before and after the others
+    costs = dict(zip(sizes, (few, *others), strict=True))
+    print(report(costs))
+    if options.picture:
+        figures = {str(size): asdict(cost.over(few)) for size, cost in costs.items()}
+        PICTURE.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
+        runpy.run_path(str(PICTURE), run_name="__main__")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one finished task cost, or a ratio of that: messages, commands on all nodes, CPU s."""
+
+    published: float
+    commands: float
+    seconds: float
+
+    def mean(self, other: Cost) -> Cost:
+        """Return what lies in the middle between two."""
+        return self._with(other, lambda mine, its: (mine + its) / 2)
+
+    def over(self, other: Cost) -> Cost:
+        """Return the ratios to another."""
+        return self._with(other, lambda mine, its: round(mine / its, 3))
+
+    def _with(self, other: Cost, do: Callable[[float, float], float]) -> Cost:
+        names = [field.name for field in fields(self)]
+        return Cost(*(do(getattr(self, name), getattr(other, name)) for name in names))
+
+
+def calls(node: EmbeddedNode, *names: str) -> int:
+    """Return how many commands a server has run; of these names, or all."""
+    stats = cast("dict[str, dict[str, int]]", node.client().info("commandstats"))
+    asked = [f"cmdstat_{name}" for name in names] or list(stats)
+    return sum(stats[name]["calls"] for name in asked if name in stats)
+
+
+def processor_time(worker: WorkerProcess) -> float:
+    """Return the s that a worker's main process and its children have used. Linux only."""
+    own = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            words = stat.read_text().rpartition(")")[2].split()
+            if int(words[2]) == worker.pid:  # its process group
+                own += int(words[11]) + int(words[12])
+    return own / TICKS
+
+
+class Crowd:
+    """Workers, and what so many messages that wait for one key cost them."""
+
+    def __init__(self, broker: EmbeddedNode, nodes: Sequence[EmbeddedNode]) -> None:
+        self._broker, self._nodes = broker, nodes
+        self._sender = Celery("sender", broker=broker.url, set_as_current=False)
+        self._urls = [node.url for node in nodes]
+        with Redlock(self._urls, prefix=QUEUE) as redlock:
+            redlock.trust()
+        env = {
+            relay.BROKER: broker.url,
+            relay.STORE: broker.url,
+            relay.NODES: " ".join(self._urls),
+            relay.QUEUE: QUEUE,
+        }
+        self.workers = [
+            WorkerProcess("benchmarks.relay", name=f"{QUEUE}-{n}", env=env, queues=[QUEUE])
+            for n in range(2)
+        ]
+        self._crowds = 0
+
+    def run(self, count: int) -> Cost:
+        """Have so many wait for one key, let them run, and return what each of them cost."""
+        self._crowds += 1
+        key = f"crowd-{self._crowds}"
+        before, put_back = self._used(), self._put_back()
+        with Redlock(self._urls, prefix=QUEUE) as redlock, redlock.lock(key, wait=PATIENCE):
+            for _ in range(count):
+                self._sender.send_task(TASK, (key,), queue=QUEUE, ignore_result=True)
+            self._see(lambda: self._put_back() - put_back >= count)
+        self._see(lambda: self._broker.client().llen(f"{QUEUE}:ran") == count)
+        self._broker.client().delete(f"{QUEUE}:ran")
+        return Cost(*((n - b) / count for n, b in zip(self._used(), before, strict=True)))
+
+    def _used(self) -> list[float]:
+        return [
+            calls(self._broker, "lpush"),  # by which Celery publishes
+            sum(calls(node) for node in self._nodes),
+            sum(processor_time(worker) for worker in self.workers),
+        ]
+
+    def _put_back(self) -> int:
+        return sum(worker.output().count(f"deferred {TASK}[") for worker in self.workers)
+
+    def _see(self, is_so: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not is_so():
+            if time.monotonic() > end:
+                said = "\n".join(worker.output()[-2000:] for worker in self.workers)
+                raise RuntimeError(f"the crowd does not get on:\n{said}")
+            time.sleep(LOOK)
+
+
+def report(costs: dict[int, Cost]) -> str:
+    """Return the table and the aims; costs: by the size of the crowd, the smallest first."""
+    sizes = list(costs)
+    few, many = costs[sizes[0]], costs[sizes[-1]]
+    rows = []
+    for size, cost in costs.items():
+        ratio = cost.over(few)
+        rows.append([
+            str(size), f"{cost.published:.2f}", f"{ratio.published:.2f}", f"{cost.commands:.1f}",
+            f"{ratio.commands:.2f}", f"{cost.seconds * 1000:.1f}", f"{ratio.seconds:.2f}",
+        ])  # fmt: skip
+    head = ["wait", "messages", "ratio", "commands", "ratio", "CPU ms", "ratio"]
+    most = many.over(few)
+    names = {"published": "messages", "commands": "commands on the nodes", "seconds": "CPU"}
+    aims = [
+        Aim(f"{name} a task, {sizes[-1]} waiting / {sizes[0]}", getattr(most, field), AIM)
+        for field, name in names.items()
+    ]
+    return f"{table(head, rows)}\n\n{against(aims)}"
+
+
+if __name__ == "__main__":
+    main()

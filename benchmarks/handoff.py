@@ -1,0 +1,147 @@
+"""How long a lock stays unused while others wait for it: `python -m benchmarks.handoff [--quick]`.
+
+From the end of one body to the beginning of the next, with delays of up to 5 s between tries: woken
+by the release, by the delay alone, and by hand with redis-py's lock and `self.retry`. Each in two
+prefork workers of its own, or more; small waves of tasks, so that most of the time three wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import cast
+
+from celery import Celery
+
+from benchmarks import relay
+from benchmarks.figures import Aim, against, table
+from celery_redlock import Redlock
+from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
+
+WAVE = 4  # tasks that are sent at once
+FULL, QUICK = 24, 4  # waves of what is woken
+SLOW_WAVES = 4  # of each that goes by its delay
+PATIENCE = 120  # s
+AIM_P50, AIM_P99 = 20.0, 250.0  # ms
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.handoff", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="half a minute, for a look")
+    parser.add_argument("--broker", help="a RabbitMQ's URL; else an embedded Valkey")
+    parser.add_argument("--workers", type=int, default=2, help="of each way")
+    options = parser.parse_args()
+    woken, slow = (QUICK, 1) if options.quick else (FULL, SLOW_WAVES)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(EmbeddedNode())
+        nodes = stack.enter_context(embedded_nodes(3))
+        where = (options.broker or store.url, store, nodes, options.workers)
+        lanes = [
+            Lane("woken", "locked", woken, *where),
+            Lane("by the delay alone", "locked", slow, *where, wakes=False),
+            Lane("by hand, redis-py", "by hand", slow, *where),
+        ]
+        for lane in lanes:
+            for worker in lane.workers:
+                stack.push(worker)
+                worker.launch()
+        for lane in lanes:
+            for worker in lane.workers:
+                worker.wait_ready()
+        for lane in lanes:
+            lane.run_wave()  # connections, caches
+            lane.gaps.clear()
+        for lane in lanes:
+            for _ in range(lane.waves):
+                lane.run_wave()
+    print(report(lanes))
+
+
+class Lane:
+    """Workers with a queue of their own, and the ms between bodies that they were measured at.
+
+    waves: how many are timed. wakes: whether a release wakes who waits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        waves: int,
+        broker: str,
+        store: EmbeddedNode,
+        nodes: Sequence[EmbeddedNode],
+        workers: int,
+        *,
+        wakes: bool = True,
+    ) -> None:
+        self.name, self.waves, self._kind = name, waves, kind
+        self.gaps: list[float] = []
+        self._queue = "handoff-" + name.replace(" ", "-").replace(",", "")
+        self._client = store.client()
+        self._sender = Celery("sender", broker=broker, set_as_current=False)
+        urls = [node.url for node in nodes]
+        with Redlock(urls, prefix=self._queue) as redlock:
+            redlock.trust()
+        env = {
+            relay.BROKER: broker,
+            relay.STORE: store.url,
+            relay.NODES: " ".join(urls),
+            relay.QUEUE: self._queue,
+            relay.WAKES: "yes" if wakes else "no",
+        }
+        self.workers = [
+            WorkerProcess(
+                "benchmarks.relay", name=f"{self._queue}-{n}", env=env, queues=[self._queue],
+            )
+            for n in range(workers)
+        ]  # fmt: skip
+
+    def run_wave(self) -> None:
+        """Send some tasks at once, and note what lay between their bodies."""
+        for _ in range(WAVE):
+            self._sender.send_task(self._kind, queue=self._queue, ignore_result=True)
+        spans = sorted(json.loads(self._await()) for _ in range(WAVE))
+        ends = [end for _, end in spans[:-1]]
+        begins = [begin for begin, _ in spans[1:]]
+        self.gaps += [(begin - end) * 1000 for begin, end in zip(begins, ends, strict=True)]
+
+    def _await(self) -> str:
+        found = cast(
+            "tuple[str, str] | None",
+            self._client.blpop([f"{self._queue}:ran"], timeout=PATIENCE),
+        )
+        if found is None:
+            said = "\n".join(worker.output() for worker in self.workers)
+            raise RuntimeError(f"{self._queue} does not answer:\n{said}")
+        return found[1]
+
+    def percentile(self, share: float) -> float:
+        """Return the ms below which this share of the hand-offs lies."""
+        gaps = sorted(self.gaps)
+        return gaps[min(len(gaps) - 1, math.ceil(share * len(gaps)) - 1)]
+
+
+def report(lanes: Sequence[Lane]) -> str:
+    """Return the table and the aims."""
+    rows = [
+        [lane.name, str(len(lane.gaps)), *(f"{ms:.1f}" for ms in (
+            median(lane.gaps), lane.percentile(0.99), max(lane.gaps)))]
+        for lane in lanes
+    ]  # fmt: skip
+    woken = lanes[0]
+    aims = [
+        Aim("woken, p50 ms", median(woken.gaps), AIM_P50),
+        Aim("woken, p99 ms", woken.percentile(0.99), AIM_P99),
+    ]
+    head = ["hand-off", "count", "p50 ms", "p99 ms", "max ms"]
+    return f"{table(head, rows, left=1)}\n\n{against(aims)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The app that the workers of the hand-off and of the crowd run: bodies under one lock.
+
+Two tasks do the same, and say when. One takes its lock as a `LockedTask`; the other is what people
+write by hand: redis-py's lock, and `self.retry` with a random countdown where that is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import time
+from typing import Any
+
+from celery import Celery
+from celery.signals import worker_init
+from redis import Redis
+
+from celery_redlock import Backoff, LockedTask
+from celery_redlock.tasks.waiting import Room
+
+BROKER, STORE, NODES = "BENCHMARK_BROKER", "BENCHMARK_STORE", "BENCHMARK_NODES"
+QUEUE, WAKES = "BENCHMARK_QUEUE", "BENCHMARK_WAKES"
+LONGEST = 5.0  # s: of a delay between two tries
+BODY, MOMENT = 0.25, 0.01  # s
+
+store = os.environ.get(STORE, "redis://localhost")
+nodes = os.environ.get(NODES, "redis://localhost").split()
+queue = os.environ.get(QUEUE, "celery")
+
+app = Celery("relay", broker=os.environ.get(BROKER, store), set_as_current=False)
+app.conf.update(
+    task_default_queue=queue,
+    task_ignore_result=True,
+    worker_prefetch_multiplier=1,
+    redlock_nodes=nodes,
+    redlock_prefix=queue,
+)
+
+
+@worker_init.connect
+def _take_the_room_away(sender: Any = None, **_: Any) -> None:
+    """Leave the delay alone to wake anybody, for comparison."""
+    if os.environ.get(WAKES) == "no":
+        sender.app.steps["consumer"].discard(Room)
+
+
+@app.task(name="locked", base=LockedTask, lock_key="relay", lock_backoff=Backoff(LONGEST, LONGEST))
+def locked() -> None:
+    """Run, and say when."""
+    _run()
+
+
+@app.task(name="by hand", bind=True, max_retries=None)
+def by_hand(self: Any) -> None:
+    """Run under redis-py's lock, or come again some time later."""
+    lock = _client().lock(f"{queue}:by-hand", timeout=30, blocking=False)
+    if not lock.acquire():
+        raise self.retry(countdown=random.uniform(0, LONGEST))
+    try:
+        _run()
+    finally:
+        lock.release()
+
+
+@app.task(name="crowded", base=LockedTask, lock_key="{key}")
+def crowded(key: str) -> None:
+    """Run for a moment, with the delays that a task has where nobody chose any."""
+    time.sleep(MOMENT)
+    _client().rpush(f"{queue}:ran", key)
+
+
+def _run() -> None:
+    begun = time.monotonic()
+    time.sleep(BODY)
+    _client().rpush(f"{queue}:ran", json.dumps([begun, time.monotonic()]))
+
+
+@functools.cache
+def _client() -> Redis:
+    return Redis.from_url(store)

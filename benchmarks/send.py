@@ -1,0 +1,146 @@
+"""Send a task with and without deduplication: `python -m benchmarks.send [--quick]`.
+
+One process sends to one Valkey that no worker empties but this one between the batches. All senders
+take turns in short batches within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from time import perf_counter
+from typing import Any
+
+from celery import Celery, Task
+
+from benchmarks.figures import Aim, Times, against, rotations, table
+from celery_redlock import LockedTask, Redlock
+from celery_redlock.testing import EmbeddedNode, embedded_nodes
+
+SIZES = (1, 3, 5)
+BATCH, FULL, QUICK = 40, 150, 15  # sends of one kind in a row; rotations
+WINDOW = 3600  # s
+PLAIN, LOCKED = "plain", "locked"
+AIM_LOCKED, AIM_THEIRS = 1.05, 1.0
+
+Send = Callable[[int], object]  # one message, of this number
+
+
+def main() -> None:
+    """Run the benchmark and print its tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.send", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few seconds, for a look")
+    quick = parser.parse_args().quick
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(EmbeddedNode())
+        nodes = stack.enter_context(embedded_nodes(max(SIZES)))
+        senders = senders_of(broker, [node.url for node in nodes])
+        times = run(senders, broker, nodes, QUICK if quick else FULL)
+    print(report(times, senders))
+
+
+def senders_of(broker: EmbeddedNode, urls: Sequence[str]) -> dict[str, Send]:
+    """Return who sends, by name; those that are not installed are left out."""
+    senders: dict[str, Send] = {}
+    one = app_over(broker, urls[:1])
+    senders[PLAIN] = one.task(name="plain", shared=False)(body).delay
+    senders[LOCKED] = one.task(name="locked", shared=False, base=LockedTask)(body).delay
+    for size in SIZES:
+        with Redlock(urls[:size]) as redlock:
+            redlock.trust()
+        made = app_over(broker, urls[:size]).task(
+            name="once", shared=False, base=LockedTask, lock_unique_for=WINDOW
+        )
+        senders[ours(size)] = made(body).delay
+    for name, task in (("celery-once", celery_once), ("celery-singleton", celery_singleton)):
+        with contextlib.suppress(PackageNotFoundError):
+            senders[f"{name} {version(name)}"] = task(broker, urls[0]).delay
+    return senders
+
+
+def ours(size: int) -> str:
+    """Return the name of ours with deduplication over so many nodes."""
+    return f"unique_for, nodes: {size}"
+
+
+def body(number: int) -> None:
+    """Do nothing, and nobody runs it."""
+
+
+def app_over(broker: EmbeddedNode, urls: Sequence[str], **conf: Any) -> Celery:
+    """Return an app of its own."""
+    app = Celery("sender", broker=broker.url, set_as_current=False)
+    app.conf.update(redlock_nodes=list(urls), task_ignore_result=True, **conf)
+    return app
+
+
+def celery_once(broker: EmbeddedNode, url: str) -> Task:
+    """Return celery-once's task, which keeps its keys on one node."""
+    base = importlib.import_module("celery_once").QueueOnce
+    backend = {"backend": "celery_once.backends.Redis", "settings": {"url": url}}
+    app = app_over(broker, [url], ONCE=backend)
+    return app.task(name="theirs", shared=False, base=base)(body)
+
+
+def celery_singleton(broker: EmbeddedNode, url: str) -> Task:
+    """Return celery-singleton's task, which keeps its keys on one node."""
+    base = importlib.import_module("celery_singleton").Singleton
+    app = app_over(broker, [url], singleton_backend_url=url, singleton_lock_expiry=WINDOW)
+    return app.task(name="theirs", shared=False, base=base)(body)
+
+
+def run(
+    senders: dict[str, Send], broker: EmbeddedNode, nodes: Sequence[EmbeddedNode], count: int
+) -> Times[str]:
+    """Return the seconds of one send, for each sender in each of so many rotations."""
+    times: Times[str] = Times()
+    numbers = itertools.count()
+    for sender in senders.values():
+        sender(next(numbers))  # connections
+    gc.disable()
+    for order in rotations(senders, count):
+        rotation = {}
+        for name in order:
+            gc.collect()
+            rotation[name] = batch(senders[name], numbers)
+            broker.client().flushall()
+        times.add(rotation)
+        for node in nodes:
+            node.client().flushall()
+    gc.enable()
+    return times
+
+
+def batch(send: Send, numbers: itertools.count[int]) -> float:
+    """Return the mean seconds of one send, each of other arguments."""
+    own = list(itertools.islice(numbers, BATCH))
+    started = perf_counter()
+    for number in own:
+        send(number)
+    return (perf_counter() - started) / BATCH
+
+
+def report(times: Times[str], senders: Sequence[str] | dict[str, Send]) -> str:
+    """Return the table and the aims."""
+    rows = [
+        [name, f"{times.p50(name) * 1e6:.0f}", f"{times.ratio(name, PLAIN):.2f}"]
+        for name in senders
+    ]
+    theirs = [name for name in senders if name.startswith("celery-")]
+    aims = [Aim("locked, not deduplicated / plain", times.ratio(LOCKED, PLAIN), AIM_LOCKED)]
+    aims += [
+        Aim(f"ours, nodes: {size} / {name}", times.ratio(ours(size), name), AIM_THEIRS)
+        for name in theirs
+        for size in SIZES[:2]
+    ]
+    head = ["a send", "us", "to plain"]
+    return f"{table(head, rows, left=1)}\n\n{against(aims)}"
+
+
+if __name__ == "__main__":
+    main()
