@@ -18,7 +18,9 @@ def main() -> int:
         failed = subprocess.run([sys.executable, "-m", *check], cwd=REPOSITORY, check=False)
         if failed.returncode:
             return failed.returncode
-    tests = [sys.executable, "-m", "pytest", "-n", str(SIDE_BY_SIDE), *sys.argv[1:]]
+    # a process that is done takes tests from one that has long ones left
+    side_by_side = ("-n", str(SIDE_BY_SIDE), "--dist", "worksteal")
+    tests = [sys.executable, "-m", "pytest", *side_by_side, *sys.argv[1:]]
     return subprocess.run(tests, cwd=REPOSITORY, check=False).returncode
 
 

@@ -16,5 +16,5 @@ def test_every_end_says_what_it_does_in_every_pool() -> None:
     names = [end.name for end in ENDS]
     assert len(set(names)) == len(names)
     for end in ENDS:
-        assert {*end.pools, *end.other, *end.alone, *end.apart} <= set(POOLS), end.name
-        assert set(end.other) <= set(end.pools), end.name
+        assert {*end.pools, *end.alone, *end.apart} <= set(POOLS), end.name
+        assert {*end.other, *end.on_rabbitmq} <= set(end.pools), end.name

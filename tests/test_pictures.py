@@ -13,6 +13,13 @@ import pytest
 from celery_redlock.lock.lease import lease_end, validity
 
 DOCS = Path(__file__).parent.parent / "docs"
+SMALL = 150_000  # bytes
+
+
+@pytest.fixture(scope="module")
+def crowd() -> dict[str, Any]:
+    """Give what the script of the crowd's picture defines."""
+    return runpy.run_path(str(DOCS / "pictures" / "crowd.py"))
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +48,26 @@ def test_the_picture_shows_a_loss_that_comes_before_any_rival(lease: dict[str, A
     assert max(story.sends) < story.lost < story.rival_from
 
 
-def test_the_picture_needs_nothing_but_itself(lease: dict[str, Any]) -> None:
-    root = ET.fromstring(lease["PICTURE"].read_text(encoding="utf-8"))
+def test_the_picture_of_a_crowd_is_what_its_script_draws_of_its_figures(
+    crowd: dict[str, Any],
+) -> None:
+    drawn = crowd["draw"](crowd["read"]())
+    assert crowd["PICTURE"].read_text(encoding="utf-8") == drawn, (
+        "run `python docs/pictures/crowd.py`, or measure anew: benchmarks/README.md"
+    )
+
+
+def test_the_picture_of_a_crowd_shows_what_the_page_says_of_it(crowd: dict[str, Any]) -> None:
+    figures = crowd["read"]()
+    assert list(figures) == ["50", "200", "800"]
+    for kind in crowd["KINDS"]:
+        assert figures["50"][kind] == 1
+        assert max(ratios[kind] for ratios in figures.values()) <= crowd["MOST"]
+
+
+@pytest.mark.parametrize("name", ["lease", "crowd"])
+def test_a_picture_needs_nothing_but_itself(name: str) -> None:
+    root = ET.fromstring((DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8"))
     names = {element.tag.rpartition("}")[2] for element in root.iter()}
     assert names <= {"svg", "title", "desc", "pattern", "rect", "path", "circle", "text"}
     values = [value for element in root.iter() for value in element.attrib.values()]
@@ -50,11 +75,25 @@ def test_the_picture_needs_nothing_but_itself(lease: dict[str, Any]) -> None:
 
 
 def test_every_picture_on_a_page_is_there() -> None:
-    pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
-    shown = [(page, name) for page in pages for name in _pictures_on(page)]
+    shown = _shown()
     assert any(page.name == "the-lock.md" for page, _ in shown)
     for page, name in shown:
         assert (page.parent / name).is_file(), f"{page.name} shows {name}"
+
+
+def test_every_picture_of_a_screen_is_small_and_stands_on_a_page() -> None:
+    screens = set((DOCS / "pictures").glob("*.png"))
+    assert screens
+    assert screens <= {page.parent / name for page, name in _shown()}
+    for screen in screens:
+        assert screen.read_bytes().startswith(b"\x89PNG"), screen.name
+        assert screen.stat().st_size < SMALL, f"{screen.name}: clip it to what matters"
+
+
+def _shown() -> list[tuple[Path, str]]:
+    """Return each local picture that a page shows, and the page."""
+    pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
+    return [(page, name) for page in pages for name in _pictures_on(page)]
 
 
 def _pictures_on(page: Path) -> list[str]:

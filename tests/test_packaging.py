@@ -1,0 +1,178 @@
+"""What is uploaded is whole, and works where it is installed, alone and with each of its extras."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.pages import ROOT, blocks
+
+# for work on the repository itself: the environment in which these tests run has them
+FOR_DEVELOPERS = {"benchmarks", "dev", "docs", "example"}
+EXTRAS = sorted({*metadata("celery_redlock").get_all("Provides-Extra", [])} - FOR_DEVELOPERS)
+LOOK = """
+import importlib.metadata, importlib.util, sys
+import celery_redlock
+from celery_redlock import LockedTask, Redlock
+assert sys.prefix in celery_redlock.__file__, celery_redlock.__file__
+has_pytest = importlib.util.find_spec("pytest") is not None
+for entry in importlib.metadata.distribution("celery_redlock").entry_points:
+    if has_pytest or entry.group != "pytest11":
+        print(entry.group, entry.name, callable(entry.load()))
+"""
+APP = """
+from celery import Celery
+from celery_redlock import LockedTask
+app = Celery("shop", broker="redis://localhost")
+@app.task(base=LockedTask, lock_key="stock:{sku}")
+def take(sku): ...
+"""
+TEST = """
+import pytest
+from celery_redlock import LockTaken
+from celery_redlock.testing import assert_released, hold, use_nodes
+from shop import app, take
+
+def test_it(redlock_nodes):
+    with use_nodes(app, redlock_nodes):
+        with hold("stock:7"), pytest.raises(LockTaken):
+            take.apply((7,), throw=True)
+        assert_released()
+
+def test_it_on_servers(redlock_embedded_nodes):
+    with use_nodes(app, redlock_embedded_nodes):
+        take.apply((7,), throw=True)
+        assert_released()
+"""
+# what an extra is for, used
+USES = {
+    "flower": ("-m", "celery", "-A", "shop", "flower", "--help"),
+    "metrics": (
+        "-c",
+        "from prometheus_client import CollectorRegistry, generate_latest as show\n"
+        "from celery_redlock.operate.metrics import Metrics\n"
+        "made = Metrics(registry := CollectorRegistry())\n"
+        "made.lost.labels('shop.take').inc()\n"
+        "assert b'redlock_lost_total{task=\"shop.take\"} 1.0' in show(registry)",
+    ),
+    "testing": ("-m", "pytest", "-q", "test_shop.py"),
+}
+
+# an installation on a busy machine takes its time
+pytestmark = pytest.mark.timeout(1200)
+
+
+def run(*command: str, cwd: Path) -> str:
+    """Return what a command says; fails with all of it where the command does."""
+    ours = ("PYTHONPATH", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
+    env = {name: value for name, value in os.environ.items() if name not in ours}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def index(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Need a package index; where pip finds none the test is skipped, and fails where CI is set."""
+    where = tmp_path_factory.mktemp("probe")
+    ask = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(where)]
+    asked = subprocess.run([*ask, "hatchling"], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        say = pytest.fail if os.environ.get("CI") else pytest.skip
+        say(f"pip finds no package index: {asked.stderr.strip()[-300:]}")
+
+
+@pytest.fixture(scope="session")
+def built(index: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the folder of the wheel and the sdist, built once for all processes of this run."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    where = shared / "dist"
+    with (shared / "dist.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if len(list(where.glob("celery_redlock-*"))) < 2:
+            run(sys.executable, "-m", "build", "--outdir", str(where), cwd=ROOT)
+    return where
+
+
+@pytest.fixture
+def wheel(built: Path) -> Path:
+    return next(built.glob("*.whl"))
+
+
+def test_the_package_index_takes_both(built: Path) -> None:
+    files = [str(path) for path in built.glob("celery_redlock-*")]
+    assert len(files) == 2
+    run(sys.executable, "-m", "twine", "check", "--strict", *files, cwd=built)
+
+
+def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        names = {name for name in opened.namelist() if ".dist-info/" not in name}
+    package = ROOT / "celery_redlock"
+    wanted = {
+        str(path.relative_to(ROOT))
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    wanted.add("pytest_celery_redlock.py")  # beside it: pytest imports that at each of its starts
+    assert names == wanted
+    assert "celery_redlock/py.typed" in names
+    assert "celery_redlock/lock/lua/grant.lua" in names
+
+
+def test_the_sdist_has_what_its_tests_need(built: Path, tmp_path: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as opened:
+        opened.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    pytest_ = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    everything = run(*pytest_, "--collect-only", "tests", cwd=unpacked)
+    assert "tests/integration/test_shop.py" in everything
+    pure = ("tests/unit", "tests/test_architecture.py", "tests/test_pictures.py")
+    where = run(*pytest_, *pure, cwd=unpacked)
+    assert " passed" in where
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile"):
+        assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+@pytest.mark.parametrize("extra", ["", *EXTRAS])
+def test_it_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path, extra: str) -> None:
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=True)
+    python = str(home / "bin" / "python")
+    pip = (python, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "install", "-q", f"{wheel}[{extra}]" if extra else str(wheel), cwd=tmp_path)
+    run(*pip, "check", cwd=tmp_path)
+    assert "celery.commands redlock True" in run(python, "-c", LOOK, cwd=tmp_path)
+    (tmp_path / "shop.py").write_text(APP)
+    (tmp_path / "test_shop.py").write_text(TEST)
+    if extra:
+        run(python, *USES[extra], cwd=tmp_path)
+    celery = (str(home / "bin" / "celery"), "-A", "shop", "redlock")
+    assert "--json" in run(*celery, "doctor", "--help", cwd=tmp_path)
+    assert "stock:{sku}" in run(*celery, "rules", "shop.take", cwd=tmp_path)
+
+
+def test_what_the_start_page_installs_is_what_its_app_needs(wheel: Path, tmp_path: Path) -> None:
+    page = ROOT / "docs" / "start.md"
+    pip_, install, *words = shlex.split(blocks(page, "console")[0].code.removeprefix("$ "))
+    assert (pip_, install) == ("pip", "install")
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=True)
+    python = str(home / "bin" / "python")
+    wanted = [str(wheel) if word == "celery_redlock" else word for word in words]
+    assert str(wheel) in wanted
+    run(python, "-m", "pip", "--disable-pip-version-check", "install", "-q", *wanted, cwd=tmp_path)
+    (tmp_path / "tasks.py").write_text(blocks(page, "python")[0].code)
+    look = "from tasks import app; app.connection_for_write().transport_cls; app.backend.client"
+    run(python, "-c", look, cwd=tmp_path)
