@@ -96,14 +96,15 @@ def test_a_deferral_does_not_extend_expires(stage: Stage) -> None:
     assert not [line for line in stage.lines("begin") if line.key == "expiring"]
 
 
-def test_what_is_put_back_after_its_time_ends_as_revoked(stage: Stage) -> None:
+def test_what_expires_in_its_slot_ends_as_revoked(stage: Stage) -> None:
     queue = f"{stage.tasks.KIND}-slow"
     worker = stage.worker("slow", concurrency=1, queues=[queue])  # which takes one at a time
     with stage.tasks.late.lock_for("slow", wait=60):
         wait = {"lock": {"wait": 10}}
         result = stage.tasks.late.apply_async(("slow",), queue=queue, expires=6, **wait)
-        eventually(lambda: f"deferred tests.late[{result.id}]" in worker.output())
+        eventually(lambda: f"{result.id}] is not run: expired" in worker.output())
         eventually(lambda: stage.info(result)["status"] == "REVOKED")
+    assert "deferred tests.late" not in worker.output()
     assert not [line for line in stage.lines("begin") if line.key == "slow"]
 
 
