@@ -280,7 +280,7 @@ def _close(**_: Any) -> None:
         exporter.close()
 
 
-def _on_span(sender: Any, event: Any, outcome: str, **more: Any) -> None:
+def _on_span(sender: Any, event: Any, outcome: str) -> None:
     """Note what became of a run's own lock as attributes of its span, of others as events on it.
 
     A process that has not imported OpenTelemetry records nothing, so nothing is imported for it.
@@ -289,11 +289,14 @@ def _on_span(sender: Any, event: Any, outcome: str, **more: Any) -> None:
     span = None if trace is None else trace.get_current_span()
     if span is None or not span.is_recording():
         return
-    noted = {f"redlock.{name}": value for name, value in (*vars(event).items(), *more.items())}
-    if _is_own(sender, event.resource):
-        span.set_attributes({**noted, "redlock.outcome": outcome})
-    else:
+    noted = {f"redlock.{name}": value for name, value in vars(event).items()}
+    if not _is_own(sender, event.resource):
         span.add_event(f"redlock.{outcome}", noted)
+        return
+    if outcome == "acquired":
+        past = Slip.of(sender.request).past(utc_now())
+        noted |= {"redlock.waited": past.waited, "redlock.deferrals": past.deferrals}
+    span.set_attributes({**noted, "redlock.outcome": outcome})
 
 
 def _is_own(sender: Any, resource: str) -> bool:
@@ -306,11 +309,7 @@ def _is_own(sender: Any, resource: str) -> bool:
 
 
 def _acquired_on_span(sender: Any = None, event: Any = None, **_: Any) -> None:
-    more: dict[str, Any] = {}
-    if _is_own(sender, event.resource):
-        past = Slip.of(sender.request).past(utc_now())
-        more = {"waited": past.waited, "deferrals": past.deferrals}
-    _on_span(sender, event, "acquired", **more)
+    _on_span(sender, event, "acquired")
 
 
 def _released_on_span(sender: Any = None, event: Any = None, **_: Any) -> None:
