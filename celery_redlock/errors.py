@@ -20,6 +20,20 @@ __all__ = [
 ]
 
 
+# why a lock is not held that nobody took away, and the way out
+NEVER_ACQUIRED = "it was never acquired"
+RELEASED = "it was released"
+OF_THE_PARENT = "it belongs to the process that this one was forked from"
+_NOT_HELD = {
+    NEVER_ACQUIRED: (
+        "Acquire it first, by `with` or acquire(); a run that unreachable='run' lets through has "
+        "none"
+    ),
+    RELEASED: "Acquire it again, or release it later",
+    OF_THE_PARENT: "Acquire a Lock of this process's own",
+}
+
+
 class RedlockError(Exception):
     """The root of all errors of this package."""
 
@@ -66,7 +80,8 @@ class LockTaken(NotAcquired):
 
     holder: the label of the one that holds most of it. free_in: s until its lease ends if nobody
     renews it, None where that is not known. waited: s since the first try.
-    deferrals: how often the message was put back before.
+    deferrals: how often the message was put back before; None outside a task's run, where there is
+    no message.
     """
 
     def __init__(
@@ -75,7 +90,7 @@ class LockTaken(NotAcquired):
         holder: str = "",
         free_in: float | None = None,
         waited: float = 0.0,
-        deferrals: int = 0,
+        deferrals: int | None = None,
     ) -> None:
         super().__init__(resource, holder, free_in, waited, deferrals)
         self.resource, self.holder, self.free_in = resource, holder, free_in
@@ -86,10 +101,11 @@ class LockTaken(NotAcquired):
         return LockTaken(self.resource, self.holder, self.free_in, waited, self.deferrals)
 
     def __str__(self) -> str:
+        options = "wait=..." if self.deferrals is None else "wait, max_wait, max_deferrals"
         return (
-            f"{self.resource!r} is held by {self.holder or 'an unnamed holder'}; waited "
-            f"{self.waited:.1f} s, {self.deferrals} deferrals. Wait longer (wait, max_wait, "
-            f"max_deferrals) or find out what the holder does"
+            f"{self.resource!r} is held by {self.holder or 'an unnamed holder'}; "
+            f"{_waited(self.waited, self.deferrals)}. Wait longer ({options}) or find out what the "
+            "holder does"
         )
 
 
@@ -97,6 +113,7 @@ class QuorumUnreachable(NotAcquired):
     """Fewer nodes than a quorum voted, so nobody can tell whether the lock is free.
 
     causes: one text a node that gave no vote, "address: cause". quorum: votes needed.
+    waited, deferrals: as of `LockTaken`.
     """
 
     def __init__(
@@ -105,7 +122,7 @@ class QuorumUnreachable(NotAcquired):
         causes: Sequence[str] = (),
         quorum: int = 0,
         waited: float = 0.0,
-        deferrals: int = 0,
+        deferrals: int | None = None,
     ) -> None:
         super().__init__(resource, list(causes), quorum, waited, deferrals)
         self.resource, self.causes, self.quorum = resource, list(causes), quorum
@@ -117,17 +134,23 @@ class QuorumUnreachable(NotAcquired):
 
     def __str__(self) -> str:
         return (
-            f"no quorum of {self.quorum} nodes voted on {self.resource!r}; waited "
-            f"{self.waited:.1f} s, {self.deferrals} deferrals. Bring these nodes back: "
+            f"no quorum of {self.quorum} nodes voted on {self.resource!r}; "
+            f"{_waited(self.waited, self.deferrals)}. Bring these nodes back: "
             f"{'; '.join(self.causes) or 'no answer in time'}"
         )
 
 
-class LockLost(RedlockError):
-    """The lease ran out, or was taken away, while the lock was in use.
+def _waited(seconds: float, deferrals: int | None) -> str:
+    text = f"waited {seconds:.1f} s"
+    return text if deferrals is None else f"{text}, {deferrals} deferrals"
 
-    reason: what ended it. body_ended: True where the task's body had run to its end before the
-    loss was noticed, so that its effects stand.
+
+class LockLost(RedlockError):
+    """The lease ran out, or was taken away, while the lock was in use; or it was never in use.
+
+    reason: what ended it, or why it is not held: it was never acquired, or was released.
+    body_ended: True where the task's body had run to its end before the loss was noticed, so that
+    its effects stand.
     """
 
     def __init__(self, resource: str, reason: str, body_ended: bool = False) -> None:
@@ -135,6 +158,10 @@ class LockLost(RedlockError):
         self.resource, self.reason, self.body_ended = resource, reason, body_ended
 
     def __str__(self) -> str:
+        if self.reason in _NOT_HELD:
+            ended = "; its body had ended" if self.body_ended else ""
+            way_out = _NOT_HELD[self.reason]
+            return f"the lock on {self.resource!r} is not held: {self.reason}{ended}. {way_out}"
         tense = "its body had ended" if self.body_ended else "its body had not ended"
         return (
             f"the lock on {self.resource!r} is lost ({self.reason}); {tense}. Another holder may "

@@ -18,6 +18,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from celery_redlock.errors import (
+    NEVER_ACQUIRED,
+    OF_THE_PARENT,
+    RELEASED,
     LockLost,
     LockTaken,
     NotAcquired,
@@ -278,7 +281,7 @@ class Lock:
         return max(holding.fencing_token for holding in holdings)
 
     def ensure(self) -> None:
-        """Raise LockLost unless the lock is held now. No I/O."""
+        """Raise LockLost, which says why, unless the lock is held now. No I/O."""
         if not self.held:
             raise LockLost(self.resource, self._why())
 
@@ -507,13 +510,13 @@ class Lock:
 
     def _why(self) -> str:
         if self._last is None:
-            return "it is not acquired"
+            return NEVER_ACQUIRED
         if self._grips and not self._holdings():
-            return "it belongs to the process that this one was forked from"
+            return OF_THE_PARENT
         holdings = self._holdings()
         if not holdings:
-            return "it is released"
-        return next((h.reason for h in holdings if h.lost), "it is released")
+            return RELEASED
+        return next((h.reason for h in holdings if h.lost), RELEASED)
 
     def _check_owner(self, context: Context) -> None:
         """Raise where the object is acquired in another context; the first one in is its owner."""

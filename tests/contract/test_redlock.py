@@ -113,6 +113,7 @@ class TestAcquireAndRelease:
             assert caught.value.holder.startswith("pid ")
             assert caught.value.free_in is not None
             assert 10 < caught.value.free_in <= 30
+            assert "Wait longer (wait=...)" in str(caught.value)
             assert other.lock("r").try_acquire() is False
 
     def test_a_failed_try_leaves_no_key_of_its_own(self, nodes: list[EmbeddedNode]) -> None:
@@ -295,6 +296,17 @@ class TestRelease:
     def test_one_that_was_never_acquired_is_an_error(self, redlock: Redlock) -> None:
         with pytest.raises(RedlockError, match="never acquired"):
             redlock.lock("r").release()
+
+    def test_before_and_after_it_a_lock_is_not_held_rather_than_lost(
+        self, redlock: Redlock
+    ) -> None:
+        lock = redlock.lock("r")
+        with pytest.raises(LockLost, match="is not held: it was never acquired"):
+            lock.ensure()
+        with lock:
+            lock.ensure()
+        with pytest.raises(LockLost, match="is not held: it was released"):
+            lock.extend()
 
     def test_leaving_a_with_never_hides_the_bodys_error(
         self, redlock: Redlock, mortal_nodes: list[EmbeddedNode]

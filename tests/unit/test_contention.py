@@ -98,6 +98,7 @@ def test_spent_deferrals_end_as_failure_with_what_happened() -> None:
     assert (error.resource, error.holder, error.waited, error.deferrals) == (
         "stock:7", "the other", 7.5, 3,
     )  # fmt: skip
+    assert "max_wait" in str(error)
 
 
 def test_giving_up_counts_deferrals_whatever_their_cause_and_names_the_last_one() -> None:

@@ -16,11 +16,13 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
+from celery_redlock.errors import NEVER_ACQUIRED, OF_THE_PARENT, RELEASED
 
 ERRORS = [
     SettingsError("task 'a'", "lock_ttl", "-1", "must be a number of seconds above 0"),
     NodeError("10.0.0.1:6379", "Connection refused", True),
     LockTaken("stock:7", "id:task:0:0 w1@host", 2.5, 1.25, 3),
+    LockTaken("stock:7", "pid 7 on host", 2.5, 1.25),
     QuorumUnreachable("stock:7", ["10.0.0.1:6379: Connection refused"], 2, 1.0, 4),
     LockLost("stock:7", "another token took its key", True),
     DuplicateTask("stock:7", "3f2a"),
@@ -68,3 +70,24 @@ def test_unreachable_names_each_node_and_its_cause() -> None:
 def test_lost_says_whether_the_body_had_ended() -> None:
     assert "its body had ended" in str(LockLost("r", "why", True))
     assert "its body had not ended" in str(LockLost("r", "why", False))
+
+
+@pytest.mark.parametrize("reason", [NEVER_ACQUIRED, RELEASED, OF_THE_PARENT])
+def test_what_is_not_held_is_not_called_lost(reason: str) -> None:
+    text = str(LockLost("r", reason))
+    assert f"the lock on 'r' is not held: {reason}" in text
+    assert "lost" not in text
+    assert "body" not in text
+    assert "its body had ended" in str(LockLost("r", reason, True))
+
+
+def test_taken_names_the_way_out_of_whoever_asked() -> None:
+    """A plain lock has no message that could be put back."""
+    plain, task = str(LockTaken("r", "h", None, 0.5)), str(LockTaken("r", "h", None, 0.5, 0))
+    assert "waited 0.5 s. Wait longer (wait=...)" in plain
+    assert "waited 0.5 s, 0 deferrals. Wait longer (wait, max_wait, max_deferrals)" in task
+
+
+def test_unreachable_counts_deferrals_of_messages_alone() -> None:
+    assert "waited 0.5 s. Bring" in str(QuorumUnreachable("r", [], 2, 0.5))
+    assert "waited 0.5 s, 0 deferrals. Bring" in str(QuorumUnreachable("r", [], 2, 0.5, 0))
