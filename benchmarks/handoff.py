@@ -47,6 +47,7 @@ def main() -> None:
             Lane("by hand, redis-py", "by hand", slow, *where),
         ]
         for lane in lanes:
+            stack.callback(lane.delete_queue)  # after its workers, who would declare it anew
             for worker in lane.workers:
                 stack.push(worker)
                 worker.launch()
@@ -110,6 +111,13 @@ class Lane:
         ends = [end for _, end in spans[:-1]]
         begins = [begin for begin, _ in spans[1:]]
         self.gaps += [(begin - end) * 1000 for begin, end in zip(begins, ends, strict=True)]
+
+    def delete_queue(self) -> None:
+        """Leave nothing on a broker that others use, too."""
+        queue = self._sender.amqp.queues[self._queue]
+        with self._sender.connection_for_write() as connection:
+            queue(connection).delete()
+            queue.exchange(connection).delete()
 
     def _await(self) -> str:
         found = cast(
