@@ -1,7 +1,8 @@
-# Each target does all of its own set-up; plain Python commands stand behind them.
+# Each target but benchmarks does all of its own set-up; plain Python commands stand behind them.
 PYTHON ?= python3
 
 SECONDS ?= 600
+QUICK ?=
 
 .PHONY: shop test docs soak benchmarks clean
 
@@ -18,10 +19,13 @@ soak:  ## the simulator and the storm, SECONDS (600) each
 	$(PYTHON) -m tests.simulation --seconds $(SECONDS)
 	$(PYTHON) -m tests.integration.storm --seconds $(SECONDS)
 
-benchmarks:  ## cost of a lock and of a locked task, as ratios from one run
-	$(PYTHON) -m benchmarks.pair
-	$(PYTHON) -m benchmarks.task
-	$(PYTHON) -m benchmarks.renewals
+benchmarks:  ## what a lock costs, with celery_redlock[benchmarks] installed; QUICK=--quick for a look
+	$(PYTHON) -m benchmarks.pair $(QUICK)
+	$(PYTHON) -m benchmarks.task $(QUICK)
+	$(PYTHON) -m benchmarks.renewals $(QUICK)
+	$(PYTHON) -m benchmarks.send $(QUICK)
+	$(PYTHON) -m benchmarks.handoff $(QUICK)
+	$(PYTHON) -m benchmarks.crowd $(QUICK)
 
 clean:  ## what the commands above made
 	rm -rf .venv build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -59,7 +59,8 @@ def senders_of(broker: EmbeddedNode, urls: Sequence[str]) -> dict[str, Send]:
         senders[ours(size)] = made(body).delay
     for name, task in (("celery-once", celery_once), ("celery-singleton", celery_singleton)):
         with contextlib.suppress(PackageNotFoundError):
-            senders[f"{name} {version(name)}"] = task(broker, urls[0]).delay
+            named = f"{name} {version(name)}"  # raises before anything of it is imported
+            senders[named] = task(broker, urls[0]).delay
     return senders
 
 
