@@ -196,18 +196,18 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
     run = "id:task:0:0"
     app = Celery("buries", set_as_default=False)
     app.conf.redlock_nodes = [node.url for node in nodes]
-    redlock = runtime.redlock_of(app)
-    terms = Terms(("k",), TTL, 0.0, renew=False, max_hold=None, label=f"{run} worker")
-    session = redlock.session
-    holding = Holding(session, terms, spots_of("redlock", terms), session.context())
-    holding.claims = [Claim(session, terms, spot) for spot in spots_of("redlock", terms)]
-    slot, known = children.Slot(), children.Children()
-    slot.mark(slot.write(children.line_of(holding, holding.claims[0])), state)
-    slot.tell_end(run)
-    known.slots.append(slot)
-    process = children.Process(os.getpid(), children.started_at(os.getpid()))
-    known.processes[slot] = process
-    children.Watch(known, app)._bury(slot, process)
-    settle(redlock)
+    with runtime.redlock_of(app) as redlock:
+        terms = Terms(("k",), TTL, 0.0, renew=False, max_hold=None, label=f"{run} worker")
+        session = redlock.session
+        holding = Holding(session, terms, spots_of("redlock", terms), session.context())
+        holding.claims = [Claim(session, terms, spot) for spot in spots_of("redlock", terms)]
+        slot, known = children.Slot(), children.Children()
+        slot.mark(slot.write(children.line_of(holding, holding.claims[0])), state)
+        slot.tell_end(run)
+        known.slots.append(slot)
+        process = children.Process(os.getpid(), children.started_at(os.getpid()))
+        known.processes[slot] = process
+        children.Watch(known, app)._bury(slot, process)
+        settle(redlock)
     marks = [node.client().keys(f"*:done:{run}") for node in nodes]
     assert [bool(found) for found in marks] == [is_done] * 3
