@@ -80,8 +80,7 @@ class LockTaken(NotAcquired):
 
     holder: the label of the one that holds most of it. free_in: s until its lease ends if nobody
     renews it, None where that is not known. waited: s since the first try.
-    deferrals: how often the message was put back before; None outside a task's run, where there is
-    no message.
+    deferrals: how often the message was put back before; 0 where there is none to put back.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class LockTaken(NotAcquired):
         holder: str = "",
         free_in: float | None = None,
         waited: float = 0.0,
-        deferrals: int | None = None,
+        deferrals: int = 0,
     ) -> None:
         super().__init__(resource, holder, free_in, waited, deferrals)
         self.resource, self.holder, self.free_in = resource, holder, free_in
@@ -101,7 +100,7 @@ class LockTaken(NotAcquired):
         return LockTaken(self.resource, self.holder, self.free_in, waited, self.deferrals)
 
     def __str__(self) -> str:
-        options = "wait=..." if self.deferrals is None else "wait, max_wait, max_deferrals"
+        options = "wait, max_wait, max_deferrals" if self.deferrals else "wait"
         return (
             f"{self.resource!r} is held by {self.holder or 'an unnamed holder'}; "
             f"{_waited(self.waited, self.deferrals)}. Wait longer ({options}) or find out what the "
@@ -122,7 +121,7 @@ class QuorumUnreachable(NotAcquired):
         causes: Sequence[str] = (),
         quorum: int = 0,
         waited: float = 0.0,
-        deferrals: int | None = None,
+        deferrals: int = 0,
     ) -> None:
         super().__init__(resource, list(causes), quorum, waited, deferrals)
         self.resource, self.causes, self.quorum = resource, list(causes), quorum
@@ -140,9 +139,9 @@ class QuorumUnreachable(NotAcquired):
         )
 
 
-def _waited(seconds: float, deferrals: int | None) -> str:
+def _waited(seconds: float, deferrals: int) -> str:
     text = f"waited {seconds:.1f} s"
-    return text if deferrals is None else f"{text}, {deferrals} deferrals"
+    return f"{text}, {deferrals} deferrals" if deferrals else text
 
 
 class LockLost(RedlockError):

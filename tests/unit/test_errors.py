@@ -83,11 +83,11 @@ def test_what_is_not_held_is_not_called_lost(reason: str) -> None:
 
 def test_taken_names_the_way_out_of_whoever_asked() -> None:
     """A plain lock has no message that could be put back."""
-    plain, task = str(LockTaken("r", "h", None, 0.5)), str(LockTaken("r", "h", None, 0.5, 0))
-    assert "waited 0.5 s. Wait longer (wait=...)" in plain
-    assert "waited 0.5 s, 0 deferrals. Wait longer (wait, max_wait, max_deferrals)" in task
+    plain, task = str(LockTaken("r", "h", None, 0.5)), str(LockTaken("r", "h", None, 0.5, 3))
+    assert "waited 0.5 s. Wait longer (wait) " in plain
+    assert "waited 0.5 s, 3 deferrals. Wait longer (wait, max_wait, max_deferrals) " in task
 
 
 def test_unreachable_counts_deferrals_of_messages_alone() -> None:
     assert "waited 0.5 s. Bring" in str(QuorumUnreachable("r", [], 2, 0.5))
-    assert "waited 0.5 s, 0 deferrals. Bring" in str(QuorumUnreachable("r", [], 2, 0.5, 0))
+    assert "waited 0.5 s, 3 deferrals. Bring" in str(QuorumUnreachable("r", [], 2, 0.5, 3))
