@@ -297,7 +297,7 @@ def waits_no_more(
     """
     may_wait = callable(rules.conflict) or rules.conflict == "coalesce"
     strike_out(task, request, slip, surely=surely)
-    if slip.redelivered and may_wait and not slip.first:
+    if slip.is_second and may_wait and not slip.first:
         leave(task, resources, name_of_run(task, request), surely=surely)
 
 
@@ -353,6 +353,7 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
     except BaseException as cut:
         let_go(request)
         _tell_nothing(task, request, slip, cut)
+        strike_out(task, request, slip)  # nobody is skipped for a run that fails
         raise
     end_unrun(task, request, slip, over)  # if so, nobody ran it; the lock goes, with its mark, then
     return _run_body(task, request, passage, rules, slip, call, args, kwargs)
@@ -595,7 +596,7 @@ def await_first(task: Any, request: Any, slip: Slip, refused: Exception) -> NoRe
 
     refused: why it did not get its lock; a soft time limit, too. No state, event or signal tells
     of it: they would overwrite what the first one is at. For the same reason no budget ends it, nor
-    what `conflict` says.
+    what `conflict` says. Nobody is skipped for it meanwhile: it may find the first one done.
     """
     cap = settings_of(task.app).countdown_cap
     decision = contention.await_twin(refused, slip.twin, random.uniform, cap)
@@ -609,6 +610,7 @@ def await_first(task: Any, request: Any, slip: Slip, refused: Exception) -> NoRe
     told = states.fields("twin_waits", task, request, countdown=countdown)
     text = "%s[%s] %s: this one looks again in %.2f s"
     logger.info(text, task.name, request.id, why, countdown, extra=told)
+    strike_out(task, request, slip)
     put_back(task, request, slip.next_as_twin(request.retries, request.id), countdown)
     request.__dict__[GOES_ON] = True
     raise Ignore("runs already")

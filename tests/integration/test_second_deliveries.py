@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -13,6 +14,7 @@ import celery
 import pytest
 from celery.exceptions import TaskRevokedError
 
+from celery_redlock.tasks.deferral import HEADER, Slip, utc_now
 from celery_redlock.tasks.waiting import enter
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import eventually
@@ -306,20 +308,56 @@ def test_an_unflagged_delivery_of_what_runs_is_dropped_like_a_flagged_one(
     assert stage.info(result)["status"] == "SUCCESS"
 
 
-def test_a_second_delivery_that_runs_waits_no_more_though_the_first_one_was_to(
-    stage: Stage, key: str
-) -> None:
-    task, coalesced = stage.tasks.until, {"lock": {"conflict": "coalesce"}}
-    # as it is left by a worker that dies before it has put the message back
+COALESCED = {"conflict": "coalesce"}
+
+
+def coalesced(stage: Stage, key: str, slip: Slip, **options: Any) -> tuple[Any, str]:
+    """Make a message that comes with such a slip, and that is noted as the one that waits."""
+    task = stage.tasks.until
     enter(task, [f"k:{key}"], f"{key}:{task.name}:0:0", 5.0)
-    args = key, f"{key} end"
-    task.apply_async(args, queue=HELD_BACK, task_id=key, **coalesced)
-    payload = json.loads(str(stage.broker.client().rpop(HELD_BACK)))
-    payload["properties"]["delivery_info"]["routing_key"] = QUEUE
-    deliver(stage, json.dumps(payload))
-    eventually(lambda: begun(stage, key))
-    later = task.apply_async(args, **coalesced)
+    lock = {**COALESCED, **options}
+    result, message = hold_back(stage, "until", key, f"{key} end", task_id=key)
+    payload = json.loads(message)
+    payload["headers"][HEADER] = replace(slip, id=key, options=lock).to_message()
+    return result, json.dumps(payload)
+
+
+def see_nobody_skipped_for_it(stage: Stage, key: str) -> Any:
+    """Send one more; returns it once it waits by itself, for the one before does not any more."""
+    later = stage.tasks.until.apply_async((key, f"{key} end"), lock=COALESCED)
     stage.see_deferred(later)
+    return later
+
+
+@pytest.mark.parametrize(
+    ("slip", "flagged"), [(Slip(), True), (Slip(twin=1), False)], ids=["flagged", "put back"]
+)
+def test_a_second_delivery_that_runs_waits_no_more_though_the_first_one_was_to(
+    stage: Stage, key: str, slip: Slip, flagged: bool
+) -> None:
+    """As it is left by a worker that dies before it has put the message back."""
+    _, message = coalesced(stage, key, slip)
+    deliver(stage, message, flagged=flagged)
+    eventually(lambda: begun(stage, key))
+    later = see_nobody_skipped_for_it(stage, key)
     stage.log.with_name(f"{key} end").touch()
     assert later.get(timeout=120)
     assert len(begun(stage, key)) == 2
+
+
+@pytest.mark.parametrize("flagged", [False, True], ids=["first", "second"])
+def test_nobody_is_skipped_for_a_delivery_that_a_soft_limit_cut_as_it_waited_in_its_slot(
+    stage: Stage, worker: WorkerProcess, key: str, flagged: bool
+) -> None:
+    """The first one fails, and a second one goes back, to look whether the first one runs."""
+    with stage.tasks.until.lock_for(key, f"{key} end", wait=60):
+        slip = Slip(deferrals=1, since=utc_now().isoformat(), waits_for=[f"k:{key}"], first=True)
+        result, message = coalesced(stage, key, slip, wait=60)
+        deliver(stage, limited(message, 1), flagged=flagged)
+        if flagged:
+            eventually(lambda: says(worker, "may run already", result))
+        else:
+            eventually(lambda: stage.info(result)["status"] == "FAILURE")
+        later = see_nobody_skipped_for_it(stage, key)
+    stage.log.with_name(f"{key} end").touch()
+    assert later.get(timeout=120)
