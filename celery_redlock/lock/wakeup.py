@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import ssl
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -162,6 +163,8 @@ class Ear:
         self._connection: Any = None
         self._reader: Any = None
         self._asked: set[str] = set()
+        # whether the node was asked if it is there; monotonic s of that, or of its last word
+        self._pinged, self._spoke_at = False, 0.0
         self._tries = 0
         self.confirmed: set[str] = set()
 
@@ -209,29 +212,48 @@ class Ear:
             self._connection = self._address.dial(self._timeout)
             self._connection._sock.setblocking(False)
             self._reader = hiredis.Reader(encoding="utf-8", errors="replace")
+            self._pinged, self._spoke_at = False, self._clock.now()
         if self._connection is None:
             return self._rest(LINGER)
         self._send("SUBSCRIBE", wanted - self._asked)
         self._send("UNSUBSCRIBE", self._asked - wanted)
         self._asked = wanted
-        came = self._rest(LINGER)
-        if not came and wanted:
-            self._send("PING", ("",))  # is it still there?
-            came = self._rest(self._timeout)
-            if not came:
-                raise OSError("no answer")
-        self._reader.feed(receive(self._connection._sock))
+        came = self._rest(self._timeout if self._pinged else LINGER)
+        data = receive(self._connection._sock)
+        if data or wanted:
+            self._see_there(heard=bool(data), came=came)
+        self._reader.feed(data)
         while (reply := self._reader.gets()) is not False:
             self._take(reply)
         return came
 
+    def _see_there(self, *, heard: bool, came: bool) -> None:
+        """Ask a node that says nothing whether it is still there; raises OSError where it is not.
+
+        By the clock as well: where somebody rings all the time, no rest is ever a whole one.
+        """
+        now = self._clock.now()
+        silent_for = now - self._spoke_at
+        if heard:
+            self._pinged, self._spoke_at = False, now
+        elif self._pinged and (not came or silent_for >= self._timeout):
+            raise OSError("no answer")
+        elif not self._pinged and (not came or silent_for >= LINGER):
+            self._send("PING", ("",))
+            self._pinged, self._spoke_at = True, now
+
     def _send(self, command: str, words: Iterable[str]) -> None:
+        """Send all of it: many channels at once are more than a connection takes at once."""
         words = list(words)
-        if words:
-            request = self._connection.pack_command(command, *words)
-            data = b"".join(request)
-            if self._connection._sock.send(data) < len(data):
-                raise OSError("the node does not read what is sent")
+        data = b"".join(self._connection.pack_command(command, *words)) if words else b""
+        while data:
+            try:
+                data = data[self._connection._sock.send(data) :]
+            except (BlockingIOError, ssl.SSLWantWriteError):
+                poll = original("select", "poll")()
+                poll.register(self._connection._sock.fileno(), select.POLLOUT)
+                if not poll.poll(max(1, int(self._timeout * 1000))):
+                    raise OSError("the node does not read what is sent") from None
 
     def _take(self, reply: Any) -> None:
         kind, channel = reply[:2] if isinstance(reply, list) else ("", "")

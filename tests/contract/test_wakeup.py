@@ -364,3 +364,38 @@ def test_an_ear_that_ends_leaves_the_next_one_its_connection(
         assert ear.ended.wait(WAIT)
         assert nodes[0].client().pubsub_numsub("b") == [("b", 1)]
         assert (ear.confirmed, heard["b"]) == ({"b"}, 1)
+
+
+@contextlib.contextmanager
+def listening(node: EmbeddedNode, *channels: str) -> Iterator[Ear]:
+    """Give an ear that was told to hear these channels."""
+    address = parse_address(node.url, "test", "nodes", NODE_TIMEOUT)
+    wanted = set(channels)
+    ear = Ear(address, NODE_TIMEOUT, SystemClock(), lambda: set(wanted), lambda *_: None)
+    with contextlib.closing(ear):
+        ear.attend()
+        yield ear
+
+
+def test_an_ear_that_is_told_of_channels_all_the_time_finds_out_that_its_node_is_gone(
+    mortal_nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is gone ends no connection, and whoever comes to wait rings."""
+    monkeypatch.setattr(wakeup, "LINGER", 0.1)
+    with listening(mortal_nodes[0], "a") as ear:
+        eventually(lambda: ear.confirmed)
+        mortal_nodes[0].pause()
+
+        def is_dropped_though_it_is_rung() -> bool:
+            ear.attend()
+            return not ear.confirmed
+
+        eventually(is_dropped_though_it_is_rung)
+
+
+def test_an_ear_hears_more_channels_than_a_connection_takes_at_once(
+    nodes: list[EmbeddedNode],
+) -> None:
+    channels = [f"{number}".rjust(250, "c") for number in range(40_000)]
+    with listening(nodes[0], *channels) as ear:
+        eventually(lambda: len(ear.confirmed) == len(channels))
