@@ -52,6 +52,7 @@ SOON = 1.0  # s: who tries by then anyway need not try because a worker begins t
 SEATS = 1000  # messages that wait in one worker's memory, some 10 KB each; the rest in its queue
 PACE = 0.025  # s: between those that leave for the others of a queue to come in
 COUNTS_ON = 60.0  # s after its countdown for which a run that waits is waited for
+TOLD = 16  # releases of a resource that are remembered for messages on their way
 TRIES, PAUSE = 4, 0.02  # at the place of the one that waits, where several came at once; s
 
 
@@ -286,8 +287,9 @@ class Room(bootsteps.StartStopStep):
         self._lines = Lines()
         self._standing = 0  # how many wait for whom no further message is taken in
         self._woken: weakref.WeakSet[Any] = weakref.WeakSet()
-        # the last release of a channel: monotonic s, and the limits that somebody stood there with
-        self._told: dict[str, tuple[float, set[int]]] = {}
+        # the last releases of a channel: monotonic s, and the limits that somebody was woken by
+        self._told: dict[str, deque[tuple[float, set[int]]]] = {}
+        self._opened_at = self._clock.now()  # what was said before that may have been missed
         self._words: dict[str, int] = {}  # how many nodes have said it, the latest last
         self._told_at: dict[str, float] = {}  # monotonic s of the last release, by channel
         self._refused: dict[Line, float] = {}  # monotonic s of the last refusal that is known of
@@ -302,13 +304,14 @@ class Room(bootsteps.StartStopStep):
             parent.hub.add_reader(self._bell.descriptor, self._on_bell)
         elif getattr(parent.pool, "is_green", False):
             self._place = here()
-        self._looks = parent.timer.call_repeatedly(LOOK, self._look)
+        self._looks = parent.timer.call_after(LOOK, self._look_again)
 
     def stop(self, parent: Any) -> None:
         """Forget everybody: the broker delivers again what waits here."""
-        self._cancel(self._looks)
+        looks, self._looks = self._looks, None  # first: it may be looking, and go on meanwhile
+        self._cancel(looks)
         self._cancel(self._leaves)
-        self._looks = self._leaves = None
+        self._leaves = None
         self._forget()
 
     def shutdown(self, parent: Any) -> None:
@@ -345,14 +348,19 @@ class Room(bootsteps.StartStopStep):
     def _has_missed(self, waiting: Waiting, refused_at: float) -> bool:
         """Tell whether a release came while a message was on its way, and found nobody in its line.
 
-        refused_at: monotonic s. That release is for this one, then, and for nobody after it.
+        refused_at: monotonic s. That release is for this one, then, and for nobody after it. Of
+        permits several may have been released; of a plain lock the last release alone matters.
         """
         channel, limit = waiting.line
-        told_at, limits = self._told.get(channel, (-math.inf, set[int]()))
-        if limit in limits or told_at < refused_at:
-            return False
-        limits.add(limit)
-        return True
+        for told_at, limits in list(self._told_on(channel))[-limit:]:
+            if limit not in limits and told_at >= refused_at:
+                limits.add(limit)
+                return True
+        return False
+
+    def _told_on(self, channel: str) -> deque[tuple[float, set[int]]]:
+        opened = self._opened_at, set[int]()
+        return self._told.setdefault(channel, deque([opened], maxlen=TOLD))
 
     def waiting(self) -> list[Waiting]:
         """Return who waits, in the order in which they were put back first; asked by any thread."""
@@ -436,7 +444,7 @@ class Room(bootsteps.StartStopStep):
             now = self._clock.now()
             firsts = self._firsts(channel)
             if word:
-                self._told[channel] = now, {first.line[1] for first in firsts}
+                self._told_on(channel).append((now, {first.line[1] for first in firsts}))
             if word and firsts:
                 self._expect_another(channel, now)
             for first in firsts:
@@ -572,6 +580,19 @@ class Room(bootsteps.StartStopStep):
     def _cancel(self, entry: Any) -> None:
         if entry is not None:
             self._consumer.timer.cancel(entry)
+
+    def _look_again(self) -> None:
+        """Look each second.
+
+        Source: celery.concurrency.gevent and eventlet: what `call_repeatedly` returns there cancels
+        the first call alone.
+        """
+        looks = self._looks
+        try:
+            self._look()
+        finally:
+            if self._looks is looks:  # else the room was closed meanwhile
+                self._looks = self._consumer.timer.call_after(LOOK, self._look_again)
 
     def _look(self) -> None:
         """Hand on what is not to run, which Celery sees then, and forget what nobody needs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ from celery.utils.timer2 import Timer
 from kombu.common import QoS
 
 from celery_redlock.lock.clock import SystemClock
+from celery_redlock.tasks import waiting as waiting_module
 from celery_redlock.tasks.deferral import CLOCKS_DIFFER
 from celery_redlock.tasks.waiting import Room, Waiting
+from tests.conftest import eventually
 
 
 class Consumer(SimpleNamespace):
@@ -121,6 +124,72 @@ def test_after_a_refusal_in_its_own_line_nobody_tries_each_second(
     finally:
         timer.stop()
     assert (len(handed_on), len(room._told_at)) == (tries, tries)
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    """Give a room that a worker has just opened."""
+    qos, timer = QoS(lambda prefetch_count: None, 1), Timer()
+    app, parent = SimpleNamespace(conf={}), {"initial_prefetch_count": 1, "hub": None, "pool": None}
+    made = Room(Consumer(apply_eta_task=fail, app=app, qos=qos, timer=timer, **parent))
+    made.start(made._consumer)
+    try:
+        yield made
+    finally:
+        timer.stop()
+
+
+def missed(room: Room, count: int, limit: int, refused_at: float) -> list[bool]:
+    """Return which of so many messages hear that they missed a release on their way here."""
+    line, due = ("a", limit), SystemClock().now() + 100
+    come = [
+        Waiting(Consumer(), (f"10:0{number}", number), line, due, patient=True)
+        for number in range(count)
+    ]
+    return [room._has_missed(waiting, refused_at) for waiting in come]
+
+
+@pytest.mark.parametrize(("limit", "heard"), [(1, 1), (2, 2), (3, 2)])
+def test_of_permits_each_release_is_for_one_that_was_on_its_way(
+    room: Room, limit: int, heard: int
+) -> None:
+    refused_at = SystemClock().now()
+    room._call("a", "a release")
+    room._call("a", "another one")
+    assert sum(missed(room, 4, limit, refused_at)) == heard
+
+
+def test_what_was_refused_before_the_broker_was_lost_may_have_missed_a_release(
+    room: Room,
+) -> None:
+    refused_at = SystemClock().now()
+    room._call("a", "a release")
+    room.stop(room._consumer)
+    room.start(room._consumer)
+    assert missed(room, 2, 1, refused_at) == [True, False]
+    assert missed(room, 1, 1, SystemClock().now()) == [False]
+
+
+def test_of_a_room_that_opens_anew_no_look_is_left_over(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A greenlets' timer can cancel the next call of a repeated one only where that is known."""
+    gevent = pytest.importorskip("gevent")
+    timers = pytest.importorskip("celery.concurrency.gevent")
+    monkeypatch.setattr(waiting_module, "LOOK", 0.01)
+    timer = room._consumer.timer = timers.Timer()
+
+    def calls() -> set[Any]:
+        gevent.sleep(0.01)
+        return {greenlet for greenlet in timer.queue if not greenlet.dead}
+
+    for _ in range(3):
+        room.start(room._consumer)
+        (first,) = calls()
+        eventually(lambda first=first: first not in calls())
+        assert len(calls()) == 1
+        room.stop(room._consumer)
+        assert not calls()
 
 
 def fail() -> None:
