@@ -295,9 +295,8 @@ def waits_no_more(
     A second delivery does not carry that: the first one may have been noted, and died before it
     was put back.
     """
-    may_wait = callable(rules.conflict) or rules.conflict == "coalesce"
     strike_out(task, request, slip, surely=surely)
-    if slip.is_second and may_wait and not slip.first:
+    if slip.is_second and asks_others(rules) and not slip.first:
         leave(task, resources, name_of_run(task, request), surely=surely)
 
 
@@ -399,7 +398,8 @@ def _run_body(
     done = False
     try:
         tracked = bool(getattr(task, "_redlock_track_started", False))
-        states.show_started(task, request, tracked=tracked, deferred=slip.deferrals > 0)
+        deferred = slip.deferrals > 0 or slip.is_second  # of which DEFERRED may be stored, too
+        states.show_started(task, request, tracked=tracked, deferred=deferred)
         done = slip.may_run_elsewhere  # no further publication of it is to run
         if passage.unlocked:
             return call(*args, **kwargs)
@@ -451,9 +451,13 @@ def is_done_since(task: Any, request: Any, began: float) -> bool:
     began: s since 1970. False where no node can say, and where no final state is stored: this body
     may have stored one of its own over it, and then somebody has to store another.
     """
+    return is_marked_since(task, request, began - CLOCKS_DIFFER) and states.is_over(task, request)
+
+
+def is_marked_since(task: Any, request: Any, since: float) -> bool:
+    """Tell whether a node knows that a run was done after that, s since 1970."""
     marks = marks_of(redlock_of(task.app).session, name_of_run(task, request))
-    is_done = any(mark is not None and mark > began - CLOCKS_DIFFER for mark in marks)
-    return is_done and states.is_over(task, request)
+    return any(mark is not None and mark > since for mark in marks)
 
 
 def ensure_to_the_end(lock: Lock) -> None:
@@ -511,6 +515,7 @@ def turn_away(
     except BaseException:  # a callable's error, or cut, as by a soft time limit
         leave(task, resources, name_of_run(task, request))  # nobody is skipped for a run that fails
         raise
+    _make_way_to_done(task, request, rules, slip, resources)
     if not (isinstance(decision, Requeue) and decision.first):
         waits_no_more(task, request, slip, rules, resources)
     if isinstance(decision, RunUnlocked):
@@ -533,6 +538,19 @@ def turn_away(
         defer(task, request, following, past, refused, decision.countdown)
     else:
         raise contention.told(refused, past)
+
+
+def _make_way_to_done(
+    task: Any, request: Any, rules: Rules, slip: Slip, resources: Sequence[str]
+) -> None:
+    """Let go of a message that another delivery of it has brought to its end since the refusal.
+
+    What this one would store, such as DEFERRED, would stay over that end.
+    """
+    since = slip.asks_since() if asks_others(rules) else None
+    if since is not None and is_marked_since(task, request, max(0.0, since)):
+        leave(task, resources, name_of_run(task, request))
+        make_way(task, request)
 
 
 def why_over(task: Any, request: Any, slip: Slip) -> str:
@@ -559,6 +577,14 @@ def turn_away_unrun(task: Any, request: Any, slip: Slip, refused: NotAcquired, o
 def is_patient(rules: Rules) -> bool:
     """Tell whether a message may wait for a release alone: without a budget, and asked nothing."""
     return rules.conflict == "requeue" and rules.max_wait is None and rules.max_deferrals is None
+
+
+def asks_others(rules: Rules) -> bool:
+    """Tell whether a callable or the nodes say what becomes of a message that was refused.
+
+    That takes its time, and the message may be noted as the one that waits.
+    """
+    return callable(rules.conflict) or rules.conflict == "coalesce"
 
 
 def goes_back(task: Any, request: Any) -> bool:

@@ -58,12 +58,12 @@ class Request(celery.worker.request.Request):
         return bool(super().revoked()) and not self.is_revoked
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
-        """Write REVOKED; of a second delivery the gate does, unless the first one runs or is done.
+        """Write REVOKED; of what may run elsewhere the gate does, unless that runs or is done.
 
         Source: celery.worker.request: Request.revoked calls it with what it has found out.
         """
         slip = self.slip
-        if terminated or expired or not (self.task.acks_late and slip.is_second):
+        if terminated or expired or not (self.task.acks_late and slip.may_run_elsewhere):
             self._wait_no_more(slip)
             super()._announce_revoked(reason, terminated, signum, expired)
             return

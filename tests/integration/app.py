@@ -750,6 +750,8 @@ def decide(contention: Contention) -> Any:
           kwargs=dict(contention.kwargs))  # fmt: skip
     if word == "raise":
         raise KeyError("no word")
+    if word == "at last requeue":
+        wait_for_file(f"{contention.args[0]} decides")
     if word == "coalesce, then raise" and contention.deferrals:
         raise KeyError("no word any more")
     if word == "coalesce, then raise":
@@ -763,6 +765,12 @@ def decide(contention: Contention) -> Any:
 def decided(self: Any, key: str, word: str, more: int = 0) -> str:
     write("begin", key)
     return key
+
+
+@locked(name="tests.decided_late", lock_conflict=decide, acks_late=True)
+def decided_late(self: Any, key: str, word: str) -> None:
+    write("begin", key)
+    raise ValueError("body")
 
 
 @task(base=LockedTask, lock_backoff=QUICK)

@@ -21,7 +21,7 @@ from celery_redlock.tasks.deferral import Requeue, Slip, logger, put_back, utc_n
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
 from tests.integration.conftest import Stage
-from tests.integration.deliveries import QUEUE, see_drained
+from tests.integration.deliveries import QUEUE, deliver, messages_of, see_drained
 
 VISIBILITY = 2  # s
 DROPPED = "another delivery of its message is done"
@@ -57,6 +57,21 @@ def test_a_worker_that_dies_between_putting_back_and_acknowledging_makes_no_seco
     see_drained(stage)
     assert len(stage.lines("begin")) == 1
     assert stage.info(result)["status"] == "SUCCESS"
+
+
+def test_what_stayed_with_the_broker_is_not_shown_as_deferred_while_it_runs(stage: Stage) -> None:
+    """As where it could not be put back: the slip that would tell of the deferral is not there."""
+    task = stage.tasks.until
+    result = task.delay("k", "go")
+    message = messages_of(stage)[result.id]
+    stage.broker.client().delete(QUEUE)
+    task.backend.store_result(result.id, {"deferrals": 1}, "DEFERRED")
+    deliver(stage, message)
+    stage.worker(concurrency=1)
+    stage.wait_for("begin")
+    assert stage.info(result)["status"] == "STARTED"
+    stage.log.with_name("go").touch()
+    assert result.get(timeout=120)
 
 
 def request_of(task: Any) -> Context:

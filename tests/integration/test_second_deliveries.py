@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import celery
@@ -255,6 +255,46 @@ def test_a_second_delivery_that_is_revoked_ends_nothing_while_the_first_one_runs
     eventually(lambda: begun(stage, key))
     revoke(worker, result)
     see_it_end_nothing(stage, worker, key, result, message)
+
+
+@pytest.mark.skipif(
+    (5, 6) <= celery.VERSION[:2] < (5, 7), reason="there revoke itself writes REVOKED at once"
+)
+def test_a_copy_that_is_revoked_ends_nothing_while_the_message_that_it_was_made_of_runs(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    """As of a worker that dies between putting it back and acknowledging: no flag tells of it."""
+    result, message = send(stage, "until", key, f"{key} end")
+    eventually(lambda: begun(stage, key))
+    copy = json.loads(message)
+    slip = Slip().next(utc_now() - timedelta(seconds=1), 5.0, 0, result.id)
+    later = utc_now() + timedelta(seconds=5)
+    copy["headers"] |= {"redlock": slip.to_message(), "eta": later.isoformat()}
+    deliver(stage, json.dumps(copy), flagged=False)
+    revoke(worker, result)
+    eventually(lambda: says(worker, WAITS, result) or stage.info(result)["status"] == "REVOKED")
+    assert stage.info(result)["status"] == "STARTED"
+    see_first_end(stage, worker, key, result)
+    assert result.get(timeout=120)
+    assert len(begun(stage, key)) == 1
+
+
+def test_a_second_delivery_is_not_deferred_over_the_end_that_another_one_came_to_meanwhile(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    """A callable of the user's decides about it for as long as it likes."""
+    task = stage.tasks.decided_late
+    with task.lock_for(key, "", wait=60):
+        result, message = hold_back(stage, "decided_late", key, "at last requeue")
+        deliver(stage, message)
+        eventually(lambda: [line for line in stage.lines("asked") if line.key == key])
+    deliver(stage, message)
+    with pytest.raises(ValueError, match="body"):
+        result.get(timeout=120)
+    stage.log.with_name(f"{key} decides").touch()
+    eventually(lambda: says(worker, DROPPED, result))
+    assert stage.info(result)["status"] == "FAILURE"
+    assert len(begun(stage, key)) == 1
 
 
 def test_a_second_delivery_that_is_revoked_is_not_run_where_the_first_one_died(
