@@ -342,7 +342,7 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
     except NotAcquired as refused:
         request.__dict__.pop(PASSAGE, None)
         give_back(lock)  # where it was taken, and it cannot be known that others know
-        turn_away_unrun(task, request, slip, refused, over)
+        turn_away_unrun(task, request, rules, slip, refused, in_order(resources), over)
         turn_away(task, request, rules, slip, refused, in_order(resources), args, kwargs)
         request.__dict__[PASSAGE] = passage  # unreachable="run"
         passage.unlocked = True
@@ -560,7 +560,15 @@ def why_over(task: Any, request: Any, slip: Slip) -> str:
     return "expired" if slip.may_run_elsewhere and expires_in(task, request) < 0 else ""
 
 
-def turn_away_unrun(task: Any, request: Any, slip: Slip, refused: NotAcquired, over: str) -> None:
+def turn_away_unrun(
+    task: Any,
+    request: Any,
+    rules: Rules,
+    slip: Slip,
+    refused: NotAcquired,
+    resources: Sequence[str],
+    over: str,
+) -> None:
     """End a message that is over, unless it runs already; where nobody can say, it waits.
 
     over: as of `why_over`. What has expired by now, in its slot, is not put back, either: another
@@ -571,6 +579,7 @@ def turn_away_unrun(task: Any, request: Any, slip: Slip, refused: NotAcquired, o
         return
     if may_be_twin(task, request, slip, refused):
         await_first(task, request, slip, refused)
+    waits_no_more(task, request, slip, rules, resources)  # also where the first one was to wait
     end_unrun(task, request, slip, over)
 
 

@@ -351,12 +351,14 @@ def test_an_unflagged_delivery_of_what_runs_is_dropped_like_a_flagged_one(
 COALESCED = {"conflict": "coalesce"}
 
 
-def coalesced(stage: Stage, key: str, slip: Slip, **options: Any) -> tuple[Any, str]:
+def coalesced(
+    stage: Stage, key: str, slip: Slip, wait: float = 0.0, **options: Any
+) -> tuple[Any, str]:
     """Make a message that comes with such a slip, and that is noted as the one that waits."""
     task = stage.tasks.until
     enter(task, [f"k:{key}"], f"{key}:{task.name}:0:0", 5.0)
-    lock = {**COALESCED, **options}
-    result, message = hold_back(stage, "until", key, f"{key} end", task_id=key)
+    lock = {**COALESCED, "wait": wait}
+    result, message = hold_back(stage, "until", key, f"{key} end", task_id=key, **options)
     payload = json.loads(message)
     payload["headers"][HEADER] = replace(slip, id=key, options=lock).to_message()
     return result, json.dumps(payload)
@@ -398,6 +400,19 @@ def test_nobody_is_skipped_for_a_delivery_that_a_soft_limit_cut_as_it_waited_in_
             eventually(lambda: says(worker, "may run already", result))
         else:
             eventually(lambda: stage.info(result)["status"] == "FAILURE")
+        later = see_nobody_skipped_for_it(stage, key)
+    stage.log.with_name(f"{key} end").touch()
+    assert later.get(timeout=120)
+
+
+def test_nobody_is_skipped_for_a_second_delivery_that_is_over_though_the_first_one_was_to_wait(
+    stage: Stage, key: str
+) -> None:
+    with stage.tasks.until.lock_for(key, f"{key} end", wait=60):
+        result, message = coalesced(stage, key, Slip(), expires=0.1)
+        see_expired(message)
+        deliver(stage, message)
+        eventually(lambda: stage.info(result)["status"] == "REVOKED")
         later = see_nobody_skipped_for_it(stage, key)
     stage.log.with_name(f"{key} end").touch()
     assert later.get(timeout=120)
