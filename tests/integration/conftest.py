@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
@@ -63,6 +64,15 @@ class Stage:
         """Start a worker; it ends with the story."""
         made = WorkerProcess(module, name=name, env=self.env, cwd=ROOT, **options)
         return self.stack.enter_context(made)
+
+    def see_listening(self, name: str = "w1") -> list[str]:
+        """Return where a worker hears commands, once it does.
+
+        That is a little after it is ready, and what a Redis says to nobody is gone.
+        """
+        where = [f"{name}@{socket.gethostname()}"]
+        eventually(lambda: self.app.control.ping(where, timeout=1.0))
+        return where
 
     def lines(self, *what: str) -> list[Line]:
         """Return what bodies wrote, in order; of these kinds, or all."""

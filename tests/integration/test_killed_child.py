@@ -206,6 +206,7 @@ def test_each_child_in_the_same_place_of_the_pool_is_looked_after(stage: Stage) 
 
 def test_a_child_that_joined_the_pool_later_is_looked_after(stage: Stage) -> None:
     worker = stage.worker(concurrency=1)
+    stage.see_listening()
     stage.app.control.pool_grow(1)
     for key in ("one", "two"):
         stage.tasks.stays.delay(key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -217,7 +216,7 @@ class TestAWindowEnds:
         revoked = task.apply_async((f"{key}-revoked",), queue=key)
         kept = task.apply_async((f"{key}-kept", "", "kept"), queue=key)
         worker = stage.worker(key, queues=["nothing"], concurrency=1)
-        control, here = stage.app.control, [f"{key}@{socket.gethostname()}"]
+        control, here = stage.app.control, stage.see_listening(key)
         control.revoke(revoked.id, destination=here, reply=True, timeout=60, limit=1)
         control.add_consumer(key, destination=here, reply=True, timeout=60, limit=1)
         assert kept.get(timeout=60) == "kept"
