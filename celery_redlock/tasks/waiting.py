@@ -45,7 +45,7 @@ from celery_redlock.tasks.runtime import Place, here, redlock_of, settings_of
 logger = logging.getLogger(__name__)
 
 LINGER = 30.0  # s for which a worker goes on listening where nobody waits any more
-WORDS = 256  # that are remembered: each release is told by every node
+WORDS = 4096  # that are remembered: every node tells of each release, some hundreds in one read
 VIGIL = 1.0  # s after which the next one tries, where the first was woken and nothing was heard
 LOOK = 1.0  # s: between looks at what has expired or was revoked
 SOON = 1.0  # s: who tries by then anyway need not try because a worker begins to listen

@@ -159,6 +159,18 @@ def test_of_permits_each_release_is_for_one_that_was_on_its_way(
     assert sum(missed(room, 4, limit, refused_at)) == heard
 
 
+def test_a_word_counts_where_one_node_says_many_before_another_says_any(room: Room) -> None:
+    """After a stall each connection hands on all that one read of it gives."""
+    room._consumer.hub = "an event loop, which does not come to serve them"
+    room._ears = [SimpleNamespace(confirmed={"a"}) for _ in range(3)]  # type: ignore[misc]
+    room._majority = 2
+    words = [f"word {number}" for number in range(1000)]
+    for _ in room._ears:
+        for word in words:
+            room.heard("a", word)
+    assert list(room._calls) == [("a", word) for word in words]
+
+
 def test_what_was_refused_before_the_broker_was_lost_may_have_missed_a_release(
     room: Room,
 ) -> None:
