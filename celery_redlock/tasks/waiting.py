@@ -469,8 +469,9 @@ class Room(bootsteps.StartStopStep):
     def _is_over(self, request: Any) -> bool:
         """Tell whether a message has expired or is revoked: by its id, or by a stamp.
 
-        Source: celery.worker.request: Request.revoked, which writes REVOKED; of a second delivery
-        the gate does. Celery asks it when the message is handed on, and that again does no harm.
+        Source: celery.worker.request: Request.revoked, which writes REVOKED; of what may run
+        elsewhere the gate does, and it says no. Celery asks it when the message is handed on, and
+        that again does no harm.
         """
         if request.id in self._consumer.controller.state.revoked:
             return True
@@ -478,9 +479,10 @@ class Room(bootsteps.StartStopStep):
         if expires is not None and expires < datetime.now(expires.tzinfo):
             return True
         try:
-            return bool(request.stamped_headers and request.revoked())
+            is_revoked = bool(request.stamped_headers and request.revoked())
         except Exception:  # it is, and the result backend that is to be told of it is away
             return True
+        return is_revoked or getattr(request, "is_revoked", False)
 
     def _expect_another(self, channel: str, now: float, *, first_time: bool = True) -> None:
         """Have the first ones try once more if no release follows this one soon.

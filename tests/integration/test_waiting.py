@@ -215,10 +215,10 @@ def test_those_that_were_revoked_by_a_stamp_are_seen_to_be_while_they_wait(
     calm_stage.worker(concurrency=1)
     hold(calm_stage, "k:k")
     stamped = [
-        calm_stage.tasks.patient.apply_async(
-            ("k",), stamped_headers=["of"], of="x", headers={"of": "x"}
+        task.apply_async(
+            ("k",), lock={"backoff": LONG}, stamped_headers=["of"], of="x", headers={"of": "x"}
         )
-        for _ in range(3)
+        for task in (calm_stage.tasks.patient, calm_stage.tasks.late, calm_stage.tasks.patient)
     ]
     for result in stamped:
         calm_stage.see_deferred(result)
