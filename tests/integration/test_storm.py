@@ -78,6 +78,31 @@ def test_a_message_skipped_for_one_that_waits_is_a_fault_where_that_one_does_not
     assert faults(messages=(skipped, waiting), states=states, lost=frozenset("m")) == []
 
 
+def test_a_message_that_is_skipped_though_its_callable_did_not_say_so_is_a_fault() -> None:
+    asked = dataclasses.replace(LATE, kind=KINDS["deciding"])
+    lines = {"m": [Line(1.0, "m", "w/1", 7, "skips")]}
+    assert faults(messages=(asked,), states={"m": "REVOKED"}, lines=lines) == []
+    (told,) = faults(messages=(asked,), states={"m": "REVOKED"})
+    assert "its callable did not say so" in told
+
+
+def test_a_send_that_is_dropped_for_one_that_does_not_come_is_a_fault() -> None:
+    earlier = dataclasses.replace(LATE, kind=KINDS["deduplicated"])
+    run = dataclasses.replace(FIRST, kind="deduplicated")
+
+    def told(*runs: Run, **changes: object) -> int:
+        dropped = dataclasses.replace(earlier, at=0.5, **changes)  # type: ignore[arg-type]
+        found = Ledger((earlier,), runs, {"m": "SUCCESS"}, dropped=[dropped]).faults()
+        return sum("another send was dropped" in fault for fault in found)
+
+    assert told(run) == 0
+    assert told() == told(dataclasses.replace(run, ended=False)) == 1
+    assert told(run, id="n") == told(run, keys=("b",)) == 1
+    states = {"m": "DEFERRED"}
+    dropped = [dataclasses.replace(earlier, at=0.5)]
+    assert faults(messages=(earlier,), states=states, dropped=dropped, lost=frozenset("m")) == []
+
+
 def test_a_body_of_another_key_may_run_at_the_same_time() -> None:
     assert faults(FIRST, dataclasses.replace(SECOND, first=1.9, keys=("b",))) == []
 

@@ -54,6 +54,8 @@ KINDS = {
         Kind("putting_back"),
         Kind("skipping", states=("SUCCESS", "REVOKED")),
         Kind("coalescing", states=("SUCCESS", "REVOKED")),
+        Kind("deciding", states=("SUCCESS", "REVOKED")),
+        Kind("deduplicated"),
         Kind("permitted", limit=2),  # on a key of their own
         Kind("expiring", states=("SUCCESS", "REVOKED"), expires=EXPIRY),
         Kind("revoked", states=("SUCCESS", "REVOKED")),
@@ -165,6 +167,7 @@ class Ledger:
     lines: Mapping[str, Sequence[Line]] = field(default_factory=dict)  # of each message
     lost: frozenset[str] = frozenset()  # which were given out by the broker, and noted by nobody
     given_back: Mapping[str, Sequence[float]] = field(default_factory=dict)  # to the broker; when
+    dropped: Sequence[Message] = ()  # duplicates that were not sent, with the earlier send's id
     leftovers: Sequence[str] = ()  # what did not go when all should have been over
 
     def faults(self) -> list[str]:
@@ -175,6 +178,8 @@ class Ledger:
             *self.leftovers,
             *self.accounts(),
             *self.skipped_for_nobody(),
+            *self.skipped_unasked(),
+            *self.dropped_for_nobody(),
         ]
 
     def by_key(self) -> dict[str, list[Run]]:
@@ -244,6 +249,30 @@ class Ledger:
             for message in of_kind
             if self.states[message.id] == "REVOKED"
             and not any(r.first > message.at and {*r.keys} == {*message.keys} for r in ran)
+        ]
+
+    def skipped_unasked(self) -> list[str]:
+        """Return each message that was skipped though its callable never said so."""
+        return [
+            self._tell(message, "it was skipped, and its callable did not say so", [])
+            for message in self.messages
+            if message.kind.name == "deciding"
+            and self.states[message.id] == "REVOKED"
+            and not any(line.what == "skips" for line in self.lines.get(message.id, ()))
+        ]
+
+    def dropped_for_nobody(self) -> list[str]:
+        """Return each duplicate for which no earlier send of its keys came to its end."""
+        ended = {run.id for run in self.runs if run.ended}
+        earlier = {
+            (message.id, message.keys): message.at
+            for message in self.messages
+            if message.id in ended or self._is_lost_in_transit(message)
+        }
+        return [
+            self._tell(message, "for it another send was dropped, and it did not come", [])
+            for message in self.dropped
+            if not earlier.get((message.id, message.keys), message.at) < message.at
         ]
 
     def _is_lost_in_transit(self, message: Message) -> bool:

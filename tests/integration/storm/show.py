@@ -16,6 +16,8 @@ from pathlib import Path
 from celery import Celery, Signature, chord
 from redis import Redis
 
+from celery_redlock import send_unique
+from celery_redlock.tasks.runtime import redlock_of
 from celery_redlock.testing import WorkerProcess, embedded_nodes
 from tests.conftest import vouch_for
 from tests.integration.storm import tasks
@@ -34,6 +36,7 @@ KEYS = ("a", "b", "c", "d")
 PERMITS = "permits"  # a key that two may hold at once
 LIMIT = 2.5  # s: a hard time limit
 AT_ONCE = 24  # messages that are not over
+WINDOW = 20.0  # s in which a second send of a key is a duplicate, unless the first one is done
 BETWEEN = (0.2, 1.2)  # s between two blows
 LONGEST = 1.5  # s that a body goes on, mostly less; some go on for longer than the ttl
 PATIENCE = 240.0  # s: by then all is over after a storm, also on a machine that stalls
@@ -55,8 +58,6 @@ class Storm:
         self.log.touch()
         self._client: Redis = broker.client()
         stack.callback(self._client.close)
-        self._app = Celery("storm", broker=broker.url, backend=broker.url, set_as_default=False)
-        stack.callback(self._app.close)
         conf = {
             "broker_url": broker.url,
             "result_backend": broker.url,
@@ -67,12 +68,17 @@ class Storm:
             "redlock_max_ttl": MAX_TTL,
             "redlock_done_ttl": REMEMBERED,
         }
+        self._app = Celery("storm", set_as_default=False)
+        self._app.conf.update(conf)
+        stack.callback(self._app.close)
+        stack.callback(redlock_of(self._app).close)
         self._env = {"STORM_LOG": str(self.log), "STORM_CONF": json.dumps(conf)}
         self.actors = [self._actor(name, pool, slots) for name, pool, slots in CREW]
         self.transit = Transit(self._client, broker.port)
         stack.callback(self.transit.close)
         self.weather = Weather(self._chance, self.actors, self.nodes, self._client, TTL)
         self.messages: list[Message] = []
+        self.dropped: list[Message] = []
         self.leftovers: list[str] = []
         self._open: list[Message] = []
         self._to_revoke: list[tuple[float, str]] = []
@@ -121,6 +127,10 @@ class Storm:
         if kind.name == "joining":
             self._send_chord(kind, keys, seconds)
             return
+        if kind.name == "deduplicated":
+            for _ in range(self._chance.choice((1, 2, 3))):
+                self._send_once(kind, keys[:1], seconds)
+            return
         options: dict[str, float] = {}
         if kind.limit > 1:
             keys = [PERMITS]
@@ -134,6 +144,18 @@ class Storm:
             self._to_revoke.append((message.at + self._chance.uniform(0.0, 5.0), message.id))
         self._app.send_task(f"storm.{kind.name}", [keys, seconds], task_id=message.id, **options)
 
+    def _send_once(self, kind: Kind, keys: list[str], seconds: float) -> None:
+        """Send one, unless an earlier one of its key is on its way."""
+        at, known = tasks.now(), {message.id for message in self.messages}
+        sent = send_unique(
+            self._app, f"storm.{kind.name}", (keys, seconds), resource=keys[0], unique_for=WINDOW
+        )
+        message = Message(sent.id, kind, tuple(keys), at)
+        if sent.id in known:
+            self.dropped.append(message)
+        else:
+            self._keep(message)
+
     def _send_chord(self, kind: Kind, keys: list[str], seconds: float) -> None:
         """Send two or three late ones of the same keys, and one that comes after them."""
         parts = [self._note(KINDS["late"], keys) for _ in range(self._chance.choice((2, 3)))]
@@ -146,9 +168,12 @@ class Storm:
     def _note(self, kind: Kind, keys: list[str], after: tuple[str, ...] = ()) -> Message:
         made = str(uuid.UUID(int=self._chance.getrandbits(128)))
         message = Message(made, kind, tuple(keys), tasks.now(), after)
+        self._keep(message)
+        return message
+
+    def _keep(self, message: Message) -> None:
         self.messages.append(message)
         self._open.append(message)
-        return message
 
     def _revoke(self) -> None:
         due = [item for item in self._to_revoke if item[0] < tasks.now()]
@@ -214,6 +239,7 @@ class Storm:
             lines,
             self.transit.lost(),
             self.transit.given_back(),
+            self.dropped,
             self.leftovers,
         )
 
@@ -225,16 +251,20 @@ class Storm:
         return (
             f"seed {self.seed}: {len(ledger.messages)} messages {dict(kinds)}, {len(ledger.runs)} "
             f"bodies, {cut} of them cut; states {dict(states)}; {len(ledger.lost)} lost "
-            f"on their way to killed workers; blows {self.weather.counts}"
+            f"on their way to killed workers; {len(ledger.dropped)} duplicates not sent; "
+            f"blows {self.weather.counts}"
         )
 
     def hollow(self, ledger: Ledger, seconds: float) -> list[str]:
         """Return what did not happen in a storm of so many s, and so is not proven by it."""
-        # a chord needs all of its header before its body runs, which a short storm does not see
-        needed = {*KINDS} if seconds >= LONG else {*KINDS} - {"joining"}
+        # a chord needs all of its header before its body runs, and what skips a free key: a short
+        # storm may not see that
+        needed = {*KINDS} if seconds >= LONG else {*KINDS} - {"joining", "skipping", "deciding"}
         missing = sorted(needed - {run.kind for run in ledger.runs if run.ended})
         ways = {way.__name__.strip("_") for way in self.weather.ways} if seconds >= LONG else set()
         missing += sorted(ways - {*self.weather.counts})
+        if not ledger.dropped:
+            missing.append("a duplicate")
         told = [f"it never came to this: {what}" for what in missing]
         if len(ledger.runs) <= seconds / 2:
             told.append(f"only {len(ledger.runs)} bodies in {seconds:g} s")

@@ -22,6 +22,7 @@ from celery.signals import task_received, task_retry
 
 from celery_redlock import Backoff, LockedTask, LockLost
 from celery_redlock.signals import lock_deferred, lock_released
+from celery_redlock.tasks.contention import Contention
 
 LOG = Path(os.environ.get("STORM_LOG", os.devnull))
 WORKER = os.environ.get("STORM_WORKER", "")  # the name and the number of its life
@@ -132,6 +133,14 @@ def joining(self: Any, results: list[None], keys: list[str], seconds: float, par
     work(self, keys, seconds)
 
 
+def decide(contention: Contention) -> str:
+    """Skip now and then, and write so."""
+    if random.random() < 0.9:
+        return "requeue"
+    write("skips", now(), contention.task.request)
+    return "skip"
+
+
 quick = Backoff(first=0.05, cap=1.0)
 task = functools.partial(
     app.task, shared=False, bind=True, base=LockedTask, lock_fencing=True, lock_backoff=quick,
@@ -149,6 +158,8 @@ late_retrying = late_task(name="storm.retrying")(retrying)
 late_putting_back = late_task(name="storm.putting_back")(putting_back)
 skipping = late_task(name="storm.skipping", lock_conflict="skip")(plain)
 coalescing = late_task(name="storm.coalescing", lock_conflict="coalesce")(plain)
+deciding = late_task(name="storm.deciding", lock_conflict=decide)(plain)
+deduplicated = late_task(name="storm.deduplicated")(plain)
 permitted = late_task(name="storm.permitted", lock_limit=2, lock_fencing=False)(plain)
 expiring = late_task(name="storm.expiring")(plain)
 early = task(name="storm.early")(plain)
