@@ -89,13 +89,15 @@ class Mark:
 
     run: its name. kept_for: s. asks_since: s since 1970: the run itself asks before it begins, and
     is done where a mark was made after that; None: it does not ask. heeds_later: it does not begin
-    where a later send of the same has taken its place; only one that asks.
+    where a later send of the same has taken its place; only one that asks. is_second: it may be
+    under way, by another delivery, with another limit than its own.
     """
 
     run: str
     kept_for: float
     asks_since: float | None = None
     heeds_later: bool = False
+    is_second: bool = False
 
 
 @dataclass(frozen=True)
@@ -777,7 +779,8 @@ class Holding:
         """
         started = self.session.clock.now()
         if self.terms.limit == 1:
-            refused = self._claim_all(self._spots)
+            own_run = self._own_run() if self._is_second else []
+            refused = self._claim_all([*own_run, *self._spots])
         else:
             refused = self._claim_all(self._own_run()) or self._claim_permit()
         if refused is None and self.terms.fencing:
@@ -802,6 +805,14 @@ class Holding:
             return []
         return [Spot(self.session.setup.prefix, f"run:{mark.run}", 0, self.terms.ttl)]
 
+    @property
+    def _is_second(self) -> bool:
+        return self.terms.mark is not None and self.terms.mark.is_second
+
+    def _is_own(self, holder: str) -> bool:
+        """Tell whether a holder is the run itself, by another delivery of its message."""
+        return self.terms.mark is not None and holder.startswith(f"{self.terms.mark.run} ")
+
     def _claim_all(self, spots: Sequence[Spot]) -> Refused | None:
         for spot in spots:
             refused = self._claim(spot)
@@ -818,11 +829,16 @@ class Holding:
         return refused
 
     def _claim_permit(self) -> Refused | None:
-        """Try each permit once, from a random one on; where all are taken, say the soonest free."""
+        """Try each permit once, from a random one on; where all are taken, say the soonest free.
+
+        A second delivery begins at the plain lock's: the first one, with a limit of 1, holds that.
+        """
         first, soonest = random.randrange(self.terms.limit), None  # noqa: S311 - no secret
+        if self._is_second:
+            first = 0
         for spot in [*self._spots[first:], *self._spots[:first]]:
             refused = self._claim(spot)
-            if not isinstance(refused, LockTaken):
+            if not isinstance(refused, LockTaken) or self._is_own(refused.holder):
                 return refused
             soonest = _sooner(soonest, refused)
             now, claim = self.session.clock.now(), self.claims[-1]

@@ -266,7 +266,8 @@ def mark_of(task: Any, request: Any, slip: Slip) -> Mark | None:
     came = received_at(request)
     if since is None and came is not None:  # a copy may have run while this one waited here
         since = came + CLOCKS_DIFFER
-    return Mark(name_of_run(task, request), settings_of(task.app).done_ttl, since)
+    kept_for = settings_of(task.app).done_ttl
+    return Mark(name_of_run(task, request), kept_for, since, is_second=slip.is_second)
 
 
 def _sent_once(task: Any, request: Any, slip: Slip, mark: Mark | None) -> Mark | None:
@@ -398,8 +399,8 @@ def _run_body(
     done = False
     try:
         tracked = bool(getattr(task, "_redlock_track_started", False))
-        deferred = slip.deferrals > 0 or slip.is_second  # of which DEFERRED may be stored, too
-        states.show_started(task, request, tracked=tracked, deferred=deferred)
+        tracked = tracked or slip.is_second  # for DEFERRED may be stored of an earlier one
+        states.show_started(task, request, tracked=tracked, deferred=slip.deferrals > 0)
         done = slip.may_run_elsewhere  # no further publication of it is to run
         if passage.unlocked:
             return call(*args, **kwargs)

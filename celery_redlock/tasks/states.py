@@ -96,7 +96,8 @@ def show_deferred(task: Any, request: Any, info: dict[str, Any], why: str) -> No
 def show_started(task: Any, request: Any, *, tracked: bool, deferred: bool) -> None:
     """Store STARTED once the lock is held, and let monitors leave DEFERRED.
 
-    tracked: the task has `track_started`, which the gate took over; deferred: this message was
+    tracked: the task has `track_started`, which the gate took over, or a state may stand there that
+    an earlier delivery of the message has left; deferred: this message was
     put back before, so DEFERRED and its reason are what a person sees until now.
     Source: celery.events.state: a task-started after a custom event does not change the state,
     a task-retried does.

@@ -279,6 +279,23 @@ def test_a_copy_that_is_revoked_ends_nothing_while_the_message_that_it_was_made_
     assert len(begun(stage, key)) == 1
 
 
+@pytest.mark.parametrize(("first", "second"), [(1, 3), (3, 1), (3, 5)])
+def test_a_second_delivery_waits_where_its_worker_has_another_limit(
+    stage: Stage, worker: WorkerProcess, key: str, first: int, second: int
+) -> None:
+    """As of a newer deployment: what each of them locks is not the same."""
+    result, message = send(stage, "until", key, f"{key} end", lock={"limit": first})
+    eventually(lambda: begun(stage, key))
+    copy = json.loads(message)
+    copy["headers"][HEADER]["options"] = {"limit": second}
+    deliver(stage, json.dumps(copy))
+    eventually(lambda: says(worker, WAITS, result) or len(begun(stage, key)) > 1)
+    assert len(begun(stage, key)) == 1
+    see_first_end(stage, worker, key, result)
+    assert result.get(timeout=120)
+    assert len(begun(stage, key)) == 1
+
+
 def test_a_second_delivery_is_not_deferred_over_the_end_that_another_one_came_to_meanwhile(
     stage: Stage, worker: WorkerProcess, key: str
 ) -> None:
