@@ -306,13 +306,19 @@ def test_a_message_that_is_taken_and_not_noted_is_lost_on_its_way() -> None:
         transit.close()
 
 
-def test_retry_may_stay_where_what_was_published_had_expired() -> None:
-    expiring = dataclasses.replace(LATE, kind=KINDS["expiring"])
+@pytest.mark.parametrize(("kind", "revoked"), [("expiring", {}), ("revoked", {"m": 5.0})])
+def test_retry_may_stay_where_what_was_published_was_over(
+    kind: str, revoked: dict[str, float]
+) -> None:
+    over = dataclasses.replace(LATE, kind=KINDS[kind])
     cut = dataclasses.replace(FIRST, ended=False)
 
-    def told(of: Message = expiring, state: str = "RETRY", at: float = 5.1) -> int:
+    def told(of: Message = over, state: str = "RETRY", at: float = 5.1) -> int:
         lines = {"m": [Line(at, "m", "w/1", 7, "retried", cause="LockLost")]}
-        return len(faults(cut, messages=(of,), states={"m": state}, lines=lines))
+        of_revoked = {} if of is LATE else revoked
+        return len(
+            faults(cut, messages=(of,), states={"m": state}, lines=lines, revoked=of_revoked)
+        )
 
     assert told() == 0
     assert told(at=4.9) == 1

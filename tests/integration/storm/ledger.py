@@ -22,6 +22,7 @@ GRACE = 1.0  # s: between what happens and what is written of it, on a machine t
 ASKED = 5.0  # s: a body begins so long after its nodes were asked, at most: else its lease is over
 WAITED = 30.0  # s: a message is in a worker's hands for so long, at most, without a line of it
 QUORUM = 2  # of three nodes
+NEVER = float("inf")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Kind:
     stages: tuple[str, ...] = ("last",)
     cut_as: str = "REVOKED"
     limit: int = 1
-    expires: float = float("inf")
+    expires: float = NEVER
 
 
 THRICE = ("2 to go", "1 to go", "last")
@@ -121,7 +122,7 @@ class Blow:
     what: str
     slots: int = 1
     message: str = ""
-    until: float = float("inf")
+    until: float = NEVER
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Outage:
 
     node: int
     since: float
-    until: float = float("inf")
+    until: float = NEVER
     killed: bool = True
 
     def robs(self, run: Run, again: Run) -> bool:
@@ -167,6 +168,7 @@ class Ledger:
     lines: Mapping[str, Sequence[Line]] = field(default_factory=dict)  # of each message
     lost: frozenset[str] = frozenset()  # which were given out by the broker, and noted by nobody
     given_back: Mapping[str, Sequence[float]] = field(default_factory=dict)  # to the broker; when
+    revoked: Mapping[str, float] = field(default_factory=dict)  # when, by message
     dropped: Sequence[Message] = ()  # duplicates that were not sent, with the earlier send's id
     leftovers: Sequence[str] = ()  # what did not go when all should have been over
 
@@ -348,11 +350,11 @@ class Ledger:
     def _wrong_end(self, message: Message, runs: Sequence[Run]) -> str | None:
         """Return what is wrong with a message's end, None where nothing is."""
         kind, state = message.kind, self.states[message.id]
-        is_late = self._is_overwritten(message, runs) or self._is_of_expired_retry(message)
+        is_late = self._is_overwritten(message, runs) or self._is_of_retry_that_was_over(message)
         if state not in kind.states and not is_late:
             return f"its state is {state}"
         ended = {run.stage for run in runs if run.ended}
-        is_cut = state == kind.cut_as or self._is_of_expired_retry(message)
+        is_cut = state == kind.cut_as or self._is_of_retry_that_was_over(message)
         if not is_cut and (missing := [s for s in kind.stages if s not in ended]):
             return f"no run of it came to its end: {', '.join(missing)}"
         return None
@@ -377,15 +379,16 @@ class Ledger:
             if run.ended and run.stage == last and run.retries >= line.retries + (late == "retried")
         )
 
-    def _is_of_expired_retry(self, message: Message) -> bool:
-        """Tell whether RETRY was stored over REVOKED: the retry had expired when it was published.
+    def _is_of_retry_that_was_over(self, message: Message) -> bool:
+        """Tell whether RETRY was stored over REVOKED: the retry was over when it was published.
 
-        Whoever gets that stores REVOKED at once, and Celery stores RETRY after it has published.
+        Whoever gets one that has expired, or was revoked, stores REVOKED at once, and Celery stores
+        RETRY after it has published.
         """
-        expired_at = message.at + message.kind.expires
+        over_at = min(message.at + message.kind.expires, self.revoked.get(message.id, NEVER))
         lines = self.lines.get(message.id, ())
         return self.states[message.id] == "RETRY" and any(
-            line.what == "retried" and line.at > expired_at for line in lines
+            line.what == "retried" and line.at > over_at for line in lines
         )
 
     def _wrong_count(self, message: Message, runs: Mapping[str, Sequence[Run]]) -> str | None:

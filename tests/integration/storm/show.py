@@ -239,6 +239,7 @@ class Storm:
             lines,
             self.transit.lost(),
             self.transit.given_back(),
+            weather.revoked,
             self.dropped,
             self.leftovers,
         )

@@ -70,6 +70,7 @@ class Weather:
         self._broker = broker
         self.blows: list[Blow] = []
         self.outages: list[Outage] = []
+        self.revoked: dict[str, float] = {}  # when, by message
         self.counts: dict[str, int] = {}
         self._due: list[tuple[float, Callable[[], object]]] = []  # what brings back, and when
         self._down: set[object] = set()  # what was struck, and is not brought back yet
@@ -130,10 +131,10 @@ class Weather:
 
     def revoke(self, app: Celery, task_id: str) -> None:
         """Revoke a message, and end its run where it has begun; that may strike the next one."""
+        at = self.revoked[task_id] = now()  # a worker that is stopped hears of it when it goes on
         if self._chance.random() < 0.5:
             app.control.revoke(task_id)
             return
-        at = now()  # a worker that is stopped hears of it when it goes on
         self.blows.append(Blow(at, "", 0, "revoke", message=task_id, until=at + 3 * self._ttl))
         name = self._chance.choice(("SIGTERM", "SIGKILL"))
         app.control.revoke(task_id, terminate=True, signal=name)
