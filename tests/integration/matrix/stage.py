@@ -196,6 +196,20 @@ class Stage:
             body = eventually(lambda cell=cell: self.watch.bodies(cell.id), PATIENCE)[0]
             eventually(lambda pid=body.pid: self.watch.is_alive(pid), PATIENCE)
 
+    def see_known(self, cell: Cell) -> None:
+        """Return when the shared worker's main process knows that a cell's body has begun.
+
+        Source: celery.concurrency.asynpool: on_partial_read: what a child had begun that is gone
+        before that is taken for not begun, and run by another child.
+        """
+        where = self._app.control.inspect([shared_worker()], limit=1)
+
+        def is_known() -> bool:
+            told = (where.active() or {}).values()
+            return any(run["id"] == cell.id for runs in told for run in runs)
+
+        eventually(is_known, PATIENCE)
+
     def state_of(self, cell: Cell) -> str:
         """Return the state that is stored."""
         stored = self._states.get(f"celery-task-meta-{cell.id}")
@@ -307,7 +321,7 @@ def live_together(stage: Stage, cells: Sequence[Cell]) -> None:
             is_to = cell.end.name.startswith("expired")
             stage.send(cell, SHARED, **({"expires": expires} if is_to else {}))
         for cell in cells:
-            revoke_running(stage, cell)
+            end_running(stage, cell)
         for cell in waiting:
             seen = "DEFERRED", "REVOKED"
             eventually(lambda cell=cell, seen=seen: stage.state_of(cell) in seen, PATIENCE)
@@ -327,8 +341,12 @@ def held(stage: Stage, cells: Sequence[Cell]) -> Iterator[None]:
         yield
 
 
-def revoke_running(stage: Stage, cell: Cell) -> None:
-    """Terminate a run that is to be, once its body is there."""
+def end_running(stage: Stage, cell: Cell) -> None:
+    """End a run that is to be terminated, or to be killed, once its body is there."""
+    if cell.end.name.startswith("kill -9 of the child"):
+        stage.see_begun(cell)
+        stage.see_known(cell)
+        stage.go(cell)
     _, is_to, name = cell.end.name.partition("revoked while it runs, ")
     if is_to:
         stage.see_begun(cell)

@@ -147,6 +147,7 @@ def ignore_term(self: Any, key: str, end: str) -> Any:
 
 
 def die(self: Any, key: str, end: str) -> None:
+    wait_for_the_end(self, key, end)
     write("end", key)
     os.kill(os.getpid(), signal.SIGKILL)
 
