@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -45,6 +46,17 @@ def eventually(condition: Callable[[], T], within: float = 60.0) -> T:
         assert time.monotonic() < end, f"not true within {within} s: {condition}"
         time.sleep(0.02)
     return value
+
+
+def see_listening(app: celery.Celery, name: str, within: float = 60.0) -> list[str]:
+    """Return where a worker of this host hears commands, once it does; as of `eventually`.
+
+    That is a little after it is ready, and what a Redis says to nobody is gone. One of greenlets
+    begins to listen in a greenlet of its own (celery.worker.pidbox.gPidbox).
+    """
+    where = [f"{name}@{socket.gethostname()}"]
+    eventually(lambda: app.control.ping(where, timeout=1.0), within)
+    return where
 
 
 @pytest.fixture(scope="session")

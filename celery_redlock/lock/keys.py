@@ -106,6 +106,11 @@ def label_of(value: str) -> str:
     return value if parts is None else parts[1]
 
 
+def is_of_run(label: str, run: str) -> bool:
+    """Tell whether a label says that this run holds a lock: behind its name is its worker's."""
+    return label.startswith(f"{run} ")
+
+
 def since_of(value: str) -> float | None:
     """Return since when its holder asks for it, s since 1970; None where a stranger wrote it."""
     parts = _parts_of(value)

@@ -34,6 +34,7 @@ from celery_redlock.lock.clock import Clock, SystemClock, clock_for
 from celery_redlock.lock.keys import (
     broken_key,
     done_key,
+    is_of_run,
     label_of,
     lock_key,
     new_token,
@@ -811,7 +812,7 @@ class Holding:
 
     def _is_own(self, holder: str) -> bool:
         """Tell whether a holder is the run itself, by another delivery of its message."""
-        return self.terms.mark is not None and holder.startswith(f"{self.terms.mark.run} ")
+        return self.terms.mark is not None and is_of_run(holder, self.terms.mark.run)
 
     def _claim_all(self, spots: Sequence[Spot]) -> Refused | None:
         for spot in spots:

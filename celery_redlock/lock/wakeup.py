@@ -250,9 +250,7 @@ class Ear:
             try:
                 data = data[self._connection._sock.send(data) :]
             except (BlockingIOError, ssl.SSLWantWriteError):
-                poll = original("select", "poll")()
-                poll.register(self._connection._sock.fileno(), select.POLLOUT)
-                if not poll.poll(max(1, int(self._timeout * 1000))):
+                if not _poll([(self._connection._sock.fileno(), select.POLLOUT)], self._timeout):
                     raise OSError("the node does not read what is sent") from None
 
     def _take(self, reply: Any) -> None:
@@ -267,11 +265,10 @@ class Ear:
 
     def _rest(self, seconds: float) -> bool:
         """Return when something comes, when somebody rings, or after so many s; False for that."""
-        poll = original("select", "poll")()
-        poll.register(self._bell.descriptor, select.POLLIN)
+        awaited = [(self._bell.descriptor, select.POLLIN)]
         if self._connection is not None:
-            poll.register(self._connection._sock.fileno(), select.POLLIN)
-        ready = poll.poll(max(1, int(seconds * 1000)))
+            awaited.append((self._connection._sock.fileno(), select.POLLIN))
+        ready = _poll(awaited, seconds)
         if any(descriptor == self._bell.descriptor for descriptor, _ in ready):
             self._bell.hush()
         return bool(ready)
@@ -281,3 +278,15 @@ class Ear:
         self._asked, self.confirmed = set(), set()
         if connection is not None:
             connection.disconnect()
+
+
+def _poll(awaited: Iterable[tuple[int, int]], seconds: float) -> list[tuple[int, int]]:
+    """Return which of these descriptors are ready for what they are to be, after so many s at most.
+
+    In a real thread, also where greenlets are in use.
+    """
+    poll = original("select", "poll")()
+    for descriptor, events in awaited:
+        poll.register(descriptor, events)
+    ready: list[tuple[int, int]] = poll.poll(max(1, int(seconds * 1000)))
+    return ready

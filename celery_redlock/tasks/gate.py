@@ -25,7 +25,7 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.signals import task_failure, task_postrun, task_received, task_revoked
 
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, RedlockError
-from celery_redlock.lock.keys import in_order
+from celery_redlock.lock.keys import in_order, is_of_run
 from celery_redlock.lock.redlock import Lock, give_back, loss_of
 from celery_redlock.lock.session import AlreadyDoneError, Mark, SupersededError, Terms
 from celery_redlock.tasks import contention, runtime, signals, states
@@ -614,8 +614,7 @@ def goes_back(task: Any, request: Any) -> bool:
 
 def is_twin(task: Any, request: Any, refused: NotAcquired) -> bool:
     """Tell whether who holds the lock is this very run, by another delivery of its message."""
-    own = f"{name_of_run(task, request)} "
-    return isinstance(refused, LockTaken) and refused.holder.startswith(own)
+    return isinstance(refused, LockTaken) and is_of_run(refused.holder, name_of_run(task, request))
 
 
 def may_be_twin(task: Any, request: Any, slip: Slip, refused: NotAcquired) -> bool:

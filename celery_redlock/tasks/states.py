@@ -97,8 +97,8 @@ def show_started(task: Any, request: Any, *, tracked: bool, deferred: bool) -> N
     """Store STARTED once the lock is held, and let monitors leave DEFERRED.
 
     tracked: the task has `track_started`, which the gate took over, or a state may stand there that
-    an earlier delivery of the message has left; deferred: this message was
-    put back before, so DEFERRED and its reason are what a person sees until now.
+    an earlier delivery of the message has left. deferred: this message was put back before, so
+    DEFERRED and its reason are what a person sees until now.
     Source: celery.events.state: a task-started after a custom event does not change the state,
     a task-retried does.
     """

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,7 +25,14 @@ from kombu import Connection
 from celery_redlock import SettingsError
 from celery_redlock.tasks.runtime import redlock_of
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import NODE_TIMEOUT, eventually, is_free, see_freed, vouch_for
+from tests.conftest import (
+    NODE_TIMEOUT,
+    eventually,
+    is_free,
+    see_freed,
+    see_listening,
+    vouch_for,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "s3cret-word"  # of guarded nodes
@@ -66,13 +72,8 @@ class Stage:
         return self.stack.enter_context(made)
 
     def see_listening(self, name: str = "w1") -> list[str]:
-        """Return where a worker hears commands, once it does.
-
-        That is a little after it is ready, and what a Redis says to nobody is gone.
-        """
-        where = [f"{name}@{socket.gethostname()}"]
-        eventually(lambda: self.app.control.ping(where, timeout=1.0))
-        return where
+        """Return where a worker hears commands, once it does."""
+        return see_listening(self.app, name)
 
     def lines(self, *what: str) -> list[Line]:
         """Return what bodies wrote, in order; of these kinds, or all."""

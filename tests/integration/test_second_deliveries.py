@@ -23,6 +23,9 @@ from tests.integration.deliveries import QUEUE, deliver, heard, see_drained
 
 DROPPED = "another delivery of its message is done"
 WAITS = "runs already, by another delivery"
+REVOKE_LEAVES_STATES = pytest.mark.skipif(
+    (5, 6) <= celery.VERSION[:2] < (5, 7), reason="there revoke itself writes REVOKED at once"
+)
 HELD_BACK = "held-back"  # a queue that no worker has
 
 
@@ -55,6 +58,13 @@ def send(stage: Stage, name: str, *args: Any, **options: Any) -> tuple[Any, str]
     """Send a message; returns its result, and itself for a second delivery."""
     result, message = hold_back(stage, name, *args, **options)
     deliver(stage, message, flagged=False)
+    return result, message
+
+
+def begin(stage: Stage, key: str, **options: Any) -> tuple[Any, str]:
+    """Send a message whose body goes on until `see_first_end`; returns it once that has begun."""
+    result, message = send(stage, "until", key, f"{key} end", **options)
+    eventually(lambda: begun(stage, key))
     return result, message
 
 
@@ -165,9 +175,11 @@ def see_expired(message: str) -> None:
 
 
 def see_first_end(stage: Stage, worker: WorkerProcess, key: str, result: Any) -> None:
-    """Let the first delivery come to its end, and see the second one dropped."""
+    """Let the first delivery come to its end, and see the second one dropped, without a body."""
     stage.log.with_name(f"{key} end").touch()
     eventually(lambda: says(worker, DROPPED, result))
+    assert result.get(timeout=120)
+    assert len(begun(stage, key)) == 1
 
 
 def see_over_unrun(stage: Stage, key: str) -> None:
@@ -186,16 +198,13 @@ def see_it_end_nothing(
         eventually(lambda: says(worker, WAITS, result))
         assert stage.info(result)["status"] == "STARTED"
         see_first_end(stage, worker, key, result)
-    assert result.get(timeout=120)
     assert "task-revoked" not in {event["type"] for event in events}
-    assert len(begun(stage, key)) == 1
 
 
 def test_a_second_delivery_that_expires_ends_nothing_while_the_first_one_runs(
     stage: Stage, worker: WorkerProcess, key: str
 ) -> None:
-    result, message = send(stage, "until", key, f"{key} end", expires=5)
-    eventually(lambda: begun(stage, key))
+    result, message = begin(stage, key, expires=5)
     see_expired(message)
     see_it_end_nothing(stage, worker, key, result, message)
 
@@ -217,14 +226,11 @@ def test_a_second_delivery_does_not_wait_in_its_slot_for_the_first_one(
     stage: Stage, worker: WorkerProcess, key: str
 ) -> None:
     """Where a time limit would end it as FAILURE, over the first one's state."""
-    result, message = send(stage, "until", key, f"{key} end", lock={"wait": 60})
-    eventually(lambda: begun(stage, key))
+    result, message = begin(stage, key, lock={"wait": 60})
     deliver(stage, limited(message, 3))
     eventually(lambda: says(worker, WAITS, result) > 1)
     assert stage.info(result)["status"] == "STARTED"
     see_first_end(stage, worker, key, result)
-    assert result.get(timeout=120)
-    assert len(begun(stage, key)) == 1
 
 
 def test_a_second_delivery_that_a_soft_limit_cuts_as_it_waits_in_its_slot_tells_nothing(
@@ -245,27 +251,21 @@ def revoke(worker: WorkerProcess, result: Any) -> None:
     eventually(lambda: says(worker, "flagged as revoked", result))
 
 
-@pytest.mark.skipif(
-    (5, 6) <= celery.VERSION[:2] < (5, 7), reason="there revoke itself writes REVOKED at once"
-)
+@REVOKE_LEAVES_STATES
 def test_a_second_delivery_that_is_revoked_ends_nothing_while_the_first_one_runs(
     stage: Stage, worker: WorkerProcess, key: str
 ) -> None:
-    result, message = send(stage, "until", key, f"{key} end")
-    eventually(lambda: begun(stage, key))
+    result, message = begin(stage, key)
     revoke(worker, result)
     see_it_end_nothing(stage, worker, key, result, message)
 
 
-@pytest.mark.skipif(
-    (5, 6) <= celery.VERSION[:2] < (5, 7), reason="there revoke itself writes REVOKED at once"
-)
+@REVOKE_LEAVES_STATES
 def test_a_copy_that_is_revoked_ends_nothing_while_the_message_that_it_was_made_of_runs(
     stage: Stage, worker: WorkerProcess, key: str
 ) -> None:
     """As of a worker that dies between putting it back and acknowledging: no flag tells of it."""
-    result, message = send(stage, "until", key, f"{key} end")
-    eventually(lambda: begun(stage, key))
+    result, message = begin(stage, key)
     copy = json.loads(message)
     slip = Slip().next(utc_now() - timedelta(seconds=1), 5.0, 0, result.id)
     later = utc_now() + timedelta(seconds=5)
@@ -275,8 +275,6 @@ def test_a_copy_that_is_revoked_ends_nothing_while_the_message_that_it_was_made_
     eventually(lambda: says(worker, WAITS, result) or stage.info(result)["status"] == "REVOKED")
     assert stage.info(result)["status"] == "STARTED"
     see_first_end(stage, worker, key, result)
-    assert result.get(timeout=120)
-    assert len(begun(stage, key)) == 1
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 3), (3, 1), (3, 5)])
@@ -284,16 +282,13 @@ def test_a_second_delivery_waits_where_its_worker_has_another_limit(
     stage: Stage, worker: WorkerProcess, key: str, first: int, second: int
 ) -> None:
     """As of a newer deployment: what each of them locks is not the same."""
-    result, message = send(stage, "until", key, f"{key} end", lock={"limit": first})
-    eventually(lambda: begun(stage, key))
+    result, message = begin(stage, key, lock={"limit": first})
     copy = json.loads(message)
     copy["headers"][HEADER]["options"] = {"limit": second}
     deliver(stage, json.dumps(copy))
     eventually(lambda: says(worker, WAITS, result) or len(begun(stage, key)) > 1)
     assert len(begun(stage, key)) == 1
     see_first_end(stage, worker, key, result)
-    assert result.get(timeout=120)
-    assert len(begun(stage, key)) == 1
 
 
 def test_a_second_delivery_is_not_deferred_over_the_end_that_another_one_came_to_meanwhile(
@@ -354,8 +349,7 @@ def test_an_unflagged_delivery_of_what_runs_is_dropped_like_a_flagged_one(
     stage: Stage, worker: WorkerProcess, key: str
 ) -> None:
     """The broker flags the copy that it makes of a message which waits in a busy worker."""
-    result, _ = send(stage, "until", key, f"{key} end", task_id=key)
-    eventually(lambda: begun(stage, key))
+    result, _ = begin(stage, key, task_id=key)
     send(stage, "until", key, f"{key} end", task_id=key)
     eventually(lambda: says(worker, WAITS, result))
     assert stage.info(result)["status"] == "STARTED"

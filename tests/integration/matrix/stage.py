@@ -22,7 +22,7 @@ from celery import VERSION, Celery
 
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import FREED, NODE_TIMEOUT, TTL, eventually
+from tests.conftest import FREED, NODE_TIMEOUT, TTL, eventually, see_listening
 from tests.integration.matrix import ends
 from tests.integration.matrix.ends import After, End
 from tests.integration.matrix.tasks import UNSTORABLE, queue_of
@@ -168,13 +168,8 @@ class Stage:
         self._app.send_task(cell.task, arguments, task_id=cell.id, queue=queue, **options)
 
     def see_listening(self) -> None:
-        """Return when the shared worker hears commands.
-
-        One of greenlets is ready before that, and what a Redis says to nobody is gone.
-        Source: celery.worker.pidbox.gPidbox, which begins to listen in a greenlet of its own.
-        """
-        where = [shared_worker()]
-        eventually(lambda: self._app.control.ping(where, timeout=1.0), PATIENCE)
+        """Return when the shared worker hears commands."""
+        see_listening(self._app, SHARED, PATIENCE)
 
     def revoke(self, *cells: Cell, **how: Any) -> None:
         """Revoke messages, and return when the shared worker has heard of it."""
@@ -347,6 +342,7 @@ def end_running(stage: Stage, cell: Cell) -> None:
         stage.see_begun(cell)
         stage.see_known(cell)
         stage.go(cell)
+        return
     _, is_to, name = cell.end.name.partition("revoked while it runs, ")
     if is_to:
         stage.see_begun(cell)
