@@ -73,7 +73,7 @@ class WallClock:
 
     def server(self) -> Path:
         """Return a program that is a node's server, and goes by this clock."""
-        server, binary = EmbeddedNode()._command[0], self._folder / "server"
+        server, binary = EmbeddedNode().command[0], self._folder / "server"
         environment = " ".join(f'{name}="{value}"' for name, value in self.environment.items())
         binary.write_text(f'#!/bin/sh\nexec env {environment} "{server}" "$@"\n')
         binary.chmod(0o755)

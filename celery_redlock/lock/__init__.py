@@ -1,1 +1,1 @@
-"""The lock alone: usable without Celery, and importing none of it."""
+"""The lock alone: usable without a Celery app. No module here imports Celery."""

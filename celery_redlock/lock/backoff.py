@@ -33,13 +33,13 @@ class Backoff:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise SettingsError("Backoff", name, repr(value), "must be a number")
         if not 0 < self.first <= self.cap < float("inf"):
-            way_out = "must be above 0 s and at most cap, and cap finite"
-            raise SettingsError("Backoff", "first, cap", f"{self.first!r}, {self.cap!r}", way_out)
+            hint = "must be above 0 s and at most cap, and cap finite"
+            raise SettingsError("Backoff", "first, cap", f"{self.first!r}, {self.cap!r}", hint)
         if not 1 <= self.factor < float("inf"):
             raise SettingsError("Backoff", "factor", repr(self.factor), "must be 1 or more")
         if self.jitter not in get_args(Jitter):
-            way_out = f"must be one of {', '.join(get_args(Jitter))}"
-            raise SettingsError("Backoff", "jitter", repr(self.jitter), way_out)
+            hint = f"must be one of {', '.join(get_args(Jitter))}"
+            raise SettingsError("Backoff", "jitter", repr(self.jitter), hint)
 
     def delay(
         self, attempt: int, uniform: Callable[[float, float], float], previous: float | None = None

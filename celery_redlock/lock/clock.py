@@ -1,6 +1,6 @@
 """The one seam for time; and the operating system's own threads, whatever patches Python's.
 
-gevent and eventlet replace Python's threads and locks by cooperative ones. A renewal must not
+gevent replaces Python's threads and locks by cooperative ones. A renewal must not
 wait until a busy body gives way, so it runs in a real thread, and what it shares with the body is
 guarded by real locks. They are held only for moments in which nothing waits.
 """
@@ -8,14 +8,18 @@ guarded by real locks. They are held only for moments in which nothing waits.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
+import socket
+import ssl
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -60,8 +64,9 @@ class SystemClock:
         return time.time_ns() // 1000
 
     def sleep(self, seconds: float) -> None:
-        """Let so many s pass; under gevent and eventlet others run meanwhile."""
-        time.sleep(seconds)
+        """Let so many s pass; under gevent other greenlets run meanwhile."""
+        gevent = gevent_here()
+        (time if gevent is None else gevent).sleep(seconds)
 
 
 # Of servers, by address, that go by a clock which a test moves: whoever locks on them goes by it,
@@ -76,15 +81,79 @@ def clock_for(servers: Iterable[str]) -> Clock | None:
 
 
 def original(module: str, name: str) -> Any:
-    """Return a module's attribute as it was before gevent or eventlet replaced it."""
+    """Return a module's attribute as it was before gevent replaced it."""
     gevent = sys.modules.get("gevent.monkey")
     if gevent is not None and gevent.is_module_patched(module):
         return gevent.get_original(module, name)
-    eventlet = sys.modules.get("eventlet.patcher")
-    if eventlet is not None and eventlet.already_patched:
-        return getattr(eventlet.original(module), name)
     __import__(module)
     return getattr(sys.modules[module], name)
+
+
+def gevent_here() -> Any:
+    """Return gevent if its hub runs in this thread, or is to, also if nothing is patched; or None.
+
+    A wait of the operating system would stop all greenlets of the thread, and so for ever the one
+    that it waits for.
+    """
+    hubs = sys.modules.get("gevent._hub_local")
+    if hubs is None:
+        return None
+    gevent = sys.modules["gevent"]
+    if hubs.get_hub_if_exists() is not None:
+        return gevent
+    monkey = sys.modules.get("gevent.monkey")
+    return None if monkey is None or not monkey.is_module_patched("select") else gevent
+
+
+def is_patched_by_eventlet() -> bool:
+    """Return whether eventlet has replaced Python's sockets or threads, which no lock stands."""
+    patcher = sys.modules.get("eventlet.patcher")
+    if patcher is None:
+        return False
+    return any(patcher.is_monkey_patched(module) for module in ("socket", "thread"))
+
+
+class PerFlow(Generic[T]):
+    """What each thread and each greenlet has for itself, whatever is patched.
+
+    make: makes it for one that has none yet. `threading.local` is a thread's alone unless gevent
+    patched it before, and greenlets need no gevent.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._of_thread = original("_thread", "_local")()
+        self._of_greenlets: weakref.WeakKeyDictionary[Any, T] = weakref.WeakKeyDictionary()
+
+    def get(self, *, in_task: bool) -> T:
+        """Return what belongs to whoever calls.
+
+        in_task: called in an asyncio task. A greenlet that a task drives is a part of it, as in
+        SQLAlchemy's `run_sync`; one that a hub drives is never a part of another.
+        """
+        getcurrent = getattr(sys.modules.get("greenlet"), "getcurrent", None)
+        if getcurrent is not None:  # it is there, and imported to the end
+            greenlet = _driver(getcurrent()) if in_task else getcurrent()
+            if greenlet.parent is not None:
+                return self._of_greenlet(greenlet)
+        try:
+            found: T = self._of_thread.found
+        except AttributeError:
+            found = self._of_thread.found = self._make()
+        return found
+
+    def _of_greenlet(self, greenlet: Any) -> T:
+        found = self._of_greenlets.get(greenlet)
+        return found or self._of_greenlets.setdefault(greenlet, self._make())
+
+
+def _driver(greenlet: Any) -> Any:
+    """Return the greenlet of a hub, or the thread's main one, that a greenlet gives way to."""
+    hubs = sys.modules.get("gevent._hub_local")
+    hub = None if hubs is None else hubs.get_hub_if_exists()
+    while greenlet.parent is not None and greenlet.parent is not hub:
+        greenlet = greenlet.parent
+    return greenlet
 
 
 class Mutex(Protocol):
@@ -102,14 +171,136 @@ class Mutex(Protocol):
 
 
 def new_mutex() -> Mutex:
-    """Return a real lock, also under gevent and eventlet."""
+    """Return a real lock, also under gevent."""
     mutex: Mutex = original("_thread", "allocate_lock")()
     return mutex
+
+
+get_ident: Callable[[], int] = original("_thread", "get_ident")  # of the real thread that calls
+
+
+def pause(seconds: float) -> None:
+    """Let other real threads run for so many s, and no other greenlets of this one."""
+    original("time", "sleep")(seconds)
+
+
+class Turn:
+    """What one caller at a time may have, and nobody waits for.
+
+    A finalizer or a signal handler that interrupts whoever has it would wait for itself, for ever,
+    if this were a mutex. Here it is turned away, and leaves its work to the one that it interrupts.
+    """
+
+    __slots__ = ("_looked_at", "_looks", "_seen", "taken")
+
+    def __init__(self) -> None:
+        self.taken: dict[None, list[int]] = {}  # by nobody, or what the one made that has it
+        self._seen: list[int] | None = None
+        self._looks, self._looked_at = 0, 0.0
+
+    def run(self, work: Callable[..., object], *arguments: object) -> bool:
+        """Call a function in the turn; False, without a call, if another has it."""
+        taken, mine = self.taken, [get_ident()]
+        try:
+            if taken.setdefault(None, mine) is not mine:  # in one step: one caller is first
+                return False
+            work(*arguments)
+        finally:  # without a call: no exception from outside strikes here
+            try:
+                if taken[None] is mine:
+                    del taken[None]
+            except KeyError:  # it was cut before it took the turn
+                pass
+        return True
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the caller interrupts the one that has it, and so keeps it from going on."""
+        owner = self.taken.get(None)
+        return owner is not None and owner[0] == get_ident()
+
+    def is_stuck(self, now: float, seconds: float, looks: int) -> bool:
+        """Tell whether one caller had it at so many looks, each so many s after the last one.
+
+        now: monotonic s. By looks as well: a process that was stopped has used up one of them.
+        """
+        owner = self.taken.get(None)
+        if owner is None or owner is not self._seen:
+            self._seen, self._looks, self._looked_at = owner, 0, now
+        elif now - self._looked_at >= seconds:
+            self._looks, self._looked_at = self._looks + 1, now
+        return self._looks >= looks
 
 
 def start_thread(run: Callable[[], None]) -> None:
     """Run a function in a real thread that does not keep the process alive."""
     original("_thread", "start_new_thread")(run, ())
+
+
+_libc = ctypes.PyDLL(None, use_errno=True)  # its calls keep the interpreter's lock (GIL)
+
+
+def pause_keeping_gil(seconds: float) -> None:
+    """Let so many s pass in which no other thread of Python runs; far below 1 ms."""
+    _libc.usleep(int(seconds * 1e6))
+
+
+class UnyieldingSocket:
+    """The `send` and `recv` of a socket, without giving up the interpreter's lock (GIL).
+
+    Python's own give it up in each call, and get it back when the thread that took it lets go: next
+    to C code that keeps it for a second, each call takes a second. These cost a microsecond more.
+    sock: does not block, so that a call is a copy and no more.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._send, self._recv = _libc.send, _libc.recv
+        for call in (self._send, self._recv):
+            call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
+            call.restype = ctypes.c_ssize_t
+
+    def send(self, data: bytes) -> int:
+        """Return how many bytes the system took. Raises OSError, BlockingIOError for none."""
+        flags = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
+        return _checked(self._send(self._socket.fileno(), data, len(data), flags))
+
+    def recv(self, size: int) -> bytes:
+        """Return what has come. Raises OSError, BlockingIOError for nothing."""
+        return self._received(size, socket.MSG_DONTWAIT)
+
+    def _received(self, size: int, flags: int) -> bytes:
+        buffer = ctypes.create_string_buffer(size)
+        count = _checked(self._recv(self._socket.fileno(), buffer, size, flags))
+        return buffer.raw[:count]
+
+
+class UnyieldingTlsSocket(UnyieldingSocket):
+    """The same for TLS, which gives the GIL up once for what is sent, and for what has come."""
+
+    _socket: ssl.SSLSocket
+
+    def send(self, data: bytes) -> int:
+        """Return how many bytes TLS took. Raises OSError, also for none."""
+        return self._socket.send(data)
+
+    def recv(self, size: int) -> bytes:
+        """Return what has come. Raises OSError, BlockingIOError for nothing."""
+        if not self._socket.pending():
+            self._received(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        return self._socket.recv(size)
+
+    def pending(self) -> int:
+        """Return how many bytes are decrypted and not read yet."""
+        return self._socket.pending()
+
+
+def _checked(count: int) -> int:
+    """Return what a call of the C library returned; raises the OSError of one that failed."""
+    if count < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return count
 
 
 class Alarm:
@@ -145,6 +336,10 @@ class Alarm:
         self._due = min(until, self._wanted)
         self.sleep(self._due - now)
 
+    def is_late(self, now: float) -> bool:
+        """Return whether the thread was to look around before `now`: it waits for the GIL."""
+        return self._due < now
+
     def ring(self) -> None:
         """Wake the thread now; a second ring before it wakes adds nothing."""
         try:
@@ -161,16 +356,11 @@ class Alarm:
 
 
 class Bell:
-    """What a waiter polls together with its sockets, and others wake it by: a pipe of its own.
+    """What a waiter polls together with its sockets, and others wake it by: a pipe of its own."""
 
-    Read and written by the operating system's own calls: eventlet's would give way where the pipe
-    is full or empty, in whoever rings, and with whatever that one holds.
-    """
-
-    __slots__ = ("_read", "_write", "_write_end", "descriptor")
+    __slots__ = ("_write_end", "descriptor")
 
     def __init__(self) -> None:
-        self._read, self._write = original("os", "read"), original("os", "write")
         self.descriptor, self._write_end = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._write_end, False)
@@ -178,66 +368,15 @@ class Bell:
     def ring(self) -> None:
         """Make the descriptor readable. Never waits."""
         with contextlib.suppress(BlockingIOError):  # full: it has been rung often enough
-            self._write(self._write_end, b"!")
+            os.write(self._write_end, b"!")
 
     def hush(self) -> None:
         """Take note of all rings so far. Never waits."""
         with contextlib.suppress(BlockingIOError):
-            self._read(self.descriptor, 4096)
+            os.read(self.descriptor, 4096)
 
     def __del__(self) -> None:
         # with the last one that may ring, and not before: a descriptor's number is used again
         for name in ("descriptor", "_write_end"):
             if hasattr(self, name):  # else it was cut while it was made
                 os.close(getattr(self, name))
-
-
-class HubCalls:
-    """Calls that real threads leave for an eventlet hub, which they could not wake by itself.
-
-    Source: eventlet.hubs.hub: timers may be added by the hub's own thread alone; what can be
-    watched is a descriptor.
-    """
-
-    def __init__(self, hub: Any) -> None:
-        self._bell, self._calls = Bell(), deque[Callable[[], object]]()
-        hub.add(hub.READ, self._bell.descriptor, self._call_all, lambda _: None, None)
-
-    def __call__(self, do: Callable[..., object], argument: object) -> None:
-        """Leave a call."""
-        self._calls.append(functools.partial(do, argument))
-        self._bell.ring()
-
-    def _call_all(self, _: object) -> None:
-        self._bell.hush()
-        while self._calls:
-            self._calls.popleft()()
-
-
-_hub_calls: weakref.WeakKeyDictionary[Any, HubCalls] = weakref.WeakKeyDictionary()
-
-
-def calls_of(hub: Any) -> HubCalls:
-    """Return the calls of an eventlet hub; the first time to be called in its thread."""
-    calls = _hub_calls.get(hub)
-    if calls is None:
-        calls = _hub_calls[hub] = HubCalls(hub)
-    return calls
-
-
-def voice() -> Callable[[Callable[[], None]], object]:
-    """Return what calls a function that logs, or is a user's, on behalf of a real thread of ours.
-
-    Most simply call it. eventlet's locks, and logging's are some of them, are for the greenlets of
-    one thread: a real thread that waited for one would leave it taken for ever. So there it is a
-    greenlet of the thread in which this is called.
-    """
-    patcher = sys.modules.get("eventlet.patcher")
-    if patcher is None or not patcher.is_monkey_patched("thread"):
-        return _call
-    eventlet = sys.modules["eventlet"]
-    return functools.partial(calls_of(eventlet.hubs.get_hub()), eventlet.spawn_n)
-
-
-def _call(do: Callable[[], None]) -> None:
-    do()

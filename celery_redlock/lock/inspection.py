@@ -7,8 +7,7 @@ so that asking disturbs nobody, and shows what a new client would see.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
@@ -16,12 +15,13 @@ from typing import Any, TypeVar, cast
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.keys import (
     broken_key,
+    encoded,
     guard_keys,
     label_of,
     lock_key,
+    new_token,
     resource_of,
     since_of,
-    waiting_key,
     wake_channel,
 )
 from celery_redlock.lock.lease import silence
@@ -29,12 +29,17 @@ from celery_redlock.lock.nodes import (
     Address,
     names_on,
     read_info,
+    read_list,
+    read_number,
+    read_text,
     request_of,
+    say_trusted,
     strike,
     text_of,
-    vouch,
+    trust_node,
 )
 from celery_redlock.lock.redlock import Redlock
+from celery_redlock.lock.session import one_server
 from celery_redlock.lock.votes import advised
 
 PATIENCE = 1.0  # s that a node may take for each step, if not more: people wait longer than locks
@@ -79,7 +84,7 @@ def ask_nodes(redlock: Redlock) -> NodeReport:
     causes = [str(node.error or NodeError(node.name, "no answer in time")) for node in failing]
     _, quiet = guard_keys(redlock.prefix)
     # ms, below 0 where it is not silent
-    left = quorum.ask(request_of("PTTL", quiet), nodes=answering)
+    left = quorum.ask(request_of("PTTL", quiet), read_number, nodes=answering)
     silent = {quorum.nodes[index].name: ms / 1000 for index, ms in left.items() if ms > 0}
     return NodeReport(len(quorum.nodes), quorum.size, tuple(causes), silent)
 
@@ -91,26 +96,49 @@ def exchange_terms(redlock: Redlock) -> Mapping[str, list[str]]:
     noted last stays, so a change that all clients follow is told of by each of them once.
     Raises SettingsError for nodes that turn out to be one server.
     """
-    return _other_terms(redlock, "SET", terms_of(redlock), "GET")
+    quorum, answering = redlock.session.quorum, _connect(redlock)
+    request = request_of("SET", _terms_key(redlock), terms_of(redlock), "GET")
+    noted = quorum.ask(request, _read_terms, nodes=answering)
+    return _differing(redlock, {quorum.nodes[index].name: text for index, text in noted.items()})
 
 
 def look_at_terms(redlock: Redlock) -> Mapping[str, list[str]]:
     """Return what others noted on the nodes, if not what this client goes by; notes nothing.
 
+    Nor does it begin the silence of a node that nobody has used yet, as a client would.
     By their terms, the nodes that say so. Raises SettingsError for nodes that are one server.
     """
-    return _other_terms(redlock, "GET")
+
+    def look(connection: Any) -> tuple[str | None, str]:
+        run_id = read_info(connection).get("run_id", "")
+        return _read_terms(_reply(connection, "GET", encoded(_terms_key(redlock)))), run_id
+
+    found, _ = _ask_each(redlock, look)
+    seen: dict[str, str] = {}
+    for node, (_, run_id) in found.items():
+        if run_id and run_id in seen:
+            raise one_server(type(redlock).__name__, (seen[run_id], node))
+        seen[run_id] = node
+    return _differing(redlock, {node: terms for node, (terms, _) in found.items()})
 
 
-def _other_terms(redlock: Redlock, verb: str, *words: str) -> Mapping[str, list[str]]:
+def _terms_key(redlock: Redlock) -> str:
+    return f"{{{redlock.prefix}}}:terms"
+
+
+def _read_terms(reply: Any) -> str | None:
+    """Return what was noted, None for nothing; raises UnexpectedReplyError."""
+    return None if reply is None else read_text(reply)
+
+
+def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> Mapping[str, list[str]]:
+    """Return the nodes by the terms that are noted on them, if not what this client goes by."""
     own = terms_of(redlock)
-    quorum, answering = redlock.session.quorum, _connect(redlock)
-    request = request_of(verb, f"{{{redlock.prefix}}}:terms", *words)
     others: dict[str, list[str]] = {}
-    for index, before in quorum.ask(request, nodes=answering).items():
-        terms = own if before is None else text_of(before)
+    for node, before in noted.items():
+        terms = own if before is None else before
         if terms != own:
-            others.setdefault(terms, []).append(quorum.nodes[index].name)
+            others.setdefault(terms, []).append(node)
     return others
 
 
@@ -187,46 +215,39 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class WhoWaits:
-    """A run that the nodes know as the one of its task that waits. votes: how many nodes do."""
-
-    resource: str
-    task: str
-    run: str
-    votes: int
-
-
-@dataclass(frozen=True)
 class Sight:
     """What stands on the nodes that answer. failing: of the others, by node, why not."""
 
     locks: tuple[Standing, ...]
-    waiting: tuple[WhoWaits, ...]
     failing: Mapping[str, str]
 
 
 def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
     """Return what each node says of itself, in the order of the setting."""
-    clock, guard = redlock.session.clock, guard_keys(redlock.prefix)
+    clock, guard = redlock.session.clock, redlock.session.setup.guard
+    keys = [encoded(key) for key in guard_keys(redlock.prefix)]
 
     def look(connection: Any) -> NodeStatus:
         asked = clock.now()
         _reply(connection, "PING")
         latency = clock.now() - asked
-        seconds, microseconds = map(int, _reply(connection, "TIME"))
+        seconds, microseconds = map(int, read_list(_reply(connection, "TIME"), 2))
         ahead = seconds + microseconds / 1e6 - clock.wall_us() / 1e6
         facts = read_info(connection, ("server", "memory", "replication"))
-        run, left = _reply(connection, "GET", guard[0]), _reply(connection, "PTTL", guard[1])
+        run, left = _reply(connection, "GET", keys[0]), _reply(connection, "PTTL", keys[1])
+        uptime, run_id = float(facts.get("uptime_in_seconds", 0)), facts.get("run_id", "")
+        _, new, _ = guard.arguments(run_id, uptime)  # ms of silence of one that knows nobody
+        knows_us = new == "0" if run is None else read_text(run) == run_id
         version = facts.get("valkey_version") or facts.get("redis_version", "")
         return NodeStatus(
             server=f"{facts.get('server_name', 'redis')} {version}",  # Redis does not name itself
             role=facts.get("role", ""),
-            uptime=float(facts.get("uptime_in_seconds", 0)),
+            uptime=uptime,
             latency=latency,
             clock=ahead,
             policy=facts.get("maxmemory_policy", ""),
-            silent_for=max(0, int(left)) / 1000,
-            knows_us=run is not None and text_of(run) == facts.get("run_id"),
+            silent_for=max(0, read_number(left)) / 1000,
+            knows_us=knows_us,
         )
 
     found, failing = _ask_each(redlock, look)
@@ -240,39 +261,25 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
 
 
 def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
-    """Return the locks that stand on the nodes, and who is noted as waiting; all, or of a resource.
+    """Return the locks that stand on the nodes; all, or those of a resource.
 
     What else the nodes hold is looked through in parts, which keeps nobody waiting.
     """
     prefix, needed = redlock.prefix, redlock.session.quorum.size
-    beginnings = lock_key(prefix, ""), waiting_key(prefix, "")
+    beginning = lock_key(prefix, "")
 
-    def look(connection: Any) -> tuple[list[tuple[Any, Any, float]], list[tuple[Any, Any, Any]]]:
-        locks, waiting = (list(set(names_on(connection, text))) for text in beginnings)
-        entries = [
-            (name, task, entry)
-            for name in waiting
-            for task, entry in _pairs(_reply(connection, "HGETALL", name))
-        ]
-        return list(_values(connection, locks)), entries
+    def look(connection: Any) -> list[tuple[Any, Any, float]]:
+        return list(_values(connection, list(set(names_on(connection, beginning)))))
 
     found, failing = _ask_each(redlock, look)
     votes: dict[tuple[Any, Any], dict[str, float]] = {}
-    noted: Counter[tuple[str, str, str]] = Counter()
-    for node, (values, entries) in found.items():
+    for node, values in found.items():
         for key, value, left in values:
             votes.setdefault((key, value), {})[node] = left
-        for key, task, entry in entries:
-            run = text_of(entry).partition(" ")[2]
-            noted[text_of(key).removeprefix(beginnings[1]), text_of(task), run] += 1
     standing = [_standing(prefix, key, value, on, needed) for (key, value), on in votes.items()]
     of_it = [lock for lock in standing if resource in (None, lock.resource)]
-    waits = [
-        WhoWaits(*names, count) for names, count in noted.items() if resource in (None, names[0])
-    ]
     return Sight(
         tuple(sorted(of_it, key=lambda lock: (lock.resource, lock.permit, -len(lock.votes)))),
-        tuple(sorted(waits, key=lambda one: (one.resource, one.task, one.run))),
         failing,
     )
 
@@ -293,12 +300,12 @@ def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Ma
     What stands there by now instead of it is left alone. Returns by node whether it stood there,
     and why the others could not be told.
     """
-    keys = (lock.key, broken_key(text_of(lock.key), text_of(lock.value)))
+    keys = (lock.key, encoded(broken_key(text_of(lock.key), text_of(lock.value))))
     lasting = str(int(silence(redlock.max_ttl) * 1000))  # no holder repairs for longer than a lease
     channel = wake_channel(redlock.prefix, lock.resource)
 
     def break_it(connection: Any) -> bool:
-        return strike(connection, keys, lock.value, lasting, channel)
+        return strike(connection, keys, lock.value, lasting, encoded(channel))
 
     return _ask_each(redlock, break_it)
 
@@ -311,7 +318,10 @@ def trust_nodes(
     Returns by node the name of one lock that stands there, "" for none, and why the others could
     not be told.
     """
-    return _ask_each(redlock, lambda connection: vouch(connection, redlock.prefix), names)
+    found = _ask_each(redlock, lambda connection: trust_node(connection, redlock.prefix), names)
+    word = new_token()  # to all nodes, once these vote: who hears it tries at once
+    _ask_each(redlock, lambda connection: say_trusted(connection, redlock.prefix, word))
+    return found
 
 
 def _values(connection: Any, names: Sequence[Any]) -> Iterator[tuple[Any, Any, float]]:
@@ -321,15 +331,13 @@ def _values(connection: Any, names: Sequence[Any]) -> Iterator[tuple[Any, Any, f
         connection.send_packed_command(
             connection.pack_commands([("MGET", *part), *(("PTTL", name) for name in part)])
         )
-        values = connection.read_response()
-        left = [int(connection.read_response()) for _ in part]
+        values = read_list(connection.read_response(), len(part))
+        left = [read_number(connection.read_response()) for _ in part]
         for name, value, ms in zip(part, values, left, strict=True):
             if ms != GONE:
+                if value is not None:
+                    read_text(value)
                 yield name, value, math.inf if ms < 0 else ms / 1000
-
-
-def _pairs(reply: Any) -> Iterable[tuple[Any, Any]]:
-    return reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
 
 
 def _reply(connection: Any, *words: Any) -> Any:

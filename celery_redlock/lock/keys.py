@@ -7,8 +7,24 @@ import re
 from collections.abc import Iterable, Sequence
 
 # A permit's key ends with "#<number>"; a resource that ends like one gets one "#" more.
-_LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*$")
-_IS_A_PERMIT = re.compile(r"(.*)#([0-9]+)", re.DOTALL)
+_LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*\Z")  # "$" would match before a last newline, too
+_IS_A_PERMIT = re.compile(r"(.*)#([1-9][0-9]{0,8})", re.DOTALL)
+
+
+def encoded(text: str) -> bytes:
+    """Return a text as it stands on the nodes, each text as bytes of its own.
+
+    UTF-8; also of lone surrogates, as `os.fsdecode` makes them of a file name that is no UTF-8.
+    """
+    return text.encode("utf-8", "surrogatepass")
+
+
+def decoded(name: bytes) -> str:
+    """Return the text of what stands on a node; of what no program of ours wrote, something."""
+    try:
+        return name.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return name.decode(errors="replace")
 
 
 def lock_key(prefix: str, resource: str, permit: int = 0) -> str:
@@ -34,9 +50,9 @@ def wake_channel(prefix: str, resource: str) -> str:
     return f"{{{prefix}}}:wake:{resource}"
 
 
-def waiting_key(prefix: str, resource: str) -> str:
-    """Return where a node notes which run of a task waits for a resource; gone with the last."""
-    return f"{{{prefix}}}:waiting:{resource}"
+def votes_channel(prefix: str) -> str:
+    """Return the channel on which is said that nodes grant locks again; no resource is empty."""
+    return wake_channel(prefix, "")
 
 
 def pattern_of(key: str) -> str:
@@ -59,6 +75,11 @@ def guard_keys(prefix: str) -> tuple[str, str]:
     return f"{{{prefix}}}:run", f"{{{prefix}}}:quiet"
 
 
+def tenure_key(prefix: str, address: str = "") -> str:
+    """Return where a node notes its own tenure, or the newest under another node's address."""
+    return f"{{{prefix}}}:tenure:{address}" if address else f"{{{prefix}}}:tenure"
+
+
 def fence_key(prefix: str) -> str:
     """Return the key of a node's one fencing counter."""
     return f"{{{prefix}}}:fence"
@@ -66,7 +87,7 @@ def fence_key(prefix: str) -> str:
 
 def in_order(resources: Iterable[str]) -> tuple[str, ...]:
     """Return each resource once, in the one order in which everybody takes several."""
-    return tuple(sorted(set(resources), key=lambda name: name.encode("utf-8", "surrogatepass")))
+    return tuple(sorted(set(resources), key=encoded))
 
 
 def name_of_all(resources: Sequence[str]) -> str:

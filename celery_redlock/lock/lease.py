@@ -10,7 +10,8 @@ MARGIN = (
     0.002  # s: what a lease is cut by for the clocks' own granularity, and once more at its end
 )
 UNKNOWN = -math.inf  # the deadline of a node that is not known to hold anything of ours
-GREATEST_TOKEN = 2**52  # beyond 2^53 Lua's numbers stand still
+GREATEST_TOKEN = 2**52  # that is asked for
+LAST_TOKEN = 2**53  # beyond it Lua's numbers stand still
 
 
 class State(enum.Enum):
@@ -44,7 +45,7 @@ def validity(ends: Sequence[float], quorum: int) -> float:
     return sorted(ends)[-quorum]
 
 
-def free_in(waits: Sequence[float], quorum: int) -> float | None:
+def expires_in(waits: Sequence[float], quorum: int) -> float | None:
     """Return the s until a quorum of nodes is free, None where that is not known.
 
     waits: s, one a node: 0 where free, inf where unknown.
@@ -175,14 +176,21 @@ class Hold:
         """
         if self.judge(now) or self.state is not HELD:
             return
-        before = self._runs[node]
-        if self._guarded and before and run_id and run_id != before:
+        if self.keeps_its_word(node, run_id):
             self.repairs[node] = UNKNOWN
             return
         self.repairs[node] = max(self.ends[node], self.repairs.get(node, UNKNOWN))
         causes = "an operator broke it, or it was deleted or evicted"
         self._give_up(node, f"its key is gone from the nodes: {causes}")
         self.judge(now)  # a late grant must not revive it
+
+    def keeps_its_word(self, node: int, run_id: str) -> bool:
+        """Tell whether what a node promised is still true though no key of ours stands there.
+
+        run_id: of the server that says so. One that restarted since votes for nobody meanwhile.
+        """
+        before = self._runs[node]
+        return bool(self._guarded and before and run_id and run_id != before)
 
     def denied(self, node: int, now: float) -> None:
         """Stop counting a node on which another token stands."""
@@ -191,6 +199,11 @@ class Hold:
         self.repairs.pop(node, None)
         self._give_up(node, "another token took its key")
         self.judge(now)
+
+    def withdraw(self, node: int) -> None:
+        """Stop counting a node whose server was replaced by another one for a while."""
+        if self.state is ACQUIRING or self.state is HELD:
+            self._give_up(node, "another server has served under a node's address")
 
     def _give_up(self, node: int, reason: str) -> None:
         if self.ends[node] > UNKNOWN:

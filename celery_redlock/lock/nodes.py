@@ -24,19 +24,42 @@ from urllib.parse import unquote, urlsplit
 
 import hiredis
 import redis
-from redis.backoff import NoBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from celery_redlock.errors import NodeError, SettingsError
-from celery_redlock.lock.clock import Alarm, Clock, new_mutex, start_thread
-from celery_redlock.lock.keys import fence_key, guard_keys, lock_key, pattern_of
+from celery_redlock.lock.clock import (
+    Alarm,
+    Clock,
+    Turn,
+    UnyieldingSocket,
+    UnyieldingTlsSocket,
+    pause,
+    start_thread,
+)
+from celery_redlock.lock.keys import (
+    decoded,
+    encoded,
+    fence_key,
+    guard_keys,
+    lock_key,
+    pattern_of,
+    tenure_key,
+    votes_channel,
+)
+from celery_redlock.lock.tenures import Tenure, Tenures, tenure_of
+from celery_redlock.lock.votes import UnexpectedReplyError
 
 T = TypeVar("T")
 
 URL_SCHEMES = ("redis", "rediss", "unix", "sentinel")
-FIRST_RECONNECT, LONGEST_RECONNECT = 0.05, 1.0  # s: between tries to reach a node that refuses us
+LONGEST_RECONNECT = 1.0  # s: between tries to reach a node that refuses us
+RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
 CUT = "an exception struck in the middle of a command"
+BUSY = "another thread was at its connection for too long"
+PAUSE, PAUSES = 0.0001, 1000  # s, and how many, for which one waits for another's turn to end
+LONGEST_IDLE = 0.9  # of a silence: after that another server may have served; clocks differ
 LINGER = 30.0  # s that a thread waits for the next time that its node is to be connected
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
 _INCOMPLETE = object()
@@ -75,7 +98,7 @@ def bulk(word: bytes) -> bytes:
 
 def packed(text: str) -> bytes:
     """Return a text as a RESP bulk string."""
-    return bulk(text.encode("utf-8", "surrogatepass"))
+    return bulk(encoded(text))
 
 
 def request_of(*words: str) -> bytes:
@@ -85,7 +108,6 @@ def request_of(*words: str) -> bytes:
 
 GRANT, RENEW, RELEASE = Script("grant"), Script("renew"), Script("release")
 GUARD, TRUST, BREAK = Script("guard"), Script("trust"), Script("break")
-ENTER, LEAVE = Script("enter"), Script("leave")
 
 
 class Requests:
@@ -160,7 +182,7 @@ NO_GUARD = _NOTHING * 3
 class Guard:
     """What keeps a node from voting that may have forgotten what it granted.
 
-    word: "strict": one that does not know this prefix is silent, unless an operator vouched for
+    word: "strict": one that does not know this prefix is silent, unless an operator trusted
     it; "on": unless it has been up for longer than the silence; "off". prefix: of its notes.
     silence: s.
     """
@@ -182,17 +204,36 @@ class Guard:
 
 
 @dataclass(frozen=True)
+class Notes:
+    """What a node noted when it was told about tenures.
+
+    told: the words of `Tenures.words`. silent_for: s for which it does not vote. own: its tenure.
+    others: the newest tenures that it knows under the addresses of the other nodes, in order.
+    """
+
+    told: tuple[str, ...]
+    silent_for: float
+    own: Tenure | None
+    others: Sequence[Tenure | None]
+
+
+@dataclass(frozen=True)
 class Greeting:
     """What a server said of itself when it was connected.
 
-    run_id: "" where it may not be asked for. guard: what each grant is to end with.
-    silent_for: s for which it does not vote. evicts: its eviction policy where it may evict.
+    run_id: "" where it may not be asked for. arguments: of `Guard.arguments`.
+    evicts: its eviction policy where it may evict. notes: what it noted about tenures.
     """
 
     run_id: str = ""
-    guard: bytes = NO_GUARD
-    silent_for: float = 0.0
+    arguments: tuple[str, ...] = ("", "", "")
     evicts: str = ""
+    notes: Notes | None = None
+
+    @property
+    def guard(self) -> bytes:
+        """What each grant is to end with."""
+        return b"".join(map(packed, self.arguments))
 
 
 PING = request_of("PING")
@@ -203,7 +244,7 @@ class Handler(Protocol):
 
     @property
     def wanted(self) -> bool:
-        """Whether the command may still be written; asked under the mutex of the wire.
+        """Whether the command may still be written; asked in the turn of the node.
 
         So nothing that could set a key follows the release of its token: what ends the want comes
         before the release.
@@ -276,6 +317,7 @@ class Address:
             "retry_on_error": [],
             "health_check_interval": 0,
             "protocol": 2,
+            "decode_responses": False,  # a name need not be a text by a client's own encoding
         }
         connection = self.pool.connection_class(**options)
         # it would tell the server who it is, and lose the reply of one that turns everybody away
@@ -309,8 +351,8 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
         pool = node.connection_pool
         return _address_of(pool)
     if not isinstance(node, str):
-        way_out = f"must be a URL ({', '.join(f'{s}://' for s in URL_SCHEMES)}) or a redis.Redis"
-        raise SettingsError(level, name, f"a {type(node).__name__}", way_out)
+        hint = f"must be a URL ({', '.join(f'{s}://' for s in URL_SCHEMES)}) or a redis.Redis"
+        raise SettingsError(level, name, f"a {type(node).__name__}", hint)
     scheme, separator, _ = node.partition("://")
     if not separator or scheme not in URL_SCHEMES:
         known = ", ".join(f"{s}://" for s in URL_SCHEMES)
@@ -323,11 +365,11 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
         return _address_of(redis.ConnectionPool.from_url(node))
     except (ValueError, TypeError):
         # the library's own text would show parts of the URL, and so of a password
-        way_out = (
+        hint = (
             "is not a URL of a node; in user and password, write special characters with a "
             "percent sign (%2F for /), and Sentinels as sentinel://host:port,host:port/name"
         )
-        raise SettingsError(level, name, repr(masked(node)), way_out) from None
+        raise SettingsError(level, name, repr(masked(node)), hint) from None
 
 
 def masked(url: str) -> str:
@@ -392,43 +434,59 @@ def _sentinel_address(url: str, timeout: float) -> Address:
 class Wire:
     """One live connection: what was written and is not answered yet, in order.
 
-    Written under the node's mutex, read by one thread at a time. An exception in the middle of
-    either ends its use: nobody knows what left or came, and replies must not shift.
+    Written in the node's turn, read by one thread at a time. An exception in the middle of
+    either ends its use: nobody knows what left or came, and replies must not shift. A command is
+    in `pending` or in `answers`, or for a moment in both, until its handler has the answer.
     """
 
     __slots__ = (
         "_connection",
         "_reader",
+        "_ways",
         "answers",
+        "arguments",
         "cut",
         "guard",
+        "is_replaced",
         "is_tls",
         "opened_at",
         "pending",
         "run_id",
         "socket",
+        "struck",
+        "tenure",
+        "told",
+        "told_at",
         "unsent",
         "used_at",
     )
 
-    def __init__(self, connection: Any, run_id: str = "", guard: bytes = NO_GUARD) -> None:
+    def __init__(self, connection: Any, greeting: Greeting) -> None:
         self._connection = connection
-        self.run_id, self.guard = run_id, guard
+        self.run_id, self.guard = greeting.run_id, greeting.guard
+        self.arguments, notes = greeting.arguments, greeting.notes
+        self.tenure = None if notes is None else notes.own
+        self.told = () if notes is None else notes.told  # about tenures
+        self.told_at = 0.0  # monotonic s: when it was told last
         self.cut = False  # an exception from outside struck in the middle of a command
+        self.is_replaced = False  # another server has served under its address since
         self.opened_at = self.used_at = 0.0  # monotonic s: connected, last written to
         self.socket = connection._sock
         self.socket.setblocking(False)
         # reading and writing share one TLS state, which two threads must not enter
         self.is_tls = hasattr(self.socket, "pending")
+        self._ways = self.socket, _unyielding(self.socket)
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
         self.pending: deque[Entry] = deque()
         self.answers: deque[tuple[Entry, Any]] = deque()
+        self.struck: tuple[Entry, Any] | None = None  # an answer whose handler raised
         self.unsent = b""
 
-    def write(self, entries: Sequence[Entry]) -> None:
+    def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
         """Hand commands to the socket; what it does not take stays in `unsent`.
 
-        Raises OSError; then, too, they are among those that are pending.
+        keeps_gil: as of `Node.send`. Raises OSError; then, too, they are among those that are
+        pending.
         """
         try:
             self.pending.extend(entries)
@@ -443,7 +501,7 @@ class Wire:
             if self.unsent:
                 data = self.unsent + data
             try:
-                sent = self.socket.send(data)
+                sent = self._ways[keeps_gil].send(data)
             except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 sent = 0
             if sent < len(data) or self.unsent:
@@ -457,16 +515,17 @@ class Wire:
     def _refuse(self) -> None:
         raise OSError(CUT)
 
-    def read(self) -> None:
+    def read(self, *, keeps_gil: bool = True) -> None:
         """Move what has come to `answers`. Raises OSError at the connection's end."""
         if self.cut:
             self._refuse()
         try:
-            reader, first, done = self._reader, self.pending.popleft, self.answers.append
-            reader.feed(receive(self.socket))
+            reader, pending, done = self._reader, self.pending, self.answers.append
+            reader.feed(receive(self._ways[keeps_gil]))
             gets = reader.gets
             while (reply := gets()) is not _INCOMPLETE:
-                done((first(), reply))
+                done((pending[0], reply))
+                pending.popleft()  # last: cut in between, it is answered and given up, not lost
         except IndexError:
             raise OSError("an answer that nobody asked for") from None
         except OSError:
@@ -484,6 +543,13 @@ class Wire:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self._connection.disconnect()
         self.socket.close()  # where an exception has cut the line above, and this is done again
+
+
+def _unyielding(sock: Any) -> Any:
+    """Return a socket that keeps the GIL, or, of what is no socket of the system, itself."""
+    if hasattr(sock, "pending"):
+        return UnyieldingTlsSocket(sock)
+    return UnyieldingSocket(sock) if isinstance(sock, socket.socket) else sock
 
 
 def receive(sock: Any) -> bytes:
@@ -507,11 +573,14 @@ def receive(sock: Any) -> bytes:
 class Node:
     """The one ordered connection of this process to one node, made again when it breaks.
 
+    All that changes it is done by whoever has the turn. A caller that finds it taken leaves its
+    job behind, in order, and never waits. jobs: that are left to do.
     index: its place in the list of nodes. timeout: s for a connect and for an answer.
     report: called with (node, what will get no reply, error, the wire or None) when a connection
     breaks or cannot be made; it is to close the wire, where nobody reads from it. wake: called
-    when there is something new to poll for. admit: called with (node, greeting) before a
-    connection is used; raises NodeError to refuse it. All are called from any thread.
+    when there is something new to poll for. admit: called with (node, greeting, use) when one is
+    connected; raises NodeError to refuse it, else calls `use`. All are called from any thread.
+    tenures: what the process knows of who serves where.
     """
 
     def __init__(
@@ -522,17 +591,20 @@ class Node:
         clock: Clock,
         report: Callable[[int, deque[Entry], NodeError, Wire | None], None],
         wake: Callable[[], None],
-        admit: Callable[[int, Greeting], None],
+        admit: Callable[[int, Greeting, Callable[[], None]], None],
         guard: Guard,
+        tenures: Tenures,
     ) -> None:
         self.index, self.address, self.timeout = index, address, timeout
-        self._guard = guard
+        self._guard, self._tenures = guard, tenures
+        self._longest_idle = math.inf if guard.word == "off" else LONGEST_IDLE * guard.silence
         self._clock, self._report, self._wake, self._admit = clock, report, wake, admit
         self.forget()
 
     def forget(self) -> None:
         """Start anew without a connection, as a forked child must: the old one is its parent's."""
-        self._mutex = new_mutex()
+        self._turn = Turn()
+        self.jobs: deque[Callable[[], None]] = deque()
         self.wire: Wire | None = None
         self.run_id = ""
         self.error: NodeError | None = None
@@ -550,55 +622,53 @@ class Node:
 
     @property
     def outstanding(self) -> bool:
-        """Whether a command waits for its answer."""
+        """Whether a command waits for its answer, or a job for its turn."""
         wire = self.wire
-        return bool(self._queued or (wire is not None and wire.pending))
+        return bool(self._queued or self.jobs or (wire is not None and wire.pending))
 
-    def send(self, entries: Sequence[Entry]) -> None:
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the caller interrupts its own thread as that changes the connection."""
+        return self._turn.is_interrupted
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has a connection, or a thread that makes one."""
+        return self.wire is not None or self._connector is not None
+
+    def send(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
         """Write commands in order, or keep them until the connection under way stands.
 
-        Never waits. What cannot be written is reported, what is not wanted any more is left out.
+        keeps_gil: next to C code that keeps it, each call that gives it up waits for that code;
+        not for what is to be fast otherwise. Never waits. What cannot be written is reported, what
+        is not wanted any more is left out.
         """
-        cause = None
-        with self._mutex:
-            wire = self.wire
-            wanted = _wanted(entries)
-            if wire is not None:
-                try:
-                    if wanted:
-                        wire.write(wanted)
-                        wire.used_at = wanted[-1][1]
-                except OSError as error:
-                    cause = self._cause(error)
-            elif self._connecting or self._start_connecting():
-                self._queued += wanted
-                return
-        if wire is None:
-            why = self.error or NodeError(self.name, "not connected")
-            self._report(self.index, deque(entries), why, None)
-        elif cause is not None:
-            self.drop(wire, cause)
-        elif wire.unsent:
-            self._wake()
+        if self.jobs or not self._turn.run(self._write, entries, keeps_gil):
+            self.jobs.append(functools.partial(self._write, entries))
+        if self.jobs:
+            self._do_all()
 
-    def receive(self) -> Wire | None:
+    def receive(self, *, keeps_gil: bool = True) -> Wire | None:
         """Read what has come and return the wire, whose `answers` are to be handed on in order.
 
-        Never waits. None where there is no connection.
+        keeps_gil: as of `send`. Never waits. None where there is no connection, or another thread
+        is at it.
         """
         wire = self.wire
         if wire is None:
             return None
         try:
-            if wire.unsent or wire.is_tls:
-                with self._mutex:
-                    if wire.unsent:
-                        wire.write(())
-                    wire.read()
+            if wire.is_tls:
+                if not self._turn.run(functools.partial(wire.read, keeps_gil=keeps_gil)):
+                    return None
             else:
-                wire.read()
+                wire.read(keeps_gil=keeps_gil)
         except OSError as error:
             self.drop(wire, self._cause(error))
+        if wire.unsent:
+            self._do(self._flush)
+        elif self.jobs:
+            self._do_all()
         return wire
 
     def overdue(self, now: float) -> bool:
@@ -613,44 +683,112 @@ class Node:
             return False
 
     def drop(self, wire: Wire, cause: str) -> None:
-        """Give a connection up at once and report every command that it takes along."""
-        with self._mutex:
-            if self.wire is not wire:
-                return
-            error = NodeError(self.name, cause, lost=True)
-            # emptied and closed where nobody reads: a reader with an answer in its hands would
-            # else find the next command in front, and one at the socket a stranger's descriptor.
-            # And first: cut after it, the connection is given up twice, but no command forgotten
-            self._report(self.index, wire.pending, error, wire)
-            self.wire, self.error, self._retry_at = None, error, 0.0
+        """Give a connection up and report every command that it takes along."""
+        self._do(functools.partial(self._give_up, wire, cause))
 
     def abandon(self, cause: str) -> None:
         """Give the connection up without touching what one who may still read from it holds."""
-        with self._mutex:
-            wire, self.wire = self.wire, None
-            if wire is None:
-                return
-            wire.cut = True
-            error = self.error = NodeError(self.name, cause, lost=True)
-            self._retry_at = 0.0
-            self._report(self.index, deque(wire.pending), error, None)
+        self._do(functools.partial(self._abandon, cause))
 
     def close(self) -> None:
         """Close the connection for good; what is under way is not reported."""
-        with self._mutex:
-            self._closed = True
-            self._queued.clear()
-            wire, self.wire = self.wire, None
-            if self._connector is not None:
-                self._connector.ring()
-        if wire is not None:
-            wire.close(reset=False)
+        self._do(self._close)
 
     def connect(self) -> None:
         """Begin to connect in the background where there is no connection and one may be tried."""
-        with self._mutex:
-            if self.wire is None and not self._connecting:
-                self._start_connecting()
+        if self.wire is None and not self._connecting:
+            self._do(self._begin_to_connect)
+
+    def go_on(self) -> None:
+        """Do what is left to do; an exception from outside may have cut who was at it."""
+        if self.jobs:
+            self._do_all()
+
+    def _do(self, job: Callable[[], None]) -> None:
+        """Do a job now, or leave it to the one that does another: it looks for more at its end."""
+        self.jobs.append(job)
+        self._do_all()
+
+    def _do_all(self) -> None:
+        try:
+            while self.jobs and self._turn.run(self._work):
+                pass  # once more: a job may have come as the turn ended
+        except BaseException:
+            self._wake()  # whoever waits goes on with it
+            raise
+
+    def _work(self) -> None:
+        jobs = self.jobs
+        while jobs:
+            jobs[0]()
+            jobs.popleft()  # last: a job that is cut is done again, and none is lost
+
+    # the jobs: each does no harm if it is done twice
+
+    def _write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
+        wire = self.wire
+        if wire is not None and entries and entries[-1][1] - wire.used_at > self._longest_idle:
+            cause = "idle for so long that another server may have served meanwhile"
+            self._give_up(wire, cause)
+            wire = None
+        wanted = _wanted(entries)
+        if wire is not None:
+            try:
+                if wanted:
+                    wire.write(wanted, keeps_gil=keeps_gil)
+                    wire.used_at = wanted[-1][1]
+            except OSError as error:
+                self._give_up(wire, self._cause(error))
+            else:
+                if wire.unsent:
+                    self._wake()
+        elif self._connecting or self._start_connecting():
+            self._queued += wanted
+        else:
+            why = self.error or NodeError(self.name, "not connected")
+            self._report(self.index, deque(entries), why, None)
+
+    def _flush(self) -> None:
+        wire = self.wire
+        if wire is not None and wire.unsent:
+            try:
+                wire.write(())
+            except OSError as error:
+                self._give_up(wire, self._cause(error))
+
+    def _give_up(self, wire: Wire, cause: str) -> None:
+        if self.wire is not wire:
+            return
+        error = NodeError(self.name, cause, lost=True)
+        # emptied and closed where nobody reads: a reader with an answer in its hands would
+        # else find the next command in front, and one at the socket a stranger's descriptor.
+        # And first: cut after it, the connection is given up twice, but no command forgotten
+        self._report(self.index, wire.pending, error, wire)
+        self.wire, self.error, self._retry_at = None, error, 0.0
+
+    def _abandon(self, cause: str) -> None:
+        wire = self.wire
+        if wire is None:
+            return
+        wire.cut = True
+        error = self.error = NodeError(self.name, cause, lost=True)
+        entries = deque(entry for entry, _ in wire.answers.copy())
+        entries.extend(wire.pending.copy())
+        self._report(self.index, entries, error, None)
+        self.wire, self._retry_at = None, 0.0
+
+    def _close(self) -> None:
+        wire = self.wire
+        if wire is not None:
+            wire.close(reset=False)
+        self.wire, self._closed = None, True
+        self._queued.clear()
+        if self._connector is not None:  # last: its thread ends
+            self._connector.ring()
+
+    def _begin_to_connect(self) -> None:
+        if self.wire is None and not self._connecting:
+            self._start_connecting()
 
     def _start_connecting(self) -> bool:
         if self._closed or self._clock.now() < self._retry_at:
@@ -663,6 +801,34 @@ class Node:
         self._connecting = True
         return True
 
+    def _use(self, wire: Wire) -> None:
+        self._connecting, self._tries, self.error = False, 0, None
+        if self._closed:
+            wire.close(reset=False)
+            return
+        wire.opened_at = wire.used_at = wire.told_at = self._clock.now()
+        self.wire, self.run_id = wire, wire.run_id
+        if self._queued:
+            self._write(self._queued)
+        self._queued = []
+        self._wake()
+
+    def _connect_failed(self, error: NodeError) -> None:
+        rest = RECONNECT.compute(self._tries)
+        self._report(self.index, deque(self._queued), error, None)
+        self._queued = []
+        self._connecting, self.error = False, error
+        self._tries, self._retry_at = min(self._tries + 1, 16), self._clock.now() + rest
+
+    def _end_connector(self, connector: Alarm) -> None:
+        if self._connector is connector:
+            self._connector = None
+            if self._connecting:  # asked for just now
+                self._connecting = False
+                self._start_connecting()
+
+    # the thread that connects
+
     def _serve_connects(self, connector: Alarm) -> None:
         """Connect whenever that is asked for, in a thread of its own.
 
@@ -673,52 +839,32 @@ class Node:
                 return
             if self.wire is None:
                 self._connect()
-        with self._mutex:
-            self._connector = None
-            if self._connecting:  # asked for just now
-                self._connecting = False
-                self._start_connecting()
+        self._do(functools.partial(self._end_connector, connector))
+
+    def _begin_to_use(self, wire: Wire) -> None:
+        """Use a connection; not as a job, which may be done when it is not admitted any more."""
+        for number in range(PAUSES):
+            if number:
+                pause(PAUSE)
+            if self._turn.run(self._use, wire):
+                self.go_on()
+                return
+        raise NodeError(self.name, BUSY)
 
     def _connect(self) -> None:
         """Connect, and send what has been queued meanwhile."""
         connection = None
         try:
             connection = self.address.dial(self.timeout)
-            greeting = greet(connection, self._guard)
-            wire = Wire(connection, greeting.run_id, greeting.guard)
-            self._admit(self.index, greeting)
+            greeting = greet(connection, self._guard, self._tenures, self.index)
+            wire = Wire(connection, greeting)
+            self._admit(self.index, greeting, functools.partial(self._begin_to_use, wire))
         except Exception as error:  # also what a user's credential provider raises
             if connection is not None:
                 connection.disconnect()
             if not isinstance(error, NodeError):
                 error = NodeError(self.name, self._cause(error))
-            self._connect_failed(error)
-            return
-        cause = None
-        with self._mutex:
-            self._connecting, self._tries, self.error = False, 0, None
-            if self._closed:
-                wire.close(reset=False)
-                return
-            self.wire, self.run_id = wire, greeting.run_id
-            wire.opened_at = wire.used_at = self._clock.now()
-            queued, self._queued = _wanted(self._queued), []
-            try:
-                if queued:
-                    wire.write(queued)
-            except OSError as error:
-                cause = self._cause(error)
-        if cause is not None:
-            self.drop(wire, cause)
-        self._wake()
-
-    def _connect_failed(self, error: NodeError) -> None:
-        with self._mutex:
-            self._connecting, self.error = False, error
-            pause = min(LONGEST_RECONNECT, FIRST_RECONNECT * 2**self._tries)
-            self._tries, self._retry_at = min(self._tries + 1, 16), self._clock.now() + pause
-            queued, self._queued = self._queued, []
-        self._report(self.index, deque(queued), error, None)
+            self._do(functools.partial(self._connect_failed, error))
 
     def _cause(self, error: BaseException) -> str:
         """Return an error in the words of the server or the system, without credentials."""
@@ -733,10 +879,11 @@ def _wanted(entries: Sequence[Entry]) -> Sequence[Entry]:
     return entries
 
 
-def greet(connection: Any, guard: Guard) -> Greeting:
+def greet(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Greeting:
     """Load the scripts on a new connection, and let the server note which run of it this is.
 
-    Raises redis.ResponseError where it does not say which, though the guard needs it.
+    tenures: of the nodes, of which this is one. Raises redis.ResponseError where it does not say
+    which, though the guard needs it.
     """
     connection.send_command("PING")
     with contextlib.suppress(redis.exceptions.NoPermissionError):
@@ -758,9 +905,9 @@ def greet(connection: Any, guard: Guard) -> Greeting:
     evicts = facts.get("maxmemory_policy", "noeviction")
     return Greeting(
         run_id,
-        b"".join(map(packed, arguments)),
-        0.0 if guard.word == "off" else _note_run(connection, guard, arguments),
+        arguments,
         evicts if facts.get("maxmemory", "0") != "0" and evicts != "noeviction" else "",
+        None if guard.word == "off" else _note_run(connection, guard, arguments, tenures, node),
     )
 
 
@@ -778,17 +925,33 @@ def read_info(connection: Any, sections: Sequence[str] = ("server", "memory")) -
     return facts
 
 
-def _note_run(connection: Any, guard: Guard, arguments: Sequence[str]) -> float:
-    """Return the s of a server's silence, which begins now and not with the first grant."""
-    keys = guard_keys(guard.prefix)
+def _note_run(
+    connection: Any, guard: Guard, arguments: Sequence[str], tenures: Tenures, node: int
+) -> Notes | None:
+    """Return what a server noted; its silence begins now and not with the first grant."""
+    names, words = noted_keys(guard.prefix, tenures, node), tenures.words(node)
+    keys = map(encoded, names)
     try:
-        connection.send_command("EVAL", GUARD.source, str(len(keys)), *keys, *arguments)
-        return int(connection.read_response()) / 1000
+        connection.send_command("EVAL", GUARD.source, str(len(names)), *keys, *arguments, *words)
+        return notes_of(words, connection.read_response())
     except redis.ResponseError:
-        return 0.0  # a replica, no memory, no right: each grant is refused by the same words
+        return None  # a replica, no memory, no right: each grant is refused by the same words
 
 
-def vouch(connection: Any, prefix: str) -> str:
+def noted_keys(prefix: str, tenures: Tenures, node: int) -> tuple[str, ...]:
+    """Return the keys of the script `guard` for one of the nodes."""
+    others = (tenure_key(prefix, tenures.addresses[other]) for other in tenures.others(node))
+    return *guard_keys(prefix), tenure_key(prefix), *others
+
+
+def notes_of(told: tuple[str, ...], reply: Any) -> Notes:
+    """Return the reply of the script `guard` in our words; raises UnexpectedReplyError."""
+    left, *texts = read_list(reply, len(told))
+    own, *others = (tenure_of(read_text(text)) for text in texts)
+    return Notes(told, read_number(left) / 1000, own, others)
+
+
+def trust_node(connection: Any, prefix: str) -> str:
     """Let a node vote that does not know this prefix, on an operator's word.
 
     connection: as of `Address.dial`. Returns the name of one lock that stands there, "" where none
@@ -797,10 +960,20 @@ def vouch(connection: Any, prefix: str) -> str:
     facts = read_info(connection)
     if "run_id" not in facts:
         raise redis.ResponseError(facts.get("error", "INFO names no run_id"))
-    keys = guard_keys(prefix)
-    connection.send_command("EVAL", TRUST.source, str(len(keys)), *keys, facts["run_id"])
+    names = (*guard_keys(prefix), tenure_key(prefix))
+    keys = map(encoded, names)
+    connection.send_command("EVAL", TRUST.source, str(len(names)), *keys, facts["run_id"])
     connection.read_response()
     return _any_lock(connection, prefix)
+
+
+def say_trusted(connection: Any, prefix: str, word: str) -> None:
+    """Tell those who wait for a quorum that nodes were trusted; word: the same on each node.
+
+    connection: as of `Address.dial`. Raises redis.RedisError, OSError.
+    """
+    connection.send_command("PUBLISH", encoded(votes_channel(prefix)), word)
+    connection.read_response()
 
 
 def _any_lock(connection: Any, prefix: str) -> str:
@@ -812,25 +985,48 @@ def names_on(connection: Any, beginning: str) -> Iterator[Any]:
 
     Looks through the whole database in parts, and so keeps nobody waiting.
     """
-    cursor, pattern = b"0", f"{pattern_of(beginning)}*"
+    cursor, pattern = b"0", encoded(f"{pattern_of(beginning)}*")
     while True:
         connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", "1000")
-        cursor, names = connection.read_response()
-        yield from names
+        cursor, names = read_list(connection.read_response(), 2)
+        for name in read_list(names, len(names) if isinstance(names, list) else -1):
+            read_text(name)
+            yield name
         if text_of(cursor) == "0":
             return
 
 
+def read_list(reply: Any, length: int) -> list[Any]:
+    """Return a reply that is a list of so many; raises UnexpectedReplyError."""
+    if not isinstance(reply, list) or len(reply) != length:
+        raise UnexpectedReplyError(reply)
+    return reply
+
+
+def read_number(reply: Any) -> int:
+    """Return a reply that is a number; raises UnexpectedReplyError."""
+    if type(reply) is not int:
+        raise UnexpectedReplyError(reply)
+    return reply
+
+
+def read_text(reply: Any) -> str:
+    """Return a reply that is a text; raises UnexpectedReplyError."""
+    if not isinstance(reply, (bytes, str)):
+        raise UnexpectedReplyError(reply)
+    return text_of(reply)
+
+
 def text_of(reply: Any) -> str:
     """Return a reply as text, for people."""
-    return reply.decode(errors="replace") if isinstance(reply, bytes) else str(reply)
+    return decoded(reply) if isinstance(reply, bytes) else str(reply)
 
 
-def strike(connection: Any, keys: Sequence[Any], value: Any, *rest: str) -> bool:
+def strike(connection: Any, keys: Sequence[Any], value: Any, *rest: Any) -> bool:
     """Delete a lock on an operator's word, if this value stands there; tells whether it did.
 
     connection: as of `Address.dial`. keys, value, rest: as in `lua/break.lua`. Raises
     redis.RedisError, OSError.
     """
     connection.send_command("EVAL", BREAK.source, str(len(keys)), *keys, value, *rest)
-    return bool(connection.read_response())
+    return bool(read_number(connection.read_response()))

@@ -3,7 +3,8 @@
 Many threads and greenlets of a process share the connections. Each polls for itself, and whoever
 finds something to read hands on whatever has come, also what others wait for, and wakes them. So
 nothing stands between a lone caller and its sockets, and nobody depends on another to go on.
-Handlers are called under one mutex that is never held while anything waits: they do arithmetic.
+Handlers are called in one turn in which nothing waits: they do arithmetic. An answer stays with its
+connection until its handler is through with it, so a handler may be told the same twice.
 """
 
 from __future__ import annotations
@@ -13,16 +14,29 @@ import select
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
 
 import hiredis
 
-from celery_redlock.errors import NodeError, RedlockError
-from celery_redlock.lock.clock import Bell, Clock, new_mutex, original
-from celery_redlock.lock.lease import ACQUIRING, HELD, Fence, Hold, free_in
+from celery_redlock.errors import NodeError
+from celery_redlock.lock.clock import (
+    Bell,
+    Clock,
+    Turn,
+    gevent_here,
+    original,
+    pause,
+    pause_keeping_gil,
+)
+from celery_redlock.lock.lease import ACQUIRING, HELD, LAST_TOKEN, Fence, Hold, expires_in
 from celery_redlock.lock.nodes import (
+    BUSY,
     CUT,
+    GUARD,
     LONGEST_RECONNECT,
+    PAUSE,
+    PAUSES,
     PING,
     Address,
     Command,
@@ -30,26 +44,35 @@ from celery_redlock.lock.nodes import (
     Greeting,
     Guard,
     Node,
-    Script,
+    Notes,
     Unheard,
     Wire,
+    noted_keys,
+    notes_of,
     text_of,
 )
+from celery_redlock.lock.tenures import Tenures
 from celery_redlock.lock.votes import (
     FAILED,
     GRANTED,
     REFUSED,
     SILENT,
     Tally,
+    UnexpectedReplyError,
     Vote,
+    hint_of,
     in_short,
     is_of_a_replica,
     is_split,
     quorum_of,
-    way_out,
 )
 
+T = TypeVar("T")
+
+SPARE_SEATS, SPARED_FOR = 2, 3.0  # how many are kept that nobody needs; s after which others go
 LONGEST_TURN, TURNS = 1.0, 3  # s, and how many, for which one thread may read and hand on
+LOOKS, LOOK = 15, 0.0002  # how often, and s after which, what holds up all threads looks
+REPLACED = "another server has served under its address since"
 MOST_REFUSALS = 100  # texts of servers that are remembered, so as to log each once
 
 
@@ -97,6 +120,7 @@ class GrantRound(Round):
     heeds_later: bool
     superseded: bool
     __slots__ = (
+        "_due",
         "_refusals",
         "_resend",
         "asked_again",
@@ -126,6 +150,7 @@ class GrantRound(Round):
         self.done = False
         self.hold, self.fence = hold, fence
         self.tally = Tally(nodes)
+        self._due = (1 << nodes) - 1  # nodes whose vote is not counted yet, as bits
         self.sent = 0.0  # monotonic s; an older fencing proposal must not meet a younger lease
         self._refusals: dict[int, Refusal] = {}
         self.silent: dict[int, float] = {}  # s for which a node does not vote
@@ -133,7 +158,7 @@ class GrantRound(Round):
         self.granted: set[int] = set()
         self.never_asked: set[int] = set()  # nodes that the request surely did not reach
         self._resend = resend
-        self.asked_again: set[int] = set()  # nodes where the first request may still run some day
+        self.asked_again: set[int] = set()  # nodes where an older request may still run some day
 
     @property
     def wanted(self) -> bool:
@@ -142,8 +167,11 @@ class GrantRound(Round):
         return state is ACQUIRING or state is HELD
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Count one node's vote."""
-        vote = GRANTED if reply == 1 else self._vote(node, reply)
+        """Count one node's vote. Raises UnexpectedReplyError."""
+        if reply == 1 and type(reply) is int and self.fence is None and self.asks_since is None:
+            vote: Vote | None = GRANTED
+        else:
+            vote = self._vote(node, reply)
         if vote is None:
             self.done = True
             self.decide()
@@ -151,29 +179,63 @@ class GrantRound(Round):
         if vote is GRANTED:
             self.granted.add(node)
             self.hold.confirm(node, sent, run_id)
-        if not self.decided and self.tally.add(vote):
-            self.decide()
+        if not self.decided and self._due & (1 << node):
+            self._count(node, vote)
+
+    def _count(self, node: int, vote: Vote) -> None:
+        """Count a node's vote, once however often it is told."""
+        bit = 1 << node
+        if self._due & bit:
+            self._due ^= bit
+            if self.tally.add(vote):
+                self.decide()
 
     def _vote(self, node: int, reply: Any) -> Vote | None:
         """Return what a node's reply means, with what it says beside it taken down.
 
         None: the run is done, or not to be made, whatever the node's vote is.
         """
-        if type(reply) is not list:
+        if type(reply) is hiredis.ReplyError:
             self.errors[node] = NodeError("", in_short(str(reply)))
             return FAILED
-        if self.asks_since is not None and self._is_done(reply.pop()):
+        vote, words = self._parsed(reply)
+        if self.asks_since is not None and self._is_done(words[-1]):
             return None
-        if reply[0] == 1:
-            if self.fence is not None:
-                self.fence.counted(node, reply[1])
-            return GRANTED
-        if reply[0] == 0:
-            expires_in = reply[1] / 1000 if reply[1] >= 0 else math.inf
-            self._refusals[node] = Refusal(text_of(reply[2]), expires_in)
-            return REFUSED
-        self.silent[node] = max(0, reply[1]) / 1000
-        return SILENT
+        if vote is REFUSED:
+            expires_in = words[1] / 1000 if words[1] >= 0 else math.inf
+            self._refusals[node] = Refusal(text_of(words[2]), expires_in)
+        elif vote is SILENT:
+            self.silent[node] = max(0, words[1]) / 1000
+        elif self.fence is not None:
+            self.fence.counted(node, words[1])
+        return vote
+
+    def _parsed(self, reply: Any) -> tuple[Vote, list[Any]]:
+        """Return a vote and its words, as in lua/grant.lua; raises UnexpectedReplyError."""
+        words: list[Any] = reply if type(reply) is list else []
+        kinds = [type(word) for word in words]
+        asks, has_token = self.asks_since is not None, self.fence is not None
+        if asks and kinds[-1:] == [int]:
+            kinds.pop()
+        elif asks:
+            kinds = []
+        if kinds == [int, int, bytes] and words[0] == 0:
+            return REFUSED, words
+        if kinds == [int, int] and words[0] == -1:
+            return SILENT, words
+        is_grant = kinds == [int, int] and words[0] == 1 and (asks or has_token)
+        if is_grant and (not has_token or 0 <= words[1] <= LAST_TOKEN):
+            return GRANTED, words
+        raise UnexpectedReplyError(reply)
+
+    def withdraw(self, node: int) -> None:
+        """Take back the vote of a node whose server another one had replaced meanwhile."""
+        if node in self.granted:
+            self.granted.discard(node)
+            self.tally.granted -= 1
+            self.tally.add(FAILED)
+            self.errors[node] = NodeError("", REPLACED)
+        self.hold.withdraw(node)
 
     def _is_done(self, at_ms: int) -> bool:
         if at_ms < 0 and self.heeds_later:
@@ -192,20 +254,25 @@ class GrantRound(Round):
         elif first:
             self.never_asked.add(node)
         self.errors[node] = error
-        if not self.decided and self.tally.add(FAILED):
-            self.decide()
+        if not self.decided:
+            self._count(node, FAILED)
+
+    def asked_anew(self, node: int) -> None:
+        """Take note that a repair, which may set the key, is about to leave for a node."""
+        self.never_asked.discard(node)
+        self.asked_again.add(node)
 
     @property
     def refusals(self) -> dict[int, Refusal]:
         """What the nodes that refused said, as of now: any thread may bring in a late one."""
         return self._refusals.copy()
 
-    def free_in(self) -> float | None:
+    def expires_in(self) -> float | None:
         """Return the s until a quorum of nodes is free if nobody renews; None where unknown."""
         known = dict.fromkeys(self.granted, 0.0)
         known |= {node: refusal.expires_in for node, refusal in self.refusals.items()}
         waits = [known.get(node, math.inf) for node in range(self.tally.nodes)]
-        return free_in(waits, self.tally.quorum)
+        return expires_in(waits, self.tally.quorum)
 
     @property
     def is_split(self) -> bool:
@@ -247,11 +314,11 @@ class RenewRound(Round):
         "_claims",
         "_clock",
         "_doubted",
+        "_due",
         "_holds",
         "_quorum",
-        "_renewing",
+        "_renewed",
         "_unsettled",
-        "unheard",
     )
 
     def __init__(
@@ -264,9 +331,9 @@ class RenewRound(Round):
         self.decided, self.wake = False, None
         self._claims, self._changed, self._clock = claims, changed, clock
         self._holds = [claim.hold for claim in claims]
-        self._renewing = 0  # nodes that renewed all of them, or all but some
+        self._renewed = 0  # nodes that renewed all of them, or all but some, as bits
         self._doubted: dict[int, int] = {}  # by the number of a claim: how many of them did not
-        self._quorum, self.unheard = nodes // 2 + 1, nodes
+        self._quorum, self._due = nodes // 2 + 1, (1 << nodes) - 1  # unheard nodes, as bits
         self._unsettled = [c.fence for c in claims if c.fence is not None and not c.fence.usable]
 
     @property
@@ -283,29 +350,48 @@ class RenewRound(Round):
         """The numbers of the claims that no quorum confirmed."""
         if self._all_confirmed:
             return []
-        doubted, enough = self._doubted, self._renewing - self._quorum
+        doubted, enough = self._doubted, self._renewed.bit_count() - self._quorum
         return [i for i in range(len(self._claims)) if doubted.get(i, 0) > enough]
 
     @property
     def _all_confirmed(self) -> bool:
-        return self._renewing - max(self._doubted.values(), default=0) >= self._quorum
+        renewing = self._renewed.bit_count()
+        return renewing - max(self._doubted.values(), default=0) >= self._quorum
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Renew the node's deadline of each lock, or stop counting it."""
-        if type(reply) is list:
+        """Renew the node's deadline of each lock, or stop counting it.
+
+        Raises UnexpectedReplyError, and then none of it counts.
+        """
+        if type(reply) is not hiredis.ReplyError:
+            self._check(reply)
             now = self._clock.now
             for number, (hold, word) in enumerate(zip(self._holds, reply, strict=True)):
                 # the clock each time: whoever was stopped in between must not revive a lease
                 if word != 1 or not hold.renewed(node, sent, now(), run_id):
                     self._look_closer(number, node, sent, word, run_id)
-            self._renewing += 1
-        self._heard()
+            self._renewed |= 1 << node
+        self._heard(node)
+
+    def _check(self, reply: Any) -> None:
+        """Raise UnexpectedReplyError unless each word is as in lua/renew.lua."""
+        if type(reply) is list and len(reply) == len(self._claims):
+            for number, word in enumerate(reply):
+                if type(word) is int and -1 <= word <= 1:
+                    continue
+                if self._claims[number].fence is None or type(word) is not list:
+                    break
+                if [type(part) for part in word] != [int, int] or word[0] != 1:
+                    break
+            else:
+                return
+        raise UnexpectedReplyError(reply)
 
     def _look_closer(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
         """Take a word on one lock that is not just yes, or is of a node on probation."""
         claim, now = self._claims[number], self._clock.now()
         if type(word) is list and claim.hold.renewed(node, sent, now, run_id):
-            if claim.fence is not None:
+            if claim.fence is not None and word[1] <= LAST_TOKEN:  # else somebody has spoiled it
                 claim.fence.counted(node, word[1])
             return
         self._doubted[number] = self._doubted.get(number, 0) + 1
@@ -318,17 +404,17 @@ class RenewRound(Round):
 
     def failed(self, node: int, command: Command, error: NodeError) -> None:
         """Leave the deadlines as they were: no answer is not a no."""
-        self._heard()
+        self._heard(node)
 
-    def _heard(self) -> None:
-        self.unheard -= 1
+    def _heard(self, node: int) -> None:
+        self._due &= ~(1 << node)
         if self.decided:
             return
         if self._unsettled:
             enough = all(fence.usable for fence in self._unsettled)
         else:
             enough = self._all_confirmed
-        if enough or self.unheard == 0:
+        if enough or not self._due:
             self.decide()
 
 
@@ -357,13 +443,15 @@ class Batch(Round):
 class Question(Round):
     """Asks some nodes, by index; decided when each has spoken.
 
-    An error is a reply as well: it comes from a server that is there.
+    An error is a reply as well: it comes from a server that is there. read: returns what any other
+    reply means; raises UnexpectedReplyError.
     """
 
     wanted = True
 
-    def __init__(self, nodes: Iterable[int]) -> None:
+    def __init__(self, nodes: Iterable[int], read: Callable[[Any], Any]) -> None:
         super().__init__()
+        self._read = read
         self._replies: dict[int, Any] = {}
         self._due = set(nodes)
 
@@ -374,7 +462,8 @@ class Question(Round):
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Keep what it says."""
-        self._replies[node] = reply
+        is_error = type(reply) is hiredis.ReplyError
+        self._replies[node] = reply if is_error else self._read(reply)
         self._heard(node)
 
     def failed(self, node: int, command: Command, error: NodeError) -> None:
@@ -385,6 +474,23 @@ class Question(Round):
         self._due.discard(node)
         if not self._due:
             self.decide()
+
+
+class Introduction:
+    """A node's answer to what it is told about tenures."""
+
+    wanted = True
+
+    def __init__(self, heard: Callable[[int, Notes, str], None], told: tuple[str, ...]) -> None:
+        self._heard, self._told = heard, told
+
+    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """Learn what the node had noted. Raises UnexpectedReplyError."""
+        if type(reply) is not hiredis.ReplyError:
+            self._heard(node, notes_of(self._told, reply), run_id)
+
+    def failed(self, node: int, command: Command, error: NodeError) -> None:
+        """Leave it: the next connection tells the node again."""
 
 
 class Seat:
@@ -436,6 +542,8 @@ class Seat:
         self._poll.register(self._bell.descriptor, select.POLLIN)
         self._by_descriptor = {}
         for node in nodes:
+            if node.jobs:
+                node.go_on()
             wire = node.wire
             if wire is None:
                 continue
@@ -450,11 +558,18 @@ class Seat:
         return lasts
 
 
+def _take_out(queue: deque[T], done: T) -> None:
+    """Take out what is done, unless another has: the turn is taken from one that keeps it long."""
+    if queue and queue[0] is done:
+        queue.popleft()
+
+
 class Quorum:
     """One process's connections to N nodes, and the rounds over them.
 
     changed: called as (node, error) when a node stops answering, with None when it is back.
-    greeted: called as (node, greeting) when one is connected. Neither must wait.
+    greeted: called as (node, greeting) when one is connected. replaced: called with the index of a
+    node whose server turns out to have been replaced for a while. None of them must wait.
     guard: what keeps a node from voting that may have forgotten what it granted.
     """
 
@@ -465,31 +580,36 @@ class Quorum:
         clock: Clock,
         changed: Callable[[Node, NodeError | None], None],
         greeted: Callable[[Node, Greeting], None],
+        replaced: Callable[[int], None],
         guard: Guard,
     ) -> None:
         self.clock, self.timeout = clock, timeout
-        self._changed, self._greeted = changed, greeted
+        self._changed, self._greeted, self._replaced = changed, greeted, replaced
+        self._guard, self._tenures = guard, Tenures([address.server for address in addresses])
+        own = self._report, self._rearm, self._admit, guard, self._tenures
         self.nodes = [
-            Node(index, address, timeout, clock, self._report, self._rearm, self._admit, guard)
-            for index, address in enumerate(addresses)
+            Node(index, address, timeout, clock, *own) for index, address in enumerate(addresses)
         ]
         self.size = quorum_of(len(self.nodes))
         self._reset()
 
     def forget(self) -> None:
-        """Start anew after a fork: connections, waiters and mutexes stay with the parent."""
+        """Start anew after a fork: connections, waiters and turns stay with the parent."""
         for node in self.nodes:
             node.forget()
         self._reset()
 
     def _reset(self) -> None:
-        self._reading = new_mutex()
+        self._reading = Turn()
         self._seats: dict[bool, list[Seat]] = {False: [], True: []}  # free ones, by `native`
+        self._unneeded = {False: 0, True: 0}  # how many of them were free all the time, lately
+        self._spared_until = 0.0  # monotonic s
         self._taken: dict[int, Seat] = {}
         self._mail: deque[tuple[int, deque[Entry], NodeError, Wire | None]] = deque()
         self._topology = 0
         self._down: set[int] = set()
         self._refusals: set[tuple[int, str]] = set()
+        self.replaced_at: dict[int, float] = {}  # monotonic s: when a node's server turned out so
         self._servers: dict[str, int] = {}  # run id -> the node that is connected to it
         self.same_server: tuple[str, str] | None = None  # the names of two nodes, once found
         self._closed = False
@@ -515,7 +635,7 @@ class Quorum:
         for node in self.nodes:
             if node.overdue(sent):
                 self.drain()  # before it is judged: the answer may lie unread in the socket
-            node.send(entries)
+            node.send(entries, keeps_gil=False)
 
     def scatter(self, entries: Sequence[Sequence[Entry]], sent: float) -> None:
         """Write to each node entries of its own, in one batch. Never waits."""
@@ -531,15 +651,19 @@ class Quorum:
         self.nodes[node].send([(command, sent, command.request)])
 
     def ask(
-        self, request: bytes, script: Script | None = None, nodes: Collection[int] | None = None
-    ) -> Mapping[int, Any]:
+        self,
+        request: bytes,
+        read: Callable[[Any], T],
+        *,
+        nodes: Collection[int] | None = None,
+    ) -> Mapping[int, T]:
         """Return what nodes reply within one node timeout, by index; an error is no reply.
 
-        script: what the request calls. nodes: by index; all where None.
+        read: as for `Question`. nodes: by index; all where None.
         """
         asked, sent = range(len(self.nodes)) if nodes is None else nodes, self.clock.now()
-        question = Question(asked)
-        command = Command(request, question, script)
+        question = Question(asked, read)
+        command = Command(request, question)
         if nodes is None:
             self.broadcast(command, sent)
         for node in nodes or ():
@@ -551,6 +675,7 @@ class Quorum:
 
     def keep_alive(self, idle: float) -> None:
         """Ask every node that has been left alone for so many s whether it is still there."""
+        self._introduce(idle)
         now = self.clock.now()
         for node in self.nodes:
             wire = node.wire
@@ -561,43 +686,85 @@ class Quorum:
         """Return when a round is decided, or at the monotonic second `until`.
 
         What has come by then is counted, however late the caller is: it may have been paused.
-        native: the caller is a real thread, also where greenlets are in use.
+        Returns at once in a finalizer or a signal handler that keeps its own thread from reading,
+        or from writing to so many nodes that there is no quorum.
+        native: the caller is a thread of ours, real also where greenlets are in use. What it waits
+        for is to come as soon next to code that keeps the GIL, so once it has that, it reads all.
         """
-        seat = self._take_seat(native)
+        if (self._reading.taken or [node for node in self.nodes if node.jobs]) and self._is_cut_off:
+            return
+        by_poll = native or gevent_here() is None
+        seat = self._take_seat(by_poll)
         round_.wake = seat.wake
         try:
             if self._mail:
                 self._deliver_mail()
             while not seat.rests_on(round_):
                 left = until - self.clock.now()
-                self._read(seat.poll(self.nodes, self._topology, max(0.0, left)))
+                ready = seat.poll(self.nodes, self._topology, max(0.0, left))
+                nodes = self.nodes if native else ready
+                self._read(nodes, PAUSES if left <= 0 else 2, keeps_gil=native)
                 if left <= 0:  # that was the last look: others' answers must not keep us here
                     return
         finally:
             round_.wake = None
             self._taken.pop(id(seat), None)
-            self._seats[native].append(seat)
+            self._seats[by_poll].append(seat)
+
+    def wait_keeping_gil(self, round_: Round) -> None:
+        """Return when a round is decided, or after some ms in which no other Python thread runs.
+
+        For a caller that C code has kept waiting for the GIL: once given up, it is gone as long
+        again. Nodes nearby answer meanwhile. Python itself lets any thread keep it for 5 ms.
+        """
+        for _ in range(LOOKS):
+            self._read(self.nodes)
+            if round_.decided:
+                return
+            pause_keeping_gil(LOOK)
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether the caller keeps its own thread from going on, and so each round from its end."""
+        if self._reading.is_interrupted:
+            return True
+        return len([n for n in self.nodes if n.is_interrupted]) > len(self.nodes) - self.size
 
     def _take_seat(self, native: bool) -> Seat:
+        free = self._seats[native]
         try:
-            seat = self._seats[native].pop()
+            seat = free.pop()
         except IndexError:
             seat = Seat(native=native)
+        if len(free) < self._unneeded[native]:
+            self._unneeded[native] = len(free)
         self._taken[id(seat)] = seat
         return seat
 
-    def mend(self) -> None:
-        """See that the mutex of those who read comes free; called where no exception can strike.
+    def drop_spare_seats(self) -> float:
+        """Give up what a peak of waiters has left; returns the monotonic s to look again at.
 
-        Nobody keeps it for longer than some arithmetic takes. Where it does not come free in
-        several waits, each begun anew (a process that was stopped runs out one), an exception from
-        outside has cut its owner's way out: it is freed, and no connection is trusted any more.
+        Only those that were free since the last look: who waits often makes none anew.
         """
-        mutex = self._reading
-        if not any(mutex.acquire(True, LONGEST_TURN) for _ in range(TURNS)):
+        now = self.clock.now()
+        if now >= self._spared_until:
+            for native, free in self._seats.items():
+                del free[: max(0, self._unneeded[native] - SPARE_SEATS)]
+                self._unneeded[native] = len(free)
+            self._spared_until = now + SPARED_FOR
+        has_spare = any(len(free) > SPARE_SEATS for free in self._seats.values())
+        return self._spared_until if has_spare else math.inf
+
+    def mend(self) -> None:
+        """Take the turn from one that keeps it for too long; called by the watchdog's thread.
+
+        Reading and handing on is some arithmetic, but a finalizer or a signal handler may interrupt
+        it, and sleep. No connection is trusted any more that it may read from when it goes on.
+        """
+        if self._reading.is_stuck(self.clock.now(), LONGEST_TURN, TURNS):
+            self._reading = Turn()
             for node in self.nodes:
                 node.abandon(CUT)
-        mutex.release()
 
     def read_from(self, nodes: Iterable[int]) -> None:
         """Read what some nodes have said by now. Never waits."""
@@ -606,39 +773,95 @@ class Quorum:
     def drain(self) -> None:
         """Read what has come without waiting, and give up nodes that owe an answer for too long."""
         now = self.clock.now()  # before reading: an answer may have come while we were paused
-        self._read(self.nodes)
         for node in self.nodes:
-            wire = node.wire
-            if wire is not None and node.overdue(now):
-                node.drop(wire, f"no answer within {self.timeout:g} s")
-        self._deliver_mail()
-
-    def _read(self, nodes: Sequence[Node]) -> None:
-        with self._reading:
-            for node in nodes:
-                self._hand_on(node)
-        if self._mail:
+            node.go_on()
+        if self._read(self.nodes, PAUSES):
+            for node in self.nodes:
+                wire = node.wire
+                if wire is not None and node.overdue(now):
+                    node.drop(wire, f"no answer within {self.timeout:g} s")
             self._deliver_mail()
 
-    def _hand_on(self, node: Node) -> None:
-        wire = node.receive()
+    def _read(self, nodes: Sequence[Node], tries: int = 1, *, keeps_gil: bool = True) -> bool:
+        """Read and hand on what nodes have said; False if others had the turn at each try."""
+        if not nodes and not self._mail:
+            return True
+        for number in range(tries):
+            if number:
+                pause(PAUSE)
+            reading = self._reading
+            if reading.run(self._hand_on_all, reading, nodes, keeps_gil):
+                if self._mail:
+                    self._deliver_mail()
+                return True
+            if reading.is_interrupted:
+                return False
+        return False
+
+    def _hand_on_all(self, reading: Turn, nodes: Sequence[Node], keeps_gil: bool) -> None:
+        try:
+            if self._mail:
+                self._deliver()  # first: a release may follow on the next connection
+            for node in nodes:
+                if self._reading is reading:  # else it was taken from us
+                    self._hand_on(node, keeps_gil=keeps_gil)
+        except BaseException:
+            self._rearm()  # whoever waits looks at what was cut
+            raise
+
+    def _hand_on(self, node: Node, *, keeps_gil: bool) -> None:
+        wire = node.receive(keeps_gil=keeps_gil)
         if wire is None:
             return
-        answers, index, run_id, demoted = wire.answers, node.index, wire.run_id, ""
-        while answers:
-            (command, sent, text), reply = answers.popleft()
-            if type(reply) is hiredis.ReplyError:
-                if text is command.request and str(reply).startswith("NOSCRIPT"):
-                    self._send_source(node, command, sent)
-                    continue
-                self._say_refusal(node, str(reply))
-                demoted = str(reply) if is_of_a_replica(str(reply)) else demoted
-            command.handler.answered(index, sent, reply, run_id)
+        demoted = self._hand_on_answers(node, wire)
         if demoted and self.clock.now() - wire.opened_at > LONGEST_RECONNECT:
             node.drop(wire, demoted)  # its name may lead to another server by now
-        if index in self._down and node.wire is not None:
-            self._down.discard(index)
+        if node.index in self._down and node.wire is not None:
+            self._down.discard(node.index)
             self._changed(node, None)
+
+    def _hand_on_answers(self, node: Node, wire: Wire) -> str:
+        """Tell handlers what has come; returns what a server said that is no primary any more.
+
+        An answer is taken out once its handler is through with it. If an exception from outside
+        cuts that, it is handed on again; a second time, the handler itself is at fault.
+        """
+        answers, index, run_id, demoted = wire.answers, node.index, wire.run_id, ""
+        if wire.is_replaced and answers:
+            self._lose_answers(node, wire, REPLACED)
+        try:
+            while answers:
+                found = (command, sent, text), reply = answers[0]
+                if type(reply) is not hiredis.ReplyError:
+                    command.handler.answered(index, sent, reply, run_id)
+                elif text is command.request and str(reply).startswith("NOSCRIPT"):
+                    self._send_source(node, command, sent)
+                else:
+                    self._say_refusal(node, str(reply))
+                    demoted = str(reply) if is_of_a_replica(str(reply)) else demoted
+                    command.handler.answered(index, sent, reply, run_id)
+                if answers and answers[0] is found:  # else the connection was given up
+                    answers.popleft()
+        except UnexpectedReplyError as error:
+            self._distrust(node, wire, str(error))
+        except BaseException:
+            if answers and wire.struck is answers[0]:
+                answers.popleft()
+            elif answers:
+                wire.struck = answers[0]
+            raise
+        return demoted
+
+    def _distrust(self, node: Node, wire: Wire, cause: str) -> None:
+        """Give up a connection whose replies are not those of its commands: none behind counts."""
+        self._lose_answers(node, wire, cause)
+        node.drop(wire, cause)
+
+    def _lose_answers(self, node: Node, wire: Wire, cause: str) -> None:
+        """Report what a server has answered as lost: none of it counts."""
+        entries = deque(entry for entry, _ in wire.answers)
+        self._report(node.index, entries, NodeError(node.name, cause, lost=True), None)
+        wire.answers.clear()
 
     def _send_source(self, node: Node, command: Command, sent: float) -> None:
         """Send a script that a server has forgotten, after a flush, or a restart behind a proxy."""
@@ -663,7 +886,7 @@ class Quorum:
 
         The words themselves vary: they name a script's line, or a digest.
         """
-        refusal = (node, way_out(text) or text)
+        refusal = (node, hint_of(text) or text)
         if refusal in self._refusals or len(self._refusals) >= MOST_REFUSALS:
             return False
         self._refusals.add(refusal)
@@ -675,24 +898,26 @@ class Quorum:
             self._deliver_mail()
 
     def _deliver_mail(self) -> None:
+        while self._mail and self._reading.run(self._deliver):
+            pass  # once more: some may have come as the turn ended
+
+    def _deliver(self) -> None:
         while self._mail:
-            with self._reading:
-                if not self._mail:  # another thread was faster
-                    return
-                # kept until it is delivered: an exception from outside must lose no release
-                index, entries, error, wire = self._mail[0]
-                if wire is not None:
-                    wire.close(reset=True)
-                    self._rearm()  # its descriptor is a stranger's from now on
-                if index not in self._down and not self._closed:
-                    self._down.add(index)
-                    if not way_out(error.cause) or self._is_news(index, error.cause):
-                        self._changed(self.nodes[index], error)
-                while entries:
-                    command = entries[0][0]
-                    command.handler.failed(index, command, error)
-                    entries.popleft()
-                self._mail.popleft()
+            # kept until it is delivered: an exception from outside must lose no release
+            mail = index, entries, error, wire = self._mail[0]
+            if wire is not None:
+                self._hand_on_answers(self.nodes[index], wire)  # those that somebody has read
+                wire.close(reset=True)
+                self._rearm()  # its descriptor is a stranger's from now on
+            if index not in self._down and not self._closed:
+                self._down.add(index)
+                if not hint_of(error.cause) or self._is_news(index, error.cause):
+                    self._changed(self.nodes[index], error)
+            while entries:
+                entry = entries[0]
+                entry[0].handler.failed(index, entry[0], error)
+                _take_out(entries, entry)
+            _take_out(self._mail, mail)
 
     def _report(
         self, node: int, entries: deque[Entry], error: NodeError, wire: Wire | None
@@ -707,9 +932,75 @@ class Quorum:
         for seat in list(self._taken.values()):
             seat.wake()
 
-    def _admit(self, index: int, greeting: Greeting) -> None:
+    def _admit(self, index: int, greeting: Greeting, use: Callable[[], None]) -> None:
+        """Let a connection be used, unless its vote would count though it must not."""
+        self._refuse_same_server(index, greeting.run_id)
+        # in the turn: no vote is counted between the look at tenures and what follows
+        for number in range(PAUSES):
+            if number:
+                pause(PAUSE)
+            if self._reading.run(self._let_in, index, greeting, use):
+                break
+        else:
+            raise NodeError(self.nodes[index].name, BUSY)  # and connected anew
+        if self._mail:
+            self._deliver_mail()
+        self._greeted(self.nodes[index], greeting)
+
+    def _let_in(self, index: int, greeting: Greeting, use: Callable[[], None]) -> None:
+        if greeting.notes is not None:
+            self._learn(index, greeting.notes)
+            if self._tenures.ended(index, greeting.notes.own):
+                raise NodeError(self.nodes[index].name, REPLACED)
+        use()
+        self._introduce()
+
+    def _learn(self, index: int, notes: Notes) -> None:
+        """Learn who serves where, and give up connections to servers that were replaced."""
+        self._tenures.learn(index, notes.own)
+        for other, tenure in zip(self._tenures.others(index), notes.others, strict=True):
+            self._tenures.learn(other, tenure)
+        for node in self.nodes:
+            wire = node.wire
+            if wire is not None and self._tenures.ended(node.index, wire.tenure):
+                self._give_up(node, wire)
+
+    def _give_up(self, node: Node, wire: Wire) -> None:
+        """Drop a connection with the votes that came by it: its server has missed others' locks.
+
+        On the next connection that server is told, and is silent.
+        """
+        wire.is_replaced = True  # first: another thread may have its turn, and the drop wait
+        self.replaced_at[node.index] = self.clock.now()
+        self._lose_answers(node, wire, REPLACED)
+        self._replaced(node.index)
+        node.drop(wire, REPLACED)
+
+    def _introduce(self, every: float = math.inf) -> None:
+        """Exchange tenures with each connected node that lacks one, or after so many s."""
+        now = self.clock.now()
+        for node in self.nodes:
+            wire, told = node.wire, self._tenures.words(node.index)
+            if wire is None or not wire.run_id or self._guard.word == "off":
+                continue
+            # one that could note nothing, read-only or full, is asked again after a while
+            is_told = wire.tenure is None or wire.told == told
+            if is_told and now - wire.told_at <= every:
+                continue
+            wire.told, wire.told_at = told, now
+            keys = noted_keys(self._guard.prefix, self._tenures, node.index)
+            request = GUARD.call(keys, *wire.arguments, *told)
+            node.send([(Command(request, Introduction(self._heard, told), GUARD), now, request)])
+
+    def _heard(self, index: int, notes: Notes, run_id: str) -> None:
+        wire = self.nodes[index].wire
+        if wire is not None and wire.run_id == run_id:
+            wire.tenure = notes.own
+        self._learn(index, notes)
+        self._introduce()
+
+    def _refuse_same_server(self, index: int, run_id: str) -> None:
         """Refuse a second connection to one server: its one vote would count twice."""
-        run_id = greeting.run_id
         other = self._servers.setdefault(run_id, index) if run_id else index
         if other != index and self.nodes[other].run_id not in ("", run_id):
             other = self._servers[run_id] = index  # the other one is elsewhere by now
@@ -719,11 +1010,10 @@ class Quorum:
             raise NodeError(name, f"is the same server as {first}")
         if self.same_server is not None and self.nodes[index].name in self.same_server:
             self.same_server = None  # its name leads to a server of its own again
-        self._greeted(self.nodes[index], greeting)
 
     def connect(self, until: float) -> set[int]:
         """Connect to every node; returns those that answer by the monotonic second `until`."""
-        pinged = Question(range(len(self.nodes)))
+        pinged = Question(range(len(self.nodes)), lambda reply: reply)
         self.broadcast(Command(PING, pinged), self.clock.now())
         self.wait(pinged, until)
         return set(pinged.replies)
@@ -736,27 +1026,25 @@ class Quorum:
 
 
 def new_poll(*, native: bool) -> Any:
-    """Return a poll object; a cooperative one where greenlets are in use, unless `native`.
+    """Return a poll object; one that lets other greenlets run unless `native`."""
+    if native:
+        return original("select", "poll")()
+    try:
+        return PollBehindHub()
+    except AttributeError:  # no epoll: there libev takes a closed descriptor for an error
+        return import_module("gevent.select").poll()
 
-    Raises RedlockError under eventlet on a system without epoll.
-    """
-    make = original("select", "poll") if native else getattr(select, "poll", None)
-    return (make or PollBehindSelect)()
 
+class PollBehindHub:
+    """poll's face for gevent, whose hub watches a single descriptor for it: an epoll object's.
 
-class PollBehindSelect:
-    """poll's face for eventlet, which takes poll away and leaves select.
-
-    eventlet's select may go wrong where several descriptors are ready at once: the second one
-    switches to a greenlet that waits for something else by then. And it lets one greenlet alone
-    wait for a descriptor. So this gives it a single one of its own: an epoll object's.
+    A node's socket may be closed at any time, by any thread. If libev meets a closed descriptor
+    among those that it watches, it aborts the process. Nobody closes the epoll object's meanwhile,
+    and a socket that is closed leaves it by itself. Raises AttributeError if there is no epoll.
     """
 
     def __init__(self) -> None:
-        try:
-            self._epoll = original("select", "epoll")()
-        except AttributeError:
-            raise RedlockError("eventlet is supported on Linux alone, which has epoll") from None
+        self._epoll = original("select", "epoll")()
 
     def register(self, descriptor: int, events: int) -> None:
         """Watch a descriptor; events: as of poll, which are epoll's own."""
@@ -764,7 +1052,9 @@ class PollBehindSelect:
 
     def poll(self, milliseconds: int) -> Any:
         """Return what is ready, after so many ms at the most; other greenlets run meanwhile."""
-        select.select([self._epoll.fileno()], [], [], milliseconds / 1000)
+        waiting = import_module("gevent.select").poll()  # of this thread's hub, and for one wait
+        waiting.register(self._epoll.fileno(), select.POLLIN)
+        waiting.poll(milliseconds)
         return self._epoll.poll(0)
 
     def __del__(self) -> None:

@@ -7,14 +7,17 @@ each round, and a release that goes to every node on the wire that the grant too
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import logging
 import math
 import os
 import random
 import socket
+import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from celery_redlock.errors import (
@@ -28,9 +31,11 @@ from celery_redlock.errors import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock.keys import in_order, wake_channel
+from celery_redlock.lock.clock import is_patched_by_eventlet, start_thread
+from celery_redlock.lock.coroutines import Errand, rest
+from celery_redlock.lock.keys import in_order, new_token, wake_channel
 from celery_redlock.lock.lease import silence
-from celery_redlock.lock.nodes import Guard, masked, parse_address, vouch
+from celery_redlock.lock.nodes import Guard, masked, parse_address, say_trusted, trust_node
 from celery_redlock.lock.session import (
     ROUNDS_IN_TTL,
     Context,
@@ -43,7 +48,7 @@ from celery_redlock.lock.session import (
     Terms,
     causes_of,
 )
-from celery_redlock.lock.votes import Fault, fault_of, is_of_a_replica
+from celery_redlock.lock.votes import is_misconfigured, is_of_a_replica
 from celery_redlock.lock.wakeup import Waiter
 
 logger = logging.getLogger(__name__)
@@ -75,38 +80,38 @@ def check_ttl(level: str, name: str, ttl: object, node_timeout: float, max_ttl: 
     """Return a ttl in s that leaves time to renew it and is no longer than any client expects."""
     seconds = check_seconds(level, name, ttl)
     if seconds < ROUNDS_IN_TTL * node_timeout:
-        way_out = (
+        hint = (
             f"must be at least {ROUNDS_IN_TTL} x node_timeout = "
             f"{ROUNDS_IN_TTL * node_timeout:g} s: raise it, or lower redlock_node_timeout"
         )
-        raise SettingsError(level, name, repr(ttl), way_out)
+        raise SettingsError(level, name, repr(ttl), hint)
     if seconds > max_ttl:
-        way_out = f"must be at most redlock_max_ttl = {max_ttl:g} s: raise that for every client"
-        raise SettingsError(level, name, repr(ttl), way_out)
+        hint = f"must be at most redlock_max_ttl = {max_ttl:g} s: raise that for every client"
+        raise SettingsError(level, name, repr(ttl), hint)
     return seconds
 
 
 def check_prefix(level: str, name: str, prefix: object) -> str:
     """Return a prefix that can stand as a hash tag."""
     if not isinstance(prefix, str) or not prefix or "{" in prefix or "}" in prefix:
-        way_out = "must be a text, not empty, without { and }"
-        raise SettingsError(level, name, repr(prefix), way_out)
+        hint = "must be a text, not empty, without { and }"
+        raise SettingsError(level, name, repr(prefix), hint)
     return prefix
 
 
 def check_drift(level: str, name: str, drift: object) -> float:
     """Return a fraction by which clocks may differ in speed."""
     if not is_number(drift) or not 0 <= drift < 0.5:  # type: ignore[operator]
-        way_out = "must be a fraction from 0 to below 0.5; 0.01 allows for 1 %"
-        raise SettingsError(level, name, repr(drift), way_out)
+        hint = "must be a fraction from 0 to below 0.5; 0.01 allows for 1 %"
+        raise SettingsError(level, name, repr(drift), hint)
     return float(drift)  # type: ignore[arg-type]
 
 
 def check_guard(level: str, name: str, guard: object) -> str:
     """Return a known word for the restart guard."""
     if guard not in RESTART_GUARDS:
-        way_out = f"must be one of {', '.join(map(repr, RESTART_GUARDS))}"
-        raise SettingsError(level, name, repr(guard), way_out)
+        hint = f"must be one of {', '.join(map(repr, RESTART_GUARDS))}"
+        raise SettingsError(level, name, repr(guard), hint)
     return str(guard)
 
 
@@ -118,7 +123,7 @@ class Redlock:
     node_timeout: s that one node may take. clock_drift: fraction by which clocks may differ in
     speed. max_ttl: s, the longest ttl of any client of the prefix.
     restart_guard: "strict": a node that this prefix does not know, since it is new or restarted
-    without its data, does not vote for max_ttl and a second, unless `trust` vouches for it; "on":
+    without its data, does not vote for max_ttl and a second, unless it is trusted (`trust`); "on":
     one that has been up for longer is believed; "off"; "auto": strict with two nodes and more.
     One object serves a whole process, every thread and greenlet of it; a forked child connects
     anew. Raises SettingsError.
@@ -138,6 +143,9 @@ class Redlock:
         restart_guard: str = "auto",
     ) -> None:
         level = type(self).__name__
+        if is_patched_by_eventlet():
+            hint = "its threads cannot renew a lock in time: use gevent, or threads"
+            raise SettingsError(level, "monkey_patch", "eventlet", hint)
         self.prefix = check_prefix(level, "prefix", prefix)
         self.node_timeout = check_seconds(level, "node_timeout", node_timeout)
         self.clock_drift = check_drift(level, "clock_drift", clock_drift)
@@ -150,6 +158,8 @@ class Redlock:
         guard = Guard(word, self.prefix, silence(self.max_ttl))
         setup = Setup(self.prefix, self.node_timeout, self.clock_drift, guard)
         self.session = self.session_type(self, setup, addresses)
+        self._dropped = weakref.finalize(self, _end_dropped, self.session)
+        self._dropped.atexit = False
         _sessions.add(self.session)
         _by_identity.setdefault(self.session.identity, self.session)
 
@@ -198,27 +208,35 @@ class Redlock:
         nodes, timeout = self.session.quorum.nodes, max(self.node_timeout, LONGEST_SPIN)
         for node in nodes:
             try:
-                held = node.address.ask(timeout, functools.partial(vouch, prefix=self.prefix))
+                held = node.address.ask(timeout, functools.partial(trust_node, prefix=self.prefix))
             except Exception as error:  # also what a user's credential provider raises
                 causes.append(f"{node.name}: {node.address.without_secrets(str(error))}")
                 told = {"event": "node_not_trusted", "node": node.name}
-                text = "node %s could not be vouched for: %s"
+                text = "node %s could not be trusted: %s"
                 logger.warning(text, node.name, causes[-1], extra=told)
             else:
                 told = {"event": "node_trusted", "node": node.name}
-                text = "node %s is vouched for: it votes from now on"
+                text = "node %s is trusted: it votes from now on"
                 logger.info(text, node.name, extra=told)
                 if held:
                     logger.warning(
-                        "node %s was vouched for, but %r stands there: if its holder lives, a node "
-                        "that forgot it may now give it to another", node.name, held,
+                        "node %s is trusted, but holds %r: if its holder lives, a node that forgot "
+                        "this lock may now give it to another", node.name, held,
                         extra={"event": "node_trusted_with_locks", "node": node.name},
                     )  # fmt: skip
         if len(causes) == len(nodes):
             raise QuorumUnreachable(f"every lock under {self.prefix!r}", causes, 1)
+        say = functools.partial(say_trusted, prefix=self.prefix, word=new_token())
+        for node in nodes:  # once all of them vote, for who hears it tries at once
+            with contextlib.suppress(Exception):  # a hint, and said above
+                node.address.ask(timeout, say)
 
     def close(self) -> None:
-        """Close the connections and end the threads. Held locks end with their ttl."""
+        """Close the connections and end the threads. Held locks end with their ttl.
+
+        One that is dropped without it does so by itself, with a ResourceWarning.
+        """
+        self._dropped.detach()
         self.session.close()
 
     def __enter__(self) -> Redlock:
@@ -233,10 +251,10 @@ class Redlock:
 
 
 class Lock:
-    """One lock on one resource, of one context (thread, greenlet) at a time.
+    """One lock on one resource, of one context (thread, greenlet, asyncio task) at a time.
 
-    `with lock:` acquires, waiting up to `wait` s, and releases. The same object may be acquired
-    again after its release.
+    `with lock:` acquires, waiting up to `wait` s, and releases; `async with lock:` does the same
+    without blocking the event loop. The same object may be acquired again after its release.
     """
 
     def __init__(self, redlock: Redlock, terms: Terms) -> None:
@@ -304,12 +322,10 @@ class Lock:
         SettingsError where that promises less than is asked here, or where nodes turn out to be
         one server, and RedlockError in another context than the one that has acquired this object.
         """
-        patience = self._terms.wait if wait is None else check_wait("Lock.acquire", "wait", wait)
+        patience = self._patience("Lock.acquire", wait)
         grip = Grip(self._redlock.session.context())
         try:
-            self._check_owner(grip.context)
-            self._grips.append(grip)
-            self._check_owner(grip.context)  # of two threads that came at once, one was first
+            self._enter(grip)
             self._take(grip, patience)
         except BaseException:
             # also an exception from outside, as a soft time limit's, at whatever point
@@ -318,30 +334,87 @@ class Lock:
         self._last = grip
         return self
 
+    async def acquire_async(self, wait: float | None = None) -> Lock:
+        """Acquire without blocking the event loop, and return the lock itself.
+
+        The asyncio task that awaits this is the owner. What it holds already, by `acquire` or
+        `acquire_async`, is taken again and counted. If the task is cancelled, the lock is given
+        back. Use `wait` instead of `asyncio.wait_for`, which before Python 3.12 runs this in a task
+        of its own. wait, and what is raised: as for `acquire`.
+        """
+        patience, session = self._patience("Lock.acquire_async", wait), self._redlock.session
+        grip, errand = Grip(session.context()), Errand(session.threads)
+        try:
+            self._enter(grip)
+            await self._take_async(grip, patience, errand)
+        except BaseException:  # cancelled, too; or the loop has ended
+            self._leave(grip)
+            errand.then(grip.give_up)
+            raise
+        self._last = grip
+        return self
+
+    def _patience(self, level: str, wait: float | None) -> float:
+        return self._terms.wait if wait is None else check_wait(level, "wait", wait)
+
+    def _enter(self, grip: Grip) -> None:
+        self._check_owner(grip.context)
+        self._grips.append(grip)
+        self._check_owner(grip.context)  # of two threads that came at once, one was first
+
+    def _leave(self, grip: Grip) -> None:
+        if grip in self._grips:  # else it was cut before it was in
+            self._grips.remove(grip)
+
     def _take(self, grip: Grip, patience: float) -> None:
-        session, terms, rest = self._redlock.session, self._terms, self._spots
-        outer = session.outer(terms, grip.context)
-        if outer:
-            for resource, holding in list(outer.items()):
-                grip.join(holding)
-                if holding.abandoned:  # nobody kept its Lock, and it is given back just now
-                    grip.leave(holding)
-                    del outer[resource]
-            rest = [spot for spot in rest if spot.resource not in outer]
-            if not rest:
-                return
+        outer, others = self._nest(grip)
+        if not others:
+            return
+        session, fenced = self._redlock.session, self._terms.fencing and bool(outer)
         started = session.clock.now()
-        refused = self._try(grip, rest)
+        refused = self._try(grip, others)
         if refused is not None:
             go_on = self._wait if patience > 0 else self._try_while_split
-            refused = go_on(grip, rest, refused, started + patience)
-        if refused is None and terms.fencing and outer:
+            refused = go_on(grip, others, refused, started + patience)
+        if refused is None and fenced:
             refused = grip.settle_fences()
         if refused is not None:
-            raise refused.after(session.clock.now() - started)
-        for holding in outer.values():
-            if not holding.held:  # it ran out while the rest was waited for
-                raise LockLost(holding.resource, holding.reason)
+            raise refused._after(session.clock.now() - started)
+        _see_held(outer)
+
+    async def _take_async(self, grip: Grip, patience: float, errand: Errand) -> None:
+        outer, others = self._nest(grip)
+        if not others:
+            return
+        session, fenced = self._redlock.session, self._terms.fencing and bool(outer)
+        started = session.clock.now()
+        refused = await errand.do(functools.partial(self._try, grip, others))
+        if refused is not None and patience > 0:
+            vigil = Vigil(session, grip, others, self._terms.limit, started + patience)
+            refused = await self._wait_async(vigil, refused, errand)
+        while refused is not None and patience <= 0:
+            pause = grip.pause_of_split()
+            if pause is None:
+                break
+            await asyncio.sleep(pause)
+            refused = await errand.do(functools.partial(self._try, grip, others))
+        if refused is None and fenced:
+            refused = await errand.do(grip.settle_fences)
+        if refused is not None:
+            raise refused._after(session.clock.now() - started)
+        _see_held(outer)
+
+    def _nest(self, grip: Grip) -> tuple[dict[str, Holding], list[Spot]]:
+        """Join what the context holds already. Return that, by resource, and the other spots."""
+        outer = self._redlock.session.outer(self._terms, grip.context)
+        if not outer:
+            return outer, self._spots
+        for resource, holding in list(outer.items()):
+            grip.join(holding)
+            if holding.abandoned:  # nobody kept its Lock, and it is given back just now
+                grip.leave(holding)
+                del outer[resource]
+        return outer, [spot for spot in self._spots if spot.resource not in outer]
 
     def _try(self, grip: Grip, spots: Sequence[Spot]) -> Refused | None:
         """Try once; None where it got everything."""
@@ -372,61 +445,40 @@ class Lock:
     def _wait(
         self, grip: Grip, spots: Sequence[Spot], first: Refused, until: float
     ) -> Refused | None:
-        """Try again whenever it may be free, up to the monotonic s `until`.
-
-        No longer where nodes are set up so that waiting cannot help; for a moment all the same,
-        for what they said may be older than their last reconnect.
-        """
+        """Try again whenever it may be free, up to the monotonic s `until`."""
         refused: Refused | None = first
-        session, tries, vain = self._redlock.session, 0, 0
-        clock = session.clock
-        tried_at = clock.now()
-        hopeless_at = tried_at + HOPELESS
-        resources = dict.fromkeys(spot.resource for spot in spots)
-        channels = [wake_channel(session.setup.prefix, resource) for resource in resources]
-        with session.listener.waiting(channels, self._terms.limit) as waiter:
-            while refused is not None and clock.now() < until:
-                if not self._is_hopeless(refused):
-                    hopeless_at = clock.now() + HOPELESS
-                elif tried_at > hopeless_at:  # by then, and not by a clock that ran while we stood
-                    break
-                pause = grip.pause_of_split()
-                if pause is None:
-                    hears = all(map(session.listener.hears, channels))
-                    pause = _pause(refused, tries, hears=hears)
-                session.quorum.wait(waiter, min(clock.now() + pause, until))
+        session, limit = self._redlock.session, self._terms.limit
+        vigil = Vigil(session, grip, spots, limit, until)
+        with session.listener.waiting(vigil.channels, limit) as waiter:
+            while refused is not None and (moment := vigil.rests_until(refused)) is not None:
+                session.quorum.wait(waiter, moment)
                 if waiter.take():
-                    grip.splits = 0
-                    clock.sleep(random.uniform(0, min(LONGEST_SPIN, WOKEN * 2**vain)))  # noqa: S311
-                    waiter.take()  # the same word, by other nodes
-                    vain = min(vain + 1, 16)
-                    self._share(waiter)
-                tried_at, waiter.awaits = clock.now(), ""  # it may be refused by any of them
-                refused, tries = self._try(grip, spots), tries + 1
-                # of several what it has won itself is given back, and told, at each try
-                waiter.awaits = self._channel_of(refused, channels)
+                    session.clock.sleep(vigil.woken())
+                    vigil.share(waiter)
+                vigil.tries(waiter)
+                refused = self._try(grip, spots)
+                vigil.tried(waiter, refused)
         return refused
 
-    def _channel_of(self, refused: Refused | None, channels: Sequence[str]) -> str:
-        """Return which of these channels is that of what is taken; "" where none is."""
-        if not isinstance(refused, LockTaken):
-            return ""
-        channel = wake_channel(self._redlock.session.setup.prefix, refused.resource)
-        return channel if channel in channels else ""
-
-    def _share(self, waiter: Waiter) -> None:
-        """Wake the next one, too, where one word may be for both: of permits."""
-        if self._terms.limit > 1:
-            self._redlock.session.listener.pass_on(waiter)
-
-    def _is_hopeless(self, refused: Refused) -> bool:
-        """Tell whether no quorum can come about before somebody changes a setting."""
-        if isinstance(refused, LockTaken):
-            return False
-        quorum = self._redlock.session.quorum
-        wrong = [cause for cause in refused.causes if fault_of(cause) is Fault.MISCONFIGURED]
-        lasting = [cause for cause in wrong if not is_of_a_replica(cause)]  # a failover ends that
-        return len(lasting) > len(quorum.nodes) - quorum.size
+    async def _wait_async(self, vigil: Vigil, first: Refused, errand: Errand) -> Refused | None:
+        """Do what `_wait` does: try in threads, and wait in the event loop."""
+        refused: Refused | None = first
+        session = self._redlock.session
+        with session.listener.waiting(vigil.channels, self._terms.limit) as waiter:
+            try:
+                while refused is not None and (moment := vigil.rests_until(refused)) is not None:
+                    await rest(waiter, moment - session.clock.now())
+                    if waiter.take():
+                        await asyncio.sleep(vigil.woken())
+                        vigil.share(waiter)
+                    vigil.tries(waiter)
+                    attempt = functools.partial(self._try, vigil.grip, vigil.spots)
+                    refused = await errand.do(attempt)
+                    vigil.tried(waiter, refused)
+            except BaseException:
+                waiter.decided = True  # a release it did not use wakes the next waiter
+                raise
+        return refused
 
     def extend(self) -> None:
         """Renew the lease now.
@@ -449,11 +501,12 @@ class Lock:
         Does nothing where it is released already; one that was lost is logged.
         Raises RedlockError where it was never acquired, or from another context.
         """
-        grip = next(reversed(self._grips), None)
+        last = self._grips[-1:]  # no call: an exception from outside strikes in the `try`, or above
         held: list[Holding] = []
         lost: list[Holding] = []
         try:
             self._check_acquired()
+            grip = last[0] if last else None
             context = self._redlock.session.context()
             if grip is None or grip.context[0] != context[0] or not grip.holdings:
                 return  # released; or a child, which neither holds nor releases its parent's locks
@@ -466,8 +519,7 @@ class Lock:
         except RedlockError:
             raise
         except BaseException:  # cut before it was on its way, it would be renewed for ever
-            if grip in self._grips:
-                self._end(grip)
+            self._end_again(last)
             raise
         for holding in held:
             self._redlock.observer.released(holding)
@@ -476,6 +528,20 @@ class Lock:
             text = "released %r after it was lost: %s"
             logger.warning(text, holding.resource, holding.reason, extra=told)
             holding.session.watchdog.tell(functools.partial(holding.say_lost, holding.reason))
+
+    async def release_async(self) -> None:
+        """Give the lock back, in the asyncio task that has acquired it.
+
+        The release is written to the nodes at once, without waiting for replies, so a cancellation
+        cannot interrupt it. Raises what `release` raises.
+        """
+        self.release()
+
+    def _end_again(self, grips: Sequence[Grip]) -> None:
+        """Let go of what a cut release may have left."""
+        for grip in grips:
+            if grip in self._grips and grip.context[0] == os.getpid():
+                self._end(grip)
 
     def _check_acquired(self) -> None:
         if self._last is None:
@@ -489,14 +555,32 @@ class Lock:
             grip.let_go()  # cut before it was on its way
             raise
         finally:
-            if grip in self._grips:  # else it was cut before it was in
-                self._grips.remove(grip)
+            self._leave(grip)
 
     def __enter__(self) -> Lock:
         return self.acquire()
 
     def __exit__(self, *exc_info: object) -> None:
-        self.release()
+        last = self._grips[-1:]
+        try:
+            self.release()
+        except RedlockError:
+            raise
+        except BaseException:  # cut before the first line of `release`
+            self._end_again(last)
+            raise
+
+    async def __aenter__(self) -> Lock:
+        return await self.acquire_async()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        last = self._grips[-1:]
+        try:
+            self.__exit__(*exc_info)
+        except RedlockError:  # another task leaves the block, as when it closes an async generator
+            self._end_again(last)
+            if exc_info[0] is None:
+                raise
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.resource!r} {'held' if self.held else 'not held'}>"
@@ -581,6 +665,90 @@ class Grip:
             if not holding.users:
                 holding.let_go()
 
+    def give_up(self) -> None:
+        """Release in any thread, while the context may be about to take the same lock again."""
+        for holding in self.holdings:
+            holding.give_up(self)
+
+
+class Vigil:
+    """When a waiter tries again and when it gives up; for threads and coroutines alike.
+
+    spots: what it waits for. limit: as of `Terms`. until: monotonic s at which it gives up. If too
+    many nodes are misconfigured it gives up earlier, but not at once: their answers may be older
+    than their last reconnect.
+    """
+
+    def __init__(
+        self, session: Session, grip: Grip, spots: Sequence[Spot], limit: int, until: float
+    ) -> None:
+        self.grip, self.spots = grip, spots
+        self._session, self._limit, self._until = session, limit, until
+        resources = dict.fromkeys(spot.resource for spot in spots)
+        self.channels = [wake_channel(session.setup.prefix, resource) for resource in resources]
+        self._tries = self._vain = 0
+        self._tried_at = session.clock.now()
+        self._hopeless_at = self._tried_at + HOPELESS
+
+    def rests_until(self, refused: Refused) -> float | None:
+        """Return the monotonic s of the next try if no release comes before; None to give up."""
+        session, now = self._session, self._session.clock.now()
+        if now >= self._until:
+            return None
+        if not self._is_hopeless(refused):
+            self._hopeless_at = now + HOPELESS
+        elif self._tried_at > self._hopeless_at:  # by then, and not by a clock that ran on alone
+            return None
+        pause = self.grip.pause_of_split()
+        if pause is None:
+            hears = all(map(session.listener.hears, self.channels))
+            pause = _pause(refused, self._tries, hears=hears)
+        return min(session.clock.now() + pause, self._until)
+
+    def woken(self) -> float:
+        """Return the s to wait after a ring: random, since a release rings other waiters, too."""
+        self.grip.splits = 0
+        seconds = random.uniform(0, min(LONGEST_SPIN, WOKEN * 2**self._vain))  # noqa: S311
+        self._vain = min(self._vain + 1, 16)
+        return seconds
+
+    def share(self, waiter: Waiter) -> None:
+        """Drop the rings of the other nodes for the same release; with permits wake the next."""
+        waiter.take()
+        if self._limit > 1:  # of permits
+            self._session.listener.pass_on(waiter)
+
+    def tries(self, waiter: Waiter) -> None:
+        """Note that a try begins."""
+        self._tried_at, waiter.awaits = self._session.clock.now(), ""  # any of them may refuse it
+
+    def tried(self, waiter: Waiter, refused: Refused | None) -> None:
+        """Note the result of a try, and the resource to wait for.
+
+        A try for several resources releases those it has won, which rings their channels, so the
+        waiter listens to the refused one alone.
+        """
+        self._tries += 1
+        if isinstance(refused, LockTaken):
+            channel = wake_channel(self._session.setup.prefix, refused.resource)
+            waiter.awaits = channel if channel in self.channels else ""
+
+    def _is_hopeless(self, refused: Refused) -> bool:
+        """Tell whether no quorum can come about before somebody changes a setting."""
+        if isinstance(refused, LockTaken):
+            return False
+        quorum = self._session.quorum
+        wrong = [cause for cause in refused.causes if is_misconfigured(cause)]
+        lasting = [cause for cause in wrong if not is_of_a_replica(cause)]  # a failover ends that
+        return len(lasting) > len(quorum.nodes) - quorum.size
+
+
+def _see_held(outer: Mapping[str, Holding]) -> None:
+    """Raise LockLost if an outer lock expired while the other resources were waited for."""
+    for holding in outer.values():
+        if not holding.held:
+            raise LockLost(holding.resource, holding.reason)
+
 
 def spots_of(prefix: str, terms: Terms) -> list[Spot]:
     """Return the keys that a lock may claim: one a resource, or one a permit of its resource."""
@@ -609,9 +777,14 @@ def give_back(lock: Lock, *, done: bool = False) -> None:
             return
 
 
+def holdings_of(lock: Lock) -> list[Holding]:
+    """Return what a lock relies on now: its own acquisition, and those around it."""
+    return lock._holdings()
+
+
 def loss_of(lock: Lock) -> LockLost | None:
     """Return the error that tells of a lock's loss; None where it is held, or given back."""
-    if any(holding.lost for holding in lock._holdings()):
+    if any(holding.lost for holding in holdings_of(lock)):
         return LockLost(lock.resource, lock._why())
     return None
 
@@ -626,8 +799,22 @@ def _pause(refused: NotAcquired, tries: int, *, hears: bool) -> float:
         spin = uniform(LONGEST_SPIN, LONGEST_DEAF)
     else:
         spin = uniform(0.001, min(LONGEST_SPIN, FIRST_SPIN * 2 ** min(tries, 16)))
-    ends = refused.free_in if isinstance(refused, LockTaken) else None
+    ends = refused.expires_in if isinstance(refused, LockTaken) else None
     return spin if ends is None else min(spin, ends + uniform(0, FIRST_SPIN))
+
+
+def _end_dropped(session: Session) -> None:
+    """End what a `Redlock` has begun that nobody closed; says so, as sockets do.
+
+    Called by the garbage collector, in any thread and at any point of it: so it waits for nothing.
+    """
+    if not session.is_used:
+        return
+    with contextlib.suppress(RuntimeError):  # the interpreter ends
+        start_thread(session.end)
+    if session.warns:
+        names = ", ".join(node.name for node in session.quorum.nodes)
+        warnings.warn(f"unclosed <Redlock {names}>", ResourceWarning, stacklevel=2)
 
 
 def _forget_all() -> None:
@@ -637,7 +824,10 @@ def _forget_all() -> None:
 
 def session_of(identity: bytes) -> Session | None:
     """Return a session of this process by what names its nodes and prefix; see `identity`."""
-    return _by_identity.get(identity)
+    found = _by_identity.get(identity)
+    if found is None:  # or the first one made is gone
+        found = next((one for one in list(_sessions) if one.identity == identity), None)
+    return found
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -657,8 +847,8 @@ def check_nodes(level: str, name: str, nodes: Any, node_timeout: float) -> list[
     for address in addresses:
         if address.server in seen:
             shown = f"{seen[address.server]}, {address.name}"
-            way_out = "name each server once: the same one twice is one vote counted twice"
-            raise SettingsError(level, name, shown, way_out)
+            hint = "name each server once: the same one twice is one vote counted twice"
+            raise SettingsError(level, name, shown, hint)
         seen[address.server] = address.name
     return addresses
 
@@ -670,8 +860,8 @@ def check_resources(level: str, resources: object) -> tuple[str, ...]:
         named = (named,)
     found = list(named)
     if not found or not all(isinstance(name, str) and name for name in found):
-        way_out = "must be a text, or a list of texts, none of them empty"
-        raise SettingsError(level, "resource", repr(resources), way_out)
+        hint = "must be a text, or a list of texts, none of them empty"
+        raise SettingsError(level, "resource", repr(resources), hint)
     return in_order(found)
 
 
@@ -695,8 +885,8 @@ def check_permits(level: str, *, limit: object, fencing: object, resources: Sequ
     if not isinstance(fencing, bool):
         raise SettingsError(level, "fencing", repr(fencing), "must be True or False")
     if permits > 1 and len(resources) > 1:
-        way_out = "permits above 1 are of one resource: name one, or leave the limit at 1"
-        raise SettingsError(level, "limit", repr(limit), way_out)
+        hint = "permits above 1 are of one resource: name one, or leave the limit at 1"
+        raise SettingsError(level, "limit", repr(limit), hint)
     if permits > 1 and fencing:
-        way_out = "holders side by side have no order, so no fencing tokens: limit=1, or no fencing"
-        raise SettingsError(level, "limit", repr(limit), way_out)
+        hint = "holders side by side have no order, so no fencing tokens: limit=1, or no fencing"
+        raise SettingsError(level, "limit", repr(limit), hint)

@@ -15,12 +15,13 @@ import logging
 import math
 import os
 import random
-import threading
 from asyncio.events import _get_running_loop
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
+
+from hiredis import ReplyError
 
 from celery_redlock.errors import (
     LockLost,
@@ -29,11 +30,14 @@ from celery_redlock.errors import (
     QuorumUnreachable,
     RedlockError,
     SettingsError,
+    abstains,
 )
-from celery_redlock.lock.clock import Clock, SystemClock, clock_for
+from celery_redlock.lock.clock import Clock, PerFlow, SystemClock, clock_for
+from celery_redlock.lock.coroutines import Threads
 from celery_redlock.lock.keys import (
     broken_key,
     done_key,
+    encoded,
     is_of_run,
     label_of,
     lock_key,
@@ -59,7 +63,7 @@ from celery_redlock.lock.nodes import (
     packed,
 )
 from celery_redlock.lock.quorum import Batch, GrantRound, Quorum, RenewRound
-from celery_redlock.lock.votes import advised
+from celery_redlock.lock.votes import UnexpectedReplyError, advised
 from celery_redlock.lock.wakeup import Listener
 from celery_redlock.lock.watchdog import Watchdog
 
@@ -70,7 +74,9 @@ RELEASE_IS_OWED = 1.5  # ttls for which a node that cannot be told may still hol
 ROUNDS_IN_TTL = 4  # a ttl leaves time for so many rounds
 RENEWED_TOGETHER = 10  # of a ttl: what is due within one such part is renewed in one batch
 RENEWED_AT_ONCE = 100  # locks a request: a node serves nobody else meanwhile
+LATE = 0.02  # s after which a renewal is late, as next to C code that keeps the GIL
 LEFT_AGAIN = (0.25, 1.0, 4.0)  # s after which what the dead have left is released once more
+EXCHANGED_EVERY = 1 / 3  # of a silence: notes about who serves where
 IDLE = 30.0  # s after which a connection that nobody uses is asked whether it still stands
 
 Refused = LockTaken | QuorumUnreachable
@@ -157,7 +163,7 @@ class Observer:
     @property
     def hears_extensions(self) -> bool:
         """Whether `extended` is to be called: often, with many locks."""
-        return True
+        return False
 
     def lost(self, holding: Holding, reason: str) -> None:
         """Hear that a lock is lost, for ever; reason: in words."""
@@ -191,14 +197,32 @@ class Debt(Protocol):
         """Hear that a node needs to be told no more."""
 
 
+class Orphaned:
+    """Stands for a `Redlock` that is gone while what it has begun is brought to an end."""
+
+    def __init__(self, made: type[Any]) -> None:
+        self._made = made
+
+    @property
+    def observer(self) -> Observer:
+        """Who is told."""
+        observer: Observer = self._made.observer
+        return observer
+
+
 class Session:
     """What one process keeps up for all locks of one `Redlock`.
 
-    redlock: whom it works for. setup: what its locks have in common.
+    redlock: whom it works for; not kept alive by it, nor by its threads. setup: what its locks have
+    in common. tells_of_new_nodes: that a node abstains is worth a warning at its first
+    contact, too, for nobody else says it. warns: of a `Redlock` that is dropped without `close`.
     """
 
+    tells_of_new_nodes = warns = True
+
     def __init__(self, redlock: Served, setup: Setup, addresses: Sequence[Address]) -> None:
-        self.redlock, self.setup = redlock, setup
+        self._redlock, self._orphaned = ref(redlock), Orphaned(type(redlock))
+        self._made_by, self.setup = type(redlock).__name__, setup
         self.requests = Requests(setup.prefix)
         self.open(addresses)
         self.margin = MARGIN + self.clock.resolution
@@ -211,25 +235,40 @@ class Session:
         self.clock = clock
         timeout, guard = self.setup.node_timeout, self.setup.guard
         self.quorum = Quorum(
-            addresses, timeout, clock, self._node_changed, self._node_greeted, guard
-        )
+            addresses, timeout, clock, self._node_changed, self._node_greeted, self._node_replaced,
+            guard,
+        )  # fmt: skip
         self.watchdog: Watchdog[Holding] = Watchdog(
             clock, functools.partial(self.renew, native=True), self._tidy
         )
         self.listener = Listener(addresses, timeout, clock)
+        self.threads = Threads(clock)
+
+    @property
+    def redlock(self) -> Served:
+        """Whom it works for."""
+        redlock = self._redlock()
+        return self._orphaned if redlock is None else redlock
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has connections or threads."""
+        is_used = any(node.is_used for node in self.quorum.nodes)
+        return not self._closed and (is_used or self.watchdog.is_started)
 
     @functools.cached_property
     def identity(self) -> bytes:
         """8 bytes that are the same in each process for these nodes and this prefix."""
         servers = sorted(node.address.server for node in self.quorum.nodes)
-        text = "\n".join((self.setup.prefix, *servers)).encode("utf-8", "surrogatepass")
-        return hashlib.blake2b(text, digest_size=8).digest()
+        text = "\n".join((self.setup.prefix, *servers))
+        return hashlib.blake2b(encoded(text), digest_size=8).digest()
 
     def forget(self) -> None:
         """Start anew in a forked child: nothing of the parent's is used or released there."""
         self.quorum.forget()
         self.watchdog.forget()
         self.listener.forget()
+        self.threads.forget()
         self._forget_own()
 
     def _forget_own(self) -> None:
@@ -237,25 +276,35 @@ class Session:
         self._owed: list[dict[int, Debt]] = [{} for _ in self.quorum.nodes]
         self._doubtful: dict[str, Release] = {}  # by value: whose grant may still run some day
         self._left: list[tuple[float, Holding]] = []  # monotonic s: to be released again then
-        self._local = threading.local()
+        self._here = PerFlow(Here)
         self._hurried_at = -math.inf
+        self._greeted: set[int] = set()  # nodes that this process has been connected to
+        self._is_ending = self._closed = False
+
+    def end(self) -> None:
+        """Release what nobody can any more, and close once every node that answers has heard.
+
+        For the `Redlock` is gone, and with it each `Lock`.
+        """
+        for holding in self.watchdog.watched:
+            holding.is_kept()
+        self._is_ending = True  # not before: what is said of them is to be heard
+        self.watchdog.tidy_by(self.clock.now())
 
     def close(self) -> None:
         """Close the connections and end the threads."""
+        self._closed = True
         self.watchdog.stop()
         self.listener.close()
+        self.threads.close()
         self.quorum.close()
 
     # what a context (thread, greenlet, asyncio task) holds, so that it can take it again
 
     def context(self) -> Context:
         """Return where this is called."""
-        try:
-            here = self._local.here
-        except AttributeError:
-            here = self._local.here = Here()
         task = None if _get_running_loop() is None else asyncio.current_task()
-        return os.getpid(), here, task
+        return os.getpid(), self._here.get(in_task=task is not None), task
 
     def outer(self, terms: Terms, context: Context) -> dict[str, Holding]:
         """Return what a context holds already of what terms ask for, by resource.
@@ -342,9 +391,7 @@ class Session:
         pair = self.quorum.same_server
         if pair is None:
             return None
-        names = ", ".join(pair)
-        way_out = "these are one server (same run_id): name each server once"
-        return SettingsError(type(self.redlock).__name__, "nodes", names, way_out)
+        return one_server(self._made_by, pair)
 
     # what the watchdog's threads do
 
@@ -364,6 +411,8 @@ class Session:
             renewal.add_to(entries, batch)
         batch.close()
         self.quorum.scatter(entries, sent)
+        if native and any(sent - holding.renew_at > LATE for holding in renewed):
+            self.quorum.wait_keeping_gil(batch)
         self.quorum.wait(batch, sent + self.setup.node_timeout, native=native)
         short = {holding for renewal in renewals for holding in renewal.short()}
         for holding in renewed:
@@ -374,6 +423,11 @@ class Session:
                 if holding not in short:
                     self.watchdog.tell(functools.partial(observer.extended, holding))
         return not short
+
+    @property
+    def owes(self) -> bool:
+        """Whether a node that did not answer is still to be told of something, as of a release."""
+        return any(self._owed)
 
     def _tidy(self) -> float:
         """Read late replies, send what is owed; returns when to look again."""
@@ -391,15 +445,26 @@ class Session:
         for value, release in list(self._doubtful.items()):
             if release.until <= now:
                 self._doubtful.pop(value, None)
-        self.quorum.keep_alive(IDLE)
+        idle = min(IDLE, self.setup.guard.silence * EXCHANGED_EVERY)
+        self.quorum.keep_alive(idle)
         gone = self.watchdog.watches and self.quorum.reconnect()
+        again = self.quorum.drop_spare_seats()
         # the mail before what is owed: it may add to it
-        again = min((due for due, _ in self._left), default=math.inf)
-        if gone or self.quorum.outstanding or self._unwritten or any(self._owed):
+        again = min([again, *(due for due, _ in self._left)])
+        if gone or self.quorum.outstanding or self._unwritten or self.owes:
             return min(again, now + timeout)
+        if self._is_ending:
+            return self._close_when_done(now + timeout)
         if any(node.wire for node in self.quorum.nodes):
-            return min(again, now + IDLE)
+            return min(again, now + idle)
         return again
+
+    def _close_when_done(self, again: float) -> float:
+        """Close unless something is left to do; returns when to look again."""
+        if self._left or self.watchdog.is_busy:
+            return again
+        self.close()
+        return math.inf
 
     def _pay(self, node: Node, owed: dict[int, Debt], now: float) -> None:
         for key, debt in list(owed.items()):
@@ -434,20 +499,34 @@ class Session:
         if self._hurried_at <= now:  # else it lies ahead, and is for this node, too
             self._hurried_at = max(now, self._hurried_at + LONGEST_RECONNECT)
         self.watchdog.hurry(self._hurried_at)
-        if greeting.silent_for > 0:
-            text = f"gives no vote: {in_silence(greeting.silent_for)}"
-            self._log("node_silent", logging.WARNING, text, node)
+        silent_for = 0.0 if greeting.notes is None else greeting.notes.silent_for
+        if silent_for > 0:
+            is_new = node.index not in self._greeted and not self.tells_of_new_nodes
+            level = logging.DEBUG if is_new else logging.WARNING
+            self._log("node_silent", level, abstains(silent_for), node)
+        self._greeted.add(node.index)
         if greeting.evicts:
-            way_out = "under pressure it forgets locks that are held; set it to noeviction"
+            hint = "under pressure it forgets locks that are held; set it to noeviction"
             policy = greeting.evicts
-            self._log(
-                "node_evicts", logging.ERROR, f"has maxmemory-policy {policy}: {way_out}", node
-            )
+            self._log("node_evicts", logging.ERROR, f"has maxmemory-policy {policy}: {hint}", node)
+
+    def _node_replaced(self, node: int) -> None:
+        # what its server promised may be true; but since when it was away, nobody knows
+        for holding in self.watchdog.watched:
+            for claim in holding.claims:
+                claim.hold.withdraw(node)
+            self.watchdog.attend(holding)
 
     def _log(self, event: str, level: int, text: str, node: Node) -> None:
         extra = {"event": event, "node": node.name}
         log = functools.partial(logger.log, level, "node %s %s", node.name, text, extra=extra)
         self.watchdog.tell(log)
+
+
+def one_server(level: str, names: Sequence[str]) -> SettingsError:
+    """Return the error for two nodes that are one server, which then would vote twice."""
+    hint = "these are one server (same run_id): name each server once"
+    return SettingsError(level, "nodes", ", ".join(names), hint)
 
 
 class Here:
@@ -458,15 +537,6 @@ class Here:
 
 
 Context = tuple[int, Here, object]  # process, thread or greenlet, asyncio task
-
-
-def in_silence(seconds: float) -> str:
-    """Return why a node does not vote, for how long, and the way out."""
-    return (
-        f"silent for {seconds:.0f} s more: it is new to this prefix, or restarted and may have "
-        "forgotten locks (restart guard); where no lock can be held now, vouch for it: "
-        "`celery redlock trust`, or Redlock.trust()"
-    )
 
 
 class Release:
@@ -480,9 +550,11 @@ class Release:
 
     __slots__ = (
         "_done_at",
+        "_ends",
+        "_gone",
         "_heard",
-        "_not_ours",
         "_publish",
+        "_taken_away",
         "_unsettled",
         "_was_held",
         "claim",
@@ -498,8 +570,10 @@ class Release:
         self._publish = publish
         self._done_at = holding.done_at
         self._was_held = claim.hold.state is HELD
+        self._ends = claim.hold.ends  # as they are now: its end makes a new list
         self._heard: set[int] = set()  # nodes whose first answer is known, or never will be
-        self._not_ours = 0
+        self._gone = 0  # nodes that do not have it
+        self._taken_away = False  # one of them had promised to
         self._unsettled = (1 << len(claim.hold.ends)) - 1  # nodes still to be told, as bits
 
     def command(self) -> Command:
@@ -508,22 +582,39 @@ class Release:
         return Command(request, self, RELEASE)
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Take note of nodes where the key was not ours any more."""
+        """Take note of nodes where the key was not ours any more.
+
+        Raises UnexpectedReplyError.
+        """
+        is_error = type(reply) is ReplyError
+        if not is_error and (type(reply) is not int or reply not in (0, 1)):
+            raise UnexpectedReplyError(reply)
         first = node not in self._heard
         self._heard.add(node)
+        if self.claim.round.asked_again:  # a grant was lost that may still run
+            self.holding.session.doubt(self)
         if reply == 1:
             self.settle(node)
             return
         session = self.holding.session
-        if type(reply) is not int and session.clock.now() < self.until:
+        if is_error and session.clock.now() < self.until:
             session.owe(node, self)  # it cannot just now: loading, busy, no disk
         else:
             self.settle(node)
-        if first and reply == 0 and self._was_held and node in self.claim.round.granted:
-            self._not_ours += 1
-            if self._not_ours == len(session.quorum.nodes) - session.quorum.size + 1:
-                reason = "at its release its key was no longer ours"
-                session.watchdog.tell(functools.partial(self.holding.say_lost, reason))
+        if first and reply == 0 and self._was_held:
+            self._look_closer(node, run_id)
+
+    def _look_closer(self, node: int, run_id: str) -> None:
+        """Say that the lock was lost where too few nodes have kept it until its release."""
+        session, end = self.holding.session, self._ends[node]
+        if end > self.made_at:
+            if self.claim.hold.keeps_its_word(node, run_id) or end <= session.clock.now():
+                return  # restarted, and so silent; or its lease has ended on the way there
+            self._taken_away = True
+        self._gone += 1
+        if self._taken_away and self._gone > len(session.quorum.nodes) - session.quorum.size:
+            reason = "at its release its key was no longer ours"
+            session.watchdog.tell(functools.partial(self.holding.say_lost, reason))
 
     def failed(self, node: int, command: Command, error: NodeError) -> None:
         """Try again when the node is back, where it may hold a key of ours."""
@@ -624,9 +715,17 @@ class Claim:
             raise SupersededError(self.spot.resource)
         if round_.done:
             raise AlreadyDoneError(self.spot.resource)
+        if quorum.replaced_at:
+            self.withdraw_replaced()
         if round_.tally.reached and hold.begin(clock.now()):
             return None
         return self._refused(time_is_up)
+
+    def withdraw_replaced(self) -> None:
+        """Take back votes of nodes whose server turned out to be replaced since they were asked."""
+        for node, moment in self.session.quorum.replaced_at.copy().items():
+            if moment >= self.round.sent:
+                self.round.withdraw(node)
 
     def _grant_request(self, least: int | None) -> bytes:
         requests, spot, mark = self.session.requests, self.spot, self.mark
@@ -662,7 +761,7 @@ class Claim:
         for node, refusal in round_.refusals.items():
             self.session.recognize(node, refusal.value)
         if round_.tally.taken(time_is_up=time_is_up):
-            return LockTaken(self.spot.resource, label_of(round_.holder()), round_.free_in())
+            return LockTaken(self.spot.resource, label_of(round_.holder()), round_.expires_in())
         quorum = self.session.quorum
         causes = causes_of(quorum, round_, time_is_up=time_is_up)
         return QuorumUnreachable(self.spot.resource, causes, quorum.size)
@@ -867,6 +966,9 @@ class Holding:
             self._last_renewal = math.inf if terms.max_hold is None else started + terms.max_hold
         self._schedule(started + terms.ttl / 3)
         self.session.watchdog.watch(self)
+        if self.session.quorum.replaced_at:  # between the grant of the first key and now
+            for claim in self.claims:
+                claim.withdraw_replaced()
         _, here, task = self._context
         for spot in self._spots:
             here.held[task, spot.resource] = self
@@ -918,11 +1020,11 @@ class Holding:
             raise LockLost(resource, self.reason)
         own = self.terms
         if own.limit > terms.limit:
-            way_out = f"is held here as one of {own.limit} permits, which excludes nobody: nest it "
-            raise SettingsError("Lock", "limit", f"{terms.limit}", way_out + "with the same limit")
+            hint = f"is held here as one of {own.limit} permits, which excludes nobody: nest it "
+            raise SettingsError("Lock", "limit", f"{terms.limit}", hint + "with the same limit")
         if terms.fencing and not own.fencing:
-            way_out = f"{resource!r} is held here without a fencing token: take the outer one with"
-            raise SettingsError("Lock", "fencing", "True", f"{way_out} fencing=True")
+            hint = f"{resource!r} is held here without a fencing token: take the outer one with"
+            raise SettingsError("Lock", "fencing", "True", f"{hint} fencing=True")
 
     def mark_done(self) -> None:
         """Let its release mark its run as done, also where the lock is lost."""
@@ -1005,9 +1107,7 @@ class Holding:
         for user in self._users:
             if user() is not None:
                 return True
-        self.abandoned = True  # before the second look: who joins looks at it after it has joined
-        if self.users:
-            self.abandoned = False
+        if not self._is_left():
             return True
         self.let_go()
         text = "released %r: nobody keeps its Lock any more"
@@ -1015,6 +1115,19 @@ class Holding:
         log = functools.partial(logger.warning, text, self.resource, extra=extra)
         self.session.watchdog.tell(log)
         return False
+
+    def give_up(self, user: object) -> None:
+        """Release in any thread, unless another user relies on the holding."""
+        self.part(user)
+        if not self.users and self._is_left():
+            self.let_go()
+
+    def _is_left(self) -> bool:
+        """Return whether it has no users; from then on its context does not take it again."""
+        self.abandoned = True  # set before `users` is read; a joiner reads it after joining
+        if self.users:
+            self.abandoned = False
+        return self.abandoned
 
     def renewed(self, sent: float, *, reached: bool) -> None:
         """Set the next renewal after one that was sent at a monotonic s.
@@ -1073,6 +1186,7 @@ class Renewal:
         for own in entries:
             own.append(plain)
         for node in self._lacking:
+            self._claims[0].round.asked_anew(node)
             entries[node][-1] = self._entry(packed(self._claims[0].broken_key))
 
     def _entry(self, note: bytes = b"") -> Entry:
@@ -1111,9 +1225,9 @@ def _in_parts(
 
 def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
     """Return the refusal whose lease ends first; unknown ends come last."""
-    if one is None or one.free_in is None:
+    if one is None or one.expires_in is None:
         return other
-    return other if other.free_in is not None and other.free_in < one.free_in else one
+    return other if other.expires_in is not None and other.expires_in < one.expires_in else one
 
 
 def causes_of(
@@ -1127,7 +1241,7 @@ def causes_of(
     for node in quorum.nodes:
         error = errors.get(node.index) or node.error
         if node.index in silent:
-            causes.append(f"{node.name}: {in_silence(silent[node.index])}")
+            causes.append(f"{node.name}: {abstains(silent[node.index])}")
         elif error is not None:
             causes.append(f"{node.name}: {advised(error.cause)}")
         elif round_ and time_is_up and node.index not in voted:  # frozen, or cut off: no error yet

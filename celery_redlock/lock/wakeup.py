@@ -11,17 +11,17 @@ from __future__ import annotations
 import contextlib
 import select
 import ssl
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import hiredis
 
-from celery_redlock.lock.clock import Bell, Clock, new_mutex, original, start_thread
-from celery_redlock.lock.nodes import Address, receive
+from celery_redlock.lock.clock import Bell, Clock, Turn, original, start_thread
+from celery_redlock.lock.nodes import RECONNECT, Address, receive, request_of, text_of
 from celery_redlock.lock.quorum import Round
 
 LINGER = 30.0  # s that a connection is kept when nobody waits, or asked for when nothing comes
-FIRST_RECONNECT, LONGEST_RECONNECT = 0.05, 1.0  # s
 
 
 class Waiter(Round):
@@ -47,7 +47,8 @@ class Listener:
     """Who waits in this process, and for what; hears of releases on every node.
 
     Of those that wait for one resource the first alone is rung, or the first of each limit: many
-    would only collide.
+    would only collide. Each change is one step, and needs no mutex: a finalizer or a signal handler
+    may come in between, and wait, too.
     """
 
     def __init__(self, addresses: Sequence[Address], timeout: float, clock: Clock) -> None:
@@ -56,9 +57,8 @@ class Listener:
 
     def forget(self) -> None:
         """Start anew after a fork: threads and connections stay with the parent."""
-        self._mutex = new_mutex()
-        self._waiters: dict[str, list[Waiter]] = {}
-        self._ears: list[Ear] = []
+        self._waiters: dict[int, Waiter] = {}  # in the order in which they came
+        self._made: dict[None, list[Ear]] = {}
 
     @contextlib.contextmanager
     def waiting(self, channels: Sequence[str], limit: int = 1) -> Iterator[Waiter]:
@@ -71,24 +71,16 @@ class Listener:
             self._leave(waiter)
 
     def _join(self, waiter: Waiter) -> None:
-        with self._mutex:
-            for channel in waiter.channels:
-                self._waiters.setdefault(channel, []).append(waiter)
-            if not self._ears:
-                make = (self._timeout, self._clock, self.channels, self.heard)
-                self._ears = [Ear(address, *make) for address in self._addresses]
+        self._waiters[id(waiter)] = waiter
+        if not self._made:
+            make = (self._timeout, self._clock, self.channels, self.heard)
+            self._made.setdefault(None, [Ear(address, *make) for address in self._addresses])
         if all(map(self.hears, waiter.channels)):
             waiter.decide()  # subscribed before it came: something may have been missed
         self._attend()
 
     def _leave(self, waiter: Waiter) -> None:
-        with self._mutex:
-            for channel in waiter.channels:
-                line = self._waiters.get(channel, [])
-                if waiter in line:
-                    line.remove(waiter)
-                if not line:
-                    self._waiters.pop(channel, None)
+        self._waiters.pop(id(waiter), None)
         if waiter.decided:  # a word that it did not use is the next one's
             for channel in waiter.channels:
                 self.heard(channel)
@@ -96,11 +88,8 @@ class Listener:
 
     def pass_on(self, waiter: Waiter) -> None:
         """Ring who waits behind a waiter for the same: one word may have been for both."""
-        with self._mutex:
-            lines = [(c, self._waiters.get(c, [])) for c in waiter.channels]
-            behind = [
-                _firsts(c, line[line.index(waiter) + 1 :]) for c, line in lines if waiter in line
-            ]
+        lines = [(channel, self.line(channel)) for channel in waiter.channels]
+        behind = [_firsts(c, line[line.index(waiter) + 1 :]) for c, line in lines if waiter in line]
         for firsts in behind:
             if waiter.limit in firsts:
                 firsts[waiter.limit].decide()
@@ -109,19 +98,29 @@ class Listener:
         for ear in self._ears:
             ear.attend()
 
+    @property
+    def _ears(self) -> list[Ear]:
+        return self._made.get(None, [])
+
+    def line(self, channel: str) -> list[Waiter]:
+        """Return who waits on a channel, in the order in which they came."""
+        return [one for one in list(self._waiters.values()) if channel in one.channels]
+
     def channels(self) -> set[str]:
         """Return the channels that somebody waits on."""
-        return set(self._waiters)
+        return {channel for one in list(self._waiters.values()) for channel in one.channels}
 
     def hears(self, channel: str) -> bool:
         """Tell whether a node has confirmed that it will say what is published there."""
-        return any(channel in ear.confirmed for ear in self._ears)
+        return self.subscriptions(channel) > 0
+
+    def subscriptions(self, channel: str) -> int:
+        """Return how many nodes announce the releases on a channel to this process."""
+        return sum(channel in ear.confirmed for ear in self._ears)
 
     def heard(self, channel: str, word: str = "") -> None:
         """Ring the first that waits on a channel; word: which release it was does not matter."""
-        with self._mutex:
-            firsts = _firsts(channel, self._waiters.get(channel, []))
-        for first in firsts.values():
+        for first in _firsts(channel, self.line(channel)).values():
             first.decide()
 
     def close(self) -> None:
@@ -158,7 +157,7 @@ class Ear:
         self._address, self._timeout, self._clock = address, timeout, clock
         self._channels, self._heard = channels, heard
         self._bell = Bell()
-        self._mutex = new_mutex()
+        self._turn, self._calls = Turn(), deque[None]()  # to attend, and not looked at yet
         self._running = self._closed = False
         self._connection: Any = None
         self._reader: Any = None
@@ -170,12 +169,19 @@ class Ear:
 
     def attend(self) -> None:
         """Look again at what is wanted."""
-        with self._mutex:
-            if not self._running and not self._closed and self._channels():
-                start_thread(self._run)
-                self._running = True
-                return
+        self._calls.append(None)
+        self._look()
         self._bell.ring()
+
+    def _look(self) -> None:
+        while self._calls and self._turn.run(self._start):
+            pass  # once more: a call may have come as the turn ended
+
+    def _start(self) -> None:
+        self._calls.clear()
+        if not self._running and not self._closed and self._channels():
+            start_thread(self._run)
+            self._running = True
 
     def close(self) -> None:
         """End the connection and the thread."""
@@ -190,7 +196,7 @@ class Ear:
                 self._tries = 0
             except Exception:  # whatever a connection, or a user's credential provider, raises
                 self._drop()
-                pause = min(LONGEST_RECONNECT, FIRST_RECONNECT * 2**self._tries)
+                pause = RECONNECT.compute(self._tries)
                 self._tries = min(self._tries + 1, 16)
                 self._rest(pause)
             if idle and self._ends():
@@ -199,11 +205,17 @@ class Ear:
 
     def _ends(self) -> bool:
         """Tell whether nobody waits any more; then whoever comes next starts a thread anew."""
-        with self._mutex:
+        over = False
+
+        def end() -> None:
+            nonlocal over
             if not self._channels():
                 self._drop()  # before: the connection would else be the next thread's
-                self._running = False
-            return not self._running
+                self._running, over = False, True
+
+        self._turn.run(end)  # else somebody calls for it just now
+        self._look()
+        return over
 
     def _listen(self) -> bool:
         """Do one turn: subscribe to what is wanted, hand on what comes; False where nothing did."""
@@ -211,7 +223,7 @@ class Ear:
         if wanted and self._connection is None:
             self._connection = self._address.dial(self._timeout)
             self._connection._sock.setblocking(False)
-            self._reader = hiredis.Reader(encoding="utf-8", errors="replace")
+            self._reader = hiredis.Reader()
             self._pinged, self._spoke_at = False, self._clock.now()
         if self._connection is None:
             return self._rest(LINGER)
@@ -245,7 +257,7 @@ class Ear:
     def _send(self, command: str, words: Iterable[str]) -> None:
         """Send all of it: many channels at once are more than a connection takes at once."""
         words = list(words)
-        data = b"".join(self._connection.pack_command(command, *words)) if words else b""
+        data = request_of(command, *words) if words else b""
         while data:
             try:
                 data = data[self._connection._sock.send(data) :]
@@ -254,14 +266,15 @@ class Ear:
                     raise OSError("the node does not read what is sent") from None
 
     def _take(self, reply: Any) -> None:
-        kind, channel = reply[:2] if isinstance(reply, list) else ("", "")
-        if kind == "subscribe":
+        kind, name = reply[:2] if isinstance(reply, list) else (b"", b"")
+        channel = text_of(name)
+        if kind == b"subscribe":
             self.confirmed.add(channel)
             self._heard(channel, "")
-        elif kind == "unsubscribe":
+        elif kind == b"unsubscribe":
             self.confirmed.discard(channel)
-        elif kind == "message":
-            self._heard(channel, str(reply[2]))
+        elif kind == b"message":
+            self._heard(channel, text_of(reply[2]))
 
     def _rest(self, seconds: float) -> bool:
         """Return when something comes, when somebody rings, or after so many s; False for that."""

@@ -14,11 +14,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from celery_redlock.lock.clock import Alarm, Clock, new_mutex, start_thread, voice
+from redis.backoff import ExponentialBackoff
+
+from celery_redlock.lock.clock import (
+    Alarm,
+    Clock,
+    pause_keeping_gil,
+    start_thread,
+)
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # s: after an error that should not be
+HEAD_START = 0.0005  # s by which a thread that waits for the GIL is ahead of one that gave it up
+AFTER_ERROR = ExponentialBackoff(cap=1.0, base=0.05)  # s: after an error that should not be
 
 
 class Watched(Protocol):
@@ -59,16 +67,13 @@ class Watchdog(Generic[W]):
         self._asked: deque[float] = deque()  # when else, by any thread
         self._news: deque[Callable[[], None]] = deque()
         self._renewals, self._deadlines = Alarm(), Alarm()
-        self._voice: Callable[[Callable[[], None]], object] | None = None
-        self._starting = new_mutex()
+        self._threads: dict[str, object] = {}  # by what they do; of each the first alone goes on
         self._started = self._stopped = False
 
     def watch(self, hold: W) -> None:
         """Renew a hold and judge it from now on."""
         if not self._started:
             self._start()
-        if self._voice is None:
-            self._voice = voice()  # of the thread that holds
         self._watched[id(hold)] = hold
         self._renewals.by(hold.renew_at)
         self._deadlines.by(hold.judge_at)
@@ -86,6 +91,16 @@ class Watchdog(Generic[W]):
         """Take notice that a hold is to be judged, or renewed, earlier than before."""
         self._renewals.by(hold.renew_at)
         self._deadlines.by(hold.judge_at)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it has threads."""
+        return self._started and not self._stopped
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it looks after anything, or has something to tell."""
+        return bool(self._watched or self._news)
 
     @property
     def watches(self) -> bool:
@@ -113,14 +128,6 @@ class Watchdog(Generic[W]):
         self._news.append(news)
         self._deadlines.ring()
 
-    def say(self, news: Callable[[], None]) -> None:
-        """Call, for a thread of ours, what logs or is a user's: now, or where it may wait."""
-        do = functools.partial(self._safely, news)
-        if self._voice is None:
-            do()
-        else:
-            self._voice(do)
-
     def look(self) -> None:
         """Look around now: the clock has jumped, which threads that sleep do not notice."""
         self._renewals.ring()
@@ -132,13 +139,14 @@ class Watchdog(Generic[W]):
         self.look()
 
     def _start(self) -> None:
-        with self._starting:
-            if not self._started:
-                start_thread(self._run_renewals)
-                start_thread(self._run_deadlines)
-                self._started = True
+        """Start both threads; two callers may start them at once, or one that interrupts itself."""
+        start_thread(functools.partial(self._run_renewals, self._threads))
+        start_thread(functools.partial(self._run_deadlines, self._threads))
+        self._started = True
 
-    def _run_renewals(self) -> None:
+    def _run_renewals(self, threads: dict[str, object]) -> None:
+        if threads.setdefault("renewals", mine := object()) is not mine:
+            return
         alarm, failures = self._renewals, 0
         while not self._stopped and alarm is self._renewals:
             now = self._clock.now()
@@ -152,7 +160,7 @@ class Watchdog(Generic[W]):
                 text = "renewal failed; trying again in a moment"
                 extra = {"event": "renewal_failed"}
                 self.say(functools.partial(logger.exception, text, exc_info=error, extra=extra))
-                alarm.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures))
+                alarm.sleep(AFTER_ERROR.compute(failures))
                 failures = min(failures + 1, 16)
             alarm.rest(min(self._tidy_at, soonest), self._clock.now())
 
@@ -173,7 +181,9 @@ class Watchdog(Generic[W]):
     def _soonest(self) -> float:
         return min([hold.renew_at for hold in list(self._watched.values())], default=math.inf)
 
-    def _run_deadlines(self) -> None:
+    def _run_deadlines(self, threads: dict[str, object]) -> None:
+        if threads.setdefault("deadlines", mine := object()) is not mine:
+            return
         alarm = self._deadlines
         while not self._stopped and alarm is self._deadlines:
             now = self._clock.now()
@@ -182,16 +192,20 @@ class Watchdog(Generic[W]):
             for hold in list(self._watched.values()):
                 moment = hold.judge_at
                 if moment <= now:
-                    self._safely(functools.partial(hold.judge, now))
+                    self.say(functools.partial(hold.judge, now))
                     moment = hold.judge_at
                 if moment < soonest:
                     soonest = moment
             if self._news:  # one at a time: no flood of them may keep a loss from being told
                 self.say(self._news.popleft())
                 alarm.ring()
-            alarm.rest(soonest, self._clock.now())
+            now = self._clock.now()
+            if self._renewals.is_late(now):  # else C code that keeps the GIL would be next again
+                pause_keeping_gil(HEAD_START)
+            alarm.rest(soonest, now)
 
-    def _safely(self, do: Callable[[], None]) -> None:
+    def say(self, do: Callable[[], None]) -> None:
+        """Call what logs or is a user's, whatever it raises."""
         try:
             do()
         except BaseException:  # SystemExit, too: this thread has the losses of others to tell

@@ -156,6 +156,16 @@ class Proxy:
 
         self._do(change)
 
+    def lead_to(self, node: EmbeddedNode, *, cut: bool = True) -> None:
+        """Lead new connections to another server; cut: reset those that stand."""
+
+        def lead() -> None:
+            self._node = node
+
+        self._do(lead)
+        if cut:
+            self.cut()
+
     def cut(self) -> None:
         """Reset every connection."""
 

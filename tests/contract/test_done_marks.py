@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from celery_redlock import Lock, LockTaken, Redlock
 from celery_redlock.lock.redlock import give_back
-from celery_redlock.lock.session import AlreadyDoneError, Mark
+from celery_redlock.lock.session import AlreadyDoneError, Mark, Terms
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, TTL, eventually, keys_on, settle
 
@@ -26,9 +25,10 @@ def lock_of(
     redlock: Redlock, since: float | None = None, run: str = RUN, resource: Any = "r", **terms: Any
 ) -> Lock:
     """Return the lock of a run that may be delivered again; since: what it asks, None nothing."""
-    lock = redlock.lock(resource, **terms)
-    lock._terms = replace(lock._terms, mark=Mark(run, KEPT, since), label=f"{run} w1@here")
-    return lock
+    resources = (resource,) if isinstance(resource, str) else tuple(resource)
+    terms = {"ttl": 30.0, "wait": 0.0, "renew": True, "max_hold": None, **terms}
+    mark, label = Mark(run, KEPT, since), f"{run} w1@here"
+    return Lock(redlock, Terms(resources, mark=mark, label=label, **terms))
 
 
 def ends(redlock: Redlock, **lock: Any) -> None:
@@ -255,6 +255,7 @@ def test_a_node_without_memory_for_the_mark_frees_the_lock_all_the_same(
     assert marks_on(nodes) == [False] * 3
 
 
+@pytest.mark.slow
 def test_the_mark_is_owed_with_its_release_to_a_node_that_is_away(
     mortal_nodes: list[EmbeddedNode],
 ) -> None:

@@ -17,7 +17,7 @@ from celery_redlock.lock.inspection import (
     look_at_nodes,
     trust_nodes,
 )
-from celery_redlock.lock.keys import broken_key, fence_key, lock_key, waiting_key
+from celery_redlock.lock.keys import broken_key, fence_key, lock_key
 from celery_redlock.lock.nodes import RENEW, text_of
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import TTL, eventually, is_free, settle
@@ -57,12 +57,14 @@ def test_neither_token_nor_key_is_in_what_a_person_may_print(redlock: Redlock) -
         assert token not in repr(found)
 
 
-@pytest.mark.parametrize("resource", ["a*", "a#3", "[x]", "späť:\\"])
+@pytest.mark.parametrize("resource", ["a*", "a#3", "[x]", "späť:\\", "a#1\n", "file:\udcff"])
 def test_any_resource_is_found_by_its_name_and_no_other(redlock: Redlock, resource: str) -> None:
     with redlock.lock(resource), redlock.lock("abc"), redlock.lock("a"):
         settle(redlock)
         assert only(redlock, resource).resource == resource
         assert len(look_at_locks(redlock).locks) == 3
+        done, failing = break_lock(redlock, only(redlock, resource))
+        assert (list(done.values()), failing) == ([True] * 3, {})
 
 
 def test_each_permit_is_shown(redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
@@ -94,15 +96,6 @@ def test_a_strangers_key_is_shown_as_what_it_is(
     wrong, text = (only(redlock, name) for name in ("wrong", "text"))
     assert (text.holder, text.since, text.valid_for) == ("by hand", None, math.inf)
     assert "another type" in wrong.holder
-
-
-def test_who_is_noted_as_waiting_is_shown(redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
-    for node in nodes[:2]:
-        node.client().hset(waiting_key("redlock", "r"), "shop.sync", "99 id:shop.sync:0:0")
-    (waits,) = look_at_locks(redlock).waiting
-    assert (waits.resource, waits.task, waits.votes) == ("r", "shop.sync", 2)
-    assert waits.run == "id:shop.sync:0:0"
-    assert not look_at_locks(redlock, "other").waiting
 
 
 def test_a_node_that_is_away_is_named_with_its_cause(mortal_nodes: list[EmbeddedNode]) -> None:
@@ -216,9 +209,7 @@ def test_the_rights_that_the_page_names_are_enough_for_locks_and_for_looking_at_
             assert status.error == ""
             trust_nodes(redlock, [status.node])
             with redlock.lock("r", wait=60, fencing=True):
-                node.client().hset(waiting_key("redlock", "r"), "task", "1 run")
                 sight = look_at_locks(redlock)
                 assert [lock.resource for lock in sight.locks] == ["r"]
-                assert [one.run for one in sight.waiting] == ["run"]
                 gone, failing = break_lock(redlock, sight.locks[0])
                 assert (list(gone.values()), failing) == ([True], {})

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import logging
+import select
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import pytest
 
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
 from celery_redlock.lock.lease import Fence, Hold
-from celery_redlock.lock.nodes import Command, packed
+from celery_redlock.lock.nodes import PING, Command, packed
 from celery_redlock.lock.session import Holding, Observer, Session
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
@@ -29,7 +30,7 @@ from tests.conftest import (
     is_free,
     see_quorum,
     settle,
-    vouch_for,
+    trust_nodes,
 )
 
 
@@ -84,6 +85,7 @@ def for_seconds(
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("restless_threads")
 def test_answers_stay_with_their_commands_while_connections_break(
     nodes: list[EmbeddedNode],
@@ -112,6 +114,7 @@ def test_answers_stay_with_their_commands_while_connections_break(
     assert [pair for pair in seen if pair[1] != str(pair[0]).encode()] == []
 
 
+@pytest.mark.slow
 def test_an_inner_lock_whose_outer_one_ran_out_meanwhile_is_not_acquired(
     brisk_redlock: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
@@ -128,6 +131,7 @@ def test_an_inner_lock_whose_outer_one_ran_out_meanwhile_is_not_acquired(
         outer.release()
 
 
+@pytest.mark.slow
 def test_a_lock_that_nobody_keeps_is_released_instead_of_renewed(
     redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,9 +142,9 @@ def test_a_lock_that_nobody_keeps_is_released_instead_of_renewed(
     eventually(lambda: "released 'r': nobody keeps its Lock any more" in caplog.text)
 
 
-@pytest.mark.parametrize("prefix", ["50%off", "a%%b", "x%b", "ü", "a b"])
+@pytest.mark.parametrize("prefix", ["50%off", "a%%b", "x%b", "ü", "a b", "a\n", "\udcff"])
 def test_a_prefix_may_have_any_letters(nodes: list[EmbeddedNode], prefix: str) -> None:
-    vouch_for(nodes, prefix)
+    trust_nodes(nodes, prefix)
     urls = [node.url for node in nodes]
     one, other = (Redlock(urls, prefix=prefix, node_timeout=PATIENCE) for _ in range(2))
     with one, other, one.lock("r", wait=60) as lock:
@@ -149,6 +153,7 @@ def test_a_prefix_may_have_any_letters(nodes: list[EmbeddedNode], prefix: str) -
         assert not other.lock("r").try_acquire()
 
 
+@pytest.mark.slow
 def test_a_name_that_led_to_another_nodes_server_for_a_while_is_a_node_again(
     redlock: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
@@ -204,6 +209,7 @@ class TestHandlers:
             self.lose(redlock, name, nodes)
         eventually(lambda: told == ["a", "b"])
 
+    @pytest.mark.slow
     def test_a_flood_of_news_does_not_keep_a_loss_from_being_told(
         self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
     ) -> None:
@@ -248,7 +254,7 @@ def test_of_threads_that_share_a_lock_object_one_gets_it_and_none_leaks_it(
             futures = [pool.submit(take, lock, gate) for _ in range(4)]
         errors = {type(future.exception()) for future in futures}
         assert errors <= {type(None), RedlockError}
-    eventually(lambda: not redlock.session.watchdog._watched)
+    eventually(lambda: not redlock.session.watchdog.watched)
 
 
 def test_after_a_lock_that_nobody_keeps_its_resource_is_taken_and_given_back_as_ever(
@@ -285,12 +291,26 @@ def test_a_connection_that_each_renewal_breaks_does_not_make_them_oftener(
         assert lock.held
 
 
-def test_a_mutex_whose_owner_was_cut_on_its_way_out_is_freed(redlock: Redlock) -> None:
+@pytest.mark.slow
+def test_one_who_sleeps_as_it_reads_does_not_keep_the_others_from_reading(
+    brisk_redlock: Redlock,
+) -> None:
+    """A finalizer may run there, and do what it likes."""
+    redlock = brisk_redlock
     with redlock.lock("r"):
         pass  # from here on the watchdog looks after the process
-    redlock.session.quorum._reading.acquire()
-    with redlock.lock("r", wait=60) as lock:
-        assert lock.held
+    began, over = threading.Event(), threading.Event()
+
+    def sleep() -> None:
+        began.set()
+        over.wait(60)
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        elsewhere.submit(redlock.session.quorum._reading.run, sleep)
+        assert began.wait(60)
+        with redlock.lock("r", wait=60) as lock:
+            assert lock.held
+            over.set()
 
 
 def test_a_refusal_that_another_thread_brings_in_does_not_disturb_who_reads_the_others(
@@ -327,3 +347,37 @@ def test_what_is_known_of_a_hold_can_be_read_while_another_thread_brings_in_answ
         hold.repairs.clear()
 
     for_seconds(1, answers, lambda: hold.to_repair(1.0), lambda: fence.usable)
+
+
+class Writing(Echo):
+    """Keeps whoever writes it to a node in its turn until `go` is set; nothing is written."""
+
+    def __init__(self) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+
+    @property
+    def wanted(self) -> bool:  # type: ignore[override]
+        self.began.set()
+        self.go.wait(60)
+        return False
+
+
+def test_no_answer_counts_of_a_server_that_was_found_to_be_replaced(redlock: Redlock) -> None:
+    quorum, seen = redlock.session.quorum, list[tuple[int, Any]]()
+    node, now, writing = quorum.nodes[0], redlock.session.clock.now(), Writing()
+    settle(redlock)
+    assert node.wire is not None
+    descriptor = node.wire.socket.fileno()
+    node.send([(Command(PING, Echo(1, seen)), now, PING)])
+    other = threading.Thread(
+        target=node.send, args=([(Command(PING, writing), now, PING)],), daemon=True
+    )
+    other.start()
+    assert writing.began.wait(60)
+    assert select.select([descriptor], [], [], 60)[0], "the answer has come"
+    quorum._give_up(node, node.wire)  # which has to wait for the turn of the other thread
+    quorum.read_from([0])
+    writing.go.set()
+    other.join(60)
+    settle(redlock)  # over a new connection
+    assert seen == []

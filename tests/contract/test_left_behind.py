@@ -68,6 +68,7 @@ def test_a_claim_is_told_of_before_its_request_leaves(before: list[Proxy]) -> No
             assert sent == [so_far]
 
 
+@pytest.mark.slow
 def test_a_claim_is_settled_once_every_node_has_been_told(redlock: Redlock, ledger: Ledger) -> None:
     with redlock.lock(["one", "two"]), redlock.lock("permit", limit=2):
         assert len(ledger.open) == 3
@@ -75,6 +76,7 @@ def test_a_claim_is_settled_once_every_node_has_been_told(redlock: Redlock, ledg
     assert len(ledger.written) == 3
 
 
+@pytest.mark.slow
 def test_a_refused_claim_is_settled_too(
     redlock: Redlock, ledger: Ledger, nodes: list[EmbeddedNode]
 ) -> None:
@@ -100,6 +102,7 @@ def test_a_claim_stays_open_while_a_node_has_not_answered(before: list[Proxy]) -
         eventually(lambda: not ledger.open)
 
 
+@pytest.mark.slow
 def test_a_claim_is_settled_when_its_time_is_up(mortal_nodes: list[EmbeddedNode]) -> None:
     urls = [node.url for node in mortal_nodes]
     with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock:
@@ -120,6 +123,7 @@ def test_what_another_left_is_released_by_its_token(
     see_freed(nodes, "k")
 
 
+@pytest.mark.slow
 def test_a_request_of_the_dead_that_comes_after_their_release_leaves_no_lock(
     redlock: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
@@ -207,7 +211,7 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
         known.slots.append(slot)
         process = children.Process(os.getpid(), children.started_at(os.getpid()))
         known.processes[slot] = process
-        children.Watch(known, app)._bury(slot, process)
+        children.Watch(known, app).reap(slot, process)
         settle(redlock)
     marks = [node.client().keys(f"*:done:{run}") for node in nodes]
     assert [bool(found) for found in marks] == [is_done] * 3

@@ -19,6 +19,7 @@ def fields(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, objec
     return [record for record in records if record.get("event") == event]
 
 
+@pytest.mark.slow
 def test_a_loss_and_its_nodes_are_told_with_their_names(
     mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -45,7 +46,7 @@ def test_a_line_of_a_run_has_its_task_and_resource(
     app = Celery("logs", broker="memory://", set_as_default=False)
     app.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
 
-    @app.task(base=LockedTask, lock_key="stock:{sku}", lock_conflict="skip", shared=False)
+    @app.task(base=LockedTask, lock_key="stock:{sku}", lock_on_conflict="skip", shared=False)
     def take(sku: str) -> None: ...
 
     with redlock.lock("stock:1"):

@@ -14,7 +14,7 @@ from celery_redlock import Redlock
 from celery_redlock.lock.clock import SystemClock
 from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR, WallClock
-from tests.conftest import eventually, see_renewal, vouch_for
+from tests.conftest import eventually, see_renewal, trust_nodes
 from tests.contract.contention import (
     MAX_TTL,
     NODE_TIMEOUT,
@@ -58,7 +58,7 @@ def network(mortal_nodes: list[EmbeddedNode]) -> Iterator[list[Proxy]]:
 def three_with(**config: str) -> Iterator[list[EmbeddedNode]]:
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(EmbeddedNode(**config)) for _ in range(3)]
-        vouch_for(nodes)
+        trust_nodes(nodes)
         yield nodes
 
 
@@ -107,6 +107,7 @@ class TestNodes:
             for node in (first, second):
                 see_voting(node)
 
+    @pytest.mark.slow
     def test_all_killed_and_restarted_empty_at_once(
         self, mortal_nodes: list[EmbeddedNode], contending: Begin
     ) -> None:
@@ -120,6 +121,7 @@ class TestNodes:
             for node in mortal_nodes:
                 see_voting(node)
 
+    @pytest.mark.slow
     def test_killed_and_restarted_with_its_data(self, contending: Begin) -> None:
         with (
             three_with(appendonly="yes", appendfsync="always") as nodes,
@@ -132,6 +134,7 @@ class TestNodes:
             running.see_progress()
             see_voting(nodes[0])
 
+    @pytest.mark.slow
     def test_frozen_one_after_the_other(
         self, mortal_nodes: list[EmbeddedNode], contending: Begin
     ) -> None:
@@ -142,6 +145,7 @@ class TestNodes:
                 running.endure(STALL)
                 node.resume()
 
+    @pytest.mark.slow
     def test_busy_for_longer_than_a_node_may_take(
         self, nodes: list[EmbeddedNode], contending: Begin
     ) -> None:
@@ -153,6 +157,7 @@ class TestNodes:
             for node in nodes:
                 node.client().execute_command("DEBUG", "SLEEP", STALL)
 
+    @pytest.mark.slow
     def test_without_their_scripts_again_and_again(
         self, mortal_nodes: list[EmbeddedNode], contending: Begin
     ) -> None:
@@ -165,6 +170,7 @@ class TestNodes:
             running.endure_turns(3, 0.02, flush)
 
     @pytest.mark.parametrize("kind", ["normal", "pubsub"])
+    @pytest.mark.slow
     def test_closing_every_connection_again_and_again(
         self, mortal_nodes: list[EmbeddedNode], contending: Begin, kind: str
     ) -> None:
@@ -187,6 +193,7 @@ class TestNetwork:
             pytest.param(Weather(cuts=0.05), id="cut"),
         ],
     )
+    @pytest.mark.slow
     def test_bad_everywhere(
         self, network: list[Proxy], contending: Begin, weather: Weather
     ) -> None:
@@ -208,6 +215,7 @@ class TestNetwork:
             network[0].weather = FAIR
 
     @pytest.mark.parametrize("way", Way)
+    @pytest.mark.slow
     def test_ending_one_direction_of_every_connection_again_and_again(
         self, network: list[Proxy], contending: Begin, way: Way
     ) -> None:
@@ -223,6 +231,7 @@ class TestNetwork:
             pytest.param(BOTH_WAYS, id="both ways"),
         ],
     )
+    @pytest.mark.slow
     def test_swallowing_all_for_one_node_and_delivering_it_late(
         self, network: list[Proxy], contending: Begin, ways: frozenset[Way]
     ) -> None:
@@ -233,6 +242,7 @@ class TestNetwork:
             running.see_progress()
             network[0].weather = FAIR
 
+    @pytest.mark.slow
     def test_refused_by_one_node(self, network: list[Proxy], contending: Begin) -> None:
         with contending(network) as running:
             network[0].weather = Weather(refuses=True)
@@ -241,6 +251,7 @@ class TestNetwork:
             running.see_progress()
             network[0].weather = FAIR
 
+    @pytest.mark.slow
     def test_without_a_quorum_nobody_holds_for_longer_than_the_ttl(
         self, network: list[Proxy], contending: Begin
     ) -> None:
@@ -260,6 +271,7 @@ class TestNetwork:
 
 
 class TestContenders:
+    @pytest.mark.slow
     def test_a_holder_is_stopped_for_longer_than_its_lease(
         self, mortal_nodes: list[EmbeddedNode], contending: Begin
     ) -> None:
@@ -269,6 +281,7 @@ class TestContenders:
                     running.endure(TTL)
                     running.see_progress()
 
+    @pytest.mark.slow
     def test_anybody_is_stopped_for_a_while(
         self, mortal_nodes: list[EmbeddedNode], contending: Begin
     ) -> None:
@@ -297,11 +310,12 @@ def clocked_nodes(wall_clock: WallClock) -> Iterator[list[EmbeddedNode]]:
         EmbeddedNode() as third,
     ):
         nodes = [clocked, second, third]
-        vouch_for(nodes)
+        trust_nodes(nodes)
         yield nodes
 
 
 class TestWallClocks:
+    @pytest.mark.slow
     def test_of_a_node_set_back(
         self, clocked_nodes: list[EmbeddedNode], wall_clock: WallClock, contending: Begin
     ) -> None:
@@ -312,6 +326,7 @@ class TestWallClocks:
             running.endure(2.5)
         assert clocked_nodes[0].client().time()[0] < before
 
+    @pytest.mark.slow
     def test_of_one_node_set_forward_under_a_lock_that_stands_on_all(
         self, clocked_nodes: list[EmbeddedNode], wall_clock: WallClock, contending: Begin
     ) -> None:

@@ -7,9 +7,7 @@ import gc
 import logging
 import os
 import random
-import select
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -31,8 +29,7 @@ from celery_redlock.lock import redlock as redlock_module
 from celery_redlock.lock.inspection import ask_nodes
 from celery_redlock.lock.keys import fence_key, lock_key, wake_channel
 from celery_redlock.lock.nodes import Wire
-from celery_redlock.lock.quorum import PollBehindSelect
-from celery_redlock.lock.redlock import SPLIT_TRIES, give_back
+from celery_redlock.lock.redlock import SPLIT_TRIES, give_back, holdings_of
 from celery_redlock.lock.session import Holding, Observer
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
@@ -51,10 +48,6 @@ from tests.conftest import (
 
 KEY = "{redlock}:lock:r"
 WAIT = 20.0  # s
-
-
-def holdings_of(lock: Lock) -> list[Holding]:
-    return lock._grips[-1].holdings
 
 
 @contextlib.contextmanager
@@ -111,8 +104,8 @@ class TestAcquireAndRelease:
             with pytest.raises(LockTaken) as caught:
                 other.lock("r").acquire()
             assert caught.value.holder.startswith("pid ")
-            assert caught.value.free_in is not None
-            assert 10 < caught.value.free_in <= 30
+            assert caught.value.expires_in is not None
+            assert 10 < caught.value.expires_in <= 30
             assert "Wait longer (wait) " in str(caught.value)
             assert other.lock("r").try_acquire() is False
 
@@ -320,6 +313,7 @@ class TestRelease:
         with over(mortal_nodes) as made, pytest.raises(ZeroDivisionError):
             body(made.lock("r"))
 
+    @pytest.mark.slow
     def test_a_release_that_a_broken_connection_took_along_is_sent_again(
         self, redlock: Redlock, nodes: list[EmbeddedNode]
     ) -> None:
@@ -330,6 +324,7 @@ class TestRelease:
         lock.release()
         see_freed(nodes, "r")
 
+    @pytest.mark.slow
     def test_a_grant_that_runs_after_its_release_is_taken_back_when_it_is_met(
         self, redlock: Redlock, nodes: list[EmbeddedNode]
     ) -> None:
@@ -342,13 +337,14 @@ class TestRelease:
             eventually(lambda: redlock.session.quorum.nodes[2].wire is None)
         finally:
             nodes[2].resume()
-        eventually(lambda: not any(redlock.session._owed))
+        eventually(lambda: not redlock.session.owes)
         settle(redlock)
         for node in nodes:
             node.client().set(KEY, value, px=600_000)
         with redlock.lock("r", wait=30) as lock:
             assert lock.held
 
+    @pytest.mark.slow
     def test_a_script_cache_that_was_flushed_costs_nothing_but_a_second_request(
         self, redlock: Redlock, nodes: list[EmbeddedNode]
     ) -> None:
@@ -445,6 +441,7 @@ class TestLoss:
         lock.release()
         eventually(lambda: len(seen) == 1)
 
+    @pytest.mark.slow
     def test_a_key_that_was_overwritten_before_its_release_is_told_of(
         self, redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -454,6 +451,7 @@ class TestLoss:
                 node.client().set(KEY, "theirs", px=300_000)
         eventually(lambda: "at its release its key was no longer ours" in caplog.text)
 
+    @pytest.mark.slow
     def test_a_receiver_that_is_slow_or_locks_itself_holds_up_no_other_lock(
         self, mortal_nodes: list[EmbeddedNode]
     ) -> None:
@@ -479,6 +477,7 @@ class TestLoss:
                 assert not go_on.is_set()
                 go_on.set()
 
+    @pytest.mark.slow
     def test_a_renewal_that_one_node_does_not_answer_keeps_the_lock(
         self, mortal_nodes: list[EmbeddedNode]
     ) -> None:
@@ -542,6 +541,7 @@ class TestManyLocks:
             settle(redlock)
             assert scripts_run(client) - before <= self.COUNT / 10
 
+    @pytest.mark.slow
     def test_a_counter_that_is_no_text_costs_no_lock_its_renewal(
         self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
     ) -> None:
@@ -732,6 +732,7 @@ class TestExceptionsFromOutside:
     """A soft time limit, Ctrl-C or a killed greenlet strikes at any point of any call."""
 
     # a signal that strikes inside a finalizer of somebody else's is theirs
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_nothing_is_renewed_for_ever_and_no_reply_goes_to_the_wrong_command(
         self, nodes: list[EmbeddedNode]
@@ -770,7 +771,7 @@ class TestExceptionsFromOutside:
                 with made.lock("control", wait=60) as control, over(nodes) as other:
                     assert control.held
                     assert not other.lock("control").try_acquire()
-                eventually(lambda: not made.session.watchdog._watched)
+                eventually(lambda: not made.session.watchdog.watched)
                 eventually(lambda: keys_on(nodes) == [[]] * 3, within=FREED)
         finally:
             armed.clear()
@@ -782,14 +783,14 @@ class TestExceptionsFromOutside:
         written: list[tuple[int, str, str]] = []
         write = Wire.write
 
-        def note(self: Wire, entries: Any) -> None:
+        def note(self: Wire, entries: Any, **how: bool) -> None:
             for command, _, _ in entries:
                 handler = command.handler
                 claims = getattr(handler, "_claims", None) or [handler]
                 claim = getattr(claims[0], "claim", claims[0])
                 hold = getattr(claim, "hold", None)
                 written.append((id(self), type(handler).__name__, str(id(hold))))
-            write(self, entries)
+            write(self, entries, **how)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Wire, "write", note)
@@ -910,23 +911,6 @@ class TestOneProcess:
             with over(nodes) as made, made.lock("r"):
                 pass
         eventually(lambda: descriptors() <= before)
-
-
-class TestWaitingWithoutPoll:
-    def test_each_waiter_hears_of_every_descriptor_that_is_ready(self) -> None:
-        pairs = [socket.socketpair() for _ in range(2)]
-        polls = [PollBehindSelect(), PollBehindSelect()]
-        for poll in polls:
-            for ours, _ in pairs:
-                poll.register(ours.fileno(), select.POLLIN)
-        assert [poll.poll(1) for poll in polls] == [[], []]
-        for _, theirs in pairs:
-            theirs.send(b"!")
-        ready = {ours.fileno() for ours, _ in pairs}
-        assert [{found for found, _ in poll.poll(1000)} for poll in polls] == [ready, ready]
-        for pair in pairs:
-            for end in pair:
-                end.close()
 
 
 class TestArguments:

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from redis import Redis
 
-from celery_redlock import LockTaken, QuorumUnreachable, Redlock
+from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.keys import guard_keys
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
-from tests.conftest import NODE_TIMEOUT, PATIENCE, TTL, eventually, see_renewal, settle, vouch_for
+from tests.conftest import (
+    NODE_TIMEOUT,
+    PATIENCE,
+    TTL,
+    eventually,
+    is_free,
+    see_freed,
+    see_renewal,
+    settle,
+    trust_nodes,
+)
+from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Weather, proxies
 
 KEY = "{redlock}:lock:r"
 RUN, QUIET = guard_keys("redlock")
 
 
-def over(nodes: list[EmbeddedNode], **options: Any) -> Redlock:
+def over(nodes: list[EmbeddedNode] | list[Proxy], **options: Any) -> Redlock:
     options = {"node_timeout": NODE_TIMEOUT, "max_ttl": TTL, **options}
     return Redlock([node.url for node in nodes], **options)
 
@@ -26,13 +41,21 @@ def restart_empty(node: EmbeddedNode) -> None:
     node.start()
 
 
+def see_told(redlock: Redlock) -> None:
+    """Return when the replies so far are read, and whoever is told of them has been told."""
+    settle(redlock)
+    told = threading.Event()
+    redlock.session.watchdog.tell(told.set)
+    assert told.wait(60)
+
+
 class TestSilence:
-    def test_new_nodes_do_not_vote_and_say_for_how_long_and_the_way_out(self) -> None:
+    def test_new_nodes_do_not_vote_and_say_for_how_long_and_the_hint(self) -> None:
         with embedded_nodes(3) as nodes, over(nodes) as redlock:
             settle(redlock)
             with pytest.raises(QuorumUnreachable) as caught:
                 redlock.lock("r", ttl=TTL).acquire()
-            words = r"silent for \d+ s more: .*restarted.*Redlock\.trust\(\)"
+            words = r"New or restarted nodes wait: .* for \d+ s more .*Redlock\.trust\(\)"
             assert caught.match(words)
             assert str(nodes[0].port) in str(caught.value) or str(nodes[1].port) in str(
                 caught.value
@@ -66,7 +89,7 @@ class TestSilence:
                 settle(redlock)
                 assert not mortal_nodes[0].client().exists(KEY)
                 assert mortal_nodes[0].client().pttl(QUIET) > 0
-            text = f"127.0.0.1:{mortal_nodes[0].port} gives no vote: silent for"
+            text = f"127.0.0.1:{mortal_nodes[0].port} grants no lock for"
             eventually(lambda: text in caplog.text)
 
     def test_a_lock_on_a_bare_quorum_is_not_given_twice_when_one_of_its_nodes_forgets_it(
@@ -77,18 +100,19 @@ class TestSilence:
         with redlock, rival, redlock.lock("r", ttl=TTL, wait=60) as lock:
             restart_empty(mortal_nodes[1])
             mortal_nodes[2].start()
-            vouch_for(mortal_nodes[2:])
+            trust_nodes(mortal_nodes[2:])
             with pytest.raises((QuorumUnreachable, LockTaken)):
                 rival.lock("r", ttl=TTL).acquire()
             assert lock.held
 
+    @pytest.mark.slow
     def test_a_restart_with_its_data_is_a_restart_too(self) -> None:
         with (
             embedded_nodes(2) as both,
             EmbeddedNode(appendonly="yes", appendfsync="always") as kept,
         ):
             nodes = [*both, kept]
-            vouch_for(nodes)
+            trust_nodes(nodes)
             # long enough for its key, and then its silence, to be met whatever stalls meanwhile
             with over(nodes, max_ttl=30) as redlock, redlock.lock("r", wait=60) as lock:
                 settle(redlock)
@@ -107,9 +131,10 @@ class TestSilence:
                 pass
             for node in nodes:
                 node.client().flushall()
-            with pytest.raises(QuorumUnreachable, match="silent for"):
+            with pytest.raises(QuorumUnreachable, match="grants no lock for"):
                 redlock.lock("r", ttl=TTL).acquire()
 
+    @pytest.mark.slow
     def test_on_believes_a_node_that_has_been_up_for_longer(self) -> None:
         with embedded_nodes(2) as nodes:
             up = lambda: int(nodes[1].client().info("server")["uptime_in_seconds"])  # noqa: E731
@@ -126,8 +151,145 @@ class TestSilence:
                 assert not node.client().exists(RUN)
             with over([node], restart_guard="strict") as redlock:
                 settle(redlock)
-                with pytest.raises(QuorumUnreachable, match="silent for"):
+                with pytest.raises(QuorumUnreachable, match="grants no lock for"):
                     redlock.lock("s", ttl=TTL).acquire()
+
+
+class TestAnotherServerUnderTheAddress:
+    """A node's address leads to another server for a while, and then back to the first one."""
+
+    TTL = 6.0  # of all locks here: nothing renews them
+
+    @pytest.fixture
+    def servers(self) -> Iterator[tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]]:
+        """Give the address of node 0, its server, another server, and the URLs of three nodes."""
+        with embedded_nodes(4) as (old, new, *others), proxies([old]) as (address,):
+            urls = [address.url, *(node.url for node in others)]
+            with self.over(urls) as made:
+                made.trust()
+            yield address, old, new, urls
+
+    def over(self, urls: list[str], **options: Any) -> Redlock:
+        return Redlock(urls, node_timeout=1.0, max_ttl=self.TTL, **options)
+
+    def lock(self, redlock: Redlock, **terms: Any) -> Lock:
+        return redlock.lock("r", ttl=self.TTL, renew=False, **terms)
+
+    def acquire_from_the_new_server(self, redlock: Redlock, last: str) -> Lock:
+        """Acquire it on nodes 0 and 1 alone: on node 2 a stranger's key stands in the way."""
+        stranger = Redis.from_url(last)
+        stranger.set(KEY, "stranger")
+        lock = self.lock(redlock, wait=60)
+        assert lock.acquire()
+        settle(redlock)
+        stranger.delete(KEY)
+        return lock
+
+    def assert_second_fails(self, first: Lock, redlock: Redlock) -> None:
+        """Fail if a second client gets the lock while the first one holds it."""
+        with pytest.raises((QuorumUnreachable, LockTaken)):
+            self.lock(redlock).acquire()
+        assert first.held
+
+    @pytest.mark.slow
+    def test_a_client_that_saw_neither_server_does_not_believe_the_first_one(
+        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
+    ) -> None:
+        address, old, new, urls = servers
+        with self.over(urls) as earlier, self.lock(earlier):
+            settle(earlier)  # the nodes know who served under the address
+        address.lead_to(new)
+        with self.over(urls) as redlock, self.over(urls) as late:
+            lock = self.acquire_from_the_new_server(redlock, urls[2])
+            address.lead_to(old)
+            self.assert_second_fails(lock, late)
+
+    @pytest.mark.slow
+    def test_a_client_that_saw_both_servers_does_not_believe_the_first_one(
+        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
+    ) -> None:
+        address, old, new, urls = servers
+        with self.over(urls) as redlock:
+            settle(redlock)
+            address.lead_to(new)
+            lock = self.acquire_from_the_new_server(redlock, urls[2])
+            address.lead_to(old)
+            settle(redlock)
+            with self.over(urls) as late:
+                self.assert_second_fails(lock, late)
+
+    @pytest.mark.slow
+    def test_a_client_that_stayed_connected_to_the_first_server_leaves_it(
+        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
+    ) -> None:
+        address, _, new, urls = servers
+        with self.over(urls) as late, self.over(urls) as redlock:
+            with self.lock(late):
+                settle(late)
+            address.lead_to(new, cut=False)
+            lock = self.acquire_from_the_new_server(redlock, urls[2])
+            self.assert_second_fails(lock, late)
+
+    @pytest.mark.slow
+    def test_a_server_that_could_note_nothing_when_it_was_connected_is_noted_later(
+        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
+    ) -> None:
+        address, old, new, urls = servers
+        with self.over(urls) as earlier, self.lock(earlier):
+            settle(earlier)
+        new.client().slaveof("127.0.0.1", old.port)
+        eventually(lambda: new.client().info("replication")["master_link_status"] == "up")
+        new.client().slaveof()  # with the notes of the first server
+        new.client().config_set("maxmemory", 1)
+        address.lead_to(new)
+        with self.over(urls) as redlock, self.over(urls) as late:
+            settle(redlock)
+            new.client().config_set("maxmemory", 0)
+            lock = self.acquire_from_the_new_server(redlock, urls[2])
+            address.lead_to(old)
+            self.assert_second_fails(lock, late)
+
+    @pytest.mark.slow
+    def test_the_first_server_votes_again_after_its_silence(
+        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
+    ) -> None:
+        address, old, new, urls = servers
+        for server in (new, old):
+            address.lead_to(server)
+            with self.over(urls) as redlock:
+                settle(redlock)
+        Redis.from_url(urls[2]).set(KEY, "stranger")
+        with self.over(urls) as redlock, self.lock(redlock, wait=60) as lock:
+            assert lock.held
+            assert not old.client().exists(QUIET)
+
+    def test_trust_lets_the_first_server_vote_at_once(
+        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
+    ) -> None:
+        address, old, new, urls = servers
+        for server in (new, old):
+            address.lead_to(server)
+            with self.over(urls) as redlock:
+                settle(redlock)
+        assert old.client().exists(QUIET)
+        with self.over(urls) as redlock:
+            redlock.trust()
+        Redis.from_url(urls[2]).set(KEY, "stranger")
+        with self.over(urls) as redlock:
+            settle(redlock)
+            with self.lock(redlock) as lock:
+                assert lock.held
+
+    def test_further_clients_and_their_restarts_silence_nobody(
+        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
+    ) -> None:
+        *_, urls = servers
+        nodes = [Redis.from_url(url) for url in urls]
+        for order in itertools.permutations(urls):
+            with self.over(list(order)) as redlock, self.over(list(order)) as another:
+                for made in (redlock, another):
+                    settle(made)
+                assert not any(node.exists(QUIET) for node in nodes)
 
 
 class TestTrust:
@@ -136,12 +298,12 @@ class TestTrust:
     ) -> None:
         with over(nodes, prefix="odd*[prefix]", node_timeout=PATIENCE, max_ttl=30) as redlock:
             redlock.trust()
-            assert "stands there" not in caplog.text
+            assert "but holds" not in caplog.text
             settle(redlock)
             with redlock.lock("r"):
                 settle(redlock)
                 redlock.trust()
-        assert caplog.text.count("'{odd*[prefix]}:lock:r' stands there") == 3
+        assert caplog.text.count("is trusted, but holds '{odd*[prefix]}:lock:r'") == 3
 
     def test_it_says_which_node_could_not_be_told(
         self, mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
@@ -149,7 +311,7 @@ class TestTrust:
         mortal_nodes[0].kill()
         with over(mortal_nodes) as redlock:
             redlock.trust()
-        assert f"127.0.0.1:{mortal_nodes[0].port} could not be vouched for" in caplog.text
+        assert f"127.0.0.1:{mortal_nodes[0].port} could not be trusted" in caplog.text
 
     def test_where_no_node_can_be_told_it_raises(self, mortal_nodes: list[EmbeddedNode]) -> None:
         for node in mortal_nodes:
@@ -169,6 +331,7 @@ class TestRepair:
             eventually(lambda: mortal_nodes[0].client().get(KEY) == value)
             assert lock.held
 
+    @pytest.mark.slow
     def test_a_lock_outlives_the_restart_of_all_its_nodes_one_after_the_other(
         self, mortal_nodes: list[EmbeddedNode]
     ) -> None:
@@ -190,6 +353,54 @@ class TestRepair:
             mortal_nodes[2].start()
             eventually(lambda: mortal_nodes[2].client().exists(KEY))
             assert lock.held
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("weather", [Weather(refuses=True), Weather(swallows=BOTH_WAYS)])
+    def test_a_node_that_was_reclaimed_is_freed_though_its_connection_breaks_at_the_release(
+        self,
+        mortal_nodes: list[EmbeddedNode],
+        weather: Weather,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        with proxies(mortal_nodes) as before, over(before, max_ttl=30) as redlock:
+            before[2].weather = weather
+            lock = redlock.lock("r", wait=60).acquire()
+            eventually(lambda: f"{before[2].port} gives no vote" in caplog.text)
+            before[2].weather = FAIR
+            eventually(lambda: mortal_nodes[2].client().exists(KEY))
+            before[2].weather = Weather(swallows=BOTH_WAYS)
+            lock.release()
+            eventually(lambda: is_free(mortal_nodes[:2], "r"))
+            before[2].cut()
+            before[2].weather = FAIR
+            see_freed(mortal_nodes, "r")
+
+    def test_a_lock_whose_nodes_restarted_empty_is_not_lost_where_it_is_released_before_its_reclaim(
+        self, mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        # what is not renewed is not reclaimed either
+        with over(mortal_nodes, node_timeout=PATIENCE, max_ttl=30) as redlock:
+            settle(redlock)
+            with redlock.lock("r", renew=False) as lock:
+                settle(redlock)
+                for node in mortal_nodes[:2]:
+                    restart_empty(node)
+                settle(redlock)
+                assert lock.held
+            see_told(redlock)
+        assert "lost 'r'" not in caplog.text
+
+    @pytest.mark.slow
+    def test_a_key_deleted_on_a_bare_quorum_is_told_of_at_the_release(
+        self, mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        mortal_nodes[2].kill()
+        with over(mortal_nodes, node_timeout=PATIENCE, max_ttl=30) as redlock:
+            with redlock.lock("r", renew=False, wait=60):
+                mortal_nodes[2].start()
+                settle(redlock)
+                mortal_nodes[0].client().delete(KEY)
+            eventually(lambda: "lost 'r': at its release its key was no longer ours" in caplog.text)
 
     def test_a_key_that_was_deleted_is_not_set_again_at_once(
         self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]

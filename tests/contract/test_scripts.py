@@ -13,14 +13,12 @@ from celery_redlock.lock.keys import (
     fence_key,
     guard_keys,
     lock_key,
-    waiting_key,
+    tenure_key,
 )
 from celery_redlock.lock.nodes import (
     BREAK,
-    ENTER,
     GRANT,
     GUARD,
-    LEAVE,
     NO_GUARD,
     RELEASE,
     RENEW,
@@ -36,6 +34,8 @@ from tests.conftest import eventually
 
 KEY = lock_key("redlock", "r")
 RUN, QUIET = guard_keys("redlock")
+TENURE, ELSEWHERE = tenure_key("redlock"), tenure_key("redlock", "other:6379")
+KEPT = "2592000000"  # ms
 FENCE, BROKEN = fence_key("redlock"), broken_key(KEY, "mine")
 DONE = done_key("redlock", "1:t:0:0")
 OTHER = lock_key("redlock", "other")
@@ -65,6 +65,13 @@ def grant(
 ) -> Any:
     keys = [KEY, RUN, QUIET, FENCE, *([DONE] if asks else [])]
     return run(client, GRANT, keys, value, ttl, least, *guard)
+
+
+def guard(client: Redis, *args: str) -> Any:
+    """Run the script; args: of the run, then tenures: of the node itself, of another address."""
+    own, *others = *args[3:], *[""][: len(args) == 3]
+    keys = [RUN, QUIET, TENURE, *[ELSEWHERE][: len(others)]]
+    return run(client, GUARD, keys, *args[:3], own, KEPT, *others)
 
 
 def renew(client: Redis, value: str = "mine", least: str = "", *, repair: bool = False) -> Any:
@@ -217,21 +224,85 @@ class TestGuard:
         assert grant(client, guard=self.NEW) == 1
 
     def test_the_silence_begins_when_a_node_is_connected(self, client: Redis) -> None:
-        assert 0 < run(client, GUARD, [RUN, QUIET], *self.NEW) <= 30_000
+        left, _ = guard(client, *self.NEW)
+        assert 0 < left <= 30_000
         assert grant(client, guard=self.NEW)[0] == -1
 
     def test_a_known_run_is_not_silent(self, client: Redis) -> None:
         client.set(RUN, "run-2")
-        assert run(client, GUARD, [RUN, QUIET], *self.NEW) == 0
+        assert guard(client, *self.NEW) == [0, "0 run-2"]
 
     def test_trust_ends_the_silence(self, client: Redis) -> None:
         grant(client, guard=self.NEW)
-        assert run(client, TRUST, [RUN, QUIET], "run-2") == 1
+        assert run(client, TRUST, [RUN, QUIET, TENURE], "run-2") == 1
         assert grant(client, guard=self.NEW) == 1
 
     def test_trust_ahead_of_it_prevents_the_silence(self, client: Redis) -> None:
-        assert run(client, TRUST, [RUN, QUIET], "run-2") == 0
+        assert run(client, TRUST, [RUN, QUIET, TENURE], "run-2") == 0
         assert grant(client, guard=self.NEW) == 1
+
+
+class TestTenures:
+    NEW = TestGuard.NEW
+
+    def knows(self, client: Redis, tenure: str) -> None:
+        """Let the node serve since then."""
+        client.set(RUN, "run-2")
+        client.set(TENURE, tenure)
+
+    def test_one_begins_with_the_silence_at_the_nodes_own_time(self, client: Redis) -> None:
+        _, tenure = guard(client, *self.NEW)
+        since, run_id = tenure.split()
+        seconds, _ = client.time()
+        assert run_id == "run-2"
+        assert abs(int(since) - seconds * 1000) < 60_000
+        assert client.get(TENURE) == tenure
+        assert client.ttl(TENURE) == -1
+        assert guard(client, *self.NEW)[1] == tenure
+
+    def test_it_begins_after_all_that_are_known(self, client: Redis) -> None:
+        later = 4_000_000_000_000
+        assert guard(client, *self.NEW, f"{later} run-1")[1] == f"{later + 1} run-2"
+        assert guard(client, "run-3", *self.NEW[1:])[1] == f"{later + 2} run-3"
+
+    @pytest.mark.parametrize("other", ["1001 run-1", "1000 run-1"])
+    def test_a_server_that_another_one_followed_is_silent(self, client: Redis, other: str) -> None:
+        self.knows(client, "1000 run-2")
+        left, tenure = guard(client, *self.NEW, other)
+        assert 30_000 < left <= 61_000
+        assert int(tenure.split()[0]) > 1001
+        client.delete(QUIET)
+        assert guard(client, *self.NEW, other) == [0, tenure]
+
+    def test_one_that_followed_another_is_not(self, client: Redis) -> None:
+        self.knows(client, "1000 run-2")
+        assert guard(client, *self.NEW, "999 run-1") == [0, "1000 run-2"]
+
+    def test_one_that_lost_its_own_note_gets_it_back(self, client: Redis) -> None:
+        client.set(RUN, "run-2")
+        assert guard(client, *self.NEW, "1000 run-2") == [0, "1000 run-2"]
+
+    def test_a_copy_of_its_primarys_note_is_not_its_own(self, client: Redis) -> None:
+        self.knows(client, "1000 run-1")
+        assert guard(client, *self.NEW, "1000 run-1")[0] > 30_000
+
+    def test_the_newest_of_another_address_is_kept_and_told(self, client: Redis) -> None:
+        self.knows(client, "1000 run-2")
+        told = [guard(client, *self.NEW, "", note)[2] for note in ("", "5 a", "4 b", "6 c", "")]
+        assert told == ["", "5 a", "5 a", "6 c", "6 c"]
+        assert 0 < client.pttl(ELSEWHERE) <= int(KEPT)
+
+    def test_a_note_stays_for_longer_when_it_is_told_again(self, client: Redis) -> None:
+        self.knows(client, "1000 run-2")
+        guard(client, *self.NEW, "", "5 a")
+        client.pexpire(ELSEWHERE, 10_000)
+        guard(client, *self.NEW, "", "5 a")
+        assert client.pttl(ELSEWHERE) > 10_000
+
+    def test_trust_begins_one_that_no_older_one_ends(self, client: Redis) -> None:
+        self.knows(client, "1000 run-2")
+        run(client, TRUST, [RUN, QUIET, TENURE], "run-2")
+        assert guard(client, *self.NEW, "1001 run-1")[0] == 0
 
 
 class TestRenew:
@@ -428,49 +499,3 @@ class TestRequests:
         tail = b"".join([b"$1\r\n1\r\n", bulk(KEY.encode()), bulk(b"mine"), bulk(b"1")])
         assert by_digest.endswith(tail)
         assert by_source.endswith(tail)
-
-
-class TestEnterAndLeave:
-    KEY = waiting_key("redlock", "r")
-
-    def enter(self, client: Redis, run_name: str, task: str = "t", ms: str = "30000") -> Any:
-        return run(client, ENTER, [self.KEY], task, run_name, ms)
-
-    def leave(self, client: Redis, run_name: str, task: str = "t") -> Any:
-        return run(client, LEAVE, [self.KEY], task, run_name)
-
-    def test_the_first_is_entered_and_stays_when_it_asks_again(self, client: Redis) -> None:
-        assert self.enter(client, "1:t:0:0") == ""
-        assert self.enter(client, "1:t:0:0") == ""
-        assert 10_000 < client.pttl(self.KEY) <= 30_000
-
-    def test_a_second_one_is_told_of_the_first(self, client: Redis) -> None:
-        self.enter(client, "1:t:0:0")
-        assert self.enter(client, "2:t:0:0") == "1:t:0:0"
-        assert self.enter(client, "3:t:0:0") == "1:t:0:0"
-
-    def test_another_task_has_a_place_of_its_own(self, client: Redis) -> None:
-        self.enter(client, "1:t:0:0")
-        assert self.enter(client, "2:u:0:0", task="u") == ""
-        assert self.enter(client, "3:t:0:0") == "1:t:0:0"
-
-    def test_one_that_nobody_counts_on_any_more_is_followed(self, client: Redis) -> None:
-        self.enter(client, "1:t:0:0", ms="1")
-        self.enter(client, "2:u:0:0", task="u")  # which keeps the key
-        eventually(lambda: self.enter(client, "3:t:0:0") == "")
-
-    def test_the_key_lives_as_long_as_its_longest_entry(self, client: Redis) -> None:
-        self.enter(client, "1:t:0:0", ms="30000")
-        self.enter(client, "2:u:0:0", task="u", ms="100")
-        assert client.pttl(self.KEY) > 10_000
-
-    def test_who_leaves_makes_way_and_the_last_takes_the_key_along(self, client: Redis) -> None:
-        self.enter(client, "1:t:0:0")
-        assert self.leave(client, "1:t:0:0") == 1
-        assert client.keys("*") == []
-        assert self.enter(client, "2:t:0:0") == ""
-
-    def test_nobody_strikes_out_another(self, client: Redis) -> None:
-        self.enter(client, "1:t:0:0")
-        assert self.leave(client, "2:t:0:0") == 0
-        assert self.enter(client, "2:t:0:0") == "1:t:0:0"

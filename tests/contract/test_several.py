@@ -21,7 +21,7 @@ from tests.conftest import (
     keys_on,
     see_freed,
     settle,
-    vouch_for,
+    trust_nodes,
 )
 from tests.contract.contention import PROCESSES
 
@@ -178,7 +178,7 @@ class TestPermits:
             settle(made)
         with pytest.raises(LockTaken) as caught:
             fourth.lock("r", limit=3).acquire()
-        assert caught.value.free_in is not None
+        assert caught.value.expires_in is not None
         assert all(lock.held for lock in locks)
         settle(fourth)
         assert locks_on(nodes) == [["r", "r#1", "r#2"]] * 3
@@ -338,5 +338,5 @@ class TestFencing:
                 tokens.append(token_of(redlock))
                 node.start()
                 tokens.append(token_of(redlock))
-                vouch_for(mortal_nodes)
+                trust_nodes(mortal_nodes)
         assert grows(tokens)

@@ -8,14 +8,21 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from celery import Celery
 from redis import Redis
 
-from celery_redlock import QuorumUnreachable, Redlock
+from celery_redlock import LockedTask, QuorumUnreachable, Redlock
+from celery_redlock.tasks import uniqueness
+from celery_redlock.tasks.deferral import HEADER
+from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.task import put_ticket
 from celery_redlock.tasks.uniqueness import UNIQUE, Send, Standing, Ticket, Window, send_once
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, eventually, settle
@@ -30,8 +37,8 @@ _ids = map(str, itertools.count(1))
 def a_send(**other: Any) -> Send:
     task_id = next(_ids)
     send = Send(
-        name=NAME, task_id=task_id, run=f"{task_id}:shop.settle:0:0", window=LONG, until="done",
-        duplicate="existing", unreachable="requeue", later=0.0, lateness=60.0,
+        name=NAME, task_id=task_id, run=f"{task_id}:shop.settle:0:0", window=LONG, until="finished",
+        on_duplicate="existing", on_unreachable="defer", later=0.0, lateness=60.0,
     )  # fmt: skip
     return replace(send, **other)
 
@@ -178,7 +185,7 @@ class TestOneSend:
         assert all(is_sent(value, second) for value in values(nodes))
 
     def test_a_window_that_is_to_last_outlives_the_run(self, sender: Sender) -> None:
-        first = sender.send(until="window")
+        first = sender.send(until="expired")
         sender.end(first)
         assert sender.send() == first
 
@@ -237,6 +244,8 @@ class TestOneSend:
             assert is_sent(value, send.task_id)
             gone_by = Standing.of(str(value), 1).gone_by
             assert gone_by >= begun + took + send.window + send.lateness
+        for node in nodes:  # the window is counted from its opening, however long a publish takes
+            assert node.client().pttl(KEY) / 1000 <= send.window - took
 
 
 class TestSendersThatDie:
@@ -263,16 +272,41 @@ class TestSendersThatDie:
         waiting.join(60)
         assert len(sender.published) == 1
 
+    def test_no_try_asks_for_a_window_by_a_token_that_was_released(
+        self, redlock: Redlock, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        """A node that was away hears of a release late: then it would end the next try's window."""
+        dead = Window(redlock.session, a_send())
+        dead.open()
+        nodes[2].client().delete(KEY)  # so that each try takes this one, and releases it
+        with nodes[2].client().monitor() as monitor:
+            waiting = threading.Thread(target=sender.send)
+            waiting.start()
+            taken, released = list[str](), list[str]()
+            while len(released) < 3:
+                words = monitor.next_command()["command"].split(" ")
+                if words[0] == "EVALSHA":
+                    believed, value = words[words.index(KEY) + 1 :][:2]
+                    if value:
+                        taken.append(value)
+                    else:
+                        released.append(believed)
+        dead.give_up()
+        waiting.join(60)
+        assert [value.partition(":")[0] for value in taken[:3]] == released
+        assert len(set(released)) == 3
+
     def test_who_waits_for_a_sender_gets_its_message_once_it_is_sent(
         self, redlock: Redlock, sender: Sender
     ) -> None:
-        slow, found = Window(redlock.session, a_send()), []
+        first, found = a_send(), []
+        slow = Window(redlock.session, first)
         slow.open()
         waiting = threading.Thread(target=lambda: found.append(sender.send()))
         waiting.start()
         slow.confirm()
         waiting.join(60)
-        assert found == [slow._send.task_id]
+        assert found == [first.task_id]
         assert not sender.published
 
 
@@ -301,7 +335,9 @@ class TestManySenders:
         for _ in range(10):
             published.clear()
             first = senders[0].send()
-            found = at_once([lambda each=each: each.send(duplicate="replace") for each in senders])
+            found = at_once(
+                [lambda each=each: each.send(on_duplicate="replace") for each in senders]
+            )
             assert set(found) == set(published) - {first}  # each was sent
             left = [task_id for task_id in published if not superseded(nodes, task_id)]
             assert left  # mostly one: who finds the nodes at odds for too long is sent beside it
@@ -341,7 +377,7 @@ class TestReplace:
         self, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
         first = sender.send()
-        second = sender.send(duplicate="replace")
+        second = sender.send(on_duplicate="replace")
         assert list(sender.published) == [first, second]
         assert superseded(nodes, first)
         assert not superseded(nodes, second)
@@ -352,7 +388,7 @@ class TestReplace:
         self, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
         first = sender.send()
-        second = sender.send(duplicate="replace")
+        second = sender.send(on_duplicate="replace")
         for node in nodes:
             node.client().flushall()
         sender.ticket(second).take_place(sender.redlock)
@@ -367,12 +403,13 @@ class TestReplace:
 
         first = sender.send()
         with pytest.raises(OSError, match="no broker"):
-            send_once(sender.redlock, a_send(duplicate="replace"), publish)
+            send_once(sender.redlock, a_send(on_duplicate="replace"), publish)
         settle(sender.redlock)
         assert not superseded(nodes, first)
         assert all(is_sent(value, first) for value in values(nodes))
         assert sender.send() == first
 
+    @pytest.mark.slow
     def test_where_the_earlier_one_ends_meanwhile_it_is_over_all_the_same(
         self, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
@@ -383,7 +420,7 @@ class TestReplace:
             raise OSError("no broker")
 
         with pytest.raises(OSError, match="no broker"):
-            send_once(sender.redlock, a_send(duplicate="replace"), publish)
+            send_once(sender.redlock, a_send(on_duplicate="replace"), publish)
         eventually(lambda: values(nodes) == [None] * 3)
         assert sender.send() != first
 
@@ -393,7 +430,7 @@ class TestReplace:
         first = sender.send()
         for node in nodes:
             node.client().set(f"{{redlock}}:done:{first}:shop.settle:0:0", "1")
-        sender.send(duplicate="replace")
+        sender.send(on_duplicate="replace")
         for node in nodes:
             assert node.client().get(f"{{redlock}}:done:{first}:shop.settle:0:0") == "1"
 
@@ -401,7 +438,7 @@ class TestReplace:
         self, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
         first = sender.send(later=5000.0)
-        sender.send(duplicate="replace")
+        sender.send(on_duplicate="replace")
         for node in nodes:
             left = node.client().pttl(f"{{redlock}}:done:{first}:shop.settle:0:0") / 1000
             assert 5000.0 < left < 5000.0 + LONG + 120
@@ -418,6 +455,7 @@ class TestFaults:
         sender.end(first)
         assert sender.send() != first
 
+    @pytest.mark.slow
     def test_a_node_that_was_away_at_the_end_of_a_window_is_told_once_it_is_back(
         self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
     ) -> None:
@@ -434,6 +472,57 @@ class TestFaults:
             made[2].weather = FAIR
             eventually(lambda: values(nodes) == [None] * 3)
             sender.redlock.close()
+
+    @pytest.mark.slow
+    def test_a_quorum_that_was_away_at_the_end_of_a_window_is_told_however_late(
+        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(uniqueness, "OWED", 0.1)
+        with proxies(nodes) as made:
+            sender = make_sender(made)
+            settle(sender.redlock)
+            first = sender.send()
+            for proxy in made[1:]:
+                proxy.weather = Weather(refuses=True)
+                proxy.cut()
+            sender.ticket(first).end(sender.redlock)
+            late = time.monotonic() + 2 * uniqueness.OWED
+            eventually(lambda: values(nodes)[0] is None and time.monotonic() > late)
+            assert is_sent(values(nodes)[2], first)
+            for proxy in made[1:]:
+                proxy.weather = FAIR
+            eventually(lambda: values(nodes) == [None] * 3)
+            sender.redlock.close()
+
+    def test_a_body_begins_once_a_quorum_has_heard_that_its_window_is_over(
+        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+    ) -> None:
+        with proxies(nodes) as made:
+            sender = make_sender(made)
+            settle(sender.redlock)
+            first = sender.send(until="started")
+            for proxy in made[1:]:
+                proxy.weather = Weather(delay=(1.0, 1.0))
+            sender.ticket(first).start(sender.redlock)
+            assert values(nodes).count(None) > 1
+            sender.redlock.close()
+
+    def test_a_node_that_refuses_to_end_a_window_is_told_again(
+        self, mortal_nodes: list[EmbeddedNode], make_sender: Callable[..., Sender],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:  # fmt: skip
+        sender = make_sender(mortal_nodes, NODE_TIMEOUT)
+        first = sender.send(until="started")
+        for node in mortal_nodes[1:]:
+            node.client().config_set("min-replicas-to-write", 1)
+        with caplog.at_level(logging.WARNING):
+            sender.ticket(first).start(sender.redlock)
+        assert f"no quorum of nodes heard that the window of '{NAME}' is over" in caplog.text
+        assert all(is_sent(value, first) for value in values(mortal_nodes)[1:])
+        for node in mortal_nodes[1:]:
+            node.client().config_set("min-replicas-to-write", 0)
+        eventually(lambda: values(mortal_nodes) == [None] * 3)
 
     def test_what_a_node_hears_of_a_send_after_the_end_of_its_run_leaves_nothing(
         self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
@@ -473,7 +562,7 @@ class TestFaults:
         for node in mortal_nodes[1:]:
             node.kill()
         with pytest.raises(QuorumUnreachable):
-            sender.send(unreachable="fail")
+            sender.send(on_unreachable="fail")
         assert not sender.published
         eventually(lambda: values(mortal_nodes[:1]) == [None])
 
@@ -522,3 +611,58 @@ class TestFaults:
             node.client().set(KEY, "theirs", px=1000)
         sent = sender.send(window=SHORT)
         assert list(sender.published) == [sent]
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"redlock_unique_for": LONG},
+        {"redlock_queues": {"rare": {"unique_for": LONG}}, "task_default_queue": "rare"},
+    ],
+    ids=["app", "queue"],
+)
+def test_a_window_that_the_app_or_the_queue_asks_for_is_a_window(
+    nodes: list[EmbeddedNode], conf: dict[str, Any]
+) -> None:
+    app = Celery("levels", broker="memory://", set_as_default=False)
+    app.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
+    app.conf.update(conf)
+
+    @app.task(base=LockedTask, shared=False, lock_key="levels")
+    def settle() -> None: ...
+
+    first = settle.delay()
+    assert settle.delay().id == first.id
+    redlock_of(app).close()
+    app.close()
+
+
+@pytest.mark.parametrize("by", ["eta", "countdown"])
+def test_nodes_keep_of_a_send_that_it_may_come_that_much_later(
+    nodes: list[EmbeddedNode], by: str
+) -> None:
+    """The mark of what a later send replaces stays until then: else both would run."""
+    app = Celery("delayed", broker="memory://", set_as_default=False)
+    app.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
+
+    @app.task(base=LockedTask, shared=False, lock_key="delayed", lock_unique_for=LONG)
+    def settle() -> None: ...
+
+    now = datetime.now(timezone.utc)
+    settle.apply_async(**{by: now + timedelta(hours=2) if by == "eta" else 7200})
+    settle_voters(redlock_of(app))
+    clients = [node.client() for node in nodes]
+    found = [client.get(name) for client in clients for name in client.keys("*:unique:*")]
+    assert len(found) > 1  # a node that was slow to answer is told to forget it
+    for value in found:
+        assert Standing.of(value, 1).gone_by >= now.timestamp() + 7200 + LONG
+    redlock_of(app).close()
+    app.close()
+
+
+def test_a_send_with_its_parents_headers_has_a_window_of_its_own() -> None:
+    parents = {HEADER: {"options": {"ttl": 9}, "id": "parent", "unique": {"token": "theirs"}}}
+    options = {"headers": {**parents, "tenant": "a"}, "task_id": "child"}
+    put_ticket(options, {"token": "ours"})
+    carried = {"options": {}, "id": "child", "unique": {"token": "ours"}}
+    assert options["headers"] == {"tenant": "a", HEADER: carried}

@@ -65,17 +65,12 @@ def take(redlock: Redlock) -> float:
 
 def see_listening(redlock: Redlock, nodes: int = 3) -> None:
     """Return when a waiter hears of releases from so many nodes."""
-
-    def listens() -> bool:
-        ears = redlock.session.listener._ears
-        return sum(CHANNEL in ear.confirmed for ear in ears) >= nodes
-
-    eventually(listens)
+    eventually(lambda: redlock.session.listener.subscriptions(CHANNEL) >= nodes)
 
 
 def see_waiting(redlock: Redlock, count: int = 1) -> None:
     """Return when so many wait for the lock."""
-    eventually(lambda: len(redlock.session.listener._waiters.get(CHANNEL, ())) == count)
+    eventually(lambda: len(redlock.session.listener.line(CHANNEL)) == count)
 
 
 class TestWoken:
@@ -93,6 +88,21 @@ class TestWoken:
             lock.release()
             hand_offs.append(waiting.result(WAIT) - released)
         assert statistics.median(hand_offs) < LONGEST_SPIN / 2
+
+    def test_whatever_text_it_waits_for_and_others_beside_it(
+        self, redlock: Redlock, rival: Redlock
+    ) -> None:
+        names = ["file:\udcff", "r", "\n", "späť"]  # the first as os.fsdecode gives it
+        channels = [wake_channel("redlock", name) for name in names]
+        with contextlib.ExitStack() as stack:
+            listener = rival.session.listener
+            waiters = [stack.enter_context(listener.waiting([channel])) for channel in channels]
+            eventually(lambda: all(map(listener.hears, channels)))
+            for name, waiter in zip(names, waiters, strict=True):
+                lock = redlock.lock(name).acquire()
+                waiter.take()  # what came with the subscription
+                lock.release()
+                eventually(waiter.take)
 
     def test_while_one_node_is_frozen(
         self, mortal_nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
@@ -226,6 +236,7 @@ class TestSeveral:
                 hand_offs.append(waiting.pop().result(WAIT) - given_back)
         assert statistics.median(hand_offs) < LONGEST_SPIN / 2
 
+    @pytest.mark.slow
     def test_who_waits_for_one_of_several_is_not_woken_by_its_own_tries(
         self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
     ) -> None:
@@ -272,7 +283,7 @@ GREENLETS = """
 
         lock = redlock.lock("r", wait=60).acquire()
         waiting, ticking = spawn(wait), spawn(tick)
-        while not redlock.session.listener._waiters:
+        while not redlock.session.listener.channels():
             sleep(0.001)
         begun = len(ticks)
         while len(ticks) < begun + 100:  # never, if whoever waits keeps the others from running
@@ -292,25 +303,12 @@ GEVENT = """
     def join(greenlet):
         joinall([greenlet], raise_error=True)
 """
-EVENTLET = """
-    import eventlet
-    eventlet.monkey_patch()
-    import sys
-    from eventlet import sleep, spawn
-    from celery_redlock import Redlock
-
-    def join(greenlet):
-        greenlet.wait()
-"""
 
 
-@pytest.mark.parametrize(("library", "head"), [("gevent", GEVENT), ("eventlet", EVENTLET)])
-def test_a_greenlet_that_waits_lets_the_others_run(
-    nodes: list[EmbeddedNode], library: str, head: str
-) -> None:
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
-    script = textwrap.dedent(head) + textwrap.dedent(GREENLETS)
+def test_a_greenlet_that_waits_lets_the_others_run(nodes: list[EmbeddedNode]) -> None:
+    if importlib.util.find_spec("gevent") is None:
+        pytest.skip("gevent is not installed")
+    script = textwrap.dedent(GEVENT) + textwrap.dedent(GREENLETS)
     urls = [node.url for node in nodes]
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script, *urls],
@@ -335,6 +333,16 @@ class Slow(Ear):
     def _run(self) -> None:
         super()._run()
         self.ended.set()
+
+
+def test_who_comes_to_a_subscription_that_stands_looks_at_once_whether_it_missed_a_word(
+    redlock: Redlock,
+) -> None:
+    listener = redlock.session.listener
+    with listener.waiting([CHANNEL]) as first, listener.waiting([CHANNEL]) as early:
+        see_listening(redlock)
+        with listener.waiting([CHANNEL]) as late:
+            assert (first.take(), early.take(), late.take()) == (True, False, True)
 
 
 def test_an_ear_that_ends_leaves_the_next_one_its_connection(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,8 +14,25 @@ import pytest
 
 from celery_redlock.lock.clock import SystemClock
 from celery_redlock.lock.watchdog import Watchdog
+from celery_redlock.testing import EmbeddedNode
 
 LONG = 600.0  # s: longer than any test
+SHORT = 6.0  # s: a ttl
+HOLDS_THE_GIL = f"""
+import ctypes, sys, time
+from celery_redlock import Redlock
+from celery_redlock.lock.inspection import ask_nodes
+usleep = ctypes.PyDLL(None).usleep
+with Redlock(sys.argv[2:], node_timeout={SHORT / 4}) as redlock:
+    with redlock.lock(sys.argv[1], ttl={SHORT}, wait=60) as lock:
+        while ask_nodes(redlock).failing:
+            pass
+        lock.extend()
+        end = time.monotonic() + 3 * {SHORT}
+        while time.monotonic() < end and lock.held:
+            usleep(int({SHORT / 5} * 1e6))
+        print(lock.held)
+"""
 
 
 class Meanwhile(float):
@@ -80,3 +99,15 @@ def test_of_two_that_ask_at_once_the_earlier_one_is_heard(dog: Dog) -> None:
     later.do = lambda: dog.watchdog.tidy_by(now() + 0.1)
     dog.watchdog.tidy_by(later)
     assert dog.tidied.wait(60)
+
+
+@pytest.mark.slow
+def test_c_code_that_keeps_the_gil_for_a_fifth_of_the_ttl_again_and_again_loses_no_lock(
+    nodes: list[EmbeddedNode],
+) -> None:
+    command, urls = [sys.executable, "-c", HOLDS_THE_GIL], [node.url for node in nodes]
+    both = [
+        subprocess.Popen([*command, resource, *urls], stdout=subprocess.PIPE, text=True)
+        for resource in ("r", "s")
+    ]
+    assert [each.communicate(timeout=200)[0] for each in both] == ["True\n", "True\n"]

@@ -7,10 +7,12 @@ mutexes and polls from the operating system (`simulated_system`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import select
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -22,9 +24,12 @@ from celery_redlock.lock import redlock as redlock_module
 from celery_redlock.lock import session as session_module
 from celery_redlock.lock import wakeup as wakeup_module
 from celery_redlock.lock import watchdog as watchdog_module
-from celery_redlock.lock.nodes import Greeting, Guard, packed
+from celery_redlock.lock.clock import pause, start_thread
+from celery_redlock.lock.nodes import Greeting, Guard, Notes
+from celery_redlock.lock.quorum import new_poll
 from celery_redlock.lock.redlock import Redlock
 from celery_redlock.lock.session import Claim, Context, Here, Holding, Observer, Session
+from celery_redlock.lock.tenures import KEPT_MS, Tenures, tenure_of
 from celery_redlock.tasks import uniqueness as uniqueness_module
 from celery_redlock.tasks.uniqueness import Standing, Window
 from tests.simulation.network import Link, Path
@@ -184,6 +189,11 @@ def here() -> Process:
 _making: list[Process] = []
 
 
+def is_foreign() -> bool:
+    """Return whether a real thread runs: one of a real Redlock that an earlier test left open."""
+    return running() is None and threading.current_thread() is not threading.main_thread()
+
+
 class Mutex:
     """A lock of the operating system, for one process's threads."""
 
@@ -287,8 +297,12 @@ class Poll:
         return ready
 
 
-def _new_poll(*, native: bool) -> Poll:
-    return Poll(here())
+def _new_poll(*, native: bool) -> Any:
+    return new_poll(native=native) if is_foreign() else Poll(here())
+
+
+def _new_bell() -> Any:
+    return clock_module.Bell() if is_foreign() else Bell()
 
 
 class Ear:
@@ -422,6 +436,7 @@ class SimulatedRedlock(Redlock):
         self.process = process
         _making.append(process)
         super().__init__(nodes, **options)
+        self._dropped.detach()  # it ends with its world
         _making.pop()
 
 
@@ -475,6 +490,9 @@ class Log:
         extra: object = None,
     ) -> None:
         """Take note of an exception that should not be."""
+        if is_foreign():
+            logging.getLogger(__name__).error(text, *args)
+            return
         here().world.witness.failed(exc_info or sys.exc_info()[1])
 
 
@@ -482,14 +500,34 @@ def _parsed(node: Any, *_: object) -> Any:
     return node
 
 
-def _known(link: Link, guard: Guard) -> Greeting:
+def _known(link: Link, guard: Guard, tenures: Tenures, node: int) -> Greeting:
     """Greet a node that knows this prefix, and has all scripts: faster, for many worlds."""
     run_id = link.node.run_id
-    return Greeting(run_id, b"".join(map(packed, guard.arguments(run_id, 0.0))))
+    notes = None
+    if guard.word != "off":
+        nodes = [address.node for address in link.process.addresses]
+        texts = [nodes[i].tenure(guard.prefix).decode() for i in (node, *tenures.others(node))]
+        own, *others = map(tenure_of, texts)
+        notes = Notes((texts[0], str(KEPT_MS), *texts[1:]), 0.0, own, others)
+    return Greeting(run_id, guard.arguments(run_id, 0.0), notes=notes)
 
 
 def _start_thread(run: Callable[[], None]) -> None:
-    here().thread(run)
+    if is_foreign():
+        start_thread(run)
+    else:
+        here().thread(run)
+
+
+def _get_ident() -> int:
+    return threading.get_ident() if is_foreign() else id(running())
+
+
+def _pause(seconds: float) -> None:
+    if is_foreign():
+        pause(seconds)
+    else:
+        here().clock.sleep(seconds)
 
 
 def _clock() -> Clock:
@@ -507,15 +545,27 @@ def _new_window_token() -> str:
     )
 
 
+def _pause_keeping_gil(seconds: float) -> None:
+    """Return at once: simulated time passes for all threads of a process."""
+
+
 PATCHES: list[tuple[ModuleType, dict[str, Any]]] = [
-    (clock_module, {"new_mutex": Mutex}),
-    (nodes_module, {"start_thread": _start_thread, "new_mutex": Mutex}),
-    (quorum_module, {"new_mutex": Mutex, "Bell": Bell, "new_poll": _new_poll}),
-    (wakeup_module, {"new_mutex": Mutex, "Ear": Ear}),
-    (watchdog_module, {"start_thread": _start_thread, "new_mutex": Mutex, "logger": Log()}),
+    (clock_module, {"new_mutex": Mutex, "get_ident": _get_ident}),
+    (nodes_module, {"start_thread": _start_thread, "pause": _pause}),
+    (quorum_module, {"Bell": _new_bell, "new_poll": _new_poll, "pause": _pause}),
+    (quorum_module, {"pause_keeping_gil": _pause_keeping_gil}),
+    (wakeup_module, {"Ear": Ear}),
+    (watchdog_module, {"start_thread": _start_thread, "logger": Log()}),
+    (watchdog_module, {"pause_keeping_gil": _pause_keeping_gil}),
     (
         session_module,
-        {"Claim": WatchedClaim, "new_token": _new_token, "logger": Log(), "SystemClock": _clock},
+        {
+            "Claim": WatchedClaim,
+            "new_token": _new_token,
+            "logger": Log(),
+            "SystemClock": _clock,
+            "EXCHANGED_EVERY": math.inf,  # events that many schedules have no use for
+        },
     ),
     (redlock_module, {"parse_address": _parsed, "logger": Log()}),
     (uniqueness_module, {"Window": WatchedWindow, "new_token": _new_window_token, "logger": Log()}),

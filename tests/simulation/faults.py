@@ -55,6 +55,7 @@ class Profile:
     jams: float = 0.0
     restarts: float = 0.0
     keeps: tuple[str, ...] = ("nothing", "nothing", "some", "all")
+    fail_backs: float = 0.0
     freezes: float = 0.0
     flushes: float = 0.0
     forgets: float = 0.0
@@ -87,6 +88,8 @@ PROFILES = {
         Profile("clocks", steps_back=0.3, renews=0.3, jams=0.3, sections=(1.5,), slow=0.0),
         Profile("restarts", restarts=1.0, jams=0.7, sections=(0.3, 1.5), renews=0.8,
                 events=(40, 80), span=1.5),
+        Profile("fail-backs", fail_backs=1.0, sizes=(3, 3, 5), slow=0.0, cold=0.5, rounds=8,
+                sections=(0.3, 1.5), bases=(0.001, 0.005), events=(80, 160), span=1.0),
         Profile("pauses", sizes=ANY_SIZE, stops=1.5, jams=0.3, breaks=0.3),
         Profile("cuts", sizes=ANY_SIZE, cuts=1.5, breaks=0.3, slow=0.01),
         Profile("fencing", fencing=1.0, clients=(3,), rounds=6, sections=(0.01, 0.1), jams=0.7,
@@ -135,6 +138,7 @@ class Faults:
             (profile.breaks, self._break),
             (profile.jams, self._jam),
             (profile.restarts, self._restart),
+            (profile.fail_backs, self._fail_back),
             (profile.freezes, self._freeze),
             (profile.flushes, self._flush),
             (profile.forgets, self._forget),
@@ -189,6 +193,28 @@ class Faults:
         node.stop(keeps=keeps)
         away = self._random.choice((0.0, 0.02, 0.2, 0.5)) * self._random.random()
         self._world.at(self._world.now + away, node.start)
+
+    def _fail_back(self) -> None:
+        """Let another server serve under a node's address for a while, and the first one again.
+
+        So much at a time as the algorithm allows for: one node, and clients reach all others.
+        """
+        node, world = self._node(), self._world
+        if any(other.is_away for other in self._schedule.nodes):
+            return
+        world.counts["fail-backs"] += 1
+        world.note("%s is replaced", node.name)
+        node.silent_until = lost_until(node, self._schedule.silence)
+        back = node.give_way(copied=self._random.random() < 0.5)
+        node.is_away = True
+
+        def come_back() -> None:
+            world.note("%s: the first server is back", node.name)
+            node.silent_until = lost_until(node, self._schedule.silence)
+            node.is_away = False
+            back()
+
+        world.at(world.now + (0.5 + self._random.random()) * self._schedule.silence, come_back)
 
     def _freeze(self) -> None:
         node = self._node()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from celery_redlock.lock.keys import tenure_key
 from tests.simulation.stage import Stage
 
 # ttl 100 s, a silence of 101 s, an answer within 25 s
@@ -98,6 +99,18 @@ def a_late_release(stage: Stage) -> None:
     b.tries()
 
 
+def a_release_after_the_keys(stage: Stage) -> None:
+    """Keys end by themselves while the release of a lock that was held is on its way to them."""
+    a = stage.actor("A")
+    a.tries()  # until 100
+    a.cut_off(0, 1)
+    stage.at(80)
+    a.releases()
+    stage.at(101)
+    a.reaches(0, 1)  # no key stands there any more
+    stage.at(130)
+
+
 def a_counter_that_only_the_fast_saw(stage: Stage) -> None:
     """A token is made of one node's counter, which the next quorum does not meet."""
     fast = stage.actor("fast", wall_error=1000.0)
@@ -181,3 +194,71 @@ def a_grant_after_a_short_silence(stage: Stage) -> None:
     stage.at(101.15)
     b.reaches(0, 1, 2)
     stage.at(101.3)
+
+
+def a_fail_back_to_a_primary(stage: Stage) -> None:
+    """A replica serves for its frozen primary and dies; a new client meets the primary again."""
+    _fail_back(stage, copied=True)
+
+
+def a_fail_back_to_another_server(stage: Stage) -> None:
+    """An address leads to a server that knows nothing, and then back to the first one."""
+    _fail_back(stage, copied=False)
+
+
+def _fail_back(stage: Stage, *, copied: bool) -> None:
+    a = stage.actor("A", new=True)
+    a.tries("before")
+    a.releases()
+    stage.at(1)
+    come_back = stage.replaces(0, copied=copied)
+    c = stage.actor("C", new=True)
+    c.tries("x")  # meets the second server, which is silent until 102
+    stage.at(103)
+    c.cut_off(2)
+    c.tries()  # granted by 0 and 1
+    stage.at(104)
+    come_back()
+    b = stage.actor("B", new=True)
+    b.cut_off(1)
+    b.tries()  # on 0 and 2, of which 2 knows who served for 0
+    stage.at(140)
+    assert c.lock.held
+
+
+def a_vote_before_the_note(stage: Stage) -> None:
+    """A new client has the vote of a server that is behind when it reaches a node that knows."""
+    come_back = stage.replaces(0, copied=True)
+    a = stage.actor("A", new=True)
+    a.tries("x")
+    stage.at(103)
+    a.cut_off(2)
+    a.tries()  # granted by 0 and 1
+    stage.at(104)
+    come_back()
+    b = stage.actor("B", new=True)
+    b.cut_off(1)
+    b.paths[2].base = 4.0  # of a ttl of 100
+    b.tries()  # granted by 0 at once, by 2 some seconds later
+    stage.at(140)
+    assert a.lock.held
+
+
+def a_client_that_stays(stage: Stage) -> None:
+    """A client goes from one server of an address to the other and back, and no other node knows.
+
+    What it saw itself is enough: it was cut off from node 1, and node 2 has forgotten.
+    """
+    a, b = stage.actor("A"), stage.actor("B")
+    a.cut_off(2)
+    b.cut_off(1)
+    come_back = stage.replaces(0, copied=True)
+    b.tries("x")
+    a.tries("y")
+    stage.at(103)
+    a.tries()  # granted by 0 and 1
+    stage.nodes[2].drop(tenure_key("redlock", "node0").encode())
+    come_back()
+    b.tries()  # on 0 and 2
+    stage.at(140)
+    assert a.lock.held

@@ -16,6 +16,7 @@ and answers, and what the clients believe. Each invariant has a name and a funct
 - `fences_grow`: each holder's fencing token is greater than all before
 - `done_once`: no body of a run begins whose lock was freed by the release of a body that had ended
 - `lost_once`, `lost_when_over`: a loss is announced once, and nothing that is still held
+- `lost_truly`: nor what was whole when its release was written
 - `dropped_for_a_sent`: a send is dropped only for an earlier one that was published
 - `dropped_for_a_live`: and not for one whose window a quorum knew to be over before it began
 - `one_window`: no window is opened while another of the same is open and its lease runs, but in
@@ -95,6 +96,7 @@ class Record:
     key: bytes = b""
     was_held: bool = False
     is_over: bool = False  # it was held, and is not any more
+    was_whole: bool = False  # a quorum had kept it, or their word, when its release was written
     run: str = ""  # of what may be delivered again: its name
     body_ended: bool = False  # as its client knows, before it gives the lock back
     too_late: set[int] = field(default_factory=set)  # nodes that granted it what such an end freed
@@ -164,6 +166,9 @@ class Witness:
             if script == "release":
                 if record.held:
                     self.violated("ended_before_release", "%s", record.name)
+                if not record.released and record.was_held:
+                    in_time = record.process.clock.now() < record.valid_until - MARGIN
+                    record.was_whole = in_time and self._true_of(record) >= self.quorum
                 record.released.add(link.node.index)
             elif link.node.index in record.released and len(subjects) == 1:
                 # a renewal of several may follow: it sets no key that is gone
@@ -216,7 +221,8 @@ class Witness:
             self.world.counts["repairs"] += 1
         if script == "grant" and (record.run, record.key) in node.freed:
             record.too_late.add(node.index)
-        if script == "grant" and node.was_free and node.is_silent:
+        # one that is behind may not know it yet: then its vote must not count (`one_holder`)
+        if script == "grant" and node.was_free and node.is_silent and not node.is_behind:
             self.violated("silent_nodes_grant_nothing", "%s to %s", node.name, record.name)
 
     def acquired(self) -> None:
@@ -255,6 +261,10 @@ class Witness:
         self._said_lost.append(holding)
         if holding.held:
             self.violated("lost_when_over", "%s", holding.resource)
+        if not self.world.counts["forgotten"] and holding.claims:
+            records = self._records_of(holding)
+            if all(r.was_whole and r.claim.hold.state is State.RELEASED for r in records):
+                self.violated("lost_truly", "%s", holding.resource)
 
     def failed(self, error: BaseException | None) -> None:
         """See an error that the shipped code caught, though there should be none."""
@@ -374,12 +384,15 @@ class Witness:
                 self.violated("leases_end_before_keys", "%s until %.4f, key until %.4f", *what)
 
     def _check_truth(self, record: Record) -> None:
-        true = sum([self._is_true(record, node) for node in self.nodes])
+        true = self._true_of(record)
         # where locks are forgotten unseen: so many that every rival's quorum meets one of them
         unseen = self.world.counts["forgotten"]
         least = len(self.nodes) - self.quorum + 1 if unseen else self.quorum
         if true < least:
             self.violated("truth", "%s has %d nodes", record.name, true)
+
+    def _true_of(self, record: Record) -> int:
+        return sum([self._is_true(record, node) for node in self.nodes])
 
     def _is_true(self, record: Record, node: Node) -> bool:
         return node.down or node.is_silent or node.holder(record.key) == record.value

@@ -19,9 +19,10 @@ from celery_redlock.lock import session as session_module
 from celery_redlock.lock import votes as votes_module
 from celery_redlock.lock.keys import value_of
 from celery_redlock.lock.lease import UNKNOWN, Fence, Hold, Probation, State
-from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW, Command, Guard, Script
-from celery_redlock.lock.quorum import GrantRound, RenewRound
+from celery_redlock.lock.nodes import GRANT, GUARD, RELEASE, RENEW, Command, Guard, Script
+from celery_redlock.lock.quorum import GrantRound, Quorum, RenewRound
 from celery_redlock.lock.session import Claim, Holding, Release, Session, Spot
+from celery_redlock.lock.tenures import Tenures
 from celery_redlock.tasks.uniqueness import Ballot, Standing
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
@@ -288,6 +289,60 @@ def short_guard() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _only_its_own_note() -> Iterator[None]:
+    """A server is believed that finds its own run id in its own note."""
+    text = without(GUARD, "since(elsewhere) >= since(own) then", instead="false then")
+    never = patched(Tenures, ended=lambda self, node, tenure: False)
+    with patched_scripts({GUARD: text}), never:
+        yield
+
+
+@mutant("one_holder", steps="a_fail_back_to_a_primary")
+def own_note_after_a_promotion() -> Iterator[None]:
+    """A primary that was away while its replica served votes at once."""
+    with _only_its_own_note():
+        yield
+
+
+@mutant("one_holder", steps="a_fail_back_to_another_server")
+def own_note_after_a_move() -> Iterator[None]:
+    """So does a server whose address led to another one for a while."""
+    with _only_its_own_note():
+        yield
+
+
+@mutant("one_holder", steps="a_client_that_stays")
+def own_note_though_seen() -> Iterator[None]:
+    """So does one of which the client itself has seen that it was replaced."""
+    with _only_its_own_note():
+        yield
+
+
+@mutant("one_holder", steps="a_vote_before_the_note")
+def votes_are_kept() -> Iterator[None]:
+    """A vote stays good though a note that comes after it says that its server is behind."""
+
+    def drop_alone(self: Quorum, node: Any, wire: Any) -> None:
+        node.drop(wire, "replaced")
+
+    with patched(Quorum, _give_up=drop_alone):
+        yield
+
+
+@mutant("one_holder", steps="a_fail_back_to_another_server")
+def nobody_is_introduced() -> Iterator[None]:
+    """Nodes are not told who serves under the addresses of the others."""
+    words = Tenures.words
+
+    def of_itself(self: Tenures, node: int) -> tuple[str, ...]:
+        own, kept, *others = words(self, node)
+        return own, kept, *[""] * len(others)
+
+    with patched(Tenures, words=of_itself):
+        yield
+
+
 def _renewed(self: Hold, node: int, sent: float, now: float, run_id: str, *, repaired: Any) -> bool:
     """Do what `Hold.renewed` does, but for what is done about a node whose lease had run out."""
     if self.judge(now) or self.state is not State.HELD:
@@ -344,6 +399,27 @@ def self_confirm() -> Iterator[None]:
                     del self.probation[other]
 
     with patched(Hold, _confirm_others=confirm):
+        yield
+
+
+@mutant("lost_truly", profile="restarts")
+def a_restart_takes_the_lock() -> Iterator[None]:
+    """At its release a key is missed on nodes that restarted, though they voted for nobody."""
+    with patched(Hold, keeps_its_word=lambda self, node, run_id: False):
+        yield
+
+
+@mutant("lost_truly", steps="a_release_after_the_keys")
+def a_release_that_is_late() -> Iterator[None]:
+    """Keys that end while their release is on its way count as taken away."""
+    look = Release._look_closer
+
+    def whenever(self: Release, node: int, run_id: str) -> None:
+        ends, self._ends = self._ends, [math.inf for _ in self._ends]
+        look(self, node, run_id)
+        self._ends = ends
+
+    with patched(Release, _look_closer=whenever):
         yield
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from celery_redlock.lock.keys import guard_keys
+from celery_redlock.lock.keys import guard_keys, tenure_key
 from celery_redlock.lock.nodes import TRUST, Script
+from celery_redlock.lock.tenures import KEPT_MS
 from celery_redlock.testing import model
 from celery_redlock.testing.model import Scripts, Server, digest_of
 
@@ -60,6 +61,8 @@ class Node(Server):
         self.stopped_until = 0.0  # real s: frozen, with its connections open
         self.down = False
         self.silent_until = -math.inf  # real s: it lost memory and must not vote before
+        self.is_away = False  # another server serves under its address
+        self.is_behind = False  # another server granted under its address while it was away
         self.was_free = False  # whether nothing stood under the key of the last command
         self.snapshots: list[Any] = []
         self.freed: set[tuple[str, bytes]] = set()  # run and key: by the release of a body's end
@@ -111,10 +114,14 @@ class Node(Server):
     def trusted(self, prefix: str) -> None:
         """Know all scripts, and an operator's word: it votes at once."""
         self._loaded.update(self._scripts)
-        names = [name.encode() for name in guard_keys(prefix)]
+        names = [name.encode() for name in (*guard_keys(prefix), tenure_key(prefix))]
         self._run(
-            self._scripts[digest_of(TRUST)][1], [b"", b"", b"2", *names, self.run_id.encode()]
+            self._scripts[digest_of(TRUST)][1], [b"", b"", b"3", *names, self.run_id.encode()]
         )
+
+    def tenure(self, prefix: str) -> bytes:
+        """Return its own tenure as it noted it."""
+        return self.holder(tenure_key(prefix).encode()) or b""
 
     def snapshot(self) -> None:
         """Write its memory to disk."""
@@ -148,6 +155,32 @@ class Node(Server):
         """Begin a new life with the memory that `stop` left."""
         self.down = False
         self._boot()
+
+    def give_way(self, *, copied: bool) -> Callable[[], None]:
+        """Let another server take its place, while it is frozen; returns what brings it back.
+
+        copied: the other one has been its replica, else it begins empty.
+        """
+        before = self.store, self.run_id, self._started
+        self.store = self._engine.copy(self.store)
+        self.stop(keeps="all" if copied else "nothing")
+        self.start()
+
+        def come_back() -> None:
+            self.stop(keeps="all")
+            self.down, self.is_behind = False, True
+            self.store, self.run_id, self._started = before
+
+        return come_back
+
+
+def introduce(nodes: Sequence[Node], prefix: str) -> None:
+    """Let each node know the tenure of each other one, as clients tell them when they connect."""
+    for node in nodes:
+        for other in nodes:
+            if other is not node:
+                key = tenure_key(prefix, other.name).encode()
+                node.put(key, other.tenure(prefix), KEPT_MS / 1000)
 
 
 def lost_until(node: Node, silence: float) -> float:

@@ -124,6 +124,7 @@ def summary(counts: Counter[str]) -> str:
     """Return what was done, in one line."""
     names = (
         "schedules", "events", "holds", "losses", "repairs", "promotions", "silences", "restarts",
-        "stops", "cuts", "zombies", "dropped", "windows", "duplicates", "mutants caught",
+        "fail-backs", "stops", "cuts", "zombies", "dropped", "windows", "duplicates",
+        "mutants caught",
     )  # fmt: skip
     return ", ".join(f"{counts[name]} {name}" for name in names if name in counts)

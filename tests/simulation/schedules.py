@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, QuorumUnreachable
-from celery_redlock.lock.redlock import Lock, give_back
+from celery_redlock.lock.redlock import Lock, give_back, holdings_of
 from celery_redlock.lock.session import AlreadyDoneError, Mark
 from celery_redlock.tasks.uniqueness import Send, Standing, Ticket, send_once
 from tests.simulation.clients import Process, SoftTimeLimit
 from tests.simulation.faults import TTL, Faults, Profile, guard_silence, options_of
 from tests.simulation.invariants import Witness
 from tests.simulation.network import Path
-from tests.simulation.nodes import Node, library
+from tests.simulation.nodes import Node, introduce, library
 from tests.simulation.world import Thread, World
 
 KEPT = 100.0  # s: of a done mark, or a window; no schedule is longer
@@ -49,6 +49,7 @@ class Schedule:
             self._add_process(index, guard)
         for node in self.nodes:
             node.trusted("redlock")
+        introduce(self.nodes, "redlock")
         for process in self.processes:
             if draw.random() >= profile.cold:
                 process.connect()
@@ -120,7 +121,7 @@ class Worker:
         try:
             lock.acquire()
         except LockTaken as error:
-            return self._next(error.free_in)
+            return self._next(error.expires_in)
         except QuorumUnreachable:
             return self._next(None)
         if fencing:
@@ -138,8 +139,8 @@ class Worker:
         task_id = f"m{schedule.world.counts['sends']}"
         send = Send(
             name=f"s{self.random.randrange(schedule.profile.sends)}", task_id=task_id,
-            run=f"{task_id}:t:0:0", window=KEPT, until="start",
-            duplicate="replace" if draw() < 0.2 else "existing", unreachable="requeue",
+            run=f"{task_id}:t:0:0", window=KEPT, until="started",
+            on_duplicate="replace" if draw() < 0.2 else "existing", on_unreachable="defer",
             later=0.0, lateness=0.0,
         )  # fmt: skip
 
@@ -180,14 +181,14 @@ class Worker:
         done = False
         try:
             lock.acquire()
-            holding = lock._holdings()[0]
+            holding = holdings_of(lock)[0]
             witness.body_began(holding)
             self._section(lock)
             done = draw() < 0.8  # else its message comes back by itself
             if done:
                 witness.body_ended(holding)
         except LockTaken as error:
-            return self._next(error.free_in)
+            return self._next(error.expires_in)
         except QuorumUnreachable:
             return self._next(None)
         except AlreadyDoneError:
@@ -196,11 +197,11 @@ class Worker:
             give_back(lock, done=done)
         return draw() * 2 * self.pause
 
-    def _next(self, free_in: float | None) -> float:
+    def _next(self, expires_in: float | None) -> float:
         """Return when to try again: as a lease ends, or at any moment."""
         draw = self.random.random
-        if free_in is not None and draw() < 0.6:
-            return free_in + draw() * 0.02
+        if expires_in is not None and draw() < 0.6:
+            return expires_in + draw() * 0.02
         return draw() * TTL
 
     def _resources(self) -> Any:

@@ -16,7 +16,7 @@ from celery_redlock.lock.redlock import Lock
 from tests.simulation.clients import Process, SoftTimeLimit
 from tests.simulation.invariants import Witness
 from tests.simulation.network import Chunk, Link, Path
-from tests.simulation.nodes import Node, library, lost_until
+from tests.simulation.nodes import Node, introduce, library, lost_until
 from tests.simulation.world import Thread, World
 
 A_LITTLE = 0.001  # s
@@ -25,14 +25,15 @@ A_LITTLE = 0.001  # s
 class Actor:
     """One process of a stage, with one thread that does what it is told, step by step."""
 
-    def __init__(self, stage: Stage, name: str, **times: Any) -> None:
+    def __init__(self, stage: Stage, name: str, *, new: bool = False, **times: Any) -> None:
         self._stage = stage
         self.paths = [Path(0.0, 0.0, 0.0, stage.world.random) for _ in stage.nodes]
         self.process = Process(
             stage.world, name, stage.nodes, self.paths, **{**stage.options, **times}
         )
         self.process.zombies = 0.0
-        self.process.connect()
+        if not new:
+            self.process.connect()
         self._late: list[tuple[Link, Chunk]] = []
         self._tasks: deque[Callable[[], None]] = deque()
         self._thread: Thread = self.process.thread(self._work)
@@ -190,11 +191,31 @@ class Stage:
         ]
         for node in self.nodes:
             node.trusted("redlock")
+        introduce(self.nodes, "redlock")
         self.witness = world.witness = Witness(world, self.nodes, drift)
 
-    def actor(self, name: str, **times: Any) -> Actor:
-        """Return a new process."""
-        return Actor(self, name, **times)
+    def actor(self, name: str, *, new: bool = False, **times: Any) -> Actor:
+        """Return a process; new: it is not connected yet."""
+        return Actor(self, name, new=new, **times)
+
+    def replaces(self, index: int, *, copied: bool) -> Callable[[], None]:
+        """Let another server serve under a node's address; returns what brings the first back.
+
+        copied: the other one has been a replica of the first.
+        """
+        node = self.nodes[index]
+        self.world.note("node%d is replaced", index)
+        back = node.give_way(copied=copied)
+        node.silent_until = lost_until(node, self.silence)
+        self.settle()
+
+        def come_back() -> None:
+            self.world.note("node%d: the first server is back", index)
+            back()
+            node.silent_until = lost_until(node, self.silence)
+            self.settle()
+
+        return come_back
 
     def at(self, moment: float) -> Stage:
         """Let time pass until a real s."""

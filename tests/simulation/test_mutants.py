@@ -49,6 +49,7 @@ def caught_in_steps(mutant: Mutant | None, steps: str) -> Violation | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [m for m in WRONG if not m.steps], ids=lambda m: m.name)
 def test_random_schedules_catch_a_shortcut(mutant: Mutant, simulated: Told) -> None:
     violation = caught_by_chance(mutant, MOST)

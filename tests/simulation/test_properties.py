@@ -8,7 +8,7 @@ import random
 import pytest
 
 from celery_redlock.errors import LockLost, LockTaken, QuorumUnreachable
-from celery_redlock.lock.redlock import LONGEST_SPIN
+from celery_redlock.lock.redlock import FIRST_SPIN, LONGEST_SPIN
 from celery_redlock.lock.votes import quorum_of
 from tests.simulation.clients import simulated_system
 from tests.simulation.network import Path
@@ -112,6 +112,20 @@ def test_no_key_outlives_the_ttl_of_a_client_that_is_gone(size: int) -> None:
     assert keys_on(stage) == []
 
 
+@pytest.mark.parametrize("killed_at", [11.0, 25.0, 26.5])
+def test_who_waits_for_a_dead_holder_takes_the_lock_as_its_lease_ends(killed_at: float) -> None:
+    stage = Stage(ttl=TTL)
+    holder, waiter = stage.actor("A").tries(renew=True), stage.actor("B").takes_turns(1, 0.0)
+    random.seed(7)
+    stage.at(killed_at)
+    holder.process.kill()
+    while keys_on(stage):
+        stage.at(stage.world.now + A_LITTLE)
+    assert waiter.turns == 0
+    stage.at(stage.world.now + 2 * FIRST_SPIN)
+    assert waiter.turns == 1
+
+
 STATES = ["free", "taken", "silent", "down"]
 
 
@@ -182,6 +196,37 @@ def test_a_client_that_is_cut_anywhere_leaves_no_key_behind(operation: str) -> N
         assert b.holds
         stage.world.close()
     assert step > 3
+
+
+def test_a_node_that_was_reclaimed_is_freed_though_its_connection_breaks_at_the_release() -> None:
+    stage = Stage(ttl=TTL)
+    a = stage.actor("A")
+    stage.nodes[2].stop(keeps="nothing")
+    a.tries("x")  # finds its connection broken
+    a.releases()
+    stage.at(1)
+    a.tries(renew=True)
+    stage.nodes[2].start()
+    while len(keys_on(stage)) < 3:
+        stage.at(stage.world.now + 0.1)
+    a.cut_off(2)
+    a.releases()
+    a.breaks(2)
+    a.reaches(2)
+    stage.at(stage.world.now + 3.5 * stage.options["node_timeout"])
+    assert keys_on(stage) == []
+
+
+def test_a_lock_is_not_lost_where_it_is_released_before_restarted_nodes_are_reclaimed() -> None:
+    stage = Stage(ttl=TTL)
+    a = stage.actor("A").tries()
+    stage.at(5)
+    stage.restarts(0, 1)
+    a.tries("x")  # meets them: they are silent
+    a.locks.pop()
+    a.releases()
+    stage.at(30)
+    assert a.process.lost == []
 
 
 def test_several_locks_are_all_held_or_none() -> None:

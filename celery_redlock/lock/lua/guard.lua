@@ -1,14 +1,59 @@
--- Note which run of the server this is, and be silent where the one before it may have known more.
--- KEYS  1 the node's run id   2 the node's silence
+-- Note which run of the server this is, and be silent if the run before it may have known more, or
+-- if another server has served under this node's address since. Exchange notes about the others.
+-- KEYS  1 the node's run id   2 the node's silence   3 the node's tenure: since (ms), run id
+--       4 and on: the newest tenure under the address of each other node, as it is noted here
 -- ARGV  1 the run id of the server that this connection reached
 --       2 ms of silence where the node knows no run id   3 where it knows another one
--- Returns  ms for which the node does not vote, 0 where it does
-local known = redis.call('GET', KEYS[1])
+--       4 the newest tenure under this node's address that the client knows, '' for none
+--       5 the ms for which a note stays
+--       6 and on: the newest tenure that the client knows for each key from 4 on, '' for none
+-- Returns a list: ms for which the node does not vote, its tenure, each note ('' for none)
+local function since(tenure)
+  return tonumber(string.match(tenure, '^%d+') or 0)
+end
+
+local function run(tenure)
+  return string.match(tenure, ' (.*)$')
+end
+
+local known, before = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[3]) or ''
+local own, elsewhere = before, ARGV[4]
+if run(own) ~= ARGV[1] then  -- copied from another server, or lost
+  own = '0 ' .. ARGV[1]
+end
+if run(elsewhere) == ARGV[1] and since(elsewhere) > since(own) then
+  own = elsewhere
+end
+local ms
 if known ~= ARGV[1] then
-  local ms = tonumber(known and ARGV[3] or ARGV[2])
+  ms = tonumber(known and ARGV[3] or ARGV[2])
+elseif elsewhere ~= '' and run(elsewhere) ~= ARGV[1] and since(elsewhere) >= since(own) then
+  ms = tonumber(ARGV[3])
+elseif before ~= '' and run(before) ~= ARGV[1] and since(own) == 0 then
+  ms = 0  -- a grant has begun the silence, where this script could not run before
+end
+if ms then
+  local time = redis.call('TIME')
+  local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  now = math.max(now, since(before) + 1, since(elsewhere) + 1)
+  own = string.format('%.0f %s', now, ARGV[1])
   if ms > 0 and ms > redis.call('PTTL', KEYS[2]) then
     redis.call('SET', KEYS[2], '1', 'PX', ms)
   end
   redis.call('SET', KEYS[1], ARGV[1])
 end
-return math.max(0, redis.call('PTTL', KEYS[2]))
+if own ~= before then
+  redis.call('SET', KEYS[3], own)
+end
+local found = {math.max(0, redis.call('PTTL', KEYS[2])), own}
+for i = 4, #KEYS do
+  local note, told = redis.call('GET', KEYS[i]) or '', ARGV[i + 2]
+  if told ~= '' and (note == '' or since(told) > since(note)) then
+    redis.call('SET', KEYS[i], told, 'PX', ARGV[5])
+    note = told
+  elseif told ~= '' and told == note then
+    redis.call('PEXPIRE', KEYS[i], ARGV[5])
+  end
+  found[#found + 1] = note
+end
+return found

@@ -1,0 +1,199 @@
+"""Acquiring from a coroutine: each try runs in a thread, each pause in the event loop.
+
+A try waits for nodes, so it would block the event loop. It is short, and a waiting coroutine holds
+no thread, so a few threads serve any number of coroutines and no waiter starves a holder. A release
+waits for nothing and runs in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import queue
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from celery_redlock.lock.clock import Clock, new_mutex, original, start_thread
+from celery_redlock.lock.wakeup import Waiter
+
+FEW_THREADS, MOST_THREADS = 2, 32  # of one `Redlock`
+SLOW = 0.005  # s: if less than one call ends in that time, the threads mostly wait for slow nodes
+LINGER = 10.0  # s that a thread is kept when there is nothing to do
+
+T = TypeVar("T")
+
+
+class Threads:
+    """The threads of one `Redlock` that run steps for coroutines. Idle threads end.
+
+    Two threads are enough for fast nodes. More of them would compete with the event loop for the
+    interpreter's lock (GIL), so the pool grows only while steps are slow.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.forget()
+
+    def forget(self) -> None:
+        """Start afresh in a forked child: the threads and their steps stay with the parent."""
+        self._mutex = new_mutex()
+        self._steps: Any = original("queue", "SimpleQueue")()
+        self._closed = False
+        self.count = self.unfinished = 0  # threads, and steps that are queued or running
+
+    def add(self, step: Step[Any]) -> None:
+        """Queue a step for the next free thread."""
+        self._steps.put(step)
+        with self._mutex:
+            self.unfinished += 1
+        self._grow(FEW_THREADS)
+
+    def _grow(self, most: int) -> None:
+        """Start one more thread, up to `most`, if there is a step for it."""
+        with self._mutex:
+            starts = self.count < min(most, self.unfinished)
+            self.count += starts
+        if starts:
+            start_thread(self._run)
+
+    def close(self) -> None:
+        """End the threads after the steps that are already queued."""
+        self._closed = True
+        for _ in range(self.count):
+            self._steps.put(None)  # wakes one thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                step = self._steps.get(True, 0.001 if self._closed else LINGER)
+            except queue.Empty:
+                with self._mutex:
+                    if self._steps.empty():  # else a step was queued just now
+                        self.count -= 1
+                        return
+                continue
+            if step is None:
+                continue
+            began = self._clock.now()
+            try:
+                step.run()
+            finally:
+                del step  # an idle thread must not keep a Lock alive: an abandoned one is released
+                with self._mutex:
+                    self.unfinished -= 1
+            if self._clock.now() - began > SLOW * self.count:
+                self._grow(MOST_THREADS)
+
+
+class Step(Generic[T]):
+    """One call that runs in a thread, with the contextvars of the coroutine that made the step.
+
+    tell: called in that thread after the call.
+    """
+
+    def __init__(self, do: Callable[[], T], tell: Callable[[], object]) -> None:
+        self._do, self._context = do, contextvars.copy_context()
+        self._tell = tell
+        self._first: dict[None, str] = {}  # whether `run` or `skip` came first
+        self._behind: deque[Callable[[], object]] = deque()
+        self._outcome: deque[T] = deque()
+        self._errors: deque[BaseException] = deque()
+        self.is_over = False
+
+    def run(self) -> None:
+        """Make the call, unless `skip` came first."""
+        if self._first.setdefault(None, "run") != "run":
+            return
+        try:
+            self._outcome.append(self._context.run(self._do))
+        except BaseException as error:  # raised again in the coroutine
+            self._errors.append(error)
+        self.is_over = True
+        self._do_behind()
+        self._tell()
+
+    def skip(self) -> bool:
+        """Prevent the call. Return False if it is running or over."""
+        return self._first.setdefault(None, "skip") == "skip"
+
+    def then(self, do: Callable[[], object]) -> None:
+        """Run `do` after the call: now, or in the thread if the call is still running."""
+        self._behind.append(do)
+        # the thread sets `is_over` before it looks for `do`, so one of the two runs it
+        if self.is_over or self.skip():
+            self._do_behind()
+
+    def _do_behind(self) -> None:
+        try:
+            do = self._behind.popleft()  # atomic: the thread gets it or the coroutine, not both
+        except IndexError:
+            return
+        do()
+
+    def result(self) -> T:
+        """Return the result of the call or raise its error. May be called once."""
+        if self._errors:
+            raise self._errors.pop()  # not kept: its traceback would refer to this step
+        return self._outcome.pop()
+
+
+class Errand:
+    """The steps of one coroutine, one after another.
+
+    A coroutine that is cancelled during a step waits until the step ends: at most one node timeout
+    for each key. If it is cancelled again or destroyed, the thread runs the function of `then`.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._step: Step[Any] | None = None
+
+    async def do(self, call: Callable[[], T]) -> T:
+        """Make a call in a thread. Return its result or raise its error."""
+        loop = asyncio.get_running_loop()
+        over = loop.create_future()
+        step = Step(call, functools.partial(_call_in, loop, functools.partial(_settle, over)))
+        self._step = step
+        self._threads.add(step)
+        try:
+            await asyncio.shield(over)
+        except asyncio.CancelledError:
+            if not step.skip():
+                await asyncio.shield(over)
+            raise
+        return step.result()
+
+    def then(self, do: Callable[[], object]) -> None:
+        """Run `do` after the last step: now, or in the thread if that step is still running."""
+        if self._step is None:
+            do()
+        else:
+            self._step.then(do)
+
+
+async def rest(waiter: Waiter, seconds: float) -> None:
+    """Wait until the waiter is rung, for at most the given seconds."""
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
+    timer = loop.call_later(seconds, _settle, over)
+    waiter.wake = functools.partial(_call_in, loop, functools.partial(_settle, over))
+    try:
+        if not waiter.decided:  # read after `wake` is set, so no ring is lost
+            await over
+    finally:
+        waiter.wake = None
+        timer.cancel()
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, do: Callable[[], object]) -> None:
+    try:
+        loop.call_soon_threadsafe(do)
+    except RuntimeError:  # the loop is closed, so no coroutine waits in it
+        return
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

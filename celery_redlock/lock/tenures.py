@@ -1,0 +1,82 @@
+"""Which server serves under a node's address, and which one served there last.
+
+A server that was frozen, or cut off, does not know that another one took its place meanwhile: what
+it noted about itself still names itself. So the time that a server serves under an address, its
+tenure, is noted on the other nodes as well. A server with an older tenure than the one that they
+know has missed what its successor granted.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KEPT_MS = 30 * 86_400_000  # for which a note about another node's address stays
+
+
+@dataclass(frozen=True)
+class Tenure:
+    """The time that a server serves under an address.
+
+    since: ms since 1970 by its own clock; 0: it was there before anybody noted that. run_id: of
+    the server.
+    """
+
+    since: int
+    run_id: str
+
+    def __str__(self) -> str:
+        return f"{self.since} {self.run_id}"
+
+    def ends_before(self, other: Tenure | None) -> bool:
+        """Return whether another server has served since, or at the same time."""
+        return other is not None and other.run_id != self.run_id and other.since >= self.since
+
+
+def tenure_of(text: str) -> Tenure | None:
+    """Return the tenure that a node noted, None if it noted none."""
+    since, _, run_id = text.partition(" ")
+    return Tenure(int(since), run_id) if since.isdecimal() and run_id else None
+
+
+def noted_address(server: str) -> str:
+    """Return an address as nodes note it: one on this machine means another server elsewhere.
+
+    server: as of `Address.server`.
+    """
+    first = server.removeprefix("sentinel://")
+    if server.startswith("/") or first.startswith(("127.", "::1:")):
+        return f"{socket.gethostname()}/{server}"
+    return server
+
+
+class Tenures:
+    """The newest tenure under each node's address that this process knows of, by index.
+
+    servers: of the nodes, as of `Address.server`. Only one thread may change it at a time.
+    """
+
+    def __init__(self, servers: Sequence[str]) -> None:
+        self.addresses = [noted_address(server) for server in servers]
+        self._newest: list[Tenure | None] = [None] * len(servers)
+
+    def others(self, node: int) -> list[int]:
+        """Return the other nodes, in the order of their notes on this one."""
+        return [other for other in range(len(self._newest)) if other != node]
+
+    def learn(self, node: int, tenure: Tenure | None) -> None:
+        """Remember a tenure if it is newer than what is known."""
+        known = self._newest[node]
+        if tenure is not None and (known is None or tenure.since > known.since):
+            self._newest[node] = tenure
+
+    def ended(self, node: int, tenure: Tenure | None) -> bool:
+        """Return whether another server has served under the node's address since."""
+        return tenure is not None and tenure.ends_before(self._newest[node])
+
+    def words(self, node: int) -> tuple[str, ...]:
+        """Return what a node is told: its own newest tenure, how long notes stay, the others'."""
+        newest = [self._newest[other] for other in (node, *self.others(node))]
+        own, *others = ("" if tenure is None else str(tenure) for tenure in newest)
+        return own, str(KEPT_MS), *others

@@ -1,0 +1,141 @@
+"""What `test_reentry` runs in a process of its own, which may stand still: `python -m` with URLs.
+
+Finalizers and signal handlers acquire and release while their own thread does so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import itertools
+import random
+import signal
+import sys
+import time
+from typing import Any
+
+import redis
+
+from celery_redlock import Lock, LockTaken, NotAcquired, QuorumUnreachable, Redlock
+from tests.conftest import FREED, NODE_TIMEOUT
+from tests.contract.points import interrupt
+
+FILES = ("clock.py", "nodes.py", "quorum.py", "session.py", "redlock.py", "watchdog.py")
+SECONDS = 3.0  # of turns
+DEADLINE = 120.0  # s after which the process stands still; it needs some
+TICK = 0.005  # s from a signal's handler to the next signal, at most
+
+
+class Keeps:
+    """In a cycle, so that the collector ends it: releases its lock then, and takes another."""
+
+    def __init__(self, lock: Lock, other: Lock) -> None:
+        self.lock, self.other, self.itself = lock, other, self
+
+    def __del__(self) -> None:
+        self.lock.release()
+        take_and_give(self.other)
+
+
+def take_and_give(lock: Lock) -> bool:
+    """Acquire and release; False if no quorum voted in time."""
+    try:
+        with lock:
+            return True
+    except QuorumUnreachable:
+        return False
+
+
+def release_at_every_point(made: Redlock) -> int:
+    """Return at how many points of an acquire and a release another lock was released."""
+    for at in itertools.count(1):
+        inner, outer = made.lock(f"inner{at}").acquire(), made.lock("outer")
+
+        def pair(lock: Lock = outer) -> None:
+            lock.acquire()
+            lock.release()
+
+        if not interrupt(pair, at, inner.release, FILES, "acquire"):
+            inner.release()
+            return at - 1
+    return 0
+
+
+def acquire_at_every_point(made: Redlock) -> int:
+    """Return at how many points of an acquire and a release another lock could be acquired."""
+    got = 0
+    for at in itertools.count(1):
+        outer = made.lock("outer")
+        inner: list[bool] = []
+
+        def pair(lock: Lock = outer) -> None:
+            lock.acquire()
+            lock.release()
+
+        def act(at: int = at, inner: list[bool] = inner) -> None:
+            inner.append(take_and_give(made.lock(f"inner{at}")))
+
+        if not interrupt(pair, at, act, FILES, "acquire"):
+            return got
+        got += sum(inner)
+    return got
+
+
+def at_random(made: Redlock, witness: redis.Redis) -> int:
+    """Take turns under a barrage of signals and collections; returns how many there were."""
+    numbers, held = itertools.count(), list[Lock]()
+
+    end = time.monotonic() + SECONDS
+
+    def strike(number: int, frame: Any) -> None:
+        if held:
+            held.pop().release()
+        with contextlib.suppress(NotAcquired):
+            held.append(made.lock(f"handler{next(numbers)}").acquire())
+        if time.monotonic() < end:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(0, TICK))
+
+    signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, TICK)
+    gc.set_threshold(20)
+    turns = 0
+    while time.monotonic() < end:
+        with contextlib.suppress(NotAcquired):
+            number = next(numbers)
+            kept = made.lock(f"kept{number}").acquire()
+            Keeps(kept, made.lock(f"finalizer{number}"))
+            with made.lock("shared", wait=0.05):
+                assert witness.set("inside", 1, nx=True), "two are inside"
+                assert witness.delete("inside")
+            turns += 1
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    gc.set_threshold(700)
+    gc.collect()
+    for lock in held:
+        lock.release()
+    return turns
+
+
+def main(how: str, *urls: str) -> None:
+    """Do it, and see every lock go that is not held any more long before its ttl."""
+    clients = [redis.Redis.from_url(url) for url in urls]
+    with Redlock(urls, node_timeout=NODE_TIMEOUT) as made:
+        with contextlib.suppress(LockTaken):
+            made.lock("first", wait=60).acquire().release()
+        if how == "random":
+            done = at_random(made, clients[0])
+        else:
+            done = {"release": release_at_every_point, "acquire": acquire_at_every_point}[how](made)
+        end = time.monotonic() + FREED
+        while any(left := [client.keys("{redlock}:lock:*") for client in clients]):
+            if "random" in how and not any(set(keys) - {b"{redlock}:lock:shared"} for keys in left):
+                break  # the other process is inside
+            assert time.monotonic() < end, left
+            time.sleep(0.05)
+    print(done)
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(DEADLINE, exit=True)
+    main(*sys.argv[1:])

@@ -1,0 +1,77 @@
+"""An exception from outside, as a soft time limit's, at every point where one can strike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from celery_redlock import Lock, Redlock
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import NODE_TIMEOUT, see_freed, settle
+from tests.contract.points import interrupt
+
+LASTING = 600.0  # s
+BELOW = ("clock.py", "nodes.py", "quorum.py")
+ABOVE = ("redlock.py", "session.py", "watchdog.py")
+
+
+class Struck(Exception):  # noqa: N818 - as billiard names it
+    """What a signal handler raises."""
+
+
+@pytest.fixture
+def lasting_redlock(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+    """Give a Redlock over one node, whose locks may stand for longer than a test takes."""
+    with Redlock([nodes[0].url], node_timeout=NODE_TIMEOUT, max_ttl=LASTING) as made:
+        settle(made)
+        yield made
+
+
+def strike() -> None:
+    raise Struck
+
+
+def cut(run: Callable[[], object], at: int, files: tuple[str, ...], begin: str) -> bool:
+    """Run something, and raise at one of its points; False where it has no so many."""
+    try:
+        return interrupt(run, at, strike, files, begin)
+    except Struck:
+        return True
+
+
+def test_a_release_that_is_cut_as_it_is_sent_again_arrives(
+    lasting_redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    redlock, struck = lasting_redlock, []
+    for at in itertools.count(1):
+        lock, other = (
+            redlock.lock(f"r{at}", ttl=LASTING, renew=False).acquire(),
+            redlock.lock("other"),
+        )
+        nodes[0].client().script_flush()
+        lock.release()  # the node has forgotten the script: it is to be sent again
+        if not cut(lambda other=other: other.acquire().release(), at, BELOW, "wait"):
+            break
+        struck.append(f"r{at}")
+    assert len(struck) > 50
+    for name in struck:
+        see_freed(nodes, name)
+
+
+@pytest.mark.parametrize("leave", [Lock.release, lambda lock: lock.__exit__(None, None, None)])
+def test_a_lock_whose_object_is_kept_is_given_back_though_its_release_is_cut(
+    lasting_redlock: Redlock, nodes: list[EmbeddedNode], leave: Callable[[Lock], None]
+) -> None:
+    """But at the first point: nothing of ours has begun by then, and who is cut has to know."""
+    redlock = lasting_redlock
+    kept: list[Lock] = []
+    begin = "release" if leave is Lock.release else "__exit__"
+    for at in itertools.count(2):
+        kept.append(redlock.lock(f"r{at}", ttl=LASTING).acquire())
+        if not cut(lambda: leave(kept[-1]), at, ABOVE, begin):
+            break
+    assert len(kept) > 30
+    for lock in kept:
+        see_freed(nodes, lock.resource)

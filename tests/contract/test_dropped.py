@@ -1,0 +1,166 @@
+"""What a `Redlock` that nobody closes, or a peak of waiters, leaves behind: nothing for long."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from weakref import ref
+
+import pytest
+
+from celery_redlock import LockTaken, Redlock
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts in /proc")
+UNCLOSED = pytest.mark.filterwarnings("ignore:unclosed <Redlock:ResourceWarning")
+WAITERS = 150
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def threads() -> int:
+    """Return how many threads the system knows of, also those that Python does not."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """See that a test ends with as many threads and descriptors as it began with, or fewer."""
+    gc.collect()
+    before = threads(), descriptors()
+
+    def is_left() -> bool:
+        gc.collect()  # what is closed and gone refers to itself
+        return threads() <= before[0] and descriptors() <= before[1]
+
+    yield
+    eventually(is_left)
+
+
+def over(nodes: list[EmbeddedNode]) -> Redlock:
+    return Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT)
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("nothing_is_left")
+class TestDropped:
+    def test_after_its_first_lock(self, nodes: list[EmbeddedNode]) -> None:
+        with over(nodes).lock("r", wait=60):
+            pass
+        see_freed(nodes, "r")
+
+    def test_after_a_look_at_its_nodes(self, nodes: list[EmbeddedNode]) -> None:
+        settle(over(nodes))
+
+    def test_after_it_has_waited(self, nodes: list[EmbeddedNode]) -> None:
+        with over(nodes) as holder, holder.lock("r", wait=60), pytest.raises(LockTaken):
+            over(nodes).lock("r", wait=0.5).acquire()
+
+    def test_with_a_lock_that_goes_with_it_and_is_released(
+        self, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        lock = over(nodes).lock("r", wait=60).acquire()
+        assert lock.held
+        del lock
+        see_freed(nodes, "r")
+        eventually(lambda: "released 'r': nobody keeps its Lock any more" in caplog.text)
+
+    @pytest.mark.slow
+    def test_with_a_node_that_is_away_and_hears_of_the_release_when_it_is_back(
+        self, mortal_nodes: list[EmbeddedNode]
+    ) -> None:
+        lock = over(mortal_nodes).lock("r", wait=60).acquire()
+        eventually(lambda: mortal_nodes[0].client().exists("{redlock}:lock:r"))
+        mortal_nodes[0].pause()
+        lock.release()
+        del lock
+        gc.collect()
+        eventually(lambda: is_free(mortal_nodes[1:], "r"))
+        mortal_nodes[0].resume()
+        see_freed(mortal_nodes, "r")
+
+    def test_in_a_cycle(self, nodes: list[EmbeddedNode]) -> None:
+        redlock = over(nodes)
+        redlock.itself = redlock  # type: ignore[attr-defined]
+        settle(redlock)
+
+    def test_in_a_forked_child_its_parents_goes_on(self, nodes: list[EmbeddedNode]) -> None:
+        redlock = over(nodes)
+        with redlock.lock("r", ttl=TTL, wait=60) as lock:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a fork beside threads
+                child = os.fork()
+            if not child:
+                with contextlib.suppress(BaseException):
+                    del redlock, lock
+                    gc.collect()
+                os._exit(0)
+            os.waitpid(child, 0)
+            lock.extend()
+            assert lock.held
+
+
+def test_a_lock_keeps_its_redlock(nodes: list[EmbeddedNode]) -> None:
+    redlock = over(nodes)
+    lock, kept = redlock.lock("r", wait=60), ref(redlock)
+    del redlock
+    for _ in range(3):
+        with lock:
+            gc.collect()
+            assert lock.held
+    found = kept()
+    assert found is not None
+    found.close()
+
+
+def test_one_that_is_dropped_is_told_of_as_a_socket_is(nodes: list[EmbeddedNode]) -> None:
+    used = [over(nodes)]
+    settle(used[0])
+    with pytest.warns(ResourceWarning, match=f"unclosed <Redlock 127.0.0.1:{nodes[0].port}"):
+        used.clear()
+
+
+def test_one_that_was_closed_or_never_used_is_not(nodes: list[EmbeddedNode]) -> None:
+    gc.collect()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        used = over(nodes)
+        settle(used)
+        used.close()
+        gone = ref(used)
+        del used
+        over(nodes)
+        gc.collect()
+        assert gone() is None
+    assert [str(one.message) for one in seen if "Redlock" in str(one.message)] == []
+
+
+@pytest.mark.slow
+def test_the_descriptors_of_many_waiters_go_after_a_while(nodes: list[EmbeddedNode]) -> None:
+    with over(nodes) as redlock, redlock.lock("r", wait=60):
+        settle(redlock)
+        before = descriptors()
+        gate, done = threading.Barrier(WAITERS + 1), threading.Event()
+
+        def wait() -> None:
+            gate.wait()
+            with contextlib.suppress(LockTaken):
+                while not done.is_set():
+                    redlock.lock("r", wait=1).acquire()
+
+        with ThreadPoolExecutor(WAITERS) as pool:
+            for _ in range(WAITERS):
+                pool.submit(wait)
+            gate.wait()
+            eventually(lambda: descriptors() > before + WAITERS)
+            done.set()
+        eventually(lambda: descriptors() <= before + 20)

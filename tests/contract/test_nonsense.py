@@ -1,0 +1,257 @@
+"""A server that answers with what no script of ours replies gives no vote, and breaks nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from celery_redlock import LockTaken, QuorumUnreachable, Redlock
+from celery_redlock.lock.inspection import ask_nodes, look_at_locks, look_at_nodes, look_at_terms
+from celery_redlock.lock.keys import done_key
+from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW
+from celery_redlock.lock.redlock import holdings_of
+from celery_redlock.tasks.gate import marks_of
+from celery_redlock.tasks.uniqueness import UNIQUE, Ticket
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
+from tests.contract.liar import Liar, liar
+from tests.contract.test_done_marks import lock_of
+from tests.contract.test_unique import Sender
+
+WORDS = "not a reply of its script"
+NONSENSE = {
+    "nothing": b"*0\r\n",
+    "nil": b"$-1\r\n",
+    "no list": b"*-1\r\n",
+    "text": b"+OK\r\n",
+    "true": b"#t\r\n",
+    "float": b",1.0\r\n",
+    "7": b":7\r\n",
+    "-2": b":-2\r\n",
+    "list of nothing": b"*1\r\n*0\r\n",
+    "refusal by nobody": b"*3\r\n:0\r\n$-1\r\n$1\r\nx\r\n",
+    "refusal without a value": b"*2\r\n:0\r\n:5\r\n",
+    "refusal by a number": b"*3\r\n:0\r\n:5\r\n:5\r\n",
+    "silent for a text": b"*2\r\n:-1\r\n$1\r\nx\r\n",
+    "more of it": b"*4\r\n:1\r\n:1\r\n:1\r\n:1\r\n",
+    "true in a list": b"*1\r\n#t\r\n",
+    "error in a list": b"*2\r\n:1\r\n-ERR x\r\n",
+}
+# what another script replies, or the same one to another request
+NO_GRANT = NONSENSE | {"0": b":0\r\n", "a token": b"*2\r\n:1\r\n:5\r\n"}
+NO_ANSWER = {"1": b":1\r\n", "no mark": b"*2\r\n:0\r\n:0\r\n", "a text": b"*2\r\n:1\r\n$1\r\nx\r\n"}
+NO_TOKEN = {
+    "1": b":1\r\n",
+    "a text": b"*2\r\n:1\r\n$1\r\nx\r\n",
+    "huge": b"*2\r\n:1\r\n:%d\r\n" % 2**60,
+}
+NO_RENEWAL = NONSENSE | {"2 of one": b"*2\r\n:1\r\n:1\r\n", "nil in it": b"*1\r\n$-1\r\n"}
+
+
+def each(replies: dict[str, bytes]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("reply", replies.values(), ids=replies.keys())
+
+
+@pytest.fixture(scope="module")
+def one(standing_nodes: list[EmbeddedNode]) -> Iterator[Liar]:
+    with liar(standing_nodes[0]) as made:
+        yield made
+
+
+@pytest.fixture
+def lies(one: Liar, nodes: list[EmbeddedNode]) -> Liar:
+    one.answers.clear()
+    return one
+
+
+@pytest.fixture
+def alone(lies: Liar) -> Iterator[Redlock]:
+    """Give a Redlock whose one node is the liar."""
+    with Redlock([lies.url], node_timeout=NODE_TIMEOUT) as made:
+        settle(made)
+        yield made
+
+
+@pytest.fixture
+def three(lies: Liar, nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+    """Give a Redlock over the liar and two nodes."""
+    urls = [lies.url, nodes[1].url, nodes[2].url]
+    with Redlock(urls, node_timeout=NODE_TIMEOUT) as made:
+        settle(made)
+        yield made
+
+
+@pytest.fixture
+def no_inner_error(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    assert "renewal failed" not in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+pytestmark = pytest.mark.usefixtures("no_inner_error")
+
+
+class TestGrant:
+    @each(NO_GRANT)
+    def test_is_no_vote_and_the_cause_names_the_reply(
+        self, alone: Redlock, lies: Liar, reply: bytes
+    ) -> None:
+        lies.lie(GRANT, reply)
+        with pytest.raises(QuorumUnreachable, match=f"127.0.0.1:{lies.port}: {WORDS}"):
+            alone.lock("r").acquire()
+
+    @each(NO_ANSWER)
+    def test_is_none_where_a_run_asks_whether_it_is_done(
+        self, alone: Redlock, lies: Liar, reply: bytes
+    ) -> None:
+        lies.lie(GRANT, reply)
+        with pytest.raises(QuorumUnreachable, match=WORDS):
+            lock_of(alone, since=-math.inf).acquire()
+
+    @each(NO_TOKEN)
+    def test_is_none_where_a_fencing_token_is_wanted(
+        self, alone: Redlock, lies: Liar, reply: bytes
+    ) -> None:
+        lies.lie(GRANT, reply)
+        with pytest.raises(QuorumUnreachable, match=WORDS):
+            alone.lock("r", fencing=True).acquire()
+
+    @each(NO_GRANT)
+    def test_leaves_the_decision_to_the_others_in_each_thread(
+        self, three: Redlock, lies: Liar, reply: bytes
+    ) -> None:
+        lies.lie(GRANT, reply)
+
+        def take(number: int) -> bool:
+            with three.lock(f"r{number % 2}", wait=60) as lock:
+                return lock.held
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(take, range(4)))
+
+    def test_whoever_stopped_to_talk_nonsense_votes_again(self, alone: Redlock, lies: Liar) -> None:
+        lies.lie(GRANT, b"*0\r\n")
+        with pytest.raises(QuorumUnreachable):
+            alone.lock("r").acquire()
+        lies.answers.clear()
+        with alone.lock("r", wait=60) as lock:
+            assert lock.held
+
+    def test_no_reply_behind_it_counts(self, alone: Redlock, lies: Liar) -> None:
+        """One that nobody asked for shifts all others: 1 to a release is 1 to the next grant."""
+        lies.lie(RENEW, b"*0\r\n*1\r\n:1\r\n")
+        lock = alone.lock("r", ttl=TTL, renew=False).acquire()
+        with pytest.raises(QuorumUnreachable):
+            lock.extend()
+        with pytest.raises(QuorumUnreachable):
+            lock.extend()
+        lock.release()
+
+
+class TestRenewal:
+    @each(NO_RENEWAL)
+    def test_prolongs_nothing(self, alone: Redlock, lies: Liar, reply: bytes) -> None:
+        with alone.lock("r", ttl=TTL, renew=False) as lock:
+            before = lock.remaining
+            lies.lie(RENEW, reply)
+            with pytest.raises(QuorumUnreachable):
+                lock.extend()
+            assert lock.remaining < before
+
+    def test_of_several_prolongs_none_where_one_word_makes_no_sense(
+        self, alone: Redlock, lies: Liar
+    ) -> None:
+        with alone.lock(["a", "b"], ttl=TTL, renew=False) as lock:
+            before = lock.remaining
+            lies.lie(RENEW, b"*2\r\n:1\r\n$1\r\nx\r\n")
+            with pytest.raises(QuorumUnreachable):
+                lock.extend()
+            (claim, _) = holdings_of(lock)[0].claims
+            assert max(lock.remaining, claim.hold.remaining(alone.session.clock.now())) < before
+
+    @each(NO_RENEWAL)
+    def test_leaves_it_to_the_others(self, three: Redlock, lies: Liar, reply: bytes) -> None:
+        with three.lock("r", ttl=TTL, renew=False) as lock:
+            lies.lie(RENEW, reply)
+            lock.extend()
+            assert lock.held
+
+
+class TestRelease:
+    @pytest.mark.slow
+    @each(NONSENSE)
+    def test_is_sent_again_until_it_is_understood(
+        self, three: Redlock, lies: Liar, nodes: list[EmbeddedNode], reply: bytes
+    ) -> None:
+        lock = three.lock("r").acquire()
+        settle(three)
+        lies.lie(RELEASE, reply)
+        lock.release()
+        eventually(lambda: is_free(nodes[1:], "r"))
+        lies.answers.clear()
+        see_freed(nodes, "r")
+
+
+class TestUnique:
+    @each(NONSENSE)
+    def test_drops_no_send(
+        self, alone: Redlock, lies: Liar, reply: bytes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        lies.lie(UNIQUE, reply)
+        sender = Sender(alone, {})
+        assert sender.send(window=60.0) in sender.published
+        assert "without deduplication" in caplog.text
+
+    def test_ends_no_window_before_it_is_understood(
+        self, alone: Redlock, lies: Liar, nodes: list[EmbeddedNode]
+    ) -> None:
+        sender = Sender(alone, {})
+        ticket: Ticket = sender.ticket(sender.send())
+        lies.lie(UNIQUE, b"*1\r\n:1\r\n")
+        ticket.end(alone)
+        lies.answers.clear()
+        eventually(lambda: not nodes[0].client().keys("*:unique:*"))
+
+
+class TestQuestions:
+    @each(NONSENSE)
+    def test_a_node_that_answers_so_does_not_say_that_a_run_is_done(
+        self, three: Redlock, lies: Liar, nodes: list[EmbeddedNode], reply: bytes
+    ) -> None:
+        settle(three)
+        lies.lie(b"GET", reply)
+        assert set(marks_of(three.session, "1:t:0:0")) == {None}
+        nodes[1].client().set(done_key("redlock", "1:t:0:0"), "5000")
+        assert {*marks_of(three.session, "1:t:0:0")} == {None, 5.0}
+
+    @each(NONSENSE)
+    def test_people_are_told_which_node_answers_what(
+        self, three: Redlock, lies: Liar, reply: bytes
+    ) -> None:
+        with three.lock("r", wait=60):
+            for command in (b"SCAN", b"MGET", b"PTTL", b"TIME", b"GET"):
+                lies.lie(command, reply)
+                sight, status = look_at_locks(three), look_at_nodes(three)
+                lies.answers.clear()
+                if command in (b"SCAN", b"MGET"):
+                    (cause,) = sight.failing.values()
+                    assert WORDS in cause
+                assert [lock.resource for lock in sight.locks] == ["r"]
+                assert [one.error for one in status[1:]] == ["", ""]
+            lies.lie(b"PTTL", reply)
+            lies.lie(b"GET", reply)
+            assert ask_nodes(three).quorum == 2
+            look_at_terms(three)
+
+
+def test_a_lock_that_others_hold_is_taken_whatever_the_third_says(
+    three: Redlock, lies: Liar, nodes: list[EmbeddedNode]
+) -> None:
+    for node in nodes[1:]:
+        node.client().set("{redlock}:lock:r", "theirs", px=60_000)
+    lies.lie(GRANT, b"*0\r\n")
+    with pytest.raises(LockTaken):
+        three.lock("r").acquire()
