@@ -24,7 +24,7 @@ def redlock_node_count() -> int:
 
 @pytest.fixture(scope="session")
 def redlock_prefix() -> str:
-    """Give the `redlock_prefix` that the nodes are vouched for. Override it to match yours."""
+    """Give the `redlock_prefix` under which the nodes are trusted. Override it to match yours."""
     return "redlock"
 
 
@@ -39,11 +39,11 @@ def redlock_node_timeout() -> float:
 
 @pytest.fixture
 def redlock_fake_nodes(redlock_node_count: int, redlock_prefix: str) -> Iterator[list[FakeNode]]:
-    """Give new fake nodes with one clock, already vouched for."""
-    from celery_redlock.testing import fake_nodes, vouch_for
+    """Give new fake nodes with one clock, already trusted."""
+    from celery_redlock.testing import fake_nodes, trust_nodes
 
     with fake_nodes(redlock_node_count) as nodes:
-        vouch_for(nodes, redlock_prefix)
+        trust_nodes(nodes, redlock_prefix)
         yield nodes
 
 
@@ -60,8 +60,8 @@ def redlock_servers(redlock_node_count: int) -> Iterator[list[EmbeddedNode]]:
 def redlock_embedded_nodes(
     redlock_servers: list[EmbeddedNode], redlock_prefix: str
 ) -> list[EmbeddedNode]:
-    """Give embedded nodes that are up, empty, and already vouched for."""
-    from celery_redlock.testing import vouch_for
+    """Give embedded nodes that are up, empty, and already trusted."""
+    from celery_redlock.testing import trust_nodes
 
     for node in redlock_servers:
         if not node.pid:
@@ -69,7 +69,7 @@ def redlock_embedded_nodes(
         node.resume()
         with node.client() as client:
             client.flushall()
-    vouch_for(redlock_servers, redlock_prefix)
+    trust_nodes(redlock_servers, redlock_prefix)
     return redlock_servers
 
 

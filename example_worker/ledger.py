@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import String, create_engine, distinct, event, func, select, update
+from sqlalchemy import String, case, create_engine, distinct, event, func, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 
 from example_worker.verdict import Account
@@ -109,7 +109,7 @@ class Ledger:
                 *(Item.kind, Item.name, Item.start, Item.value, Item.step, Item.limit),
                 func.count(_Entry.id),
                 func.count(distinct(_Entry.order_id)),
-                func.coalesce(func.sum(_Entry.change), 0),
+                func.sum(case((_Entry.id.is_(None), 0), else_=_Entry.change)),
                 func.count(_Entry.serial),
                 func.count(distinct(_Entry.serial)),
             )

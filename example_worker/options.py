@@ -21,7 +21,7 @@ class Options:
     """What the run is to do; None where we start a server of our own.
 
     orders: how many in each of the two phases.
-    trust: vouch for `nodes`: no lock is held on them now.
+    trust: let new `nodes` vote at once: no lock is held on them now.
     """
 
     orders: int = 3000
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=_nodes, metavar="URL,URL,URL", help="lock nodes that run already")
     add("--database", metavar="URL", help="SQLAlchemy URL (default: a temporary SQLite file)")
     add("--no-workers", action="store_true", help="send and watch only: the workers run elsewhere")
-    add("--trust", action="store_true", help="vouch for new --nodes: no lock is held on them")
+    add("--trust", action="store_true", help="trust new --nodes: no lock is held on them")
     add("--plain", action="store_true", help="plain lines, as without a terminal")
     return parser
 

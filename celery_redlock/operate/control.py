@@ -7,22 +7,19 @@ process, which knows of its children's locks by the memory that it shares with t
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from celery.worker.control import inspect_command
 
+from celery_redlock.errors import RUN
 from celery_redlock.lock.clock import SystemClock
 from celery_redlock.lock.keys import label_of, since_of
 from celery_redlock.tasks.children import held_by_children
 from celery_redlock.tasks.deferral import Slip
 from celery_redlock.tasks.runtime import redlock_of
 from celery_redlock.tasks.waiting import waiting_with
-
-# as `gate.label_of_run` writes it: the task's id, its name, retries and nesting; then the worker
-_RUN = re.compile(r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+ (?P<worker>\S+)")
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,8 @@ class Holder:
     @classmethod
     def of(cls, label: str) -> Holder:
         """Read it from what stands on the nodes."""
-        found = _RUN.fullmatch(label)
-        return cls(label) if found is None else cls(label, **found.groupdict())
+        found = RUN.fullmatch(label)
+        return cls(label) if found is None else cls(label, **found.groupdict(default=""))
 
 
 def in_iso(seconds: float | None) -> str | None:
@@ -85,6 +82,7 @@ def redlock_waiting(state: Any) -> list[dict[str, Any]]:
     return [
         {
             "resources": list(slip.waits_for),
+            "reason": slip.reason or "the lock is taken",
             "task_id": waiting.request.id,
             "task": waiting.request.name,
             "since": slip.since,

@@ -18,19 +18,25 @@ from celery._state import connect_on_app_finalize
 from celery.signals import worker_ready
 
 from celery_redlock.errors import SettingsError
-from celery_redlock.tasks.deferral import has_quorum_queues
+from celery_redlock.lock.nodes import parse_address
 from celery_redlock.tasks.gate import ENTRY, plan_of
+from celery_redlock.tasks.routes import has_quorum_queues
 from celery_redlock.tasks.runtime import settings_of
 from celery_redlock.tasks.settings import (
     CELERYS,
+    DEFAULT_PREFIX,
     AppSettings,
+    EffectiveOptions,
     Plan,
-    TaskRules,
     did_you_mean,
     is_glob,
+    one_redis,
     pattern_for,
+    place_by_pattern,
+    says_what,
+    templates_of,
 )
-from celery_redlock.tasks.task import LockedTask
+from celery_redlock.tasks.task import LockedTask, locked_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +46,12 @@ NAMED = 5  # tasks, at the most, in one lint
 # s: kombu's own, by transport; other transports have no such timeout
 VISIBILITIES = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
 
+
+# by the setting of a Redis, what `global_keyprefix` stands in
+TRANSPORT_OPTIONS = {
+    "broker_url": "broker_transport_options",
+    "result_backend": "result_backend_transport_options",
+}
 
 # where tasks share a lock: the level at which it is said that they differ, and what comes of it
 MUST_AGREE = {
@@ -62,17 +74,17 @@ MUST_AGREE = {
 class Lint:
     """One thing that is wrong, or could be better.
 
-    level: "error", "warning" or "advice". setting: where it stands, value: its text. way_out: what
+    level: "error", "warning" or "advice". setting: where it stands, value: its text. hint: what
     comes of it, and what to do.
     """
 
     level: str
     setting: str
     value: str
-    way_out: str
+    hint: str
 
     def __str__(self) -> str:
-        return f"{self.setting}={self.value}: {self.way_out}"
+        return f"{self.setting}={self.value}: {self.hint}"
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,8 @@ class Facts:
 
     visibility: s, None where the broker takes no message for lost by time. queues: declared ones.
     prefetch: `worker_prefetch_multiplier`. names: all tasks'. counts: prometheus-client is there.
+    key_prefixes: `global_keyprefix` by the setting whose Redis it is of. on_nodes: those of these
+    settings whose Redis is a lock node.
     """
 
     settings: AppSettings
@@ -114,6 +128,8 @@ class Facts:
     names: Sequence[str] = ()
     tasks: Sequence[TaskFacts] = field(default=())
     counts: bool = True
+    key_prefixes: Mapping[str, str] = field(default_factory=dict)
+    on_nodes: Sequence[str] = ()
 
 
 def lint(facts: Facts) -> tuple[Lint, ...]:
@@ -129,22 +145,24 @@ def _all(facts: Facts) -> Iterator[Lint]:
     yield from lint_queues(facts.settings.queues, facts.queues, creates=facts.creates_queues)
     yield from _entries(facts)
     yield from _nodes(facts.settings)
+    yield from _prefixes(facts)
     if facts.settings.metrics is not None and not facts.counts:
-        way_out = "no metrics from here: it needs pip install 'celery_redlock[metrics]'"
-        yield Lint(WARNING, "app: redlock_metrics", repr(facts.settings.metrics[1]), way_out)
-    told: list[tuple[TaskFacts, TaskRules]] = []
+        hint = "no metrics from here: it needs pip install 'celery_redlock[metrics]'"
+        yield Lint(WARNING, "app: redlock_metrics", repr(facts.settings.metrics[1]), hint)
+    told: list[tuple[TaskFacts, EffectiveOptions]] = []
     for task in facts.tasks:
         try:
             rules = task.plan.told(task.queue)
             pattern = pattern_for(task.queue, facts.settings.queues)
             of_queue = facts.settings.queues[pattern] if pattern else {}
-            if "key" in of_queue and "key" not in task.plan.options:
-                task.plan.check_key(of_queue["key"], rules["key"].place)
+            if not says_what(task.plan.options):
+                task.plan.check_what(of_queue, place_by_pattern("queue", pattern or ""))
         except SettingsError as error:
-            way_out = f"every run of {task.name} there ends as FAILURE: {error.way_out}"
-            yield Lint(WARNING, f"{error.level}: {error.name}", error.value, way_out)
+            hint = f"every run of {task.name} there ends as FAILURE: {error.hint}"
+            yield Lint(WARNING, f"{error.level}: {error.name}", error.value, hint)
             continue
         told.append((task, rules))
+        yield from _names_as_templates(task, rules)
         yield from _delays(facts, task, rules)
         yield from _limits(task, rules)
         yield from _without_effect(rules)
@@ -152,7 +170,7 @@ def _all(facts: Facts) -> Iterator[Lint]:
     yield from _shared(told)
     yield from _acknowledgement(facts.tasks)
     yield from _memory(facts, [
-        task for task, rules in told if rules["conflict"].value not in ("skip", "fail")
+        task for task, rules in told if rules["on_conflict"].value not in ("skip", "fail")
     ])  # fmt: skip
 
 
@@ -164,10 +182,10 @@ def lint_queues(
         if is_glob(pattern) or pattern in declared:
             continue
         found = did_you_mean(pattern, declared).removeprefix("; ")
-        way_out = f"is no queue of task_queues, so that these options hold nowhere; {found}"
+        hint = f"is no queue of task_queues, so that these options hold nowhere; {found}"
         if creates:
-            way_out = f"is no queue of task_queues; {found}. Right if a send makes it"
-        yield Lint(WARNING if creates else ERROR, "app: redlock_queues", repr(pattern), way_out)
+            hint = f"is no queue of task_queues; {found}. Right if a send makes it"
+        yield Lint(WARNING if creates else ERROR, "app: redlock_queues", repr(pattern), hint)
 
 
 def _entries(facts: Facts) -> Iterator[Lint]:
@@ -183,18 +201,49 @@ def _entries(facts: Facts) -> Iterator[Lint]:
             found = did_you_mean(pattern, names).removeprefix("; ")
             yield Lint(WARNING, setting, repr(pattern), f"is no task that is known here; {found}")
         elif pattern in own:
-            way_out = f"does not hold for {own[pattern]}, a LockedTask: it goes by its own lock_*"
-            yield Lint(ADVICE, setting, repr(pattern), way_out)
+            hint = f"does not hold for {own[pattern]}, a LockedTask: it goes by its own lock_*"
+            yield Lint(ADVICE, setting, repr(pattern), hint)
 
 
 def _nodes(settings: AppSettings) -> Iterator[Lint]:
     count = len(settings.nodes)
     if count % 2 == 0:
-        way_out = f"an even number bears no more losses than {count - 1}: add one, or take one away"
-        yield Lint(ADVICE, "app: redlock_nodes", f"{count} nodes", way_out)
+        hint = f"an even number bears no more losses than {count - 1}: add one, or take one away"
+        yield Lint(ADVICE, "app: redlock_nodes", f"{count} nodes", hint)
 
 
-def _delays(facts: Facts, task: TaskFacts, rules: TaskRules) -> Iterator[Lint]:
+def _prefixes(facts: Facts) -> Iterator[Lint]:
+    """Give a prefix that tells deployments apart on a Redis, and that locks do not carry."""
+    prefix = facts.settings.prefix
+    if prefix != DEFAULT_PREFIX:
+        return
+    shared = [name for name in facts.key_prefixes if name in facts.on_nodes]
+    for name in shared[:1] or [*facts.key_prefixes][:1]:
+        given = facts.key_prefixes[name]
+        own = f"{given.strip(':-_./{}') or 'own'}-{prefix}"
+        which = "uses this Redis" if shared else "names these redlock_nodes"
+        hint = (
+            f"lock keys do not carry {TRANSPORT_OPTIONS[name]}'s global_keyprefix={given!r}: "
+            f"another deployment that {which} shares these locks. Set redlock_prefix={own!r}"
+        )
+        level = WARNING if shared else ADVICE
+        yield Lint(level, "app: redlock_prefix", repr(prefix), hint)
+
+
+def _names_as_templates(task: TaskFacts, rules: EffectiveOptions) -> Iterator[Lint]:
+    """Give texts of a key that are one lock for all arguments, and may be meant as an argument."""
+    place = rules["key"].place
+    args = "args".join(place.name.rsplit("key", 1))  # the same level's other option
+    for text in templates_of(rules["key"].value):
+        if text in task.plan.signature.parameters:
+            hint = (
+                f"is one lock for all arguments of {task.name}, which has an argument of that "
+                f"name: did you mean {args}=[{text!r}] or {'{' + text + '}'!r}?"
+            )
+            yield Lint(WARNING, str(place), repr(text), hint)
+
+
+def _delays(facts: Facts, task: TaskFacts, rules: EffectiveOptions) -> Iterator[Lint]:
     """Give delays that the broker does not bear, and those that have no time to come about."""
     cap, allowed = rules["backoff"].value.cap, facts.settings.countdown_cap
     if cap > allowed:
@@ -203,86 +252,78 @@ def _delays(facts: Facts, task: TaskFacts, rules: TaskRules) -> Iterator[Lint]:
         if allowed == facts.settings.done_ttl / 2:
             bound = "half of redlock_done_ttl, after which nobody knows that another copy is done"
             raised = "redlock_done_ttl"
-        way_out = f"delays are cut to {allowed:g} s, {bound}: lower the cap, or raise {raised}"
-        yield Lint(WARNING, str(rules["backoff"].place), f"Backoff(cap={cap:g})", way_out)
+        hint = f"delays are cut to {allowed:g} s, {bound}: lower the cap, or raise {raised}"
+        yield Lint(WARNING, str(rules["backoff"].place), f"Backoff(cap={cap:g})", hint)
     after = task.retries_after
     if facts.visibility is not None and after is not None and after > facts.visibility:
-        way_out = (
+        hint = (
             f"a retry that waits for longer than the broker's visibility timeout, "
             f"{facts.visibility:g} s, is delivered twice: lower it, or raise visibility_timeout"
         )
-        yield Lint(WARNING, f"task {task.name!r}: default_retry_delay", f"{after:g}", way_out)
+        yield Lint(WARNING, f"task {task.name!r}: default_retry_delay", f"{after:g}", hint)
     wait, most = rules["wait"].value, rules["max_wait"].value
     if wait and most is not None and most <= wait:
-        way_out = f"is over before wait={wait:g} is, so that nothing is ever put back: raise it"
-        yield Lint(WARNING, str(rules["max_wait"].place), f"{most:g}", way_out)
+        hint = f"is over before wait={wait:g} is, so that nothing is ever put back: raise it"
+        yield Lint(WARNING, str(rules["max_wait"].place), f"{most:g}", hint)
     limit = _first(task.soft_time_limit, task.time_limit)
     if limit is not None and wait >= limit:
-        way_out = f"the time limit of {limit:g} s strikes while {task.name} waits: lower it"
-        yield Lint(WARNING, str(rules["wait"].place), f"{wait:g}", way_out)
+        hint = f"the time limit of {limit:g} s strikes while {task.name} waits: lower it"
+        yield Lint(WARNING, str(rules["wait"].place), f"{wait:g}", hint)
 
 
 def _first(*limits: float | None) -> float | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _limits(task: TaskFacts, rules: TaskRules) -> Iterator[Lint]:
+def _limits(task: TaskFacts, rules: EffectiveOptions) -> Iterator[Lint]:
     """Give leases that end before the time limit of the body does."""
     ttl, most = rules["ttl"].value, rules["max_hold"].value
     limit = task.soft_time_limit if task.time_limit is None else task.time_limit
     if not rules["renew"].value:
         place = str(rules["renew"].place)
         if most is not None:
-            way_out = "has no effect, for renew=False never renews: leave one of them out"
-            yield Lint(WARNING, str(rules["max_hold"].place), f"{most:g}", way_out)
+            hint = "has no effect, for renew=False never renews: leave one of them out"
+            yield Lint(WARNING, str(rules["max_hold"].place), f"{most:g}", hint)
         if limit is None:
-            way_out = (
+            hint = (
                 f"a body of {task.name} that runs for longer than ttl={ttl:g} loses its lock, and "
                 "no time limit ends it: set a time_limit below the ttl, or renew"
             )
-            yield Lint(ADVICE, place, "False", way_out)
+            yield Lint(ADVICE, place, "False", hint)
         elif limit > ttl:
-            way_out = (
+            hint = (
                 f"{task.name} may run for {limit:g} s, and its lock ends after ttl={ttl:g}: lower "
                 "the time limit, raise the ttl, or renew"
             )
-            yield Lint(WARNING, place, "False", way_out)
+            yield Lint(WARNING, place, "False", hint)
     elif most is not None and limit is not None and most < limit:
-        way_out = (
+        hint = (
             f"{task.name} may run for {limit:g} s, and its lock is lost within ttl={ttl:g} after "
             "that: raise it above the time limit"
         )
-        yield Lint(WARNING, str(rules["max_hold"].place), f"{most:g}", way_out)
+        yield Lint(WARNING, str(rules["max_hold"].place), f"{most:g}", hint)
 
 
-def _without_effect(rules: TaskRules) -> Iterator[Lint]:
+def _without_effect(rules: EffectiveOptions) -> Iterator[Lint]:
     """Give options that another one leaves nothing to do, or turns into harm."""
-    conflict, unreachable = rules["conflict"].value, rules["unreachable"].value
+    on_conflict, on_unreachable = rules["on_conflict"].value, rules["on_unreachable"].value
     budget = [rules[name] for name in ("max_wait", "max_deferrals")]
-    if conflict in ("skip", "fail") and unreachable != "requeue":
+    if on_conflict in ("skip", "fail") and on_unreachable != "defer":
         for rule in budget:
             if rule.value is not None:
-                both = f"conflict={conflict!r} and unreachable={unreachable!r}"
-                way_out = f"has no effect: with {both} nothing is ever put back"
-                yield Lint(WARNING, str(rule.place), f"{rule.value:g}", way_out)
-    if conflict == "coalesce":
-        for rule in budget:
-            if rule.value is not None:
-                way_out = (
-                    "other runs are skipped for the one that waits, and where that gives up, none "
-                    "of them has run: leave it out, or take conflict='requeue'"
-                )
-                yield Lint(WARNING, str(rule.place), f"{rule.value:g}", way_out)
-    give_up = rules["give_up"]
-    if give_up.place.level != "built-in" and all(rule.value is None for rule in budget):
-        way_out = "has no effect without max_wait or max_deferrals: a run never gives up"
-        yield Lint(WARNING, str(give_up.place), repr(give_up.value), way_out)
-    if unreachable == "run" and rules["fencing"].value:
-        way_out = "a run without its lock has no fencing token: take 'requeue' or 'fail'"
-        yield Lint(WARNING, str(rules["unreachable"].place), "'run'", way_out)
+                both = f"on_conflict={on_conflict!r} and on_unreachable={on_unreachable!r}"
+                hint = f"has no effect: with {both} nothing is ever put back"
+                yield Lint(WARNING, str(rule.place), f"{rule.value:g}", hint)
+    on_give_up = rules["on_give_up"]
+    if on_give_up.place.level != "built-in" and all(rule.value is None for rule in budget):
+        hint = "has no effect without max_wait or max_deferrals: a run never gives up"
+        yield Lint(WARNING, str(on_give_up.place), repr(on_give_up.value), hint)
+    if on_unreachable == "run" and rules["fencing"].value:
+        hint = "a run without its lock has no fencing token: take 'defer' or 'fail'"
+        yield Lint(WARNING, str(rules["on_unreachable"].place), "'run'", hint)
 
 
-def _without_window(told: Sequence[TaskRules]) -> Iterator[Lint]:
+def _without_window(told: Sequence[EffectiveOptions]) -> Iterator[Lint]:
     """Give options of deduplication where nothing is deduplicated.
 
     What stands for the app or a queue is for those of its tasks that have a window, if any has.
@@ -291,16 +332,16 @@ def _without_window(told: Sequence[TaskRules]) -> Iterator[Lint]:
     for rules in told:
         if rules["unique_for"].value is not None:
             continue
-        for rule in (rules["unique_until"], rules["duplicate"]):
+        for rule in (rules["unique_until"], rules["on_duplicate"]):
             is_own = rule.place.level.startswith("task ")
             if rule.place.level != "built-in" and (is_own or not used):
-                way_out = "has no effect without unique_for: every send goes out. Set that, too"
-                yield Lint(WARNING, str(rule.place), repr(rule.value), way_out)
+                hint = "has no effect without unique_for: every send goes out. Set that, too"
+                yield Lint(WARNING, str(rule.place), repr(rule.value), hint)
 
 
-def _shared(told: Sequence[tuple[TaskFacts, TaskRules]]) -> Iterator[Lint]:
+def _shared(told: Sequence[tuple[TaskFacts, EffectiveOptions]]) -> Iterator[Lint]:
     """Give options in which tasks differ that may lock the same resource."""
-    sharing: dict[str, list[TaskRules]] = {}
+    sharing: dict[str, list[EffectiveOptions]] = {}
     for task, rules in told:
         for shape in dict.fromkeys(task.plan.shapes(task.plan.rules(task.queue), task.queue)):
             sharing.setdefault(shape, []).append(rules)
@@ -318,35 +359,35 @@ def _shared(told: Sequence[tuple[TaskFacts, TaskRules]]) -> Iterator[Lint]:
 def _acknowledgement(tasks: Sequence[TaskFacts]) -> Iterator[Lint]:
     early = [task.name for task in tasks if not task.acks_late]
     if early:
-        way_out = (
+        hint = (
             f"{_listed(early)}: a message is lost where its worker dies in the body, or between "
             "acknowledging it and putting it back: set it, unless that may be"
         )
-        yield Lint(ADVICE, "acks_late", "False", way_out)
+        yield Lint(ADVICE, "acks_late", "False", hint)
     dropped = [task.name for task in tasks if task.acks_late and not task.reject_on_worker_lost]
     if dropped:
-        way_out = f"{_listed(dropped)}: a run whose child is killed ends as FAILURE: set it, too"
-        yield Lint(ADVICE, "reject_on_worker_lost", "False", way_out)
+        hint = f"{_listed(dropped)}: a run whose child is killed ends as FAILURE: set it, too"
+        yield Lint(ADVICE, "reject_on_worker_lost", "False", hint)
 
 
 def _memory(facts: Facts, waiting: Sequence[TaskFacts]) -> Iterator[Lint]:
     """Give what lets messages that wait pile up in a worker. waiting: tasks that are put back."""
     if facts.prefetch == 0 and waiting:
-        way_out = (
+        hint = (
             f"{_listed([task.name for task in waiting])}: a worker takes in its whole queue, and "
             "all that wait for their locks stay in its memory: set 1 or more"
         )
-        yield Lint(WARNING, "app: worker_prefetch_multiplier", "0", way_out)
+        yield Lint(WARNING, "app: worker_prefetch_multiplier", "0", hint)
     for queue in facts.prefetch_is_fixed if 0 < facts.prefetch <= PREFETCH else ():
         names = [task.name for task in waiting if task.queue == queue]
         if names:
-            way_out = (
+            hint = (
                 f"{_listed(names)}: where RabbitMQ has a quorum queue, what waits fills a worker's "
                 "prefetch and holds up what is behind it: take a topic exchange "
                 "(task_default_exchange_type), or a worker_prefetch_multiplier above the number "
                 "that may wait"
             )
-            yield Lint(WARNING, f"queue {queue!r}", "on a direct exchange", way_out)
+            yield Lint(WARNING, f"queue {queue!r}", "on a direct exchange", hint)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -357,21 +398,44 @@ def _listed(names: Sequence[str]) -> str:
 def facts_of(app: Any) -> Facts:
     """Collect what `lint` looks at, from an app with all its tasks; raises SettingsError."""
     conf = app.conf
-    locked = [
-        task
-        for name, task in app.tasks.items()
-        if isinstance(task, LockedTask) and not name.startswith(CELERYS)
-    ]
     return Facts(
         settings=settings_of(app),
-        visibility=_visibility(conf),
+        visibility=visibility_of(conf),
         queues=tuple(app.amqp.queues),
         creates_queues=bool(conf.task_create_missing_queues),
         prefetch=conf.worker_prefetch_multiplier,
         prefetch_is_fixed=_fixed(app),
         names=tuple(app.tasks),
-        tasks=tuple(_task_facts(task) for task in locked if plan_of(task).options.get("key", True)),
+        tasks=tuple(
+            _task_facts(task)
+            for task in locked_tasks(app)
+            if plan_of(task).options.get("key") is not False
+        ),
         counts=find_spec("prometheus_client") is not None,
+        key_prefixes=_key_prefixes(conf),
+        on_nodes=_on_nodes(conf, settings_of(app)),
+    )
+
+
+def _key_prefixes(conf: Any) -> dict[str, str]:
+    """Return `global_keyprefix` by the setting whose Redis it is of."""
+    found = {name: conf.get(options) or {} for name, options in TRANSPORT_OPTIONS.items()}
+    given = {name: options.get("global_keyprefix") for name, options in found.items()}
+    return {name: str(prefix) for name, prefix in given.items() if prefix}
+
+
+def _on_nodes(conf: Any, settings: AppSettings) -> tuple[str, ...]:
+    """Return which of the broker and the result backend is a server that is a lock node, too."""
+    timeout = settings.node_timeout
+    servers = {parse_address(node, "app", "nodes", timeout).server for node in settings.nodes}
+    urls = {
+        "broker_url": conf.broker_write_url or conf.broker_url,
+        "result_backend": conf.result_backend,
+    }
+    return tuple(
+        name
+        for name, url in urls.items()
+        if (one := one_redis(url)) and parse_address(one, "app", name, timeout).server in servers
     )
 
 
@@ -402,14 +466,15 @@ def _task_facts(task: LockedTask) -> TaskFacts:
 
 def _queue_of(task: LockedTask) -> str:
     try:
-        return task.own_queue((), {})
+        return task._own_queue((), {})
     except Exception as error:  # a router of the user's own, which may look at arguments
         told = {"event": "queue_unknown", "task": task.name}
         logger.debug("the queue of %s depends on its arguments: %s", task.name, error, extra=told)
         return str(task.app.conf.task_default_queue)
 
 
-def _visibility(conf: Mapping[str, Any]) -> float | None:
+def visibility_of(conf: Mapping[str, Any]) -> float | None:
+    """Return the s after which the broker delivers anew what is not acknowledged; None: never."""
     url = conf.get("broker_read_url") or conf.get("broker_url") or ""
     scheme = str(url[0] if isinstance(url, (list, tuple)) else url).partition("://")[0]
     own = VISIBILITIES.get(scheme.partition("+")[0])
@@ -431,7 +496,7 @@ def _refuse_errors(app: Any) -> None:
         creates = bool(conf.task_create_missing_queues)
         for one in lint_queues(map(str, patterns), declared_queues(conf), creates=creates):
             if one.level == ERROR:
-                raise SettingsError("app", "redlock_queues", one.value, one.way_out)
+                raise SettingsError("app", "redlock_queues", one.value, one.hint)
 
 
 _said: weakref.WeakSet[Any] = weakref.WeakSet()  # apps whose worker has said it
@@ -444,7 +509,7 @@ def _say_at_start(sender: Any = None, **_: Any) -> None:
     if app in _said:
         return
     _said.add(app)
-    if not any(isinstance(task, LockedTask) for task in app.tasks.values()):
+    if not locked_tasks(app):
         return
     try:
         found = lint(facts_of(app))

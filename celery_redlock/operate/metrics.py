@@ -35,8 +35,7 @@ from celery_redlock.tasks.children import forks_children
 from celery_redlock.tasks.deferral import Slip, utc_now
 from celery_redlock.tasks.gate import passage_of
 from celery_redlock.tasks.runtime import redlock_of, settings_of
-from celery_redlock.tasks.settings import CELERYS
-from celery_redlock.tasks.task import LockedTask
+from celery_redlock.tasks.task import locked_tasks
 from celery_redlock.tasks.waiting import waiting_with
 
 logger = logging.getLogger(__name__)
@@ -225,8 +224,7 @@ class Exporter:
             return
         self._serves = True
         app = consumer.app
-        locked = (name for name, task in app.tasks.items() if isinstance(task, LockedTask))
-        own = [name for name in locked if not name.startswith(CELERYS)]
+        own = [task.name for task in locked_tasks(app)]
         self._metrics.begin(own, [node.name for node in redlock_of(app).session.quorum.nodes])
         if self._forks:
             MultiProcessCollector(self.registry)

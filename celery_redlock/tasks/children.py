@@ -28,7 +28,8 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any
 
-from celery.signals import worker_init
+from celery.concurrency import get_implementation
+from celery.signals import worker_init, worker_shutdown
 
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.clock import Alarm, Bell, new_mutex, start_thread
@@ -363,8 +364,8 @@ os.register_at_fork(
 
 
 @worker_init.connect(weak=False)
-def _expect_children(sender: Any, **_: Any) -> None:
-    """Be ready before the pool is made, where it is one of processes.
+def expect_children(sender: Any, **_: Any) -> Children | None:
+    """Be ready before the pool is made, if it may fork; returns what is known of its children.
 
     Source: celery.worker.worker sends worker_init before it resolves the pool's name.
     """
@@ -372,25 +373,30 @@ def _expect_children(sender: Any, **_: Any) -> None:
     if forks_children(sender) and _children is None:
         _children = Children()
         Redlock.observer = Parent(_children.working)
+    return _children
 
 
 def forks_children(worker: Any) -> bool:
-    """Tell whether a worker's pool is one of processes, also while it is not made yet."""
-    pool = worker.pool_cls
-    return bool(getattr(pool, "uses_semaphore", str(pool).rpartition(".")[2] in _FORKING))
+    """Return whether a worker's pool may fork, also before the pool is made.
+
+    Celery's own pools fork only if they count their processes. Any other pool may fork, unless it
+    is one of greenlets: its class comes from `worker_pool` or CELERY_CUSTOM_WORKER_POOL.
+    Source: celery.concurrency; BasePool has `uses_semaphore` and `is_green`.
+    """
+    pool = get_implementation(worker.pool_cls)
+    is_celerys = pool.__module__.startswith("celery.concurrency.")
+    return bool(pool.uses_semaphore or not (is_celerys or pool.is_green))
 
 
-_FORKING = ("prefork", "processes", "prefork:TaskPool")  # as celery.concurrency names it
-
-
-def watch_children(app: Any, processes: int) -> None:
+def watch_children(app: Any, pool: Any) -> None:
     """Release from now on what the children of this worker leave behind when they are killed.
 
-    processes: how many its pool has by now; one that scales itself may begin with none.
+    pool: of the worker, started; one that scales itself may begin with no process.
     """
     if _children is None or _children.is_watched:
         return
-    if processes and not _children.slots:
+    counts = getattr(pool, "uses_semaphore", False)  # so it has said how many processes it has
+    if counts and pool.num_processes and not _children.slots:
         logger.warning(
             "the pool's processes are not forked: the lock of one that is killed ends with its ttl",
             extra={"event": "not_forked"},
@@ -400,6 +406,17 @@ def watch_children(app: Any, processes: int) -> None:
     start_thread(Watch(_children, app).run)
 
 
+@worker_shutdown.connect(weak=False)
+def _watch_no_longer(**_: Any) -> None:
+    """End the watch after the pool's end.
+
+    Source: celery.worker.worker sends worker_shutdown when the pool has stopped.
+    """
+    if _children is not None and _children.is_watched:
+        _children.is_watched = False
+        _children.bell.ring()
+
+
 class Watch:
     """Waits for the end of each child, in a thread of its own, and gives back what it held."""
 
@@ -407,13 +424,15 @@ class Watch:
         self._children, self._app = children, app
 
     def run(self) -> None:
-        """Never return."""
-        while True:
+        """Return when the worker has shut down."""
+        while self._children.is_watched:
             try:
                 ready = self._wait()
                 with self._children.working:
                     self._look(ready)
             except BaseException:
+                if not self._children.is_watched:
+                    return  # a worker that restarts closes all descriptors before it runs anew
                 # a thread that ended here would leave every dead child's locks to their ttl
                 text = "watching the pool's processes failed; trying again in a moment"
                 logger.exception(text, extra={"event": "watch_failed"})
@@ -444,11 +463,11 @@ class Watch:
         released = []
         for slot, process in list(processes.items()):
             if process.is_gone(ready):
-                released += self._bury(slot, process)
+                released += self.reap(slot, process)
         for holding in released:
             tell_released(holding, by="parent")
 
-    def _bury(self, slot: Slot, process: Process) -> list[Holding]:
+    def reap(self, slot: Slot, process: Process) -> list[Holding]:
         """Release what a dead child held; returns what is to be told of."""
         self._children.slots.remove(slot)
         del self._children.processes[slot]
@@ -477,7 +496,7 @@ class Watch:
         if session is None and states == {RELEASED}:
             return None
         if session is None:
-            told = {"event": "child_gone", "pid": pid, "resource": first.resource}
+            told = {"event": "child_exited", "pid": pid, "resource": first.resource}
             logger.warning(
                 "process %d is gone; %r ends with its ttl", pid, first.resource, extra=told
             )
@@ -494,7 +513,7 @@ class Watch:
         )
         claims = [Left(entry.resource, entry.permit, entry.value) for entry in left]
         holding = session.release_left(terms, claims, first.asked_at)
-        told = {"event": "child_gone", "pid": pid, "resource": holding.resource}
+        told = {"event": "child_exited", "pid": pid, "resource": holding.resource}
         if HELD in states:
             text = "process %d is gone: released %r for it"
             logger.warning(text, pid, holding.resource, extra=told)

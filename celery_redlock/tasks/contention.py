@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from celery_redlock.errors import LockTaken, NotAcquired, QuorumUnreachable, SettingsError
+from celery_redlock.errors import (
+    LockTaken,
+    NotAcquired,
+    QuorumUnreachable,
+    SettingsError,
+    in_person,
+    in_short,
+)
 from celery_redlock.lock.backoff import Backoff
 from celery_redlock.tasks.settings import Rules
 
-WORDS = ("requeue", "skip", "fail", "coalesce")
+WORDS = ("defer", "skip", "fail")
 TWINS = Backoff(first=1.0, cap=30.0)  # between the tries of a twin
 AFTER_LEASE = 0.25  # s: tries after the end of a lease are spread over so long, or `first` if less
 
 
 @dataclass(frozen=True)
 class Contention:
-    """What a `conflict` callable is told. waited: s since the first try."""
+    """What a callable `on_conflict` is given when a task finds its lock taken.
+
+    resource: the lock that is taken. holder: the label of its holder as the nodes keep it, ""
+    if it has none. deferrals: how often the message was deferred so far. waited: seconds since
+    the first try. task, args, kwargs: the task that found the lock taken, and its arguments.
+    """
 
     resource: str
     holder: str
@@ -38,15 +50,11 @@ class Past:
 
 
 @dataclass(frozen=True)
-class Requeue:
-    """Put the message back. countdown: s; delay: s, what the backoff said before it was cut.
-
-    first: it is the one that waits, by "coalesce".
-    """
+class Defer:
+    """Put the message back. countdown: s; delay: s, what the backoff said before it was cut."""
 
     countdown: float
     delay: float
-    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class RunUnlocked:
     """Run the body without a lock, loudly."""
 
 
-Decision = Requeue | Skip | Fail | RunUnlocked
+Decision = Defer | Skip | Fail | RunUnlocked
 
 
 def decide(
@@ -78,31 +86,23 @@ def decide(
     ask: Callable[[Callable[[Contention], object], LockTaken], object],
     uniform: Callable[[float, float], float],
     countdown_cap: float,
-    waiting: Callable[[float], str],
 ) -> Decision:
     """Return what to do.
 
-    ask: calls a `conflict` callable with its Contention. uniform: draws between two bounds.
-    countdown_cap: s, the longest countdown, whatever the backoff says. waiting: called where this
-    is to wait by "coalesce", with the countdown, s; returns the run that waits already, or "".
+    ask: calls an `on_conflict` callable with its Contention. uniform: draws between two bounds.
+    countdown_cap: s, the longest countdown, whatever the backoff says.
     """
     if isinstance(refused, LockTaken):
-        word = _word(rules.conflict, refused, ask)
+        word = _word(rules.on_conflict, refused, ask)
     else:
-        word = rules.unreachable
+        word = rules.on_unreachable
     if word == "skip":
         return Skip(f"{refused.resource!r} is held by {_holder(refused)}")
     if word == "run":
         return RunUnlocked()
     if word == "fail":
         return Fail(told(refused, past))
-    decision = _again(rules, refused, past, uniform, countdown_cap)
-    if word == "coalesce" and isinstance(decision, Requeue):
-        first = waiting(decision.countdown)
-        if first:
-            return Skip(f"{refused.resource!r} is waited for already, by {first}")
-        return replace(decision, first=True)
-    return decision
+    return _again(rules, refused, past, uniform, countdown_cap)
 
 
 def _again(
@@ -120,8 +120,8 @@ def _again(
         spent = spent or left <= 0
         countdown = min(countdown, max(0.0, left))
     if not spent:
-        return Requeue(countdown, delay)
-    if rules.give_up == "skip":
+        return Defer(countdown, delay)
+    if rules.on_give_up == "skip":
         reason = f"gave up on {refused.resource!r} after {past.waited:.1f} s"
         return Skip(f"{reason}, {past.deferrals} deferrals")
     return Fail(told(refused, past))
@@ -129,13 +129,13 @@ def _again(
 
 def await_twin(
     refused: Exception, tries: int, uniform: Callable[[float, float], float], countdown_cap: float
-) -> Requeue:
+) -> Defer:
     """Return when a second delivery of the message that runs is to look again: without a budget.
 
     refused: why it does not run. tries: so far. uniform, countdown_cap: as for `decide`.
     """
     delay = TWINS.delay(tries, uniform)
-    return Requeue(_by_the_lease(min(delay, countdown_cap), TWINS, refused, uniform), delay)
+    return Defer(_by_the_lease(min(delay, countdown_cap), TWINS, refused, uniform), delay)
 
 
 def _by_the_lease(
@@ -145,9 +145,9 @@ def _by_the_lease(
     uniform: Callable[[float, float], float],
 ) -> float:
     """Return a countdown that ends with the lease that refused: who died wakes nobody."""
-    if not isinstance(refused, LockTaken) or refused.free_in is None:
+    if not isinstance(refused, LockTaken) or refused.expires_in is None:
         return countdown
-    return min(countdown, refused.free_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))
+    return min(countdown, refused.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))
 
 
 def told(refused: NotAcquired, past: Past) -> NotAcquired:
@@ -158,29 +158,37 @@ def told(refused: NotAcquired, past: Past) -> NotAcquired:
         )
     if isinstance(refused, LockTaken):
         return LockTaken(
-            refused.resource, refused.holder, refused.free_in, past.waited, past.deferrals
+            refused.resource, refused.holder, refused.expires_in, past.waited, past.deferrals
         )
     return refused
 
 
 def _word(
-    conflict: Any,
+    on_conflict: Any,
     refused: LockTaken,
     ask: Callable[[Callable[[Contention], object], LockTaken], object],
 ) -> str:
-    if not callable(conflict):
-        return str(conflict)
+    if not callable(on_conflict):
+        return str(on_conflict)
     level, allowed = f"resource {refused.resource!r}", ", ".join(map(repr, WORDS))
     try:
-        word = ask(conflict, refused)
+        word = ask(on_conflict, refused)
     except Exception as error:
-        way_out = f"the callable raised {type(error).__name__}: {error}"
-        raise SettingsError(level, "conflict", repr(conflict), way_out) from error
+        hint = f"the callable raised {type(error).__name__}: {error}"
+        raise SettingsError(level, "on_conflict", repr(on_conflict), hint) from error
     if word not in WORDS:
-        way_out = f"the callable returned {word!r}, and must return one of {allowed}"
-        raise SettingsError(level, "conflict", repr(conflict), way_out)
+        hint = f"the callable returned {word!r}, and must return one of {allowed}"
+        raise SettingsError(level, "on_conflict", repr(on_conflict), hint)
     return str(word)
 
 
+def why(refused: NotAcquired) -> str:
+    """Return in few words why a lock was not acquired."""
+    if isinstance(refused, QuorumUnreachable):
+        return f"no quorum of {refused.quorum} nodes ({in_short(refused.causes)})"
+    return f"held by {_holder(refused)}"
+
+
 def _holder(refused: NotAcquired) -> str:
-    return refused.holder if isinstance(refused, LockTaken) else "nobody that can be asked"
+    holder = in_person(refused.holder) if isinstance(refused, LockTaken) else ""
+    return holder or "an unnamed holder"

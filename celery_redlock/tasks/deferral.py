@@ -1,14 +1,12 @@
 """The same message put back, whole: it keeps its id and everything else that it carries.
 
-Source: Celery's own `Task.retry`, which makes its message the same way; what that leaves out
-(`argsrepr`, `kwargsrepr`, `compression`, the delivery mode, and on 5.5 and 5.6 `ignore_result`) is
-passed on here, and the message does not become its own parent.
+Source: Celery's own `Task.retry` and `send_task`, which make their message of the same parts; what
+they leave out (`argsrepr`, `kwargsrepr`, `compression`, the delivery mode and other properties, and
+on 5.5 and 5.6 `ignore_result`) is passed on here, and the message does not become its own parent.
 
-RabbitMQ needs three things more. Where quorum queues are in use, Celery lets the broker keep a
-delayed message, which comes back by another exchange, with the delay before its routing key; Celery
-would then send it on to the default queue. What dead-lettering wrote into the headers must not go
-out again, or RabbitMQ takes the message for one that runs in a circle and drops it. And a publish
-is only known to have arrived where the broker confirms it.
+RabbitMQ needs two things more. What dead-lettering wrote into the headers must not go out again,
+or RabbitMQ takes the message for one that runs in a circle and drops it. And a publish is only
+known to have arrived where the broker confirms it.
 
 What `expires` says goes along as a header, which the worker heeds, and not as RabbitMQ's own
 expiration: the broker would drop the message in silence, and nobody would write REVOKED.
@@ -23,16 +21,16 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
+from urllib.parse import quote
 
 from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
+from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from celery.signals import task_received
-from celery.utils.quorum_queues import detect_quorum_queues
+from celery.signals import task_prerun, task_received
 from celery.utils.time import maybe_iso8601, maybe_make_aware
-from kombu.entity import Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.messaging import Producer
 from kombu.pools import producers
@@ -41,19 +39,24 @@ from kombu.serialization import registry
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.clock import SystemClock
 from celery_redlock.tasks.contention import Past
+from celery_redlock.tasks.routes import CAME_BACK, QUEUE, Address, destination, driver_of
 from celery_redlock.tasks.states import fields, ignores_result, show_lost
 
 logger = logging.getLogger(__name__)
 
 HEADER = "redlock"
+ARGUMENTS = "_redlock_arguments"  # the name on the request under which they stand as they came
+NESTED = "redlock_nested"  # the property of a delivery that has a header called "headers"
 RECEIVED = "redlock_received"  # the property of a delivery, never of a message, that says when
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to put a message back, broker away
 CLOCKS_DIFFER = 1.0  # s: at the most, between the calendars of two workers
 BEFORE_REQUEUE = 1.0  # s: else a broker that takes acknowledgements only would spin the message
 
-# Source for both: kombu.transport.native_delayed_delivery
-CAME_BACK = "celery_delayed_delivery"  # the exchange by which RabbitMQ brings back what it kept
-_DELAYED = re.compile(r"^(?:(?:[01]\.){28})+")
+_OF_A_COPY = re.compile(r"(.*:[0-9]+:[0-9]+)@[^@\s]+", re.DOTALL)
+_ON_REQUEST = "_redlock_"  # what names of ours on a request begin with
+# of a send that its message carries; the last one is SQS' own
+_PROPERTIES = ("app_id", "cluster_id", "correlation_id", "message_id", "timestamp", "type",
+               "user_id", "MessageGroupId")  # fmt: skip
 _DEATHS = ("x-death", "x-first-death-", "x-last-death-")  # headers; Source: RabbitMQ, "DLX"
 
 
@@ -72,13 +75,13 @@ class Slip:
     options: those of the call. deferrals: so far. since: of the first try, ISO 8601 in UTC.
     delay: s, the last one. retries: the message's own count when it was put back.
     id: the task that this belongs to. redelivered: the broker has delivered it again. twin: how
-    often it has waited since for its own first delivery. exchange: the message's own, for while
-    RabbitMQ keeps it back. waits_for: the resources whose lock it was refused; refused_by: the one
-    of them that was taken; refused_at: s since 1970; limit: by which it was asked. first: it is
-    entered on the nodes as the one of its task that waits for them. unique: of a deduplicated send,
-    what ends its window.
+    often it has waited since for its own first delivery. exchange, routing_key: those that the
+    message was sent to. queue: the one that this copy came through and goes back to. waits_for: the
+    resources whose lock it was refused; refused_by: the one of them that was taken; refused_at: s
+    since 1970; limit: by which it was asked. unique: of a deduplicated send, what ends its window.
     patient: it has no budget, and nothing is to be asked at each try, so that it may wait for a
     release for longer than its countdown. revoked: a worker was told so of this delivery.
+    reason: why no quorum voted; "" where the lock was taken.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -90,14 +93,16 @@ class Slip:
     redelivered: bool = False
     twin: int = 0
     exchange: str | None = None
+    routing_key: str = ""
+    queue: str | None = None
     waits_for: Sequence[str] = ()
     refused_by: str | None = None
     refused_at: float = 0.0
     limit: int = 1
-    first: bool = False
     unique: Mapping[str, Any] | None = None
     patient: bool = False
     revoked: bool = False
+    reason: str = ""
 
     @classmethod
     def of(cls, request: Any) -> Slip:
@@ -155,6 +160,8 @@ class Slip:
             redelivered=self.redelivered,
             twin=self.twin + 1,
             exchange=self.exchange,
+            routing_key=self.routing_key,
+            queue=self.queue,
             unique=self.unique,
             revoked=self.revoked,
         )
@@ -188,14 +195,15 @@ class Slip:
 
     def to_message(self) -> dict[str, Any]:
         """Return it as a mapping that any serializer takes."""
-        return {**asdict(self), "options": dict(self.options)}
+        return {**vars(self), "options": dict(self.options)}
 
 
 _KINDS: Mapping[str, Any] = {  # what its fields are; what is none counts as nothing
     "options": Mapping, "deferrals": int, "since": str, "delay": (int, float), "retries": int,
-    "id": str, "redelivered": bool, "twin": int, "exchange": str, "waits_for": (list, tuple),
-    "refused_by": str, "refused_at": (int, float), "limit": int, "first": bool, "unique": Mapping,
-    "patient": bool, "revoked": bool,
+    "id": str, "redelivered": bool, "twin": int, "exchange": str, "routing_key": str, "queue": str,
+    "waits_for": (list, tuple),
+    "refused_by": str, "refused_at": (int, float), "limit": int, "unique": Mapping,
+    "patient": bool, "revoked": bool, "reason": str,
 }  # fmt: skip
 _BLANK = Slip()
 
@@ -209,9 +217,22 @@ def _is_moment(text: object) -> bool:
 
 
 def name_of_run(task: Any, request: Any) -> str:
-    """Return the name of a run: a retry is another one, and so is what a task is replaced by."""
+    """Return the name of a run: a retry is another one, and so is what a task is replaced by.
+
+    And so is each copy of a message that an exchange may have given to several queues.
+    """
     nesting = request.replaced_task_nesting or 0
-    return f"{request.id}:{task.name}:{request.retries}:{nesting}"
+    name = f"{request.id}:{task.name}:{request.retries}:{nesting}"
+    if not (request.delivery_info or {}).get("exchange"):
+        return name  # of a message to one queue
+    queue = (request.get("properties") or {}).get(QUEUE)
+    return name if queue is None else f"{name}@{quote(queue, safe='')}"
+
+
+def name_of_all_copies(run: str) -> str:
+    """Return the name of a run without its queue, as a sender knows it."""
+    found = _OF_A_COPY.fullmatch(run)
+    return run if found is None else found[1]
 
 
 def expires_in(task: Any, request: Any) -> float:
@@ -228,84 +249,6 @@ def expires_in(task: Any, request: Any) -> float:
 def utc_now() -> datetime:
     """Return the wall clock's time in UTC."""
     return datetime.now(timezone.utc)
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a message was published to, before RabbitMQ may have kept it back.
-
-    exchange: its name; None where RabbitMQ kept the message back and nobody noted it.
-    """
-
-    exchange: str | None
-    routing_key: str
-
-    @classmethod
-    def of(cls, delivery: Mapping[str, Any] | None, slip: Slip = _BLANK) -> Address:
-        """Read it from a run's delivery info or from the options of a send."""
-        delivery = delivery or {}
-        exchange, key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
-        exchange = str(getattr(exchange, "name", exchange))
-        if exchange == CAME_BACK:
-            return cls(slip.exchange, _DELAYED.sub("", key))
-        return cls(exchange, str(key))
-
-    def reaches(self, queue: Queue) -> bool:
-        """Tell whether a message to here comes into a queue on a topic exchange."""
-        if self.exchange not in (None, queue.exchange.name):
-            return False
-        words = {"*": r"[^.]+\.", "#": r"(?:[^.]+\.)*"}
-        binding = (queue.routing_key or "").split(".")
-        pattern = "".join(words.get(word, re.escape(word) + r"\.") for word in binding)
-        return re.fullmatch(pattern, f"{self.routing_key}.") is not None
-
-
-def has_quorum_queues(app: Any) -> bool:
-    """Tell whether Celery lets the broker, a RabbitMQ, keep delayed messages."""
-    driver = driver_of(app)
-    return driver == "amqp" and bool(detect_quorum_queues(app, driver)[0])
-
-
-def driver_of(app: Any) -> str:
-    """Return the kind of broker in kombu's word: "amqp", "redis" and so on."""
-    return str(app.producer_pool.connections.connection.transport.driver_type)
-
-
-def is_kept_by_broker(app: Any, address: Address) -> bool:
-    """Tell whether RabbitMQ keeps a delayed message to here, and brings it back.
-
-    Source: celery.app.base.Celery.send_task, celery.worker.consumer.delayed_delivery: queues on
-    direct exchanges are left out; what fits no queue would be dropped in silence.
-    """
-    queues = app.amqp.queues.values()
-    return has_quorum_queues(app) and any(
-        queue.exchange.type != "direct" and address.reaches(queue) for queue in queues
-    )
-
-
-def bearable(app: Any, countdown: float, address: Address) -> float:
-    """Return a countdown, s, as the broker can keep it.
-
-    RabbitMQ's quorum queues keep delayed messages themselves, in whole seconds from 1 upwards.
-    """
-    if is_kept_by_broker(app, address):
-        return float(max(1, math.ceil(countdown)))
-    return countdown
-
-
-def destination(app: Any, address: Address) -> dict[str, Any]:
-    """Return the options of a send that make a message go to its own address again.
-
-    Without quorum queues the delivery info says it. With them Celery takes the exchange's type and
-    the routing key from a queue object, for which one stands here; it delays by no direct one.
-    """
-    if not has_quorum_queues(app):
-        return {}
-    kind = "topic" if is_kept_by_broker(app, address) else "direct"
-    exchange = CAME_BACK if address.exchange is None else address.exchange
-    key = address.routing_key
-    queue = Queue(key, Exchange(exchange, kind), routing_key=key)
-    return {"queue": queue, "exchange": exchange, "routing_key": key, "declare": []}
 
 
 def put_back(task: Any, request: Any, slip: Slip, countdown: float) -> None:
@@ -326,7 +269,7 @@ def _put_back_or_keep(task: Any, request: Any, slip: Slip, countdown: float) -> 
     except Exception as error:
         with contextlib.suppress(SoftTimeLimitExceeded):  # a limit on the body, which has not begun
             text = "cannot put back %s: %s; it stays with the broker"
-            told = fields("put_back_failed", task, request)
+            told = fields("republish_failed", task, request)
             logger.warning(text, request.id, error, extra=told)
             SystemClock().sleep(BEFORE_REQUEUE)
         raise Requeue(error, requeue=True) from error
@@ -351,7 +294,7 @@ def _put_back_at_last(task: Any, request: Any, slip: Slip, countdown: float) -> 
                         is_sent = True
                 except OperationalError as error:  # what kombu makes of all errors of connections
                     away = error
-                    told = fields("put_back_failed", task, request)
+                    told = fields("republish_failed", task, request)
                     logger.warning(
                         "cannot put back %s: %s; again soon", request.id, error, extra=told
                     )
@@ -362,7 +305,7 @@ def _put_back_at_last(task: Any, request: Any, slip: Slip, countdown: float) -> 
                         raise
                     anew = True
                     text = "cannot put back %s: %r; once more, over a new connection"
-                    told = fields("put_back_failed", task, request)
+                    told = fields("republish_failed", task, request)
                     logger.warning(text, request.id, error, extra=told)
     except Exception:
         raise
@@ -390,34 +333,111 @@ def without_soft_limit() -> Iterator[None]:
         signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
 
 
+def address_of(request: Any, slip: Slip) -> Address:
+    """Return where a run's message came from."""
+    queue = (request.get("properties") or {}).get(QUEUE)
+    return Address.of(request.delivery_info, slip.exchange, queue)
+
+
+def is_astray(request: Any, slip: Slip) -> bool:
+    """Tell whether RabbitMQ brought a copy of a deferral to another queue than it was meant for.
+
+    It goes by the topic, for whatever is bound to it; each queue that has a run of this message
+    puts its own copy back.
+    """
+    if (request.delivery_info or {}).get("exchange") != CAME_BACK or slip.queue is None:
+        return False
+    return bool((request.get("properties") or {}).get(QUEUE, slip.queue) != slip.queue)
+
+
 def _publish(task: Any, request: Any, slip: Slip, countdown: float, *, anew: bool = False) -> None:
-    address = Address.of(request.delivery_info, slip)
-    properties = request.get("properties") or {}
-    carried = {
-        name: value
-        for name, value in (request.headers or {}).items()
-        if not name.startswith(_DEATHS)
-    }
-    signature = task.signature_from_request(
-        request,
-        countdown=countdown,
-        retries=request.retries,
-        headers={**carried, HEADER: replace(slip, exchange=address.exchange).to_message()},
-        ignore_result=ignores_result(task, request),
-        argsrepr=request.get("argsrepr"),
-        kwargsrepr=request.get("kwargsrepr"),
-        compression=request.get("compression"),
-        delivery_mode=properties.get("delivery_mode"),
-        **own_serializer(properties),
-        **destination(task.app, address),
+    """Publish it past a user's `apply_async`, the task's routes and `task_always_eager`.
+
+    Those are for sends. Receivers of `before_task_publish` hear of it, as of a retry.
+    Source: celery.app.base: Celery.send_task makes and sends a message by the same two calls.
+    """
+    app, address = task.app, address_of(request, slip)
+    slip = replace(
+        slip, exchange=address.exchange, routing_key=address.routing_key, queue=address.queue
     )
-    # a request that looks called directly: else the publisher makes the task its own parent
-    task.push_request(called_directly=True)
-    try:
-        with confirming_producer(task.app, anew=anew) as producer:
-            signature.apply_async(add_to_parent=False, producer=producer)
-    finally:
-        task.pop_request()
+    args, kwargs = request.__dict__.get(ARGUMENTS) or (request.args, request.kwargs)
+    fields = _fields_of_message(task, request)
+    message = app.amqp.create_task_message(
+        request.id, task.name, args, kwargs, countdown=countdown, **fields
+    )
+    properties = request.get("properties") or {}
+    with confirming_producer(app, anew=anew) as producer:
+        app.amqp.send_task_message(
+            producer,
+            task.name,
+            message,
+            headers={**own_headers(request), HEADER: slip.to_message()},
+            compression=request.get("compression"),
+            delivery_mode=properties.get("delivery_mode"),
+            priority=(request.delivery_info or {}).get("priority"),
+            retry=True,  # else kombu raises errors of connections as the transport's own
+            **{"serializer": task.serializer, **own_serializer(properties)},
+            **own_properties(properties, app, producer),
+            **destination(app, address, countdown),
+        )
+
+
+def _fields_of_message(task: Any, request: Any) -> dict[str, Any]:
+    """Return what Celery writes into a message, beside its arguments, as it was in this one."""
+    hard, soft = request.timelimit or (None, None)
+    stamps = request.stamps or {}
+    stamped = [name for name in request.stamped_headers or () if name in stamps]
+    return {
+        **{name: stamps[name] for name in stamped},
+        "stamped_headers": stamped or request.stamped_headers,
+        "root_id": request.root_id,
+        "parent_id": request.parent_id,
+        "group_id": request.group,
+        "group_index": request.group_index,
+        "chord": request.chord,
+        "chain": request.chain,
+        "callbacks": request.callbacks,
+        "errbacks": request.errbacks,
+        "expires": request.expires,
+        "retries": request.retries,
+        "time_limit": hard,
+        "soft_time_limit": soft,
+        "reply_to": request.reply_to,
+        "origin": request.origin,
+        "shadow": request.shadow,
+        "replaced_task_nesting": request.replaced_task_nesting,
+        "ignore_result": ignores_result(task, request),
+        "argsrepr": request.get("argsrepr"),
+        "kwargsrepr": request.get("kwargsrepr"),
+        "create_sent_event": task.app.conf.task_send_sent_event,
+    }
+
+
+def own_headers(request: Any) -> dict[str, Any]:
+    """Return the headers of a user's own that a message came with.
+
+    Source: celery.app.task.Context takes a header called "headers" for all of them.
+    """
+    headers = request.headers or {}
+    if (request.get("properties") or {}).get(NESTED):
+        rest = {name: value for name, value in request.__dict__.items() if name != "headers"}
+        headers = {**(Context(rest).headers or {}), "headers": headers}
+    return {
+        name: value
+        for name, value in headers.items()
+        if not name.startswith((*_DEATHS, _ON_REQUEST))
+    }
+
+
+def own_properties(properties: Mapping[str, Any], app: Any, producer: Any) -> dict[str, Any]:
+    """Return what a send gave to its publisher and the message carries.
+
+    RabbitMQ refuses the name of a user that is not its connection's: that one is left out.
+    """
+    own = {name: properties[name] for name in _PROPERTIES if properties.get(name) is not None}
+    if driver_of(app) == "amqp" and own.get("user_id") != (producer.connection.userid or "guest"):
+        own.pop("user_id", None)
+    return own
 
 
 def own_serializer(properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -427,7 +447,7 @@ def own_serializer(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @task_received.connect(weak=False)
-def _note_on_message(request: Any = None, **_: Any) -> None:
+def note_on_message(request: Any = None, **_: Any) -> None:
     """Hand on to the run what only the main process knows: when it came, and its content type.
 
     Most brokers' properties leave that out.
@@ -440,6 +460,20 @@ def _note_on_message(request: Any = None, **_: Any) -> None:
     request.request_dict["properties"] = {**properties, **came}
 
 
+@task_prerun.connect(weak=False)
+def _keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: Any) -> None:
+    """Keep a run's arguments as they came, for a deferral.
+
+    Source: celery.app.trace hands the very same mapping to receivers, to `before_start` and to the
+    body, and the usual idiom is to take from it what is not the body's.
+    """
+    task.request.__dict__[ARGUMENTS] = tuple(args), dict(kwargs)
+
+
+# before every other receiver: it may change what it is given
+task_prerun.receivers.insert(0, task_prerun.receivers.pop())
+
+
 def received_at(request: Any) -> float | None:
     """Return the s since 1970 at which a run's message could have begun here; None: nobody knows.
 
@@ -447,24 +481,6 @@ def received_at(request: Any) -> float | None:
     """
     at = (request.get("properties") or {}).get(RECEIVED)
     return at if isinstance(at, float) else None
-
-
-class Lasting:
-    """A producer of messages that no broker drops, whenever they expire.
-
-    Source: celery.app.base: Celery.send_task gives what is left until `expires`, at least 0, as the
-    expiration; with 0 RabbitMQ keeps no message that it cannot deliver at once.
-    """
-
-    def __init__(self, producer: Any) -> None:
-        self._producer = producer
-
-    def publish(self, body: Any, *, expiration: object = None, **options: Any) -> Any:
-        """Publish a message, whatever its expiration."""
-        return self._producer.publish(body, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._producer, name)
 
 
 @contextlib.contextmanager
@@ -477,13 +493,14 @@ def confirming_producer(app: Any, *, anew: bool = False) -> Iterator[Any]:
     """
     confirms = driver_of(app) == "amqp"
     if not confirms and not anew:
-        yield None  # Celery's own
+        with app.producer_or_acquire() as producer:
+            yield producer
         return
     options = {"transport_options": {"confirm_publish": True}} if confirms else {}
     connection = app.connection_for_write(**options)
     if anew:
         with connection:
-            yield Lasting(Producer(connection))
+            yield Producer(connection)
         return
     with producers[connection].acquire(block=True) as producer:
-        yield Lasting(producer)
+        yield producer

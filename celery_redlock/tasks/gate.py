@@ -13,7 +13,9 @@ import inspect
 import logging
 import math
 import random
+import re
 import sys
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,38 +23,50 @@ from typing import Any, NoReturn
 
 from celery import states as celery_states
 from celery._state import get_current_worker_task
+from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from celery.signals import task_failure, task_postrun, task_received, task_revoked
+from celery.signals import (
+    task_failure,
+    task_postrun,
+    task_received,
+    task_rejected,
+    task_revoked,
+    task_unknown,
+)
 
-from celery_redlock.errors import LockLost, LockTaken, NotAcquired, RedlockError
-from celery_redlock.lock.keys import in_order, is_of_run
+from celery_redlock.errors import LockLost, LockTaken, NotAcquired, RedlockError, SettingsError
+from celery_redlock.lock.keys import done_key, in_order, is_of_run
+from celery_redlock.lock.nodes import read_text, request_of
 from celery_redlock.lock.redlock import Lock, give_back, loss_of
-from celery_redlock.lock.session import AlreadyDoneError, Mark, SupersededError, Terms
+from celery_redlock.lock.session import AlreadyDoneError, Mark, Session, SupersededError, Terms
 from celery_redlock.tasks import contention, runtime, signals, states
 from celery_redlock.tasks.children import was_ended
-from celery_redlock.tasks.contention import Contention, Past, Requeue, RunUnlocked, Skip
+from celery_redlock.tasks.contention import Contention, Defer, Past, RunUnlocked, Skip
 from celery_redlock.tasks.deferral import (
     CLOCKS_DIFFER,
     HEADER,
-    Address,
     Slip,
-    bearable,
+    address_of,
     expires_in,
+    is_astray,
+    name_of_all_copies,
     name_of_run,
     put_back,
     received_at,
     utc_now,
 )
+from celery_redlock.tasks.routes import bearable, has_way_back, queue_of
 from celery_redlock.tasks.runtime import redlock_of, settings_of
-from celery_redlock.tasks.settings import Plan, Rules, compile_others_plan, compile_plan
+from celery_redlock.tasks.settings import CELERYS, Plan, Rules, compile_others_plan, compile_plan
 from celery_redlock.tasks.uniqueness import Ticket
-from celery_redlock.tasks.waiting import enter, leave, marks_of, strike_out
 
 logger = logging.getLogger(__name__)
 
 PASSAGE = "_redlock_passage"  # the name on the request under which a run's passage hangs
 ENTRY = "_redlock_entry"  # the name on a class under which its entry of redlock_tasks stands
 GOES_ON = "_redlock_goes_on"  # the same of a run that has another one of this message behind it
+_OURS = "celery_redlock."
+_IS_A_MARK = re.compile(r"-?[0-9]{1,18}")
 _CALLS_BODIES = ("celery.map", "celery.starmap", "celery.chunks")
 
 Body = Callable[..., Any]
@@ -71,7 +85,7 @@ class Passage:
 
     def __init__(self, lock: Lock, *, late: bool) -> None:
         self.lock, self.late = lock, late
-        self.unlocked = False  # runs without a lock, as unreachable="run" says
+        self.unlocked = False  # runs without a lock, as on_unreachable="run" says
 
 
 def passage_of(request: Any) -> Passage | None:
@@ -83,29 +97,35 @@ def passage_of(request: Any) -> Passage | None:
 def gated(body: Any) -> Body:
     """Return a class's `run` or `__call__` with the gate around it.
 
-    body: the attribute as it stands in the class: a function or a staticmethod. No `__wrapped__`
-    is left, for `task_annotations` with "@run" unwraps it and would throw the gate away.
+    body: the attribute as it stands in the class: a function, or any other descriptor. No
+    `__wrapped__` is left, for `task_annotations` with "@run" unwraps it and would throw the gate
+    away.
     """
-    function = body.__func__ if isinstance(body, staticmethod) else body
-    is_static = isinstance(body, staticmethod)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = self.request
-        call = function if is_static else functools.partial(function, self)
-        if (
-            request.called_directly
-            or PASSAGE in request.__dict__
-            or self.name.startswith("celery.")
-        ):
+        call = bound_to(self, body)
+        if request.called_directly or PASSAGE in request.__dict__ or self.name.startswith(CELERYS):
             refuse_map(self, request)
             return call(*args, **kwargs)
-        return run_locked(self, request, call, args, kwargs)
+        try:
+            return run_locked(self, request, call, args, kwargs)
+        except BaseException as error:
+            cut_our_frames(error)
+            raise
 
-    functools.update_wrapper(run, function)
-    del run.__wrapped__  # type: ignore[attr-defined]
-    run.__signature__ = _without_self(function, is_static)  # type: ignore[attr-defined]
-    run.redlock_gate = run  # type: ignore[attr-defined]
+    functools.update_wrapper(run, body)
+    run.__dict__.pop("__wrapped__", None)
+    if type(body) in (types.FunctionType, staticmethod):
+        run.__signature__ = _with_self(body)  # type: ignore[attr-defined]
+    run.redlock_gate, run.redlock_body = run, body  # type: ignore[attr-defined]
     return run
+
+
+def bound_to(task: Any, attribute: Any) -> Any:
+    """Return what stands in a task's class, bound to the task as Python binds it."""
+    bind = getattr(type(attribute), "__get__", None)
+    return attribute if bind is None else bind(attribute, task, type(task))
 
 
 def noted(hook: Any) -> Body:
@@ -120,8 +140,7 @@ def noted(hook: Any) -> Body:
         passage = passage_of(self.request)
         if passage is not None:
             passage.stored = True
-        bound = hook.__get__(self, type(self)) if hasattr(hook, "__get__") else hook
-        return bound(*args, **kwargs)
+        return bound_to(self, hook)(*args, **kwargs)
 
     functools.update_wrapper(call, hook)
     call.redlock_gate = call  # type: ignore[attr-defined]
@@ -133,29 +152,69 @@ def is_gate(body: Any) -> bool:
     return getattr(body, "redlock_gate", None) is body
 
 
-def _without_self(function: Body, is_static: bool) -> inspect.Signature:
-    signature = inspect.signature(function, follow_wrapped=False)
+def signature_of(function: Body) -> inspect.Signature:
+    """Return what a function takes; of one that a decorator wraps, what the decorator takes.
+
+    A decorator that passes everything on takes what the function takes.
+    """
+    if type(function) is functools.partial and hasattr(function, "__wrapped__"):
+        # as asgiref binds what it wraps: inspect would give the first parameter, too
+        function = functools.partial(function.__wrapped__, *function.args, **function.keywords)
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # an object that has a __get__: inspect takes it for a builtin
+        return inspect.signature(function)
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
-        # a decorator that passes everything on; one that names its parameters may add some
         signature = inspect.signature(function)
-    if not is_static:
-        return signature
-    # a bound `run` loses its first parameter: give a static one something to lose
+    return signature
+
+
+def _with_self(body: Any) -> inspect.Signature:
+    """Return the signature of a class's function, which loses its first parameter when bound."""
+    if not isinstance(body, staticmethod):
+        return signature_of(body)
+    signature = signature_of(body.__func__)
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
-def body_signature(cls: type) -> inspect.Signature:
-    """Return the signature of a task's body, without self.
+def bodies_of(task: Any) -> list[Body]:
+    """Return a task's own `run` and `__call__`, as far as it has them, bound.
 
-    From the class: on the instance autoretry's wrapper may stand, which hides it.
+    By the class: on the instance autoretry's wrapper may stand, which hides them.
     """
-    gates = (inspect.getattr_static(cls, name) for name in ("run", "__call__"))
-    gate = next(g for g in gates if is_gate(g))
-    signature = inspect.signature(gate)
-    parameters = list(signature.parameters.values())
-    named = parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
-    return signature.replace(parameters=parameters[1:]) if named else signature
+    gates = (inspect.getattr_static(type(task), name) for name in ("run", "__call__"))
+    return [bound_to(task, gate.redlock_body) for gate in gates if is_gate(gate)]
+
+
+def is_async(function: Any) -> bool:
+    """Tell whether a function is an `async def`.
+
+    What wraps one is not, though inspect may say so: of that, only what it returns can tell.
+    """
+    while type(function) in (functools.partial, types.MethodType):
+        is_partial = type(function) is functools.partial
+        function = function.func if is_partial else function.__func__
+    flags = function.__code__.co_flags if type(function) is types.FunctionType else 0
+    return bool(flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
+
+
+def refuse_awaitable(task: Any, found: str) -> NoReturn:
+    """Raise SettingsError; found: what is to be awaited."""
+    hint = (
+        "whoever awaits it would do so without its lock, and Celery does not: take a `def` that "
+        "runs it to its end, as by asyncio.run or asgiref's async_to_sync, or lock_key=False"
+    )
+    raise SettingsError(f"task {task.name!r}", "run", found, hint)
+
+
+def check_ended(task: Any, result: Any) -> None:
+    """Raise SettingsError where a body has returned what is still to be run."""
+    if not (inspect.isawaitable(result) or inspect.isasyncgen(result)):
+        return
+    if isinstance(result, (types.CoroutineType, types.GeneratorType)):
+        result.close()  # else Python warns that nobody awaited it
+    refuse_awaitable(task, f"a {type(result).__name__} that it returned")
 
 
 def refuse_map(task: Any, request: Any) -> None:
@@ -170,6 +229,21 @@ def refuse_map(task: Any, request: Any) -> None:
         )
 
 
+def refuse_aio_pool(task: Any) -> None:
+    """Raise SettingsError in a worker of celery-aio-pool.
+
+    It calls bodies in another thread, and what it keeps of a run there it keeps for the next one
+    as well: after a late run its lock would stay, and the next run would take none.
+    """
+    if sys.modules["celery_aio_pool.pool"].AsyncIOPool.singleton is None:
+        return
+    hint = (
+        f"calls bodies apart from their runs, so that {task.name} cannot be locked: use prefork, "
+        "threads, gevent or solo, or lock_key=False"
+    )
+    raise SettingsError("worker", "pool", "celery_aio_pool", hint)
+
+
 def plan_of(task: Any) -> Plan:
     """Return what a task's declaration means; raises SettingsError each time while it is wrong."""
     cls = type(task)
@@ -177,13 +251,16 @@ def plan_of(task: Any) -> Plan:
     which = (task.name, id(task.app))  # a class may be two tasks, by names set on instances
     plan = plans.get(which)
     if plan is None:
-        settings, signature = settings_of(task.app), body_signature(cls)
+        settings, bodies = settings_of(task.app), bodies_of(task)
+        signature = signature_of(bodies[0])
         pattern = cls.__dict__.get(ENTRY)
         if pattern is None:
             attributes, others = _declared(task)
             plan = compile_plan(settings, task.name, attributes, signature, others)
         else:
             plan = compile_others_plan(settings, task.name, pattern, signature)
+        if plan.may_lock and any(map(is_async, bodies)):
+            refuse_awaitable(task, "async def")
         cls._redlock_plans = {**plans, which: plan}
     return plan
 
@@ -198,24 +275,6 @@ def _declared(task: Any) -> tuple[dict[str, Any], list[str]]:
         for name, value in found.items()
     }
     return attributes, others
-
-
-def queue_of(
-    app: Any, address: Address, known: dict[tuple[str | None, str], str] | None = None
-) -> str:
-    """Return the declared queue that a message came through, else its routing key.
-
-    known: queues found before, by exchange and routing key; for those that come with each run.
-    """
-    exchange, key = address.exchange, address.routing_key
-    if known and (found := known.get((exchange, key))) is not None:
-        return found
-    for name, queue in app.amqp.queues.items():
-        if queue.routing_key == key and exchange in (None, queue.exchange.name):
-            if known is not None:
-                known[exchange, key] = str(name)
-            return str(name)
-    return key
 
 
 def lock_of(
@@ -287,42 +346,55 @@ def _sent_once(task: Any, request: Any, slip: Slip, mark: Mark | None) -> Mark |
     return replace(mark, asks_since=asks_since, heeds_later=not slip.is_second)
 
 
-def waits_no_more(
-    task: Any, request: Any, slip: Slip, rules: Rules, resources: Sequence[str], *,
-    surely: bool = False,
-) -> None:  # fmt: skip
-    """Strike out a run that may be noted as the one that waits; surely: as for `leave`.
+def _heed_later_send(task: Any, request: Any, slip: Slip) -> None:
+    """Raise SupersededError where a later send has taken the place of a copy's message.
 
-    A second delivery does not carry that: the first one may have been noted, and died before it
-    was put back.
+    Its sender knows no queue, so the mark of that is not the one for which a copy's run asks with
+    its lock. Under the lock it is not too early: the later one marks before it asks for that.
     """
-    strike_out(task, request, slip, surely=surely)
-    if slip.is_second and asks_others(rules) and not slip.first:
-        leave(task, resources, name_of_run(task, request), surely=surely)
+    run = name_of_run(task, request)
+    own = name_of_all_copies(run)
+    if own == run or slip.is_second or request.retries:
+        return
+    if any(mark is not None and mark < 0 for mark in marks_of(redlock_of(task.app).session, own)):
+        raise SupersededError(own)
 
 
-def _begin(task: Any, request: Any, slip: Slip, rules: Rules, resources: Sequence[str]) -> None:
-    """Let a quorum know, before the body sees anything, that this run waits no more."""
-    waits_no_more(task, request, slip, rules, resources, surely=True)
+def _begin(task: Any, request: Any, slip: Slip) -> None:
+    """Do what a deduplicated send asks for between the grant and the body."""
+    if slip.unique is not None:
+        _heed_later_send(task, request, slip)
+        _start_window(task, request, slip)
+
+
+def _start_window(task: Any, request: Any, slip: Slip) -> None:
+    """End the window of a send that is to be good until the start of its body."""
     ticket = None if request.retries else Ticket.of(slip.unique)
     if ticket is not None:
         ticket.start(redlock_of(task.app))
 
 
+def _slip_of(task: Any, request: Any) -> Slip:
+    """Return what a message carries; raises Ignore for a copy that is meant for another queue."""
+    slip = Slip.of(request)
+    if is_astray(request, slip):
+        request.__dict__[GOES_ON] = True
+        text, told = "%s[%s] is for another queue", states.fields("copy_astray", task, request)
+        logger.debug(text, task.name, request.id, extra=told)
+        raise Ignore("for another queue")
+    return slip
+
+
 def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs: Any) -> Any:
     """Run a body under its lock, or put its message to what the rules say."""
-    plan, slip = plan_of(task), Slip.of(request)
+    plan, slip = plan_of(task), _slip_of(task, request)
     queue = (
-        task.own_queue(args, kwargs)
+        task._own_queue(args, kwargs)
         if request.is_eager
-        else queue_of(task.app, Address.of(request.delivery_info, slip), plan.queues)
+        else queue_of(task.app, address_of(request, slip), plan.queues)
     )
-    try:
-        rules = plan.rules(queue, slip.options)
-        resources = plan.resources(rules, task, args, kwargs, queue)
-    except Exception:
-        strike_out(task, request, slip)  # nobody is skipped for a run that fails
-        raise
+    rules = plan.rules(queue, slip.options)
+    resources = plan.resources(rules, task, args, kwargs, queue)
     late, over = is_late(task, request), ""
     if late:
         slip = slip.received(request.delivery_info)
@@ -331,6 +403,8 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
     if not resources:
         end_unrun(task, request, slip, over)
         return call(*args, **kwargs)
+    if "celery_aio_pool.pool" in sys.modules:
+        refuse_aio_pool(task)
     if slip.unique is not None:
         mark = _sent_once(task, request, slip, mark)
     lock = lock_of(task, rules, resources, label=label_of_run(task, request), mark=mark)
@@ -338,22 +412,21 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
     request.__dict__[PASSAGE] = passage  # before the grant leaves, so that postrun finds the lock
     try:
         _acquire(task, request, lock, may_be_twin=late and rules.wait > 0)
-        if slip.id is not None or slip.redelivered:
-            _begin(task, request, slip, rules, in_order(resources))
+        _begin(task, request, slip)
     except NotAcquired as refused:
         request.__dict__.pop(PASSAGE, None)
-        give_back(lock)  # where it was taken, and it cannot be known that others know
-        turn_away_unrun(task, request, rules, slip, refused, in_order(resources), over)
+        give_back(lock)  # where it was taken, and what comes before the body failed
+        turn_away_unrun(task, request, slip, refused, over)
         turn_away(task, request, rules, slip, refused, in_order(resources), args, kwargs)
-        request.__dict__[PASSAGE] = passage  # unreachable="run"
+        request.__dict__[PASSAGE] = passage  # on_unreachable="run"
         passage.unlocked = True
+        _start_window(task, request, slip)
     except (AlreadyDoneError, SupersededError) as known:
         let_go(request)
-        drop(task, request, slip, known)
+        drop(task, request, known)
     except BaseException as cut:
         let_go(request)
         _tell_nothing(task, request, slip, cut)
-        strike_out(task, request, slip)  # nobody is skipped for a run that fails
         raise
     end_unrun(task, request, slip, over)  # if so, nobody ran it; the lock goes, with its mark, then
     return _run_body(task, request, passage, rules, slip, call, args, kwargs)
@@ -427,15 +500,17 @@ def _run_held(
     """
     lock, began = passage.lock, utc_now().timestamp()
     report = functools.partial(states.show_lock_lost, task, request)
-    body = runtime.Body(lock, abort=rules.lost == "abort", report=report)
+    body = runtime.Body(lock, abort=rules.on_lost == "abort", report=report)
     try:
         try:
             result = body.run(call, args, kwargs)
+            if result is not None:
+                check_ended(task, result)
         except Exception:
             body.report_loss()
             raise
         body.report_loss()
-        if rules.lost == "abort":
+        if rules.on_lost == "abort":
             ensure_to_the_end(lock)
     except (Ignore, Reject, Retry):
         raise
@@ -455,6 +530,21 @@ def is_done_since(task: Any, request: Any, began: float) -> bool:
     return is_marked_since(task, request, began - CLOCKS_DIFFER) and states.is_over(task, request)
 
 
+def marks_of(session: Session, run: str) -> list[float | None]:
+    """Return what each node that answers within one node timeout has noted of a run's end.
+
+    s since 1970, below 0 where a later send has taken its place; None: nothing.
+    """
+    request = request_of("GET", done_key(session.setup.prefix, run))
+    return list(session.quorum.ask(request, _read_mark).values())
+
+
+def _read_mark(reply: Any) -> float | None:
+    """Return when a run ended; raises UnexpectedReplyError. A stranger's text is no mark."""
+    text = "" if reply is None else read_text(reply)
+    return int(text) / 1000 if _IS_A_MARK.fullmatch(text) else None
+
+
 def is_marked_since(task: Any, request: Any, since: float) -> bool:
     """Tell whether a node knows that a run was done after that, s since 1970."""
     marks = marks_of(redlock_of(task.app).session, name_of_run(task, request))
@@ -467,6 +557,31 @@ def ensure_to_the_end(lock: Lock) -> None:
         lock.ensure()
     except LockLost as lost:
         raise LockLost(lost.resource, lost.reason, True) from None
+
+
+_TO_A_BODY = frozenset(f.__code__ for f in (run_locked, _run_body, _run_held, runtime.Body.run))
+
+
+def cut_our_frames(error: BaseException) -> None:
+    """Leave of our frames the gate's alone; called there, with what comes out of it.
+
+    A body's own error shows its own frames then, and its chain. What ends a run without its body
+    shows nothing but that: Celery formats it twice for each deferral, which took half of its time.
+    What nobody has foreseen stays whole.
+    """
+    first = error.__traceback__
+    inner = None if first is None else first.tb_next
+    while inner is not None and inner.tb_frame.f_code in _TO_A_BODY:
+        inner = inner.tb_next
+    where = "" if inner is None else inner.tb_frame.f_globals.get("__name__") or "unnamed"
+    is_bodys = bool(where) and not where.startswith(_OURS)
+    if first is None or not (is_bodys or isinstance(error, (Ignore, Reject, RedlockError))):
+        return
+    first.tb_next = inner if is_bodys else None
+    if not is_bodys:
+        error.__context__ = None
+        if isinstance(error, (Ignore, Reject)):
+            error.__cause__ = None  # of an error, it is the user's own
 
 
 def let_go(request: Any, *, done: bool = False) -> None:
@@ -495,45 +610,33 @@ def turn_away(
     Raises Ignore (put back, or skipped), or the error that ends the run as FAILURE.
     """
     refused_at = utc_now().timestamp()
-    may_wait = isinstance(refused, LockTaken) or rules.unreachable == "requeue"
+    may_wait = isinstance(refused, LockTaken) or rules.on_unreachable == "defer"
     if may_wait and may_be_twin(task, request, slip, refused):
         await_first(task, request, slip, refused)
     past = slip.past(utc_now())
 
-    def ask(conflict: Callable[[Contention], object], taken: LockTaken) -> object:
+    def ask(on_conflict: Callable[[Contention], object], taken: LockTaken) -> object:
         told = (taken.resource, taken.holder, past.deferrals, past.waited, task)
-        return conflict(Contention(*told, tuple(args), dict(kwargs)))
-
-    def waiting(countdown: float) -> str:
-        if not goes_back(task, request):
-            return ""
-        left = expires_in(task, request)
-        return enter(task, resources, name_of_run(task, request), countdown, left)
+        return on_conflict(Contention(*told, tuple(args), dict(kwargs)))
 
     cap = settings_of(task.app).countdown_cap
-    try:
-        decision = contention.decide(rules, refused, past, ask, random.uniform, cap, waiting)
-    except BaseException:  # a callable's error, or cut, as by a soft time limit
-        leave(task, resources, name_of_run(task, request))  # nobody is skipped for a run that fails
-        raise
-    _make_way_to_done(task, request, rules, slip, resources)
-    if not (isinstance(decision, Requeue) and decision.first):
-        waits_no_more(task, request, slip, rules, resources)
+    decision = contention.decide(rules, refused, past, ask, random.uniform, cap)
+    _make_way_to_done(task, request, rules, slip, refused)
     if isinstance(decision, RunUnlocked):
         told = states.fields("run_unlocked", task, request, resource=refused.resource)
         logger.error("%s runs WITHOUT its lock: %s", task.name, refused, extra=told)
     elif isinstance(decision, Skip):
         skip(task, request, refused.resource, decision.reason)
-    elif isinstance(decision, Requeue) and goes_back(task, request):
+    elif isinstance(decision, Defer) and goes_back(task, request):
         following = slip.next(utc_now(), decision.delay, request.retries, request.id)
         is_taken = isinstance(refused, LockTaken)
         following = replace(
             following,
-            waits_for=tuple(resources) if is_taken else (),
+            waits_for=tuple(resources),
+            reason="" if is_taken else contention.why(refused),
             refused_by=refused.resource if is_taken else None,
             refused_at=refused_at,
             limit=rules.limit,
-            first=decision.first,
             patient=is_taken and is_patient(rules),
         )
         defer(task, request, following, past, refused, decision.countdown)
@@ -542,16 +645,19 @@ def turn_away(
 
 
 def _make_way_to_done(
-    task: Any, request: Any, rules: Rules, slip: Slip, resources: Sequence[str]
+    task: Any, request: Any, rules: Rules, slip: Slip, refused: NotAcquired
 ) -> None:
     """Let go of a message that another delivery of it has brought to its end since the refusal.
 
-    What this one would store, such as DEFERRED, would stay over that end.
+    What this one would store, such as DEFERRED, would stay over that end. Where an end is stored
+    and not marked yet, its hooks run, or its process died: this one looks again.
     """
-    since = slip.asks_since() if asks_others(rules) else None
+    since = slip.asks_since() if callable(rules.on_conflict) else None  # which takes its time
     if since is not None and is_marked_since(task, request, max(0.0, since)):
-        leave(task, resources, name_of_run(task, request))
         make_way(task, request)
+    stores = isinstance(refused, LockTaken) or rules.on_unreachable != "run"
+    if slip.is_second and stores and goes_back(task, request) and states.has_end(task, request):
+        await_first(task, request, slip, refused)
 
 
 def why_over(task: Any, request: Any, slip: Slip) -> str:
@@ -561,15 +667,7 @@ def why_over(task: Any, request: Any, slip: Slip) -> str:
     return "expired" if slip.may_run_elsewhere and expires_in(task, request) < 0 else ""
 
 
-def turn_away_unrun(
-    task: Any,
-    request: Any,
-    rules: Rules,
-    slip: Slip,
-    refused: NotAcquired,
-    resources: Sequence[str],
-    over: str,
-) -> None:
+def turn_away_unrun(task: Any, request: Any, slip: Slip, refused: NotAcquired, over: str) -> None:
     """End a message that is over, unless it runs already; where nobody can say, it waits.
 
     over: as of `why_over`. What has expired by now, in its slot, is not put back, either: another
@@ -580,36 +678,21 @@ def turn_away_unrun(
         return
     if may_be_twin(task, request, slip, refused):
         await_first(task, request, slip, refused)
-    waits_no_more(task, request, slip, rules, resources)  # also where the first one was to wait
     end_unrun(task, request, slip, over)
 
 
 def is_patient(rules: Rules) -> bool:
     """Tell whether a message may wait for a release alone: without a budget, and asked nothing."""
-    return rules.conflict == "requeue" and rules.max_wait is None and rules.max_deferrals is None
-
-
-def asks_others(rules: Rules) -> bool:
-    """Tell whether a callable or the nodes say what becomes of a message that was refused.
-
-    That takes its time, and the message may be noted as the one that waits.
-    """
-    return callable(rules.conflict) or rules.conflict == "coalesce"
+    return rules.on_conflict == "defer" and rules.max_wait is None and rules.max_deferrals is None
 
 
 def goes_back(task: Any, request: Any) -> bool:
     """Tell whether a message can be put back.
 
-    An eager run has none: it has waited up to `wait`, and gives up. On a fan-out exchange each
-    copy would go to every queue again, and one message would become many.
+    An eager run has none: it has waited up to `wait`, and gives up. And where a copy could only go
+    to every queue of its exchange again, one message would become many.
     """
-    if request.is_eager:
-        return False
-    address = Address.of(request.delivery_info, Slip.of(request))
-    queues = task.app.amqp.queues.values()
-    return not any(
-        q.exchange.type == "fanout" and q.exchange.name == address.exchange for q in queues
-    )
+    return not request.is_eager and has_way_back(task.app, address_of(request, Slip.of(request)))
 
 
 def is_twin(task: Any, request: Any, refused: NotAcquired) -> bool:
@@ -631,32 +714,27 @@ def await_first(task: Any, request: Any, slip: Slip, refused: Exception) -> NoRe
 
     refused: why it did not get its lock; a soft time limit, too. No state, event or signal tells
     of it: they would overwrite what the first one is at. For the same reason no budget ends it, nor
-    what `conflict` says. Nobody is skipped for it meanwhile: it may find the first one done.
+    what `on_conflict` says.
     """
     cap = settings_of(task.app).countdown_cap
     decision = contention.await_twin(refused, slip.twin, random.uniform, cap)
-    address = Address.of(request.delivery_info, slip)
-    countdown = bearable(task.app, decision.countdown, address)
-    why = (
-        "runs already, by another delivery of its message"
-        if isinstance(refused, LockTaken)
-        else (f"may run already, by another delivery of its message ({refused!r})")
-    )
-    told = states.fields("twin_waits", task, request, countdown=countdown)
+    countdown = bearable(task.app, decision.countdown, address_of(request, slip))
+    by = "by another delivery of its message"
+    why = f"may run already, {by} ({refused!r})"
+    if isinstance(refused, LockTaken):
+        runs = is_twin(task, request, refused)
+        why = f"runs already, {by}" if runs else f"is at its end already, {by}"
+    told = states.fields("redelivery_waits", task, request, countdown=countdown)
     text = "%s[%s] %s: this one looks again in %.2f s"
     logger.info(text, task.name, request.id, why, countdown, extra=told)
-    strike_out(task, request, slip)
     put_back(task, request, slip.next_as_twin(request.retries, request.id), countdown)
     request.__dict__[GOES_ON] = True
     raise Ignore("runs already")
 
 
-def drop(
-    task: Any, request: Any, slip: Slip, known: AlreadyDoneError | SupersededError
-) -> NoReturn:
+def drop(task: Any, request: Any, known: AlreadyDoneError | SupersededError) -> NoReturn:
     """Let go of a message that is not to run: it has run already, or another one runs instead."""
     if isinstance(known, SupersededError):
-        strike_out(task, request, slip)
         skip(task, request, str(known), "a later send of the same took its place")
     make_way(task, request)
 
@@ -664,7 +742,7 @@ def drop(
 def make_way(task: Any, request: Any) -> NoReturn:
     """Let go of a message that another delivery of it has brought to its end; that state stays."""
     request.__dict__[GOES_ON] = True
-    told = states.fields("twin_dropped", task, request)
+    told = states.fields("redelivery_discarded", task, request)
     text = "dropped %s[%s]: another delivery of its message is done"
     logger.info(text, task.name, request.id, extra=told)
     raise Ignore("done already")
@@ -677,9 +755,10 @@ def end_unrun(task: Any, request: Any, slip: Slip, over: str) -> None:
     """
     if not over:
         return
-    told = states.fields("run_over", task, request, reason=over)
+    if slip.is_second and states.has_end(task, request):
+        make_way(task, request)
+    told = states.fields("run_cancelled", task, request, reason=over)
     logger.info("%s[%s] is not run: %s", task.name, request.id, over, extra=told)
-    strike_out(task, request, slip)  # before anybody reads REVOKED and sends another
     states.show_revoked(task, request, over)
     raise Ignore(over)
 
@@ -689,7 +768,7 @@ def skip(task: Any, request: Any, resource: str, reason: str) -> NoReturn:
     told = states.fields("run_skipped", task, request, resource=resource, reason=reason)
     logger.info("skipped %s[%s]: %s", task.name, request.id, reason, extra=told)
     states.show_skipped(task, request, resource, reason)
-    signals.lock_skipped.send(task, event=signals.LockSkipped(resource, reason))
+    signals.lock_skipped.send(task, event=signals.LockSkippedEvent(resource, reason))
     raise Ignore(reason)
 
 
@@ -701,7 +780,7 @@ def defer(
     following: the slip that it goes with. countdown: s.
     """
     now = utc_now()
-    countdown = bearable(task.app, countdown, Address.of(request.delivery_info, following))
+    countdown = bearable(task.app, countdown, address_of(request, following))
     holder = refused.holder if isinstance(refused, LockTaken) else ""
     info = {
         "resource": refused.resource,
@@ -710,20 +789,16 @@ def defer(
         "waited": past.waited,
         "next_try": states.in_iso(now, countdown),
     }
-    why = f"held by {holder}" if holder else str(contention.told(refused, past))
+    why = contention.why(refused)
     told = states.fields("run_deferred", task, request, **info)
-    text = "deferred %s[%s] for %.2f s: %s"
-    logger.info(text, task.name, request.id, countdown, why, extra=told)
-    try:
-        states.show_deferred(task, request, info, why)
-        put_back(task, request, following, countdown)
-    except Reject:  # it stays with the broker, and comes back
-        raise
-    except BaseException:
-        strike_out(task, request, following)
-        raise
+    text = "Task %s[%s] deferred for %.2f s: lock %r %s %s"
+    verb = "is" if isinstance(refused, LockTaken) else "has"
+    names = task.name, request.id, countdown, refused.resource
+    logger.info(text, *names, verb, why, extra=told)
+    states.show_deferred(task, request, info, why)
+    put_back(task, request, following, countdown)
     request.__dict__[GOES_ON] = True
-    event = signals.LockDeferred(
+    event = signals.LockDeferredEvent(
         refused.resource, holder, following.deferrals, past.waited, countdown
     )
     signals.lock_deferred.send(task, event=event)
@@ -812,6 +887,19 @@ def _end_window_of_revoked(sender: Any = None, request: Any = None, **_: Any) ->
     """End the window of what is revoked or expired, in the worker's main process."""
     if HEADER in request.__dict__:
         end_window(sender.app, request)
+
+
+@task_unknown.connect(weak=False)
+@task_rejected.connect(weak=False)
+def _end_window_of_unread(sender: Any = None, message: Any = None, **_: Any) -> None:
+    """End the window of a message that no run comes of: its task is unknown, or its text wrong.
+
+    Source: celery.worker.consumer: Consumer.on_unknown_task, on_invalid_task, on_unknown_message
+    have rejected it by then, each without requeue. sender: the consumer.
+    """
+    headers = message.headers
+    if isinstance(headers, Mapping) and HEADER in headers:
+        end_window(sender.app, Context(headers))
 
 
 _received: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()

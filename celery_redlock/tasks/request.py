@@ -10,7 +10,6 @@ waits for its pool, it lets go of the message, and stores no state.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +18,9 @@ from billiard.exceptions import TimeLimitExceeded
 from celery.utils.functional import noop
 from celery.worker import state
 
-from celery_redlock.errors import RedlockError
 from celery_redlock.tasks.children import tell_end
-from celery_redlock.tasks.deferral import HEADER, Slip, name_of_run
-from celery_redlock.tasks.waiting import strike_out
-
-logger = logging.getLogger(__name__)
+from celery_redlock.tasks.deferral import HEADER, NESTED, Slip, is_astray, name_of_run
+from celery_redlock.tasks.routes import CAME_BACK, QUEUE
 
 
 class Request(celery.worker.request.Request):
@@ -36,6 +32,30 @@ class Request(celery.worker.request.Request):
     is_handed_back = False
     is_revoked = False  # which is for the gate to act on
 
+    def __init__(self, message: Any, **options: Any) -> None:
+        """Note what only this process sees of a delivery, and where its message was sent to."""
+        super().__init__(message, **options)
+        carried, where = self._request_dict, message.delivery_info or {}
+        noted = {QUEUE: where[QUEUE]} if QUEUE in where else {}
+        if "headers" in carried and not options.get("decoded"):
+            noted[NESTED] = True
+        if noted:
+            carried["properties"] = {**carried["properties"], **noted}
+        if HEADER in carried:
+            self._restore_address()
+
+    def _restore_address(self) -> None:
+        """Let the run see the exchange and routing key that its message was sent to."""
+        slip, where = Slip.of(self._context), self.delivery_info
+        went_home = not where["exchange"] and where["routing_key"] == slip.queue
+        if slip.exchange and slip.queue and went_home:
+            where.update(exchange=slip.exchange, routing_key=slip.routing_key)
+
+    @property
+    def is_astray(self) -> bool:
+        """Whether it is for another queue; nobody is told anything of it then."""
+        return self.delivery_info["exchange"] == CAME_BACK and is_astray(self._context, self.slip)
+
     @property
     def slip(self) -> Slip:
         """What the message carries of ours, with what the broker says of this delivery."""
@@ -46,7 +66,7 @@ class Request(celery.worker.request.Request):
 
         Source: celery.worker.request: Request.revoked asks, and writes REVOKED.
         """
-        if self.task.acks_late and self.slip.may_run_elsewhere:
+        if self.is_astray or (self.task.acks_late and self.slip.may_run_elsewhere):
             return False
         return bool(super().maybe_expire())
 
@@ -55,7 +75,7 @@ class Request(celery.worker.request.Request):
 
         Source: celery.worker.strategy and celery.worker.request: Request.execute_using_pool ask.
         """
-        return bool(super().revoked()) and not self.is_revoked
+        return not self.is_astray and bool(super().revoked()) and not self.is_revoked
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         """Write REVOKED; of what may run elsewhere the gate does, unless that runs or is done.
@@ -64,24 +84,10 @@ class Request(celery.worker.request.Request):
         """
         slip = self.slip
         if terminated or expired or not (self.task.acks_late and slip.may_run_elsewhere):
-            self._wait_no_more(slip)
             super()._announce_revoked(reason, terminated, signum, expired)
             return
         self.is_revoked = True
         self.request_dict[HEADER] = replace(slip, revoked=True).to_message()
-
-    def _wait_no_more(self, slip: Slip) -> None:
-        """Strike it out as the one that waits, before anybody reads REVOKED and sends another."""
-        try:
-            strike_out(self.task, self._context, slip, surely=True)
-        except RedlockError as error:
-            logger.warning(
-                "%s[%s] may be waited for though it is over: %s",
-                self.name,
-                self.id,
-                error,
-                extra={"event": "still_noted", "task": self.name, "task_id": self.id},
-            )
 
     def reject(self, requeue: bool = False) -> None:
         """Hand the message back, or let go of it."""
@@ -125,8 +131,8 @@ class Request(celery.worker.request.Request):
     def cancel(self, pool: Any, signal: Any = None, **how: Any) -> None:
         """Cut the run for a shutdown or a lost connection; a late message stays with the broker.
 
-        Source: celery.concurrency.gevent and eventlet report a killed greenlet as one that has
-        returned, which acknowledges its message.
+        Source: celery.concurrency.gevent reports a killed greenlet as one that has returned, which
+        acknowledges its message.
         """
         if not pool.is_green:
             super().cancel(pool, signal, **how)

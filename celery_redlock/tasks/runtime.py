@@ -13,13 +13,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
+import click
 from celery.exceptions import SoftTimeLimitExceeded
+from celery.signals import worker_init, worker_process_init
 
 from celery_redlock.errors import LockLost
-from celery_redlock.lock.clock import Alarm, calls_of, start_thread
+from celery_redlock.lock.clock import Alarm, start_thread
 from celery_redlock.lock.redlock import Lock, Redlock, loss_of
 from celery_redlock.tasks.settings import AppSettings, read_app
 
@@ -34,7 +36,8 @@ GIVES_BACK = frozenset(("__exit__", "_end", "hand_over", "let_go", "release"))
 
 _settings: weakref.WeakKeyDictionary[Any, AppSettings] = weakref.WeakKeyDictionary()
 _redlocks: weakref.WeakKeyDictionary[Any, Redlock] = weakref.WeakKeyDictionary()
-_making = threading.Lock()
+_making = threading.RLock()  # a finalizer, or a signal handler, may come in between
+_is_worker = False
 _bodies: dict[int, Body] = {}  # that run in this process, by id
 
 
@@ -58,7 +61,7 @@ def redlock_of(app: Any) -> Redlock:
         with _making:
             redlock = _redlocks.get(app)
             if redlock is None:
-                redlock = _redlocks[app] = Redlock(
+                made = Redlock(
                     settings.nodes,
                     prefix=settings.prefix,
                     node_timeout=settings.node_timeout,
@@ -66,7 +69,36 @@ def redlock_of(app: Any) -> Redlock:
                     max_ttl=settings.max_ttl,
                     restart_guard=settings.restart_guard,
                 )
+                made.session.tells_of_new_nodes = not _is_worker
+                made.session.warns = False  # nobody but the app could close it
+                redlock = _redlocks.setdefault(app, made)  # one that came in between was first
     return redlock
+
+
+@worker_init.connect(weak=False)
+@worker_process_init.connect(weak=False)
+def _note_worker(**_: Any) -> None:
+    """Have this process say nothing of each new node: a worker says so of all of them at once."""
+    global _is_worker
+    _is_worker = True
+
+
+def name_of(app: Any) -> str:
+    """Return what `celery -A` takes for an app; "" where that is not known.
+
+    As the command line of this process says it, else the module in which the app stands.
+    Source: celery.bin.celery keeps the option as it was written, or the app where that was given.
+    """
+    context = click.get_current_context(silent=True)
+    written = None if context is None else context.find_root().params.get("app")
+    if isinstance(written, str):
+        return written
+    for module, found in list(sys.modules.items()):
+        if module != "__main__":
+            for name, value in list(vars(found).items()) if isinstance(found, ModuleType) else ():
+                if value is app:
+                    return f"{module}:{name}"
+    return ""
 
 
 def forget(app: Any) -> None:
@@ -266,10 +298,6 @@ def here() -> Place:
         gevent = sys.modules["gevent"]
         call = gevent.get_hub().loop.run_callback_threadsafe
         return Greenlet(gevent.getcurrent(), call, gevent.spawn)
-    patcher = sys.modules.get("eventlet.patcher")
-    if patcher is not None and patcher.is_monkey_patched("thread"):
-        eventlet = sys.modules["eventlet"]
-        return Greenlet(eventlet.getcurrent(), calls_of(eventlet.hubs.get_hub()), eventlet.spawn_n)
     is_main = threading.get_ident() == threading.main_thread().ident
     return _main_thread if is_main and _main_thread.is_ready() else _any_thread
 

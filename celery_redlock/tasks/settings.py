@@ -7,6 +7,7 @@ Nothing here does I/O.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import decimal
 import difflib
@@ -15,6 +16,7 @@ import fnmatch
 import functools
 import hashlib
 import inspect
+import json
 import re
 import string
 import uuid
@@ -23,9 +25,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from celery_redlock.errors import SettingsError
+from celery_redlock.errors import ArgumentsError, SettingsError
 from celery_redlock.lock.backoff import Backoff
-from celery_redlock.lock.keys import in_order
+from celery_redlock.lock.keys import encoded, in_order
 from celery_redlock.lock.redlock import (
     check_drift,
     check_guard,
@@ -37,8 +39,10 @@ from celery_redlock.lock.redlock import (
     check_ttl,
     check_wait,
 )
+from celery_redlock.lock.session import ROUNDS_IN_TTL
 
 DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # s
+DEFAULT_PREFIX = "redlock"
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - what an exporter is for; the setting may name a host
 LONGEST_MARK = 600.0  # s, where `redlock_done_ttl` does not say it: each mark takes memory
 VISIBILITY = 3600.0  # s: kombu's own, where `visibility_timeout` is not set
@@ -55,15 +59,18 @@ class Place:
     def __str__(self) -> str:
         return self.level if self.level == "built-in" else f"{self.level}: {self.name}"
 
-    def wrong(self, value: object, way_out: str) -> SettingsError:
+    def wrong(self, value: object, hint: str) -> SettingsError:
         """Return the error for a value that stands here."""
         shown = "..." if "://" in repr(value) else repr(value)  # a URL may hold a password
-        return SettingsError(self.level, self.name, shown, way_out)
+        return SettingsError(self.level, self.name, shown, hint)
 
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What holds for a whole app. Times in s. metrics: host and port where a worker serves them."""
+    """What holds for a whole app. Times in s. metrics: host and port where a worker serves them.
+
+    nodes_from: the setting that the nodes come from, as "broker_url".
+    """
 
     nodes: tuple[Any, ...] = field(repr=False)  # URLs may hold passwords
     prefix: str
@@ -77,6 +84,12 @@ class AppSettings:
     tasks: Mapping[str, Mapping[str, Any]]
     countdown_cap: float
     metrics: tuple[str, int] | None = None
+    nodes_from: str = "redlock_nodes"
+
+    @property
+    def built_in_ttl(self) -> float:
+        """The ttl where nobody sets one."""
+        return min(DEFAULT_TTL, self.max_ttl)
 
     def for_queue(self, queue: str) -> Mapping[str, Any]:
         """Return the options of a queue: an exact name goes before globs, those in their order."""
@@ -104,26 +117,27 @@ class Rules:
     """The options in force for one run; times in s. The README's table says what each means."""
 
     key: Any
+    args: tuple[str, ...] | None
     ttl: float
     renew: bool
     max_hold: float | None
     wait: float
-    conflict: Any
+    on_conflict: Any
     backoff: Backoff
     max_wait: float | None
     max_deferrals: int | None
-    give_up: str
-    lost: str
-    unreachable: str
+    on_give_up: str
+    on_lost: str
+    on_unreachable: str
     limit: int
     fencing: bool
     unique_for: float | None
     unique_until: str
-    duplicate: str
+    on_duplicate: str
 
 
 @dataclass(frozen=True)
-class Rule:
+class OptionValue:
     """One option in force: its value, and where that stands."""
 
     name: str
@@ -132,28 +146,30 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class TaskRules:
+class EffectiveOptions:
     """The options in force for a task in a queue, for people; as text a table."""
 
     task: str
     queue: str
-    rules: tuple[Rule, ...]
+    options: tuple[OptionValue, ...]
 
-    def __getitem__(self, name: str) -> Rule:
-        """Return the rule of one option."""
-        return next(rule for rule in self.rules if rule.name == name)
+    def __getitem__(self, name: str) -> OptionValue:
+        """Return one option."""
+        return next(option for option in self.options if option.name == name)
 
     def __str__(self) -> str:
-        rows = [(rule.name, _shown(rule), str(rule.place)) for rule in self.rules]
+        shown = {option.name: _shown(option.value) for option in self.options}
+        if self["key"].value is None and self["args"].value is None:
+            shown["key"] = "all arguments"
+        rows = [(option.name, shown[option.name], str(option.place)) for option in self.options]
         wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{a:<{wide[0]}}  {b:<{wide[1]}}  {c}" for a, b, c in rows]
         return "\n".join([f"{self.task} in queue {self.queue}", *lines])
 
 
-def _shown(rule: Rule) -> str:
-    if rule.name == "key" and rule.value is None:
-        return "all arguments"
-    value = rule.value
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return repr(list(value))  # as people write it
     return str(getattr(value, "__qualname__", value)) if callable(value) else repr(value)
 
 
@@ -218,63 +234,71 @@ def _key(place: Place, value: Any, app: AppSettings) -> Any:
         return value
     entries = [value] if isinstance(value, str) else value
     if not isinstance(entries, (list, tuple)) or not entries:
-        raise place.wrong(
-            value, "must be a template, a list of templates or of names, a callable or False"
-        )
+        raise place.wrong(value, "must be a template, a list of templates, a callable or False")
     if not all(isinstance(entry, str) and entry for entry in entries):
-        raise place.wrong(value, "a list holds texts only, none of them empty")
+        raise place.wrong(value, "a list holds templates only, none of them empty")
+    return entries[0] if len(entries) == 1 else tuple(entries)
+
+
+def _args(place: Place, value: Any, app: AppSettings) -> tuple[str, ...] | None:
+    if value is None:
+        return None
     if isinstance(value, str):
-        return value
-    templates = ["{" in entry for entry in entries]
-    if any(templates) and not all(templates):
-        way_out = "a list holds either argument names or templates with {braces}, not both"
-        raise place.wrong(value, way_out)
-    return entries[0] if templates == [True] else tuple(entries)
+        raise place.wrong(value, f"must be a list of argument names: write [{value!r}]")
+    if not isinstance(value, (list, tuple)):
+        raise place.wrong(value, 'must be a list of argument names, as ["sku"], or None')
+    if not all(isinstance(name, str) and name for name in value):
+        raise place.wrong(value, "a list holds argument names only, none of them empty")
+    if any("{" in name for name in value):
+        raise place.wrong(value, "takes names without braces; templates stand in the option key")
+    return tuple(dict.fromkeys(value))
 
 
 def templates_of(key: Any) -> tuple[str, ...]:
     """Return the templates of a key, one for each resource; none where it is something else."""
     if isinstance(key, str):
         return (key,)
-    return key if isinstance(key, tuple) and "{" in key[0] else ()
+    return key if isinstance(key, tuple) else ()
 
 
 OPTIONS: Mapping[str, Check] = {
     "key": _key,
+    "args": _args,
     "ttl": _ttl,
     "renew": _bool,
     "max_hold": _seconds_or_none,
     "wait": _wait,
-    "conflict": _one_of("requeue", "skip", "fail", "coalesce", callables=True),
+    "on_conflict": _one_of("defer", "skip", "fail", callables=True),
     "backoff": _backoff,
     "max_wait": _seconds_or_none,
     "max_deferrals": _count_or_none,
-    "give_up": _one_of("fail", "skip"),
-    "lost": _one_of("abort", "warn"),
-    "unreachable": _one_of("requeue", "fail", "run"),
+    "on_give_up": _one_of("fail", "skip"),
+    "on_lost": _one_of("abort", "warn"),
+    "on_unreachable": _one_of("defer", "fail", "run"),
     "limit": _limit,
     "fencing": _bool,
     "unique_for": _seconds_or_none,
-    "unique_until": _one_of("start", "done", "window"),
-    "duplicate": _one_of("existing", "fail", "replace"),
+    "unique_until": _one_of("started", "finished", "expired"),
+    "on_duplicate": _one_of("existing", "fail", "replace"),
 }
 BUILT_IN: Mapping[str, Any] = {
     "key": None,
+    "args": None,
     "renew": True,
     "max_hold": None,
     "wait": 0.0,
-    "conflict": "requeue",
+    "on_conflict": "defer",
     "backoff": Backoff(),
     "max_wait": None,
     "max_deferrals": None,
-    "give_up": "fail",
-    "lost": "abort",
-    "unreachable": "requeue",
+    "on_give_up": "fail",
+    "on_lost": "abort",
+    "on_unreachable": "defer",
     "limit": 1,
     "fencing": False,
     "unique_for": None,
-    "unique_until": "done",
-    "duplicate": "existing",
+    "unique_until": "finished",
+    "on_duplicate": "existing",
 }
 APP_ONLY = (
     "nodes",
@@ -294,6 +318,8 @@ ELSEWHERE = {
     **dict.fromkeys(("blocking_timeout", "acquire_timeout"), "wait"),
 }
 TEMPLATE_NAMES = ("task", "queue", "digest")  # beside the arguments, whose names win
+WHAT = ("key", "args")  # two ways to say what is locked: a level that names one decides both
+ANY_ARGUMENTS = "any-arguments"  # instead of a digest, where no argument makes the key
 
 
 def checked(
@@ -311,6 +337,27 @@ def checked(
         if travels and callable(value):
             raise place(name).wrong(value, "callables stand at task and app level only")
         result[name] = OPTIONS[name](place(name), value, app)
+    if result.get("key") is not None and result.get("args") is not None:
+        hint = (
+            f"{place('key').name} is set at the same level, and one of them says what is locked: "
+            "leave one out, or set the one that is inherited to None"
+        )
+        raise place("args").wrong(options["args"], hint)
+    return result
+
+
+def says_what(options: Mapping[str, Any]) -> bool:
+    """Tell whether a level says what is locked, so that it decides both `key` and `args`."""
+    return any(name in options for name in WHAT)
+
+
+def merged(*levels: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of several levels as one; the nearest level is the last one."""
+    result: dict[str, Any] = {}
+    for options in levels:
+        if says_what(options):
+            result.update(dict.fromkeys(WHAT))
+        result.update(options)
     return result
 
 
@@ -319,8 +366,8 @@ def check_outside(options: Mapping[str, Any]) -> None:
     for written, value in options.items():
         name = written.removeprefix("lock_")
         if name != written and name in OPTIONS:
-            way_out = f'stands in one with the others of a call: lock={{"{name}": ...}}'
-            raise SettingsError("call", written, repr(value), way_out)
+            hint = f'stands in one with the others of a call: lock={{"{name}": ...}}'
+            raise SettingsError("call", written, repr(value), hint)
 
 
 def check_together(level: str, options: Mapping[str, Any]) -> None:
@@ -328,9 +375,25 @@ def check_together(level: str, options: Mapping[str, Any]) -> None:
 
     options: merged so far, each checked; what is missing is as built in.
     """
-    merged = {**BUILT_IN, **options}
-    limit, fencing = merged["limit"], merged["fencing"]
-    check_permits(level, limit=limit, fencing=fencing, resources=templates_of(merged["key"]))
+    whole = {**BUILT_IN, **options}
+    limit, fencing = whole["limit"], whole["fencing"]
+    check_permits(level, limit=limit, fencing=fencing, resources=templates_of(whole["key"]))
+
+
+def check_built_in(app: AppSettings, options: Mapping[str, Any]) -> None:
+    """Raise SettingsError where the built-in ttl holds, and leaves no time to renew it.
+
+    options: those in force; a ttl that somebody set was checked where it stands.
+    """
+    least = ROUNDS_IN_TTL * app.node_timeout
+    if options.get("key") is False or options["ttl"] >= least:
+        return
+    longer = " and redlock_max_ttl" if least > app.max_ttl else ""
+    hint = (
+        f"must be at least {ROUNDS_IN_TTL} x redlock_node_timeout = {least:g} s: set redlock_ttl"
+        f"{longer}, or lower redlock_node_timeout={app.node_timeout:g}"
+    )
+    raise Place("built-in", "ttl").wrong(options["ttl"], hint)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -366,7 +429,7 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
     done_ttl = _done_ttl(conf, level, value("done_ttl", None))
     bare = AppSettings(
         nodes=tuple(nodes),
-        prefix=check_prefix(level, "redlock_prefix", value("prefix", "redlock")),
+        prefix=check_prefix(level, "redlock_prefix", value("prefix", DEFAULT_PREFIX)),
         node_timeout=timeout,
         clock_drift=check_drift(level, "redlock_clock_drift", value("clock_drift", 0.01)),
         max_ttl=check_seconds(level, "redlock_max_ttl", value("max_ttl", DEFAULT_MAX_TTL)),
@@ -378,13 +441,14 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
         # so that a copy which waits looks again while it is known that another one is done
         countdown_cap=min(_visibility(conf) / 4, done_ttl / 2),
         metrics=_metrics(level, value("metrics", None)),
+        nodes_from=nodes_from,
     )
     queues = _by_pattern("queue", value("queues", None) or {}, bare, travels=True)
     tasks = _by_pattern("task", value("tasks", None) or {}, bare, travels=False)
     for pattern in tasks:
         if pattern.startswith(CELERYS):
-            way_out = "Celery's own tasks are never locked: name tasks of your own or of others"
-            raise tasks_place(pattern).wrong(tasks[pattern], way_out)
+            hint = "Celery's own tasks are never locked: name tasks of your own or of others"
+            raise tasks_place(pattern).wrong(tasks[pattern], hint)
     return replace(bare, options=_app_options(conf, bare), queues=queues, tasks=tasks)
 
 
@@ -399,8 +463,8 @@ def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> 
         if name.startswith("redlock_") and name not in known:
             is_upper = str(written).isupper()
             as_written = [start + (one.upper() if is_upper else one) for one in known]
-            way_out = f"is not a setting{did_you_mean(written, as_written)}"
-            raise Place("app", str(written)).wrong(conf[written], way_out)
+            hint = f"is not a setting{did_you_mean(written, as_written)}"
+            raise Place("app", str(written)).wrong(conf[written], hint)
 
 
 def _app_options(conf: Mapping[str, Any], app: AppSettings) -> Mapping[str, Any]:
@@ -420,14 +484,15 @@ def _by_pattern(
     result = {}
     for pattern, options in given.items():
         if not isinstance(pattern, str) or not isinstance(options, Mapping):
-            way_out = f"must map a {kind}'s name or glob to its options"
-            raise whole.wrong({pattern: options}, way_out)
-        place = _place_by_pattern(kind, pattern)
+            hint = f"must map a {kind}'s name or glob to its options"
+            raise whole.wrong({pattern: options}, hint)
+        place = place_by_pattern(kind, pattern)
         result[pattern] = checked(options, app, place, travels=travels)
     return result
 
 
-def _place_by_pattern(kind: str, pattern: str) -> Callable[[str], Place]:
+def place_by_pattern(kind: str, pattern: str) -> Callable[[str], Place]:
+    """Return where options of a queue's or task's name or glob stand. kind: "queue" or "task"."""
     return lambda name: Place(f"{kind} {pattern!r}", f"redlock_{kind}s[{pattern!r}][{name!r}]")
 
 
@@ -440,20 +505,23 @@ def _nodes(conf: Mapping[str, Any], given: Any) -> tuple[Any, str]:
     """Return the nodes to use and the name of the setting that they come from."""
     if given is not None:
         return given, "redlock_nodes"
+    of_broker = one_redis(_url(conf, "broker_url"))
     for name in ("broker_write_url", "broker_url", "result_backend"):
-        url = one_redis(getattr(conf, name, None) or conf.get(name))
+        url = one_redis(_url(conf, name))
         if url is not None and conf.get("broker_use_ssl"):
-            way_out = (
-                "broker_use_ssl is set, which nodes do not take over: name them with rediss://"
-            )
-            raise SettingsError("app", "redlock_nodes", "None", way_out)
-        if url is not None:
-            return [url], name
-    way_out = (
+            hint = "broker_use_ssl is set, which nodes do not take over: name them with rediss://"
+            raise SettingsError("app", "redlock_nodes", "None", hint)
+        if url is not None:  # Celery's own default of the one for writes is the other one
+            return [url], "broker_url" if url == of_broker else name
+    hint = (
         "neither the broker nor the result backend is one Redis: name the lock's own nodes, "
         'as redlock_nodes = ["redis://a", "redis://b", "redis://c"]'
     )
-    raise SettingsError("app", "redlock_nodes", "None", way_out)
+    raise SettingsError("app", "redlock_nodes", "None", hint)
+
+
+def _url(conf: Mapping[str, Any], name: str) -> Any:
+    return getattr(conf, name, None) or conf.get(name)
 
 
 def one_redis(url: Any) -> str | None:
@@ -492,8 +560,8 @@ def _metrics(level: str, given: Any) -> tuple[str, int] | None:
         return None
     host, _, port = str(given).rpartition(":")
     if isinstance(given, bool) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        way_out = 'must be a port, or "host:port", 0 for any that is free; None for no metrics'
-        raise SettingsError(level, "redlock_metrics", repr(given), way_out)
+        hint = 'must be a port, or "host:port", 0 for any that is free; None for no metrics'
+        raise SettingsError(level, "redlock_metrics", repr(given), hint)
     return host.strip("[]") or EVERYWHERE, int(port)
 
 
@@ -527,9 +595,14 @@ class Plan:
         levels = (self.app.options, *self.app.queues.values(), self.options)
         return any(level.get("unique_for") is not None for level in levels)
 
-    def may_name_queue(self, call: Mapping[str, Any] | None) -> bool:
+    @property
+    def may_lock(self) -> bool:
+        """Whether a run takes a lock, but for what its queue or call says."""
+        return merged(self.app.options, self.options).get("key") is not False
+
+    def may_name_queue(self, call: Mapping[str, Any]) -> bool:
         """Tell whether a key depends on the queue; call: the options of one, unchecked yet."""
-        return self._names_queue or (call is not None and _names_queue(call.get("key")))
+        return self._names_queue or _names_queue(call.get("key"))
 
     @functools.cached_property
     def _names_queue(self) -> bool:
@@ -548,54 +621,97 @@ class Plan:
         self, queue: str, call: Mapping[str, Any]
     ) -> Iterator[tuple[Mapping[str, Any], Callable[[str], Place]]]:
         """Give the options of each level, the nearest last, and where they stand there."""
-        built_in = {"ttl": min(DEFAULT_TTL, self.app.max_ttl), **BUILT_IN}
-        yield built_in, lambda name: Place("built-in", name)
+        yield {"ttl": self.app.built_in_ttl, **BUILT_IN}, lambda name: Place("built-in", name)
         yield self.app.options, app_place
         pattern = pattern_for(queue, self.app.queues)
         if pattern is not None:
-            yield self.app.queues[pattern], _place_by_pattern("queue", pattern)
+            yield self.app.queues[pattern], place_by_pattern("queue", pattern)
         yield self.options, self.place
         yield call, call_place
 
     def _merge(self, queue: str, call: Mapping[str, Any]) -> Rules:
-        merged: dict[str, Any] = {}
-        for options, _ in self._levels(queue, call):
-            merged.update(options)
-        check_together(f"task {self.task_name!r} in queue {queue!r}", merged)
-        return Rules(**{name: merged[name] for name in Rules.__dataclass_fields__})
+        whole = merged(*(options for options, _ in self._levels(queue, call)))
+        check_together(f"task {self.task_name!r} in queue {queue!r}", whole)
+        check_built_in(self.app, whole)
+        return Rules(**{name: whole[name] for name in Rules.__dataclass_fields__})
 
-    def told(self, queue: str, call: Mapping[str, Any] | None = None) -> TaskRules:
+    def told(self, queue: str, call: Mapping[str, Any] | None = None) -> EffectiveOptions:
         """Return the options in force in a queue with where each stands; call: unchecked yet."""
         checked_call = self.check_call(call or {})
         places: dict[str, Place] = {}
         for options, place in self._levels(queue, checked_call):
+            for name in filter(options.__contains__, WHAT):
+                places.update(dict.fromkeys(WHAT, place(name)))
             places.update((name, place(name)) for name in options)
         rules = self._merge(queue, checked_call)
         told = [
-            Rule(name, getattr(rules, name), places[name]) for name in Rules.__dataclass_fields__
+            OptionValue(name, getattr(rules, name), places[name])
+            for name in Rules.__dataclass_fields__
         ]
-        return TaskRules(self.task_name, queue, tuple(told))
+        return EffectiveOptions(self.task_name, queue, tuple(told))
 
     def check_call(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a call, checked, also beside those of task and app."""
         valid = checked(options, self.app, call_place, travels=True)
-        self.check_key(valid.get("key"), call_place("key"))
-        check_together("call", {**self.app.options, **self.options, **valid})
+        self.check_what(valid, call_place)
+        check_together("call", merged(self.app.options, self.options, valid))
         return valid
 
-    def check_key(self, key: Any, place: Place) -> None:
-        """Raise SettingsError where a key names what the function does not have."""
-        parameters, templates = self.signature.parameters, templates_of(key)
-        names = [name for template in templates for name in template_names(template, place)]
-        unknown = [name for name in names if name not in (*parameters, *TEMPLATE_NAMES)]
-        if isinstance(key, tuple) and not templates:
-            unknown = [name for name in key if name not in parameters]
+    def check_what(self, options: Mapping[str, Any], place: Callable[[str], Place]) -> None:
+        """Raise SettingsError where a level's `key` or `args` names what the function has not.
+
+        place: from an option's name to where it stands at that level.
+        """
+        if not says_what(options):
+            return
+        key, args = options.get("key"), options.get("args")
+        if args is not None:
+            self._check_names(args, place("args"))
+            self._check_defaults(None, args, place("args"))
+            return
+        templates = templates_of(key)
+        names = [name for text in templates for name in template_names(text, place("key"))]
+        known = (*self.signature.parameters, *TEMPLATE_NAMES)
+        unknown = [name for name in names if name not in known]
         if unknown:
             written = list(key) if isinstance(key, tuple) else key
-            raise place.wrong(written, self._no_such(unknown[0]))
+            raise place("key").wrong(written, self._no_such(unknown[0], known))
+        if not callable(key) and key is not False:
+            self._check_defaults(key, tuple(self.signature.parameters), place("key"))
 
-    def _no_such(self, name: str) -> str:
-        known = [*self.signature.parameters, *TEMPLATE_NAMES]
+    def _check_names(self, args: tuple[str, ...], place: Place) -> None:
+        """Raise SettingsError where one of these is no argument of the function."""
+        parameters = self.signature.parameters
+        unknown = [name for name in args if name not in parameters]
+        if unknown:
+            raise place.wrong(list(args), self._no_such(unknown[0], parameters))
+
+    def _check_defaults(self, key: Any, names: tuple[str, ...], place: Place) -> None:
+        """Raise SettingsError where an argument's default would make another key each time.
+
+        names: the arguments that make the digest where there is no template.
+        None is not wrong, nor is a default without the item that a template names: a call may give
+        another value.
+        """
+        parameters, templates = self.signature.parameters, templates_of(key)
+        fields = [name for template in templates for name in _fields(template, place)]
+        defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+        whole = () if templates else names
+        if "digest" in fields and "digest" not in parameters:
+            whole = names
+        checks: list[tuple[str, Any, Callable[[Any], Any]]]
+        checks = [(name, defaults[name], canonical) for name in whole if name in defaults]
+        for name in fields:
+            with contextlib.suppress(LookupError, TypeError):
+                item = _FORMATTER.find(name, defaults)
+                checks.append((name, item.value, _for_template))
+        for name, value, check in checks:
+            try:
+                check(value)
+            except TypeError as error:
+                raise unstable(self.task_name, f"default of {name!r}", value, error) from None
+
+    def _no_such(self, name: str, known: Iterable[str]) -> str:
         return f"{self.task_name} has no argument {name!r}{did_you_mean(name, known)}"
 
     def resources(
@@ -612,16 +728,17 @@ class Plan:
         if callable(key):
             return self._called(rules, task, tuple(args), dict(kwargs))
         arguments = self._arguments(args, kwargs)
-        if key is None:
+        if key is not None:
+            return tuple(self._filled(text, arguments, queue) for text in templates_of(key))
+        if rules.args is None:
             return (f"{self.task_name}:{digest(arguments, self.task_name)}",)
-        templates = templates_of(key)
-        if templates:
-            return tuple(self._filled(template, arguments, queue) for template in templates)
-        missing = [name for name in key if name not in arguments]
-        if missing:  # a queue's key, which cannot be checked against every task
-            place = Place(f"queue {queue!r}", "key")
-            raise place.wrong(list(key), self._no_such(missing[0]))
-        chosen = {name: arguments[name] for name in key}
+        if not rules.args:
+            return (f"{self.task_name}:{ANY_ARGUMENTS}",)
+        chosen = {name: value for name, value in arguments.items() if name in rules.args}
+        if len(chosen) < len(rules.args):
+            # those of a queue cannot be checked against every task when the app finalizes
+            place = place_by_pattern("queue", pattern_for(queue, self.app.queues) or queue)
+            self._check_names(rules.args, place("args"))
         return (f"{self.task_name}:{digest(chosen, self.task_name)}",)
 
     def shapes(self, rules: Rules, queue: str) -> tuple[str, ...]:
@@ -654,18 +771,18 @@ class Plan:
 
     def _misfit(
         self, error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> SettingsError:
+    ) -> ArgumentsError:
         """Return the error for arguments that do not fit the function; it shows none of them."""
         bare = [p.replace(annotation=p.empty) for p in self.signature.parameters.values()]
         named = f", {', '.join(sorted(kwargs))} by name" if kwargs else ""
-        way_out = (
+        hint = (
             f"do not fit {self.task_name}{inspect.Signature(bare)}: {error}. A send and lock_for "
             "give all that a run takes. Where the message was sent for another version of the "
             "task, let a worker of that version run it, or let the function take both: give a new "
             "argument a default, keep an old one while messages have it"
         )
         level = f"task {self.task_name!r}"
-        return SettingsError(level, "arguments", f"({len(args)} by position{named})", way_out)
+        return ArgumentsError(level, "arguments", f"({len(args)} by position{named})", hint)
 
     @functools.cached_property
     def _plain(self) -> Sequence[str] | None:
@@ -696,15 +813,18 @@ class Plan:
         try:
             text = _FORMATTER.vformat(template, (), known)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            way_out = f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
-            raise place.wrong(template, way_out) from error
+            hint = f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
+            raise place.wrong(template, hint) from error
         if not text:
             raise place.wrong(template, "gives an empty text for these arguments")
         return text
 
 
+_QUEUE = re.compile(r"\{queue[}!:\[]")
+
+
 def _names_queue(key: Any) -> bool:
-    return not callable(key) and "{queue}" in repr(key)
+    return not callable(key) and _QUEUE.search(repr(key)) is not None
 
 
 class _Arguments(dict[str, Any]):
@@ -720,46 +840,92 @@ class _Arguments(dict[str, Any]):
         raise KeyError(name)
 
 
+class _Value:
+    """An argument of which a template may name an item: one of a mapping by its key as in JSON."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = _reduced(value)
+
+    def __getitem__(self, name: int | str) -> _Value:
+        if not isinstance(self.value, Mapping):
+            return _Value(self.value[name])
+        found = [item for key, item in self.value.items() if _json_key(key) == str(name)]
+        if not found:
+            raise KeyError(name)
+        return _Value(found[-1])  # of keys that JSON makes one, the last is what it keeps
+
+
+def _for_template(value: Any) -> Any:
+    """Return what a format may be applied to; TypeError for a value without a stable text.
+
+    value: reduced. Sets and mappings show what they hold in order. What an object of another class
+    says of itself is its author's matter, but the text that Python gives it names its address.
+    """
+    if isinstance(value, _CONTAINERS):
+        return _Shown(canonical(value))
+    kind: Any = type(value)
+    if value is None or isinstance(value, (*_NATIVE, *_BY_TEXT)):
+        return value
+    if kind.__str__ is object.__str__ and kind.__format__ is object.__format__:
+        raise TypeError(f"a {kind.__name__} is not a plain value and has no text of its own")
+    return value
+
+
+class _Shown(str):
+    """A text that is its own repr: what is shown of a list does not depend on the conversion."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class _Formatter(string.Formatter):
     """str.format, without attributes (the wire keeps none) and without None."""
 
+    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
+        return _Value(super().get_value(key, args, kwargs))
+
+    def find(self, field_name: str, known: Mapping[str, Any]) -> _Value:
+        """Return what a field names; LookupError or TypeError where there is no such item."""
+        found: _Value = super().get_field(field_name, (), known)[0]
+        return found
+
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        value, first = super().get_field(field_name, args, kwargs)
+        value = kwargs[field_name] if field_name in kwargs else self.find(field_name, kwargs).value
+        if type(value) in _MOST:
+            return value, field_name
+        value = _reduced(value)
         if value is None:
             raise ValueError(f"{field_name} is None")
-        return _plain(value), first
+        return _for_template(value), field_name
 
 
 _FORMATTER = _Formatter()
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as it comes out of a message: templates are filled with that."""
-    if isinstance(value, enum.Enum):
-        return _plain(value.value)
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {_json_key(key): _plain(item) for key, item in value.items()}
-    return value
+_FIELD = re.compile(r"[^.\[\]]*(\[[^\[\]]*\])*")
 
 
 def template_names(template: str, place: Place) -> list[str]:
     """Return the first name of each {field} of a template; raises SettingsError."""
-    try:
-        fields = [name for _, name, _, _ in _FORMATTER.parse(template) if name is not None]
-    except ValueError as error:
-        raise place.wrong(template, f"is not a template: {error}") from None
     roots = []
-    for name in fields:
+    for name in _fields(template, place):
         root = name.partition("[")[0]
-        if not root.isidentifier():
-            way_out = "name arguments in braces, as {sku}, {rest[0]}, {options[sku]}; no attributes"
-            raise place.wrong(template, way_out)
+        if not root.isidentifier() or not _FIELD.fullmatch(name):
+            hint = "name arguments in braces, as {sku}, {rest[0]}, {options[sku]}; no attributes"
+            raise place.wrong(template, hint)
         roots.append(root)
     return roots
+
+
+def _fields(template: str, place: Place) -> Iterator[str]:
+    """Give what stands in the braces of a template, also of those in a format; SettingsError."""
+    try:
+        for _, name, form, _ in _FORMATTER.parse(template):
+            if name is not None:
+                yield name
+                yield from _fields(form or "", place)
+    except ValueError as error:
+        raise place.wrong(template, f"is not a template: {error}") from None
 
 
 def app_place(name: str) -> Place:
@@ -791,8 +957,8 @@ def compile_plan(
         if name not in OPTIONS:
             if callable(value) or written in others:
                 continue
-            way_out = f"is not an option{_option_meant(written, 'lock_')}"
-            raise SettingsError(level, written, repr(value), way_out)
+            hint = f"is not an option{_option_meant(written, 'lock_')}"
+            raise SettingsError(level, written, repr(value), hint)
         options[name] = value
 
     def place(name: str) -> Place:
@@ -810,22 +976,27 @@ def compile_others_plan(
     pattern: the entry that it goes by. What the task itself says of `lock_*` is not about locks.
     """
     if pattern not in app.tasks:
-        way_out = "came after the settings had been read: set it before the app finalizes"
-        raise tasks_place(pattern).wrong("...", way_out)
-    place = _place_by_pattern("task", pattern)
+        hint = "came after the settings had been read: set it before the app finalizes"
+        raise tasks_place(pattern).wrong("...", hint)
+    place = place_by_pattern("task", pattern)
     return _planned(Plan(task_name, app, app.tasks[pattern], signature, place))
 
 
 def _planned(plan: Plan) -> Plan:
     """Return a plan whose key its function can fill, and whose options go together."""
-    plan.check_key(plan.options.get("key"), plan.place("key"))
-    if "key" not in plan.options:
-        plan.check_key(plan.app.options.get("key"), app_place("key"))
-    check_together(f"task {plan.task_name!r}", {**plan.app.options, **plan.options})
+    if says_what(plan.options):
+        plan.check_what(plan.options, plan.place)
+    elif says_what(plan.app.options) or not any(map(says_what, plan.app.queues.values())):
+        plan.check_what({"key": None, **plan.app.options}, app_place)
+    of_task = merged(plan.app.options, plan.options)
+    check_together(f"task {plan.task_name!r}", of_task)
+    of_all_queues = plan.app.for_queue("")  # what a glob for any name says
+    built_in = {"ttl": plan.app.built_in_ttl}
+    check_built_in(plan.app, merged(built_in, plan.app.options, of_all_queues, plan.options))
     unique_for = plan.options.get("unique_for")
     if plan.options.get("key") is False and unique_for is not None:
-        way_out = "deduplicates by the lock's key, and key=False makes none: name a key"
-        raise plan.place("unique_for").wrong(unique_for, way_out)
+        hint = "deduplicates by the lock's key, and key=False makes none: name a key"
+        raise plan.place("unique_for").wrong(unique_for, hint)
     return plan
 
 
@@ -842,60 +1013,87 @@ def digest(arguments: Mapping[str, Any], task: str) -> str:
             text = repr(value) if type(value) in _MOST else canonical(value)
             parts.append(f"{name}={text}")
         except TypeError as error:
-            way_out = (
-                f"has no stable form ({error}): name the arguments that make the key, as "
-                'lock_key=["id"] or lock_key="thing:{id}"'
-            )
-            raise SettingsError(
-                f"task {task!r}", f"argument {name!r}", f"a {type(value).__name__}", way_out
-            ) from None
-    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:32]
+            raise unstable(task, f"argument {name!r}", value, error) from None
+    return hashlib.sha256(encoded("\x00".join(parts))).hexdigest()[:32]
+
+
+def unstable(task: str, what: str, value: Any, error: TypeError) -> SettingsError:
+    """Return the error for a value that makes another key each time. what: where it stands."""
+    hint = (
+        f"has no stable form ({error}): name the arguments that make the key, as "
+        'lock_args=["id"] or lock_key="thing:{id}"'
+    )
+    return SettingsError(f"task {task!r}", what, f"a {type(value).__name__}", hint)
 
 
 _MOST = (int, str)  # what most arguments are, and nothing derived from it: as below, but sooner
-_PLAIN = (dt.datetime, dt.date, dt.time)
-_BY_TEXT = (decimal.Decimal, uuid.UUID, dt.timedelta)
+_NATIVE = (bool, int, float, str, bytes)
+_CONTAINERS = (list, tuple, set, frozenset, Mapping)
+_DATES = (dt.datetime, dt.date, dt.time)  # a datetime is a date, too
+_BY_TEXT = (*_DATES, decimal.Decimal, uuid.UUID, dt.timedelta)
 
 
 def canonical(value: Any) -> str:
     """Return a text that equal values share and others do not; TypeError for an unstable one."""
-    if isinstance(value, enum.Enum):
-        return canonical(value.value)
-    if value is None or isinstance(value, bool):
+    if type(value) in _MOST:
         return repr(value)
-    if isinstance(value, (str, int, float, bytes, bytearray)):
-        return _scalar(value)
-    if isinstance(value, _PLAIN):
-        kind = next(plain for plain in _PLAIN if isinstance(value, plain))
-        return f"{kind.__name__}:{value.isoformat()}"
+    value = _reduced(value)
+    if value is None or isinstance(value, _NATIVE):
+        return repr(value)
+    if isinstance(value, _DATES):
+        return f"{type(value).__name__}:{value.isoformat()}"
     if isinstance(value, _BY_TEXT):
-        text_kind = next(plain for plain in _BY_TEXT if isinstance(value, plain))
-        return f"{text_kind.__name__}:{value}"
+        return f"{type(value).__name__}:{value}"
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(canonical, value))}]"
+        return f"[{', '.join(map(canonical, value))}]"
     if isinstance(value, (set, frozenset)):
-        return f"set({','.join(sorted(map(canonical, value)))})"
+        return f"set({', '.join(sorted(map(canonical, value)))})"
     if isinstance(value, Mapping):
-        pairs = sorted(f"{canonical(_json_key(k))}:{canonical(v)}" for k, v in value.items())
-        return f"{{{','.join(pairs)}}}"
-    reduce = getattr(value, "__json__", None)
-    if callable(reduce):
-        return canonical(reduce())
+        pairs = sorted(f"{canonical(_json_key(k))}: {canonical(v)}" for k, v in value.items())
+        return f"{{{', '.join(pairs)}}}"
     raise TypeError(f"a {type(value).__name__} is not a plain value")
 
 
-def _scalar(value: Any) -> str:
+def _reduced(value: Any) -> Any:
+    """Return a value as it comes out of a message, whose items are not looked at.
+
+    Source: kombu.utils.json: JSONEncoder.default asks `__json__` first, but never for what derives
+    from str, int, float, list, tuple and dict; a date keeps its offset, and not the zone's name.
+    """
+    if value is None or type(value) in _NATIVE or isinstance(value, _CONTAINERS):
+        return value
     if isinstance(value, str):
-        return repr(str.__str__(value))
-    if isinstance(value, (bytes, bytearray)):
-        return repr(bytes(value))
-    return repr(int(value)) if isinstance(value, int) else repr(float(value))
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    reduce = getattr(value, "__json__", None)
+    if callable(reduce):
+        return _reduced(reduce())
+    if isinstance(value, enum.Enum):
+        return _reduced(value.value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    return _of_own_kind(value)
+
+
+def _of_own_kind(value: Any) -> Any:
+    """Return a moment or number whose class may derive from Python's own as one of that."""
+    if isinstance(value, dt.datetime):
+        return dt.datetime.fromisoformat(dt.datetime.isoformat(value))
+    if isinstance(value, dt.date):
+        return dt.date.fromisoformat(dt.date.isoformat(value))
+    if isinstance(value, dt.time):
+        return dt.time.fromisoformat(dt.time.isoformat(value))
+    if isinstance(value, uuid.UUID):
+        return uuid.UUID(int=value.int)
+    if isinstance(value, decimal.Decimal):
+        return decimal.Decimal(value)
+    if isinstance(value, dt.timedelta):
+        return dt.timedelta(value.days, value.seconds, value.microseconds)
+    return value
 
 
 def _json_key(key: Any) -> Any:
     """Return a dict's key as JSON writes it."""
-    if isinstance(key, enum.Enum):
-        key = key.value
-    if key is None or isinstance(key, bool):
-        return {None: "null", True: "true", False: "false"}[key]
-    return _scalar(key) if isinstance(key, (int, float)) else key
+    key = _reduced(key)
+    return json.dumps(key) if key is None or isinstance(key, (bool, int, float)) else key

@@ -6,6 +6,7 @@ the process and thread where it happens, and tell; what a receiver raises change
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +16,26 @@ from celery_redlock.lock.redlock import Redlock
 from celery_redlock.lock.session import Holding, Observer
 from celery_redlock.tasks.runtime import tell_bodies
 
-lock_acquired = Signal(name="lock_acquired", providing_args={"event"})
-lock_deferred = Signal(name="lock_deferred", providing_args={"event"})
-lock_skipped = Signal(name="lock_skipped", providing_args={"event"})
-lock_released = Signal(name="lock_released", providing_args={"event"})
-lock_lost = Signal(name="lock_lost", providing_args={"event"})
-lock_extended = Signal(name="lock_extended", providing_args={"event"})
-node_failed = Signal(name="node_failed", providing_args={"event"})
-node_recovered = Signal(name="node_recovered", providing_args={"event"})
+
+def _signal(name: str) -> Any:
+    signal = Signal(name=name, providing_args={"event"})
+    # Celery's own is not re-entrant: a finalizer that releases in `send` would wait for itself
+    signal.lock = threading.RLock()
+    return signal
+
+
+lock_acquired = _signal("lock_acquired")
+lock_deferred = _signal("lock_deferred")
+lock_skipped = _signal("lock_skipped")
+lock_released = _signal("lock_released")
+lock_lost = _signal("lock_lost")
+lock_extended = _signal("lock_extended")
+node_failed = _signal("node_failed")
+node_recovered = _signal("node_recovered")
 
 
 @dataclass(frozen=True)
-class LockAcquired:
+class LockAcquiredEvent:
     """A lock is held. ttl: s. fencing_token: 0 where none was asked for."""
 
     resource: str
@@ -35,7 +44,7 @@ class LockAcquired:
 
 
 @dataclass(frozen=True)
-class LockDeferred:
+class LockDeferredEvent:
     """A message was put back. waited: s since the first try; countdown: s until the next."""
 
     resource: str
@@ -46,7 +55,7 @@ class LockDeferred:
 
 
 @dataclass(frozen=True)
-class LockSkipped:
+class LockSkippedEvent:
     """A run was skipped. reason: in words."""
 
     resource: str
@@ -54,7 +63,7 @@ class LockSkipped:
 
 
 @dataclass(frozen=True)
-class LockReleased:
+class LockReleasedEvent:
     """A lock was given back. held_for: s. by: "holder", or "parent" where that one was killed."""
 
     resource: str
@@ -63,7 +72,7 @@ class LockReleased:
 
 
 @dataclass(frozen=True)
-class LockLost:
+class LockLostEvent:
     """A lock is lost. reason: in words."""
 
     resource: str
@@ -71,7 +80,7 @@ class LockLost:
 
 
 @dataclass(frozen=True)
-class LockExtended:
+class LockExtendedEvent:
     """A quorum renewed a lock. remaining: s of validity from now on."""
 
     resource: str
@@ -79,7 +88,7 @@ class LockExtended:
 
 
 @dataclass(frozen=True)
-class NodeFailed:
+class NodeFailedEvent:
     """A node stopped answering. node: its address; cause: in the server's or the system's words."""
 
     node: str
@@ -88,7 +97,7 @@ class NodeFailed:
 
 
 @dataclass(frozen=True)
-class NodeRecovered:
+class NodeRecoveredEvent:
     """A node answers again."""
 
     node: str
@@ -101,7 +110,7 @@ class SignalObserver(Observer):
     def acquired(self, holding: Holding) -> None:
         """Send lock_acquired."""
         if lock_acquired.receivers:
-            event = LockAcquired(holding.resource, holding.terms.ttl, holding.fencing_token)
+            event = LockAcquiredEvent(holding.resource, holding.terms.ttl, holding.fencing_token)
             lock_acquired.send(_sender(holding), event=event)
 
     def released(self, holding: Holding) -> None:
@@ -110,7 +119,7 @@ class SignalObserver(Observer):
 
     def extended(self, holding: Holding) -> None:
         """Send lock_extended."""
-        event = LockExtended(holding.resource, holding.remaining)
+        event = LockExtendedEvent(holding.resource, holding.remaining)
         lock_extended.send(_sender(holding), event=event)
 
     @property
@@ -121,21 +130,21 @@ class SignalObserver(Observer):
     def lost(self, holding: Holding, reason: str) -> None:
         """Tell the bodies that run under it, and send lock_lost."""
         tell_bodies()  # first: a receiver may take its time
-        lock_lost.send(_sender(holding), event=LockLost(holding.resource, reason))
+        lock_lost.send(_sender(holding), event=LockLostEvent(holding.resource, reason))
 
     def node_failed(self, redlock: Any, node: str, cause: str) -> None:
         """Send node_failed."""
-        node_failed.send(redlock, event=NodeFailed(node, cause))
+        node_failed.send(redlock, event=NodeFailedEvent(node, cause))
 
     def node_recovered(self, redlock: Any, node: str) -> None:
         """Send node_recovered."""
-        node_recovered.send(redlock, event=NodeRecovered(node))
+        node_recovered.send(redlock, event=NodeRecoveredEvent(node))
 
 
 def tell_released(holding: Holding, by: str = "holder") -> None:
     """Send lock_released."""
     if lock_released.receivers:
-        event = LockReleased(holding.resource, holding.held_for, by)
+        event = LockReleasedEvent(holding.resource, holding.held_for, by)
         lock_released.send(_sender(holding), event=event)
 
 

@@ -42,8 +42,18 @@ def ignores_result(task: Any, request: Any) -> bool:
 
 
 def stores(task: Any, request: Any) -> bool:
-    """Tell whether a run's state goes into the result backend."""
+    """Tell whether a run's state goes into the result backend, unless it is an error."""
     return not request.is_eager and not ignores_result(task, request)
+
+
+def stores_errors(task: Any, request: Any) -> bool:
+    """Tell whether a run's end goes into the result backend where it is an error, REVOKED too.
+
+    Source: celery.app.trace: TraceInfo.handle_error_state; celery.worker.request: store_errors.
+    """
+    if ignores_result(task, request):
+        return bool(task.store_errors_even_if_ignored)
+    return not request.is_eager or bool(task.store_eager_result)
 
 
 def may_show(task: Any, request: Any) -> bool:
@@ -57,9 +67,19 @@ def is_over(task: Any, request: Any) -> bool:
 
     True where none is wanted. False where the result backend cannot say.
     """
-    backend = task.backend
-    if not stores(task, request) or isinstance(backend, DisabledBackend):
+    if not stores(task, request) or isinstance(task.backend, DisabledBackend):
         return True
+    return has_end(task, request)
+
+
+def has_end(task: Any, request: Any) -> bool:
+    """Tell whether a final state is stored for a task; reads the result backend.
+
+    False where that cannot say.
+    """
+    backend = task.backend
+    if isinstance(backend, DisabledBackend):
+        return False
     if not backend.persistent:  # rpc: what is stored is in its caller's queue
         return False
     try:
@@ -121,6 +141,8 @@ def show_started(task: Any, request: Any, *, tracked: bool, deferred: bool) -> N
 def show_skipped(task: Any, request: Any, resource: str, reason: str) -> None:
     """Store REVOKED, so that callers, chains and chords end, and send SKIPPED."""
     if request.is_eager:
+        if stores_errors(task, request):
+            _store_revoked(task, request, reason)
         return
     _store_revoked(task, request, reason)
     _send(task, "task-skipped", resource=resource, reason=reason, result=reason)
@@ -147,7 +169,7 @@ def _store_revoked(task: Any, request: Any, reason: str) -> None:
         request.id,
         TaskRevokedError(reason),
         request=request,
-        store_result=stores(task, request),
+        store_result=stores_errors(task, request),
         call_errbacks=False,
         state=states.REVOKED,
     )
@@ -155,7 +177,7 @@ def _store_revoked(task: Any, request: Any, reason: str) -> None:
 
 def show_lost(task: Any, request: Any, error: Exception) -> None:
     """Store FAILURE for a message that nobody has any more."""
-    store = stores(task, request)
+    store = stores_errors(task, request)
     mark = task.backend.mark_as_failure
     _show(task, lambda: mark(request.id, error, request=request, store_result=store))
 

@@ -8,23 +8,30 @@ import logging
 import math
 import types
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any, NoReturn
 
-from celery import Task
+from celery import Task, bootsteps
 from celery._state import connect_on_app_finalize, get_current_task, get_current_worker_task
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.app.registry import TaskRegistry
-from celery.signals import worker_init, worker_ready
+from celery.signals import before_task_publish, task_received, worker_init, worker_ready
 from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
-from celery.utils.time import maybe_make_aware
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_redlock.errors import DuplicateTask, NotAcquired, RedlockError, SettingsError
+from celery_redlock.errors import (
+    DuplicateTask,
+    NoRunError,
+    NotAcquired,
+    RedlockError,
+    SettingsError,
+)
 from celery_redlock.lock.backoff import Backoff
 from celery_redlock.lock.inspection import NodeReport, ask_nodes, exchange_terms, terms_of
 from celery_redlock.lock.redlock import Lock, check_wait
 from celery_redlock.tasks.children import watch_children
-from celery_redlock.tasks.deferral import HEADER, Address, utc_now
+from celery_redlock.tasks.deferral import HEADER, Slip, own_headers, utc_now
 from celery_redlock.tasks.gate import (
     ENTRY,
     gated,
@@ -33,17 +40,18 @@ from celery_redlock.tasks.gate import (
     noted,
     passage_of,
     plan_of,
-    queue_of,
 )
+from celery_redlock.tasks.routes import Address, queue_of
+from celery_redlock.tasks.runtime import name_of as name_of_app
 from celery_redlock.tasks.runtime import redlock_of, settings_of
 from celery_redlock.tasks.settings import (
     BUILT_IN,
     CELERYS,
     AppSettings,
+    EffectiveOptions,
     Place,
     Plan,
     Rules,
-    TaskRules,
     check_known_names,
     check_outside,
     checked,
@@ -107,14 +115,25 @@ class LockedTask(Task):
     @classmethod
     def _check(cls, app: Any) -> None:
         if cls.Strategy != DEFAULT_STRATEGY:
-            way_out = "runs bodies by itself, so that no lock would be taken: use Celery's default"
-            raise SettingsError(f"task {cls.name!r}", "Strategy", repr(cls.Strategy), way_out)
+            hint = "runs bodies by itself, so that no lock would be taken: use Celery's default"
+            raise SettingsError(f"task {cls.name!r}", "Strategy", repr(cls.Strategy), hint)
+        if app.conf.get("redlock_tasks") and not isinstance(app._tasks, _Registry):
+            # Celery calls what finalizes an app in any order: if this raises, others' tasks are
+            # behind their gate already, and do not run without their lock
+            _Registry.put_gates(app)
         plan_of(app._tasks.get(cls.name) or cls())
 
     @property
     def lock(self) -> Lock | None:
-        """The running task's lock; None outside a run, and for a task without one."""
-        passage = passage_of(self.request)
+        """The running task's lock; None in a run that takes none, or has given it back.
+
+        Outside a run, so in a direct call too, it raises a RedlockError that is an AttributeError:
+        `hasattr`, and whatever walks a task's attributes, takes it for missing.
+        """
+        request = self.request
+        passage = passage_of(request)
+        if passage is None and request.called_directly:
+            raise NoRunError(self.name)
         return None if passage is None else passage.lock
 
     def lock_for(self, *args: Any, **kwargs: Any) -> Lock:
@@ -128,25 +147,25 @@ class LockedTask(Task):
         wait = None
         if "wait" in kwargs and "wait" not in plan.signature.parameters:
             wait = check_wait(f"task {self.name!r}", "lock_for(wait=...)", kwargs.pop("wait"))
-        queue = self.own_queue(args, kwargs)
+        queue = self._own_queue(args, kwargs)
         rules = plan.rules(queue)
         resources = plan.resources(rules, self, args, kwargs, queue)
         if not resources:
             raise RedlockError(f"{self.name} takes no lock: its lock_key is False")
         return lock_of(self, rules, resources, label=f"lock_for {self.name}", wait=wait)
 
-    def lock_rules(
+    def lock_options(
         self, queue: str | None = None, lock: Mapping[str, Any] | None = None
-    ) -> TaskRules:
+    ) -> EffectiveOptions:
         """Return the options in force, each with the level and the name by which it was set.
 
         queue: by its name; None: the one that the task's own routing gives. lock: as for a call.
         As text it is a table. Raises SettingsError.
         """
-        own = self.own_queue((), {}) if queue is None else queue
-        return plan_of(self).told(own, lock)
+        own = self._own_queue((), {}) if queue is None else queue
+        return plan_of(self).told(own, self._checked_call({} if lock is None else lock))
 
-    def own_queue(self, args: Any, kwargs: Any) -> str:
+    def _own_queue(self, args: Any, kwargs: Any) -> str:
         """Return the name of the queue that the task's own routing sends these arguments to."""
         return self._queue_of(args, kwargs, {})
 
@@ -167,11 +186,11 @@ class LockedTask(Task):
         """Send the task, as Celery does; `lock={"ttl": 60}` sets options for this call alone.
 
         With `unique_for` a second send inside the window returns the first one's result, raises
-        DuplicateTask, or takes its place, as `duplicate` says; one that something waits for (its
+        DuplicateTask, or takes its place, as `on_duplicate` says; one that something waits for (its
         id is given, or it has links, or is part of a canvas) is always sent.
         Raises SettingsError for a wrong option, also for one that stands outside of `lock`, and
         for a task whose declaration is wrong;
-        QuorumUnreachable at a send that is to be deduplicated, where unreachable="fail".
+        QuorumUnreachable at a send that is to be deduplicated, where on_unreachable="fail".
         """
         if self.name.startswith(CELERYS):
             return super().apply_async(args, kwargs, *more, **options)
@@ -197,14 +216,14 @@ class LockedTask(Task):
 
         An eager one is not: it is over when it returns.
         """
-        of_call = options.get("lock")
-        asked = plan.may_be_unique or (isinstance(of_call, Mapping) and "unique_for" in of_call)
+        of_call = self._checked_call(options.get("lock", {}))
+        asked = plan.may_be_unique or "unique_for" in of_call
         if not asked or is_awaited(options) or self.app.conf.task_always_eager:
             return None
         queue = ""
         if plan.app.queues or plan.may_name_queue(of_call):
             queue = self._queue_of(args, kwargs, {k: options[k] for k in options if k != "lock"})
-        rules = plan.rules(queue, self._checked_call(of_call) if of_call else None)
+        rules = plan.rules(queue, of_call)
         return None if rules.unique_for is None else (queue, rules)
 
     def _send_once(
@@ -232,10 +251,14 @@ class LockedTask(Task):
         self, request: Any = None, args: Any = None, kwargs: Any = None, queue: Any = None,
         **options: Any,
     ) -> Any:  # fmt: skip
-        """Return a retry's signature, as Celery does; headers of its own keep the call's `lock`."""
-        carried = (self.request if request is None else request).get(HEADER)
-        if carried and "headers" in options:
-            options["headers"] = {HEADER: carried, **(options["headers"] or {})}
+        """Return a retry's signature, as Celery does; headers of its own keep the call's `lock`.
+
+        And where the message came with a header called "headers", it keeps those beside it.
+        """
+        retried = self.request if request is None else request
+        carried, own = retried.get(HEADER), own_headers(retried)
+        if carried and ("headers" in options or HEADER not in (retried.headers or {})):
+            options["headers"] = {HEADER: carried, **(options.get("headers") or own)}
         return super().signature_from_request(request, args, kwargs, queue, **options)
 
     def _write_slip(self, plan: Plan, options: dict[str, Any], task_id: str) -> None:
@@ -246,16 +269,12 @@ class LockedTask(Task):
 
     def _checked_call(self, of_call: Any) -> Mapping[str, Any]:
         if not isinstance(of_call, Mapping):
-            way_out = 'must map option names to values, as lock={"ttl": 60}'
-            raise SettingsError("call", "lock", repr(of_call), way_out)
+            hint = 'must map option names to values, as lock={"ttl": 60}'
+            raise SettingsError("call", "lock", repr(of_call), hint)
         return of_call
 
     def _call_options(self, plan: Plan, of_call: Any) -> dict[str, Any]:
-        of_call = self._checked_call(of_call)
-        return {
-            name: value.to_message() if isinstance(value, Backoff) else value
-            for name, value in plan.check_call(of_call).items()
-        }
+        return options_to_message(plan.check_call(self._checked_call(of_call)))
 
     def chunks(self, it: Any, n: int) -> NoReturn:
         """Refuse: the body would be called directly, without the lock. Raises RedlockError."""
@@ -274,6 +293,83 @@ class LockedTask(Task):
             f"{self.name}.{what} would call the body inside another task's run, without its lock: "
             f"use group({self.name}.s(...) for ...) instead"
         )
+
+
+def options_to_message(of_call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a call as any serializer takes them."""
+    return {
+        name: value.to_message() if isinstance(value, Backoff) else value
+        for name, value in of_call.items()
+    }
+
+
+@before_task_publish.connect(weak=False)
+def _carry_options(
+    sender: Any = None, body: Any = None, headers: Any = None, properties: Any = None, **_: Any
+) -> None:
+    """Have a message carry the `lock=` of a send by name, and that of signatures within it.
+
+    Source: celery.app.amqp sends this before the message is serialized. An option of `send_task`
+    that Celery does not know is a property by then, which AMQP brokers drop in silence. What is
+    raised here would be swallowed, so it is the run that refuses a wrong option.
+    """
+    if properties and "lock" in properties:
+        _put_options(sender, properties.pop("lock"), headers)
+    args, embedded = (body[0], body[2]) if isinstance(body, tuple) else (body.get("args"), body)
+    for name in ("callbacks", "errbacks", "chain", "chord"):
+        _options_within(embedded.get(name))
+    for value in args or ():
+        _options_within(value)
+
+
+def _put_options(name: str, of_call: Any, headers: dict[str, Any]) -> None:
+    """Put the options of a send by name into its headers, beside what its window has there."""
+    if not isinstance(of_call, Mapping):
+        of_call = {"lock": repr(of_call)}  # which is no option
+    if of_call.get("unique_for") is not None:
+        logger.warning(
+            "sending %s without deduplication: a send by name knows no key; use send_unique",
+            name, extra={"event": "sent_without_check", "task": name},
+        )  # fmt: skip
+    task_id = headers.get("id")
+    slip = headers.get(HEADER)
+    if not isinstance(slip, Mapping) or slip.get("id") != task_id:  # a parent's
+        slip = {"id": task_id}
+    headers[HEADER] = {**slip, "options": options_to_message(of_call)}
+
+
+_said_unlocked: set[str] = set()
+
+
+@task_received.connect(weak=False)
+def _say_that_none_is_locked(request: Any = None, **_: Any) -> None:
+    """Say once that a task takes no lock for which a message brings options of one."""
+    if HEADER not in request.request_dict or isinstance(request.task, LockedTask):
+        return
+    if request.name not in _said_unlocked and Slip.of(request._context).options:
+        _said_unlocked.add(request.name)
+        text = "%s takes no lock, for it is no LockedTask: lock=... of its calls does nothing"
+        logger.warning(text, request.name, extra={"event": "not_locked", "task": request.name})
+
+
+def _options_within(value: Any) -> None:
+    """Make the options of signatures ready for their message: of this one, or of those in a list.
+
+    Of a long list that holds none the first item alone is looked at.
+    """
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], (list, tuple, Mapping)):
+            for item in value:
+                _options_within(item)
+        return
+    if not isinstance(value, Mapping) or not isinstance(value.get("options"), Mapping):
+        return
+    options, of_call = value["options"], value["options"].get("lock")
+    if isinstance(of_call, Mapping):
+        options["lock"] = options_to_message(of_call)
+    inner = value.get("kwargs") if value.get("subtask_type") else None
+    for part in (*options.values(), *(inner or {}).values(), *(value.get("args") or ())):
+        _options_within(part)
 
 
 class _BothRequests:
@@ -304,21 +400,21 @@ def current_lock() -> Lock | None:
 
 def send_unique(
     app: Any, name: str, args: Any = None, kwargs: Any = None, *, resource: str,
-    unique_for: float, unique_until: str = "done", duplicate: str = "existing",
-    unreachable: str = "requeue", **options: Any,
+    unique_for: float, unique_until: str = "finished", on_duplicate: str = "existing",
+    on_unreachable: str = "defer", **options: Any,
 ) -> Any:  # fmt: skip
     """Send a task by its name, as `app.send_task` does, unless it is a duplicate.
 
     For processes that do not have the task, and so cannot make its key. resource: what its
-    `lock_key` gives for these arguments, as "stock:42"; then sends by class and by name are each
-    other's duplicates. The rest as the options of these names, and of `send_task`.
+    `lock_key` or `lock_args` gives for these arguments, as "stock:42"; then sends by class and by
+    name are each other's duplicates. The rest as the options of these names, and of `send_task`.
     Returns an AsyncResult. Raises DuplicateTask, SettingsError, QuorumUnreachable.
     """
     given = {
         "unique_for": unique_for,
         "unique_until": unique_until,
-        "duplicate": duplicate,
-        "unreachable": unreachable,
+        "on_duplicate": on_duplicate,
+        "on_unreachable": on_unreachable,
     }
     settings, level = settings_of(app), "send_unique"
     given = checked(given, settings, lambda option: Place(level, option), travels=True)
@@ -341,21 +437,36 @@ def send_of(
     rules: Rules,
     settings: AppSettings,
 ) -> Send:
-    """Return what is known of a send that is to be deduplicated. options: Celery's, with its id."""
-    eta, later = options.get("eta"), options.get("countdown") or 0.0
-    if eta is not None:
-        later = (maybe_make_aware(eta, app.timezone) - utc_now()).total_seconds()
+    """Return what is known of a send that is to be deduplicated.
+
+    options: Celery's, with its id. The window is never longer than the message is good: one that
+    expired in its queue may be dropped there, and no worker would end its window.
+    """
+    later = seconds_until(app, options.get("eta") or options.get("countdown") or 0.0)
+    of_task = getattr(app._tasks.get(name), "expires", None)
+    expires = options.get("expires", of_task)
+    window = rules.unique_for or 0.0
+    if expires is not None:
+        window = max(0.0, min(window, seconds_until(app, expires)))
     return Send(
         name=name_of(name, resources),
         task_id=options["task_id"],
         run=f"{options['task_id']}:{name}:0:0",
-        window=rules.unique_for or 0.0,
+        window=window,
         until=rules.unique_until,
-        duplicate=rules.duplicate,
-        unreachable=rules.unreachable,
-        later=max(0.0, float(later)),
+        on_duplicate=rules.on_duplicate,
+        on_unreachable=rules.on_unreachable,
+        later=max(0.0, later),
         lateness=settings.done_ttl,
     )
+
+
+def seconds_until(app: Any, moment: float | str | datetime) -> float:
+    """Return the s until a moment, which Celery takes as such, as ISO 8601, or as these s."""
+    if isinstance(moment, (str, datetime)):
+        at: datetime = maybe_make_aware(maybe_iso8601(moment), app.timezone)
+        return (at - utc_now()).total_seconds()
+    return float(moment)
 
 
 def publish_once(app: Any, send: Send, options: dict[str, Any], plain: Callable[..., Any]) -> Any:
@@ -380,7 +491,7 @@ def put_ticket(options: dict[str, Any], ticket: Mapping[str, Any]) -> None:
 
 def told(earlier: Standing, rules: Rules, resources: tuple[str, ...]) -> str:
     """Return the id of the earlier send; raises DuplicateTask where that is asked for."""
-    if rules.duplicate == "fail":
+    if rules.on_duplicate == "fail":
         raise DuplicateTask(", ".join(resources), earlier.task_id)
     return earlier.task_id
 
@@ -428,7 +539,14 @@ class _Registry(TaskRegistry):
 
     @classmethod
     def watch(cls, app: Any) -> None:
-        """Have an app's registry lock what it holds, and what is added to it."""
+        """Lock what an app's registry holds, and what is added to it; refuse what cannot be."""
+        registry = cls.put_gates(app)
+        for name, task in registry.items():
+            registry.check(name, task)
+
+    @classmethod
+    def put_gates(cls, app: Any) -> Any:
+        """Have an app's registry lock what it holds, and what is added to it; returns that."""
         registry = app._tasks
         if not isinstance(registry, _Registry):
             kind = type(registry)
@@ -438,8 +556,7 @@ class _Registry(TaskRegistry):
         for task in found:  # all of them are locked by now, whatever is wrong with one
             if task.__bound__:
                 task.bind(app)
-        for name, task in registry.items():
-            registry.check(name, task)
+        return registry
 
     def __setitem__(self, name: str, task: Any) -> None:
         """Add a task, behind its gate."""
@@ -468,11 +585,11 @@ class _Registry(TaskRegistry):
         """Raise SettingsError where an entry is of a task that has options of its own."""
         pattern = self.pattern_for(name)
         if pattern == name and ENTRY not in type(task).__dict__:
-            way_out = (
+            hint = (
                 f"{name} is a LockedTask already: set lock_* on it, or from outside by Celery's "
                 f'task_annotations = {{{name!r}: {{"lock_ttl": 30}}}}'
             )
-            raise tasks_place(name).wrong(self.app.conf.redlock_tasks[name], way_out)
+            raise tasks_place(name).wrong(self.app.conf.redlock_tasks[name], hint)
 
 
 def _lock_anothers(task: Any, pattern: str) -> None:
@@ -491,7 +608,7 @@ def _lock_anothers(task: Any, pattern: str) -> None:
     body = {ENTRY: pattern, "dont_autoretry_for": spared, "__module__": cls.__module__}
     if cls.Request != Task.Request:
         body["Request"] = cls.Request
-    for name in ("lock", "lock_for", "lock_rules"):
+    for name in ("lock", "lock_for", "lock_options"):
         if inspect.getattr_static(task, name, None) is not None:
             body[name] = inspect.getattr_static(cls, name, None)
     if own is not None and own != task.run:
@@ -506,13 +623,50 @@ def _lock_anothers(task: Any, pattern: str) -> None:
         add_autoretry_behaviour(task, **said)
 
 
+class RefuseEventlet(bootsteps.Step):
+    """Ends a worker with the eventlet pool at its start if it has locked tasks.
+
+    Under eventlet a body that never gives way stops every thread, so that no renewal is in time.
+    Raises SettingsError. Source: celery.bootsteps; receivers of `worker_init` cannot end a worker.
+    """
+
+    name = "celery_redlock pool"
+
+    def __init__(self, worker: Any, **options: Any) -> None:
+        super().__init__(worker, **options)
+        if not is_of_eventlet(worker.pool_cls):
+            return
+        locked = sorted(task.name for task in locked_tasks(worker.app) if plan_of(task).may_lock)
+        if locked:
+            hint = (
+                f"eventlet cannot run locked tasks ({', '.join(locked)}): start the worker with "
+                "-P gevent, or with prefork, threads or solo"
+            )
+            raise SettingsError("worker", "worker_pool", "eventlet", hint)
+
+
+@worker_init.connect(weak=False)
+def _refuse_eventlet(sender: Any, **_: Any) -> None:
+    sender.app.steps["worker"].add(RefuseEventlet)
+
+
+def is_of_eventlet(pool: type) -> bool:
+    """Return whether a pool's class is Celery's eventlet pool, or is made of it."""
+    return any(cls.__module__ == "celery.concurrency.eventlet" for cls in pool.__mro__)
+
+
+def locked_tasks(app: Any) -> list[LockedTask]:
+    """Return an app's LockedTasks, without those of Celery's own."""
+    own = (task for name, task in app.tasks.items() if not name.startswith(CELERYS))
+    return [task for task in own if isinstance(task, LockedTask)]
+
+
 @worker_ready.connect(weak=False)
 def _say_what_nodes_say(sender: Any = None, **_: Any) -> None:
     """Check the nodes at a worker's start and say what was found; the worker starts anyway."""
     app = sender.app
-    watch_children(app, getattr(sender.pool, "num_processes", 0))
-    own = (task for name, task in app.tasks.items() if not name.startswith(CELERYS))
-    if not any(isinstance(task, LockedTask) for task in own):
+    watch_children(app, sender.pool)
+    if not locked_tasks(app):
         return
     try:
         redlock = redlock_of(app)
@@ -521,32 +675,39 @@ def _say_what_nodes_say(sender: Any = None, **_: Any) -> None:
         told = {"event": "settings_wrong"}
         logger.error("locks cannot be taken: %s", error, extra=told)  # noqa: TRY400 - says it all
         return
-    _say_who_votes(report)
+    _say_who_votes(app, report)
     for terms, names in others.items():
         logger.error(
             "other clients go by %s (so say %s), this worker by %s: until all of them go by the "
             "same, two may hold one lock",
-            terms, ", ".join(names), terms_of(redlock), extra={"event": "terms_differ"},
+            terms, ", ".join(names), terms_of(redlock), extra={"event": "settings_differ"},
         )  # fmt: skip
 
 
-def _say_who_votes(report: NodeReport) -> None:
-    enough = report.voting >= report.quorum
-    level = logging.WARNING if enough else logging.ERROR
+def _say_who_votes(app: Any, report: NodeReport) -> None:
+    """Say in one line which nodes answer, and which wait before they grant a lock."""
+    level = logging.WARNING
     if report.voting == report.nodes:
         level = logging.INFO
-    missing = f"; not: {'; '.join(report.failing)}" if report.failing else ""
-    up, needed = report.answering, report.quorum
-    told = {"event": "nodes_answer", "answering": up, "nodes": report.nodes, "quorum": needed}
-    text = "%d of %d lock nodes answer, %d needed%s"
-    logger.log(level, text, up, report.nodes, needed, missing, extra=told)
-    if report.silent:
-        left = math.ceil(max(report.silent.values()))
-        until = "the others decide" if enough else "no lock can be taken before enough of them do"
-        logger.log(
-            level,
-            "%d of %d lock nodes do not vote yet, for %d s more: they are new to this prefix, or "
-            "restarted and may have forgotten locks (restart guard); %s. Where no lock is held "
-            "now, as on a first start, Redlock.trust() lets them vote at once",
-            len(report.silent), report.nodes, left, until, extra={"event": "nodes_silent"},
-        )  # fmt: skip
+    elif report.voting < report.quorum and report.failing:
+        level = logging.ERROR  # else it ends by itself
+    told = {"event": "nodes_answer", "answering": report.answering, "voting": report.voting}
+    told |= {"nodes": report.nodes, "quorum": report.quorum}
+    logger.log(level, "%s", _who_votes(app, report), extra=told)
+
+
+def _who_votes(app: Any, report: NodeReport) -> str:
+    of_them, needed = f"of {report.nodes} lock nodes", f", {report.quorum} needed"
+    failing = f"; not: {'; '.join(report.failing)}" if report.failing else ""
+    if not report.silent:
+        return f"{report.voting} {of_them} answer{needed}{failing}"
+    left = math.ceil(max(report.silent.values()))
+    if failing or report.voting >= report.quorum:
+        waiting = f"new or restarted nodes wait {left} s: {', '.join(report.silent)}"
+        return f"{report.voting} {of_them} may grant locks{needed} ({waiting}){failing}"
+    name = name_of_app(app)
+    command = f"celery{name and f' -A {name}'} redlock trust --all"
+    return (
+        f"{report.voting} {of_them} may grant locks yet (new or restarted nodes wait {left} s). "
+        f"To skip the wait on a new cluster: {command}"
+    )

@@ -34,12 +34,14 @@ from celery_redlock.lock.nodes import (
 from celery_redlock.lock.quorum import Quorum, Round
 from celery_redlock.lock.redlock import Redlock
 from celery_redlock.lock.session import Session, causes_of
+from celery_redlock.lock.votes import UnexpectedReplyError
 
 logger = logging.getLogger(__name__)
 
 SENDING = 5.0  # s: until which nobody can tell a slow sender from a dead one
 ROUNDS_WHILE_SENDING = 4  # node timeouts that this leaves time for at least
-OWED = 60.0  # s: for which a node that is away is still told that a window is over
+OWED = 60.0  # s: for which a node that is away is still told that a window is over; and while no
+# quorum has heard of it, as long as the window: else later sends were dropped for what is done
 SHORTEST_MARK = 60.0  # s
 LONGEST_WINDOW = 366 * 86_400.0  # s: of a key that a stranger left without an end
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # s: between tries while another one is sending
@@ -78,7 +80,7 @@ class Send:
     """A send that is to be deduplicated. Times in s.
 
     name: as of `name_of`. run: the name of the run that it leads to. window: how long it is good.
-    duplicate, until, unreachable: the options of these names. later: its countdown. lateness:
+    on_duplicate, until, on_unreachable: the options of these names. later: its countdown. lateness:
     for how much longer than that and the window it may still be on its way.
     """
 
@@ -87,8 +89,8 @@ class Send:
     run: str
     window: float
     until: str
-    duplicate: str
-    unreachable: str
+    on_duplicate: str
+    on_unreachable: str
     later: float
     lateness: float
 
@@ -123,6 +125,15 @@ class Standing:
         return cls(token, state == SENT and bool(run), gone_by, run, value, expires_in)
 
 
+def _check(reply: Any) -> Any:
+    """Return a reply that is as in lua/unique.lua; raises UnexpectedReplyError."""
+    if type(reply) is list and [type(word) for word in reply] == [int, bytes]:
+        return reply
+    if type(reply) is int and reply in (0, 1):
+        return reply
+    raise UnexpectedReplyError(reply)
+
+
 class Ballot(Round):
     """One compare-and-set on all nodes, and what they said to it.
 
@@ -141,17 +152,17 @@ class Ballot(Round):
         self._quorum, self._again = quorum, set[int]()
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Take down what a node says."""
-        if reply == 1:
+        """Take down what a node says. Raises UnexpectedReplyError."""
+        if type(reply) is hiredis.ReplyError:
+            self.errors[node] = NodeError("", str(reply))
+        elif _check(reply) == 1:
             self.changed.add(node)
-        elif type(reply) is list:
-            value = text_of(reply[1])
-            expires_in = reply[0] / 1000 if reply[0] >= 0 else math.inf
-            self._standing[node] = Standing.of(value, expires_in)
         elif reply == 0:
             self.empty.add(node)
         else:
-            self.errors[node] = NodeError("", str(reply))
+            value = text_of(reply[1])
+            expires_in = reply[0] / 1000 if reply[0] >= 0 else math.inf
+            self._standing[node] = Standing.of(value, expires_in)
         if not self.decided:
             self._look()
 
@@ -267,7 +278,7 @@ class Window:
         ballot = self._ask("")
         earlier = ballot.agreed
         if not ballot.reached and earlier is not None and earlier.is_sent:
-            if self._send.duplicate != "replace":
+            if self._send.on_duplicate != "replace":
                 self.give_up()
                 return earlier
             others = set(range(len(self._session.quorum.nodes))) - ballot.changed
@@ -320,7 +331,14 @@ class Window:
     def to_message(self) -> dict[str, Any]:
         """Return what its message carries, from which a worker makes a `Ticket`."""
         send, earlier = self._send, self.replaced
-        ticket: dict[str, Any] = {"name": send.name, "token": self._token, "until": send.until}
+        clock = self._session.clock
+        ends_at = clock.wall_us() / 1e6 + self._opened_at + send.window - clock.now()
+        ticket: dict[str, Any] = {
+            "name": send.name,
+            "token": self._token,
+            "until": send.until,
+            "ends_at": ends_at,
+        }
         if earlier is not None:
             ticket |= {"replaces": earlier.run, "kept_for": self._kept_for(earlier)}
         return ticket
@@ -371,11 +389,14 @@ class Window:
             return
         for ballot in self._ballots:
             ballot.wanted = False
-        for node, earlier in self._before.items():
+        # not where nothing stood, as a node said that came late: a quorum may know that it is over
+        fresh = self._ballots[0].changed
+        before = {node: one for node, one in self._before.items() if node not in fresh}
+        for node, earlier in before.items():
             seconds = min(earlier.expires_in, LONGEST_WINDOW)
             request = self._request(self._token, earlier.value, seconds)
             session.quorum.send_to(node, Command(request, UNHEARD, UNIQUE), now)
-        elsewhere = set(self._ballots[-1].standing) | set(self._before)
+        elsewhere = set(self._ballots[-1].standing) | set(before)
         nodes = set(range(len(session.quorum.nodes))) - elsewhere
         Ending(session, self._request(self._token, "")).send(nodes)
         self.is_open, self._ballots = False, []
@@ -389,16 +410,26 @@ def _ttl(seconds: float) -> bytes:
 class Ending(Round):
     """The end of a window, on its way to every node, also to one that is away for a while.
 
-    request: what ends it. Decided once a quorum has heard of it.
+    request: what ends it. left: s for which it would be open else. Decided once a quorum has heard
+    of it.
     """
 
     wanted = True
 
-    def __init__(self, session: Session, request: bytes) -> None:
+    def __init__(self, session: Session, request: bytes, left: float = 0.0) -> None:
         super().__init__()
         self._session, self._request = session, request
-        self.until = session.clock.now() + OWED
+        self._made_at, self._left = session.clock.now(), left
         self._heard: set[int] = set()
+
+    @property
+    def until(self) -> float:
+        """When nobody needs to be told any more, monotonic s.
+
+        A minority that knows of an earlier send drops nothing, so it is told for a while only.
+        """
+        is_known = len(self._heard) >= self._session.quorum.size
+        return self._made_at + (OWED if is_known else max(OWED, self._left))
 
     def send(self, nodes: set[int] | None = None) -> None:
         """Write it to some nodes, or all. Does not wait."""
@@ -425,12 +456,13 @@ class Ending(Round):
         """Tell a node again that cannot just now: loading, busy, no disk.
 
         And one where another send is about to take the place of this one: if that fails, what
-        stood there before comes back.
+        stood there before comes back. Raises UnexpectedReplyError.
         """
         session = self._session
-        is_list = type(reply) is list
+        is_error = type(reply) is hiredis.ReplyError
+        is_list = not is_error and type(_check(reply)) is list
         replaced = is_list and not Standing.of(text_of(reply[1]), 0).is_sent
-        if replaced or type(reply) is hiredis.ReplyError:
+        if replaced or is_error:
             session.owe(node, self)
             session.watchdog.tidy_by(session.clock.now() + session.setup.node_timeout)
             return
@@ -463,16 +495,16 @@ def send_once(
     """Publish a message unless it is a duplicate; returns the earlier send where it is one.
 
     publish: takes what the message is to carry of its window, None where it has none. What it
-    raises ends the window. Raises QuorumUnreachable where unreachable="fail", SettingsError.
+    raises ends the window. Raises QuorumUnreachable where on_unreachable="fail", SettingsError.
     """
     window = Window(redlock.session, send)
     try:
         try:
             earlier = window.open()
         except QuorumUnreachable as error:
-            if send.unreachable == "fail":
+            if send.on_unreachable == "fail":
                 raise
-            told = {"event": "sent_unchecked", "resource": send.name}
+            told = {"event": "sent_without_check", "resource": send.name}
             logger.warning("sending %s without deduplication: %s", send.run, error, extra=told)
             return publish(None)
         if earlier is not None:
@@ -481,7 +513,7 @@ def send_once(
             logger.warning(
                 "sending %s without deduplication: no quorum of nodes agrees on an earlier send "
                 "of %r", send.run, send.name,
-                extra={"event": "sent_unchecked", "resource": send.name},
+                extra={"event": "sent_without_check", "resource": send.name},
             )  # fmt: skip
             return publish(None)
         result = publish(window.to_message())
@@ -496,8 +528,9 @@ def send_once(
 class Ticket:
     """What a message carries of the window that its send has opened.
 
-    name, token: of the window. until: "start", "done" or "window". replaces: the run whose place
-    it takes, "" for none; kept_for: s for which that is to be known.
+    name, token: of the window. until: "started", "finished" or "expired". ends_at: s since 1970,
+    when it ends by itself. replaces: the run whose place it takes, "" for none; kept_for: s for
+    which that is to be known.
     """
 
     name: str
@@ -505,6 +538,7 @@ class Ticket:
     until: str
     replaces: str = ""
     kept_for: float = SHORTEST_MARK
+    ends_at: float = 0.0
 
     @classmethod
     def of(cls, carried: object) -> Ticket | None:
@@ -515,7 +549,8 @@ class Ticket:
         texts = [known.get(name, "") for name in ("name", "token", "until", "replaces")]
         if not all(isinstance(text, str) for text in texts) or not all(texts[:3]):
             return None
-        if not isinstance(known.get("kept_for", SHORTEST_MARK), (int, float)):
+        numbers = [known.get(name, 0.0) for name in ("kept_for", "ends_at")]
+        if not all(isinstance(number, (int, float)) for number in numbers):
             return None
         return cls(**known)
 
@@ -534,18 +569,19 @@ class Ticket:
 
         A send from here on is a new one, so a quorum must know of it.
         """
-        if self.until == "start" and not self._end(redlock).wait():
+        if self.until == "started" and not self._end(redlock).wait():
             text = "no quorum of nodes heard that the window of %r is over"
             logger.warning(text, self.name, extra={"event": "window_stays", "resource": self.name})
 
     def end(self, redlock: Redlock) -> None:
         """End the window, unless it is to last. Does not wait."""
-        if self.until != "window":
+        if self.until != "expired":
             self._end(redlock)
 
     def _end(self, redlock: Redlock) -> Ending:
         session = redlock.session
         key = unique_key(session.setup.prefix, self.name)
-        ending = Ending(session, UNIQUE.call([key], self.token, "", "1"))
+        left = min(self.ends_at - session.clock.wall_us() / 1e6, LONGEST_WINDOW)
+        ending = Ending(session, UNIQUE.call([key], self.token, "", "1"), left)
         ending.send()
         return ending

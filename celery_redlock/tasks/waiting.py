@@ -10,10 +10,9 @@ memory until they are first, or until the broker would take them for lost. All o
 whoever is woken takes the lock like any other, or goes back. Where more wait than there are seats
 for, the last of the longest line goes back to its queue for another message to come in.
 
-By "coalesce" one run of a task waits and the others are skipped: which one is noted on the nodes,
-and a majority of them decides. The note is made before the message goes back, and it is gone
-from a majority before that run's body begins; so whoever is skipped was sent before the body of
-the one that waits has seen anything. Where nobody can tell, a run waits rather than being skipped.
+Those for whom no quorum voted stand in a line of their own. They try at the end of their
+countdowns, and all at once when as many nodes as a quorum are heard again, or an operator trusts
+nodes.
 """
 
 from __future__ import annotations
@@ -25,21 +24,20 @@ import random
 import sys
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
 from celery import bootsteps
 from celery.signals import task_received, worker_init
 
-from celery_redlock.errors import QuorumUnreachable, RedlockError
+from celery_redlock.errors import RedlockError
 from celery_redlock.lock.clock import Bell, SystemClock, new_mutex
-from celery_redlock.lock.keys import done_key, name_of_all, waiting_key, wake_channel
-from celery_redlock.lock.nodes import ENTER, LEAVE, Command, Script, Unheard, request_of, text_of
-from celery_redlock.lock.session import Session, causes_of
+from celery_redlock.lock.keys import votes_channel, wake_channel
 from celery_redlock.lock.wakeup import Ear
-from celery_redlock.tasks.deferral import CAME_BACK, CLOCKS_DIFFER, Slip, name_of_run, utc_now
+from celery_redlock.tasks.deferral import CLOCKS_DIFFER, Slip, utc_now
+from celery_redlock.tasks.routes import CAME_BACK
 from celery_redlock.tasks.runtime import Place, here, redlock_of, settings_of
 
 logger = logging.getLogger(__name__)
@@ -51,82 +49,7 @@ LOOK = 1.0  # s: between looks at what has expired or was revoked
 SOON = 1.0  # s: who tries by then anyway need not try because a worker begins to listen
 SEATS = 1000  # messages that wait in one worker's memory, some 10 KB each; the rest in its queue
 PACE = 0.025  # s: between those that leave for the others of a queue to come in
-COUNTS_ON = 60.0  # s after its countdown for which a run that waits is waited for
 TOLD = 16  # releases of a resource that are remembered for messages on their way
-TRIES, PAUSE = 4, 0.02  # at the place of the one that waits, where several came at once; s
-
-
-def enter(
-    task: Any, resources: Sequence[str], run: str, countdown: float, expires_in: float = math.inf
-) -> str:
-    """Note a run as the one of its task that waits for these resources.
-
-    countdown: s until it tries again. expires_in: s after which it does not run, and nobody is to
-    be skipped for it. Returns the run that a majority knows already, "" where this one is to wait.
-    """
-    session = redlock_of(task.app).session
-    lasting = str(max(1, int(min(countdown + COUNTS_ON, expires_in) * 1000)))
-    clock, quorum, needed = session.clock, session.quorum, session.quorum.size
-    request = _call(session, ENTER, resources, task.name, run, lasting)
-    for attempt in range(TRIES):
-        replies = quorum.ask(request, ENTER)
-        known = Counter(map(text_of, replies.values()))
-        own = known.pop("", 0)
-        if own >= needed or len(replies) < needed:
-            return ""
-        first, votes = known.most_common(1)[0]
-        if votes >= needed and not _is_over(session, first):
-            leave(task, resources, run)  # where it had come first all the same
-            return first
-        if votes >= needed:
-            leave(task, resources, first)
-            continue
-        if attempt < TRIES - 1:
-            leave(task, resources, run)
-            clock.sleep(random.uniform(0, PAUSE * 2**attempt))  # noqa: S311
-    return ""
-
-
-def _is_over(session: Session, run: str) -> bool:
-    """Tell whether a run that is noted as waiting is not to run any more, as far as one can tell.
-
-    It is done, or a later send has taken its place: then it is dropped as soon as it tries again.
-    """
-    marks = marks_of(session, run)
-    return len(marks) < session.quorum.size or any(mark is not None for mark in marks)
-
-
-def marks_of(session: Session, run: str) -> list[float | None]:
-    """Return what each node that answers within one node timeout has noted of a run's end.
-
-    s since 1970, below 0 where a later send has taken its place; None: nothing.
-    """
-    replies = session.quorum.ask(request_of("GET", done_key(session.setup.prefix, run)))
-    return [None if reply is None else int(reply) / 1000 for reply in replies.values()]
-
-
-def leave(task: Any, resources: Sequence[str], run: str, *, surely: bool = False) -> None:
-    """Strike out a run that waits no more.
-
-    surely: return once a majority has; raises QuorumUnreachable where that cannot be known.
-    """
-    session = redlock_of(task.app).session
-    quorum, request = session.quorum, _call(session, LEAVE, resources, task.name, run)
-    if not surely:
-        quorum.broadcast(Command(request, Unheard(), LEAVE), session.clock.now())
-    elif len(quorum.ask(request, LEAVE)) < quorum.size:
-        raise QuorumUnreachable(", ".join(resources), causes_of(quorum), quorum.size)
-
-
-def strike_out(task: Any, request: Any, slip: Slip, *, surely: bool = False) -> None:
-    """Strike out a run where it is noted, as its slip says, as the one that waits."""
-    if slip.first:
-        leave(task, slip.waits_for, name_of_run(task, request), surely=surely)
-
-
-def _call(session: Session, script: Script, resources: Sequence[str], *words: str) -> bytes:
-    """Return a script's call where it is noted who waits for these."""
-    return script.call([waiting_key(session.setup.prefix, name_of_all(resources))], *words)
 
 
 Line = tuple[str, int]  # the channel of what refused, and the limit by which it was asked
@@ -197,6 +120,10 @@ class Lines:
         """Return the first of each line on a channel."""
         return [line[0] for line in self._lines.get(channel, {}).values()]
 
+    def on(self, channel: str) -> list[Waiting]:
+        """Return all that wait on a channel."""
+        return [one for line in self._lines.get(channel, {}).values() for one in line]
+
     def may_try(self, waiting: Waiting, now: float) -> float:
         """Return the s after which it may try by itself: inf where others stand before it.
 
@@ -258,8 +185,9 @@ class Lines:
 class Room(bootsteps.StartStopStep):
     """Where the messages wait that have come back to a worker's main process.
 
-    Everything happens in the process's event loop (or greenlets, or Celery's timer thread), but
-    `heard`, which is called by the threads that listen.
+    Other parts use `admit`, `waiting`, `subscriptions` and, from the threads that listen,
+    `on_release_message`. Everything else happens in the process's event loop (or greenlets, or
+    Celery's timer thread).
     Source: celery.worker.strategy binds `consumer.apply_eta_task` when the consumer starts, which
     is after its steps are made; the timer calls that at the end of a message's countdown.
     """
@@ -280,6 +208,7 @@ class Room(bootsteps.StartStopStep):
         self._leaves: Any = None  # in the timer, where somebody is to make way
         self._seats = SEATS
         self._majority = 1
+        self._votes = ""  # the channel of those for whom no quorum voted
         self._forget()
         _rooms[parent] = self
 
@@ -287,14 +216,15 @@ class Room(bootsteps.StartStopStep):
         self._lines = Lines()
         self._standing = 0  # how many wait for whom no further message is taken in
         self._woken: weakref.WeakSet[Any] = weakref.WeakSet()
-        # the last releases of a channel: monotonic s, and the limits that somebody was woken by
-        self._told: dict[str, deque[tuple[float, set[int]]]] = {}
+        # the last releases of a channel: monotonic s, and the limits that somebody was woken by;
+        # where nodes vote again that is for all that wait for it, and these are ids of tasks
+        self._told: dict[str, deque[tuple[float, set[object]]]] = {}
         self._opened_at = self._clock.now()  # what was said before that may have been missed
         self._words: dict[str, int] = {}  # how many nodes have said it, the latest last
         self._told_at: dict[str, float] = {}  # monotonic s of the last release, by channel
         self._refused: dict[Line, float] = {}  # monotonic s of the last refusal that is known of
         self._heard_of: set[str] = set()  # channels of which some node has said that it listens
-        self._calls: deque[tuple[str, str]] = deque()
+        self._calls: deque[tuple[str, str, Waiting | None]] = deque()
 
     def start(self, parent: Any) -> None:
         """Be ready, also after the connection to the broker was lost."""
@@ -326,10 +256,12 @@ class Room(bootsteps.StartStopStep):
             return  # it goes through a rate limit's own line first
         settings = settings_of(consumer.app)
         channel = wake_channel(settings.prefix, slip.refused_by or slip.waits_for[0])
+        if slip.reason:
+            channel = self._votes = votes_channel(settings.prefix)
         now = self._clock.now()
         due = now + max(0.0, (request.eta - utc_now()).total_seconds())
         patient = slip.patient and request.expires is None
-        order, line = (str(slip.since), id(request)), (channel, slip.limit)
+        order, line = (str(slip.since), id(request)), (channel, 1 if slip.reason else slip.limit)
         waiting = Waiting(request, order, line, due, patient=patient)
         # all at once would be a herd
         waiting.until = now + settings.countdown_cap * random.uniform(0.5, 1.0)  # noqa: S311
@@ -342,7 +274,7 @@ class Room(bootsteps.StartStopStep):
             is_missed = self._has_missed(waiting, refused_at - CLOCKS_DIFFER)
             self._count()
         if is_missed:
-            self._call(channel, "")
+            self._call(channel, "", waiting)
         self._listen()
 
     def _has_missed(self, waiting: Waiting, refused_at: float) -> bool:
@@ -352,15 +284,18 @@ class Room(bootsteps.StartStopStep):
         permits several may have been released; of a plain lock the last release alone matters.
         """
         channel, limit = waiting.line
-        for told_at, limits in list(self._told_on(channel))[-limit:]:
-            if limit not in limits and told_at >= refused_at:
-                limits.add(limit)
+        who = waiting.request.id if channel == self._votes else limit
+        for told_at, woken in list(self._told_on(channel))[-limit:]:
+            if who not in woken and told_at >= refused_at:
+                woken.add(who)
                 return True
         return False
 
-    def _told_on(self, channel: str) -> deque[tuple[float, set[int]]]:
-        opened = self._opened_at, set[int]()
-        return self._told.setdefault(channel, deque([opened], maxlen=TOLD))
+    def _told_on(self, channel: str) -> deque[tuple[float, set[object]]]:
+        opened: list[tuple[float, set[object]]] = [(self._opened_at, set())]
+        if channel == self._votes:
+            opened = []  # who comes first hears of it as the subscription begins
+        return self._told.setdefault(channel, deque(opened, maxlen=TOLD))
 
     def waiting(self) -> list[Waiting]:
         """Return who waits, in the order in which they were put back first; asked by any thread."""
@@ -395,34 +330,42 @@ class Room(bootsteps.StartStopStep):
             session = redlock_of(self._consumer.app).session
             nodes, timeout = session.quorum.nodes, session.setup.node_timeout
             self._majority = session.quorum.size
-            make = (timeout, session.clock, lambda: self._lines.channels(), self.heard)
+            make = (timeout, session.clock, lambda: self._lines.channels(), self.on_release_message)
             self._ears = [Ear(node.address, *make) for node in nodes]
         for ear in self._ears:
             ear.attend()
 
     # by the threads that listen
 
-    def heard(self, channel: str, word: str) -> None:
-        """Take note of a release, once; word: "" where a subscription begins.
+    def on_release_message(self, channel: str, message_id: str) -> None:
+        """Take note of a release, once; message_id: "" if a subscription begins.
 
         Not before a majority has said it, of the nodes that are heard: whoever came sooner would
         find the others still taken.
         """
         with self._hearing:
-            hears = sum(channel in ear.confirmed for ear in self._ears)
-            if not word:
+            hears = self.subscriptions(channel)
+            if not message_id and channel == self._votes:
+                is_news = hears >= self._majority  # so many nodes are up, one more than before
+            elif not message_id:
                 is_news = hears == 1 or channel not in self._heard_of
                 self._heard_of.add(channel)
             else:
-                said = self._words[word] = self._words.pop(word, 0) + 1
-                is_news = said == max(1, min(hears, self._majority))
+                said = self._words[message_id] = self._words.pop(message_id, 0) + 1
+                # an operator's word is published once all nodes that it is for have heard it
+                needed = 1 if channel == self._votes else max(1, min(hears, self._majority))
+                is_news = said == needed
                 if len(self._words) > WORDS:
                     del self._words[next(iter(self._words))]
         if is_news:
-            self._call(channel, word)
+            self._call(channel, message_id)
 
-    def _call(self, channel: str, word: str) -> None:
-        self._calls.append((channel, word))
+    def subscriptions(self, channel: str) -> int:
+        """Return how many nodes announce the releases on a channel to this worker."""
+        return sum(channel in ear.confirmed for ear in self._ears)
+
+    def _call(self, channel: str, word: str, missed: Waiting | None = None) -> None:
+        self._calls.append((channel, word, missed))
         consumer = self._consumer
         if consumer.hub is not None:
             self._bell.ring()
@@ -440,8 +383,11 @@ class Room(bootsteps.StartStopStep):
     def _serve(self) -> None:
         """Wake those who are first where something may be free."""
         while self._calls:
-            channel, word = self._calls.popleft()
+            channel, word, missed = self._calls.popleft()
             now = self._clock.now()
+            if channel == self._votes:
+                self._serve_votes(word, missed, now)
+                continue
             firsts = self._firsts(channel)
             if word:
                 self._told_on(channel).append((now, {first.line[1] for first in firsts}))
@@ -450,6 +396,19 @@ class Room(bootsteps.StartStopStep):
             for first in firsts:
                 if word or first.due >= now + SOON:
                     self._hand_on(first)
+
+    def _serve_votes(self, word: str, missed: Waiting | None, now: float) -> None:
+        """Have all try that wait for a quorum, where there may be one again.
+
+        missed: the one that was on its way when that was said.
+        """
+        with self._mutex:
+            all_ = self._lines.on(self._votes) if missed is None else [missed]
+        if missed is None:
+            self._told_on(self._votes).append((now, {one.request.id for one in all_}))
+        for one in all_:
+            if word or one.due >= now + SOON:
+                self._hand_on(one)
 
     def _firsts(self, channel: str) -> list[Waiting]:
         """Return the first of each line that is to run.
@@ -546,7 +505,7 @@ class Room(bootsteps.StartStopStep):
         try:
             self._wake(waiting)
         except Exception:
-            told = {"event": "not_handed_on", "task": waiting.request.name}
+            told = {"event": "dispatch_failed", "task": waiting.request.name}
             told["task_id"] = waiting.request.id
             text = "cannot hand on %s[%s]"
             logger.exception(text, waiting.request.name, waiting.request.id, extra=told)
@@ -586,8 +545,8 @@ class Room(bootsteps.StartStopStep):
     def _look_again(self) -> None:
         """Look each second.
 
-        Source: celery.concurrency.gevent and eventlet: what `call_repeatedly` returns there cancels
-        the first call alone.
+        Source: celery.concurrency.gevent: what `call_repeatedly` returns there cancels the first
+        call alone.
         """
         looks = self._looks
         try:

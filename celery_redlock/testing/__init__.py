@@ -5,7 +5,7 @@ fixtures over it are in `pytest_celery_redlock`, which pytest finds by itself; s
 """
 
 from celery_redlock.testing.fake import FakeNode, VirtualClock, fake_nodes
-from celery_redlock.testing.holders import assert_released, hold, lose, use_nodes, vouch_for
+from celery_redlock.testing.holders import assert_released, hold, lose, trust_nodes, use_nodes
 from celery_redlock.testing.servers import EmbeddedNode, WorkerProcess, embedded_nodes
 from celery_redlock.testing.unlocked import locking_off
 
@@ -20,6 +20,6 @@ __all__ = [
     "hold",
     "locking_off",
     "lose",
+    "trust_nodes",
     "use_nodes",
-    "vouch_for",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 import redis
 from celery import current_app
 
+from celery_redlock.errors import in_person
 from celery_redlock.lock import redlock as redlock_module
 from celery_redlock.lock.clock import SystemClock
 from celery_redlock.lock.inspection import Sight, Standing, break_lock, look_at_locks
@@ -19,13 +20,13 @@ from celery_redlock.lock.redlock import Lock, Redlock
 from celery_redlock.lock.session import Holding
 from celery_redlock.tasks.runtime import forget, redlock_of
 
-__all__ = ["assert_released", "at_work", "hold", "lose", "use_nodes", "vouch_for"]
+__all__ = ["assert_released", "at_work", "hold", "lose", "trust_nodes", "use_nodes"]
 
 PAUSE = 0.02  # s: between looks at the nodes
 _in_use: list[Any] = []  # what tests work on just now, the latest last
 
 
-def vouch_for(nodes: Sequence[Any], prefix: str = "redlock") -> None:
+def trust_nodes(nodes: Sequence[Any], prefix: str = "redlock") -> None:
     """Let new nodes vote at once, as `Redlock.trust` does."""
     with _redlock_over(nodes, prefix) as made:
         made.trust()
@@ -33,7 +34,7 @@ def vouch_for(nodes: Sequence[Any], prefix: str = "redlock") -> None:
 
 @contextlib.contextmanager
 def use_nodes(app: Any, nodes: Sequence[Any]) -> Iterator[Redlock]:
-    """Let an app of yours lock on these nodes, and vouch for them; gives its `Redlock`.
+    """Let an app of yours lock on these nodes, and trust them; gives its `Redlock`.
 
     app: a Celery app, with all of its own settings but `redlock_nodes`. nodes: `FakeNode`s,
     `EmbeddedNode`s, or what `redlock_nodes` takes. `hold`, `lose` and `assert_released` mean them
@@ -137,7 +138,7 @@ def told(lock: Standing, now: float, nodes: int) -> str:
         at = dt.datetime.fromtimestamp(lock.since, dt.timezone.utc)
         since = f"since {at:%Y-%m-%d %H:%M:%S} UTC ({max(0.0, now - lock.since):.1f} s)"
     where = ", ".join(f"{node} ({left:.1f} s left)" for node, left in lock.votes.items())
-    holder = f"{lock.resource!r}{permit} is held by {lock.holder!r}"
+    holder = f"{lock.resource!r}{permit} is held by {in_person(lock.holder)!r}"
     return f"{holder} {since} on {len(lock.votes)} of {nodes} nodes: {where}"
 
 

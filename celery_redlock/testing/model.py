@@ -14,10 +14,8 @@ from typing import Any
 
 from celery_redlock.lock.nodes import (
     BREAK,
-    ENTER,
     GRANT,
     GUARD,
-    LEAVE,
     RELEASE,
     RENEW,
     TRUST,
@@ -26,7 +24,7 @@ from celery_redlock.lock.nodes import (
 )
 from celery_redlock.tasks.uniqueness import UNIQUE
 
-SCRIPTS = (GRANT, RENEW, RELEASE, GUARD, TRUST, BREAK, ENTER, LEAVE, UNIQUE)
+SCRIPTS = (GRANT, RENEW, RELEASE, GUARD, TRUST, BREAK, UNIQUE)
 NOSCRIPT = b"-NOSCRIPT No matching script. Please use EVAL.\r\n"
 FOREIGN = b"-ERR this node is a fake: it runs the scripts of celery_redlock alone\r\n"
 

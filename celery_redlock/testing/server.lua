@@ -1,6 +1,5 @@
 -- What the shipped scripts need of a server, over one table for each node; replies in RESP.
--- An entry of a store is {value, the ms of the node's clock after which it is gone, or nil}; the
--- value is a string, or for a hash a table.
+-- An entry of a store is {value, the ms of the node's clock after which it is gone, or nil}.
 local store, now
 local commands = {}
 
@@ -25,13 +24,8 @@ local function whole(ms)
   return tonumber(text)
 end
 
-local WRONGTYPE = 'WRONGTYPE Operation against a key holding the wrong kind of value'
-
 function commands.GET(key)
   local entry = live(key)
-  if entry and type(entry[1]) ~= 'string' then
-    fail(WRONGTYPE)
-  end
   return entry and entry[1] or false
 end
 
@@ -87,42 +81,6 @@ end
 function commands.TIME()
   local seconds = math.floor(now / 1000)
   return {string.format('%.0f', seconds), string.format('%.0f', (now - seconds * 1000) * 1000)}
-end
-
-local function hash(key)
-  local entry = live(key)
-  if entry and type(entry[1]) ~= 'table' then
-    fail(WRONGTYPE)
-  end
-  return entry and entry[1]
-end
-
-function commands.HGET(key, field)
-  local found = hash(key)
-  return found and found[field] or false
-end
-
-function commands.HSET(key, field, value)
-  local found = hash(key)
-  if not found then
-    found = {}
-    store[key] = {found, nil}
-  end
-  local added = found[field] == nil and 1 or 0
-  found[field] = value
-  return added
-end
-
-function commands.HDEL(key, field)
-  local found = hash(key)
-  if not found or found[field] == nil then
-    return 0
-  end
-  found[field] = nil
-  if next(found) == nil then
-    store[key] = nil
-  end
-  return 1
 end
 
 redis = {}
@@ -218,7 +176,7 @@ function plain.MGET(...)
   local found = {}
   for number, key in ipairs({...}) do
     local entry = live(key)
-    found[number] = entry and type(entry[1]) == 'string' and entry[1] or false
+    found[number] = entry and entry[1] or false
   end
   return found
 end
@@ -237,15 +195,6 @@ function plain.EXISTS(...)
     there = there + commands.EXISTS(key)
   end
   return there
-end
-
-function plain.HGETALL(key)
-  local pairs_ = {}
-  for field, value in pairs(hash(key) or {}) do
-    pairs_[#pairs_ + 1] = field
-    pairs_[#pairs_ + 1] = value
-  end
-  return pairs_
 end
 
 function plain.FLUSHALL()
@@ -293,14 +242,7 @@ end
 function copy(of)
   local made = {}
   for key, entry in pairs(of) do
-    local value = entry[1]
-    if type(value) == 'table' then
-      value = {}
-      for field, word in pairs(entry[1]) do
-        value[field] = word
-      end
-    end
-    made[key] = {value, entry[2]}
+    made[key] = {entry[1], entry[2]}
   end
   return made
 end

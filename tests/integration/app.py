@@ -20,24 +20,29 @@ from typing import Any
 
 import celery.worker.request
 import redis
-from celery import Celery, Task, chord
+from celery import Celery, Task, chord, signature
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from celery.signals import after_task_publish, task_postrun, task_received
+from celery.signals import (
+    after_task_publish,
+    before_task_publish,
+    task_postrun,
+    task_prerun,
+    task_received,
+)
 from greenlet import GreenletExit
-from kombu import Exchange, Queue
+from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
-from celery_redlock import Backoff, LockedTask, LockLost, current_lock
+from celery_redlock import Backoff, Contention, LockedTask, LockLost, current_lock
 from celery_redlock.signals import (
-    LockExtended,
-    LockReleased,
+    LockExtendedEvent,
+    LockReleasedEvent,
     lock_acquired,
     lock_deferred,
     lock_extended,
     lock_released,
     lock_skipped,
 )
-from celery_redlock.tasks.contention import Contention
 from celery_redlock.tasks.runtime import redlock_of
 
 LOG = Path(os.environ.get("TEST_LOG", os.devnull))
@@ -49,7 +54,23 @@ def topic_queues(kind: str, **options: Any) -> list[Queue]:
     """Return queues by which RabbitMQ can keep messages back, if they are quorum queues."""
     names, wide = Exchange(kind, "topic"), Exchange(f"{kind}-wide", "topic")
     plain = [Queue(name, names, routing_key=name, **options) for name in (kind, f"{kind}-other")]
-    return [*plain, Queue(f"{kind}-wide", wide, routing_key="wide.#", **options)]
+    return [
+        *plain,
+        Queue(f"{kind}-wide", wide, routing_key="wide.#", **options),
+        *overlapping_queues(kind, **options),
+    ]
+
+
+def overlapping_queues(kind: str, **options: Any) -> list[Queue]:
+    """Return two pairs of queues, and to each pair an exchange that gives both a message."""
+    news, twice = Exchange(f"{kind}-news", "topic"), Exchange(f"{kind}-twice", "direct")
+    bound = [binding(news, routing_key="news.*"), binding(news, routing_key="old.*")]
+    left = Queue(f"{kind}-left", news, routing_key="news.#", **options)
+    right = Queue(f"{kind}-right", bindings=bound, **options)
+    if options:  # to quorum queues RabbitMQ brings back what was kept by their own exchange alone
+        right = Queue(f"{kind}-right", news, routing_key="news.*", **options)
+    names = (f"{kind}-one", f"{kind}-two")
+    return [left, right, *(Queue(name, twice, routing_key="twice", **options) for name in names)]
 
 
 QUEUES = {
@@ -110,7 +131,7 @@ late = task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, 
 
 def end_somehow(self: Any, key: str, how: str) -> str:
     """End in the way that is asked for, the first time; just return after that."""
-    first = self.request.retries == 0 and not LOG.read_text().count(f'"ended:{how}"')
+    first = self.request.retries == 0 and f'"ended:{how}", "key": "{key}"' not in LOG.read_text()
     write("begin", key, how=how, retries=self.request.retries)
     write(f"ended:{how}", key)
     if not first:
@@ -243,7 +264,7 @@ class ClassTask(LockedTask):
 class_task = app.register_task(ClassTask())
 
 
-@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, lock_conflict="coalesce")
+@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
 def rebuild(key: str, until: str = "") -> str:
     """Go on until there is a file of this name."""
     with written(key):
@@ -331,6 +352,72 @@ def shows_its_message(self: Any, *args: Any, **kwargs: Any) -> None:
     write("message", request.id, seen=seen, deferrals=deferrals)
 
 
+@task(bind=True, base=LockedTask, lock_key="copied:{key}", lock_backoff=QUICK, ignore_result=True)
+def copied(self: Any, key: str) -> None:
+    """Write what was locked, and where the message was sent to."""
+    info = self.request.delivery_info
+    where = {name: info[name] for name in ("exchange", "routing_key")}
+    write("copy", key, resource=self.lock.resource, **where)
+
+
+copied_late = task(bind=True, base=LockedTask, lock_key="copied:{key}", lock_backoff=QUICK,
+                   ignore_result=True, acks_late=True, name="tests.copied_late")(
+    copied.run.__func__
+)  # fmt: skip
+
+
+class SendsOnceAlone(LockedTask):
+    """As where a user's own `apply_async` lets no second send of a message through."""
+
+    abstract = True
+
+    def apply_async(self, *args: Any, **options: Any) -> Any:
+        write("applied", str(self.name))
+        if self.request.id is not None:
+            return None
+        return super().apply_async(*args, **options)
+
+    def signature_from_request(self, *args: Any, **options: Any) -> Any:
+        raise RuntimeError("nothing here is to be made anew")
+
+
+sent_once = task(bind=True, base=SendsOnceAlone, lock_key="k:{key}", lock_backoff=QUICK,
+                 name="tests.sent_once")(work.run.__func__)  # fmt: skip
+
+
+class OfATenant(LockedTask):
+    """Takes from the arguments what is not the body's, as its tenant's name."""
+
+    abstract = True
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        self.request.tenant = kwargs.pop("_tenant", "nobody")
+
+
+@task(bind=True, base=OfATenant, typing=False, lock_key="k:{key}", lock_backoff=QUICK)
+def of_a_tenant(self: Any, key: str) -> str:
+    return f"{self.request.tenant}, {self.request.locale}"
+
+
+@task_prerun.connect(sender=of_a_tenant)
+def take_locale(task: Any = None, kwargs: Any = None, **_: Any) -> None:
+    """Do the same in a receiver."""
+    task.request.locale = kwargs.pop("_locale", "nowhere")
+
+
+PROPERTIES = ("app_id", "type", "message_id", "user_id", "correlation_id")
+
+
+@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
+def shows_its_properties(self: Any, key: str) -> dict[str, Any]:
+    return {name: self.request.properties.get(name) for name in PROPERTIES}
+
+
+@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
+def shows_its_headers(self: Any, key: str) -> list[Any]:
+    return [self.request.headers, self.request.get("x-own")]
+
+
 @task()
 def clock() -> float:
     """Return what time it is."""
@@ -346,12 +433,6 @@ def add(*numbers: Any) -> int:
 def gather(numbers: list[int]) -> int:
     write("gathered", "chord")
     return len(numbers)
-
-
-@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
-def dies(key: str) -> None:
-    write("begin", key)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @task(base=LockedTask, lock_key="p:{key}", lock_limit=3, lock_backoff=QUICK, lock_ttl=TTL)
@@ -478,9 +559,12 @@ def stays_with_several(one: str, other: str, nested: str) -> None:
 
 
 @lock_released.connect
-def tell_of_parents(sender: Any, event: LockReleased, **_: Any) -> None:
+def tell_of_parents(sender: Any, event: LockReleasedEvent, **_: Any) -> None:
     if event.by == "parent":
         write("parent's release", event.resource, sender=sender.name, held_for=event.held_for)
+        if (once := LOG.with_name("receiver exits once")).exists():
+            once.unlink()
+            raise SystemExit("of a receiver")
 
 
 @lock_acquired.connect
@@ -494,8 +578,16 @@ def tell_of_signals(sender: Any, event: Any, signal: Any, **_: Any) -> None:
         write(signal.name, record.pop("resource"), sender=getattr(sender, "name", ""), **record)
 
 
+@before_task_publish.connect
+def tell_of_publishes(headers: dict[str, Any], **_: Any) -> None:
+    """Write which state is stored of a message that is published, where a file asks for that."""
+    if LOG.with_name("publishes").exists():
+        status = app.backend.get_task_meta(headers["id"], cache=False)["status"]
+        write("publish", headers["id"], status=status)
+
+
 @lock_extended.connect
-def tell_of_renewals(event: LockExtended, **_: Any) -> None:
+def tell_of_renewals(event: LockExtendedEvent, **_: Any) -> None:
     """Write each renewal, where a file asks for that."""
     if LOG.with_name("renewals").exists():
         write("extended", event.resource)
@@ -509,7 +601,7 @@ def step(self: Any, key: str) -> str:
 
 
 asks = task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, name="tests.asks",
-            lock_conflict=lambda contention: "requeue")(step.run.__func__)  # fmt: skip
+            lock_on_conflict=lambda contention: "defer")(step.run.__func__)  # fmt: skip
 
 
 @task()
@@ -523,6 +615,13 @@ def join(parts: Any) -> str:
 def note(*what: Any) -> None:
     """Write that a callback was called. what: for an errback first the failed task's own."""
     write("noted", str(what[-1]))
+
+
+@task()
+def sends(steps: Any) -> None:
+    """Send what came as an argument: a signature, or several."""
+    for each in steps if isinstance(steps, list) else [steps]:
+        signature(each, app=app).apply_async()
 
 
 @locked(name="tests.becomes")
@@ -655,7 +754,7 @@ def swallow(self: Any, key: str, then: str) -> str:
     try:
         while self.lock.held:
             time.sleep(0.02)
-        time.sleep(10)
+        time.sleep(3)  # in which it is struck, in a pool that can
     except LockLost:
         pass
     write(f"swallowed:{then}", key)
@@ -750,27 +849,54 @@ def decide(contention: Contention) -> Any:
           kwargs=dict(contention.kwargs))  # fmt: skip
     if word == "raise":
         raise KeyError("no word")
-    if word == "at last requeue":
+    if word == "at last defer":
         wait_for_file(f"{contention.args[0]} decides")
-    if word == "coalesce, then raise" and contention.deferrals:
-        raise KeyError("no word any more")
-    if word == "coalesce, then raise":
-        return "coalesce"
     if word == "later skip" and contention.deferrals < 2:
-        return "requeue"
+        return "defer"
     return word.split()[-1]
 
 
-@locked(name="tests.decided", lock_conflict=decide, autoretry_for=(KeyError,))
+@locked(name="tests.decided", lock_on_conflict=decide, autoretry_for=(KeyError,))
 def decided(self: Any, key: str, word: str, more: int = 0) -> str:
     write("begin", key)
     return key
 
 
-@locked(name="tests.decided_late", lock_conflict=decide, acks_late=True)
+@locked(name="tests.decided_late", lock_on_conflict=decide, acks_late=True)
 def decided_late(self: Any, key: str, word: str) -> None:
     write("begin", key)
     raise ValueError("body")
+
+
+class SlowToEnd(LockedTask):
+    """Its hook goes on after its outcome is stored."""
+
+    abstract = True
+
+    def on_failure(self, error: Any, task_id: str, args: Any, *more: Any) -> None:
+        write("hook", args[0])
+        wait_for_file(f"{args[0]} hook ends")
+
+
+@task(bind=True, base=SlowToEnd, lock_key="k:{key}", lock_backoff=QUICK, lock_on_conflict=decide,
+      acks_late=True, name="tests.slow_to_end")  # fmt: skip
+def slow_to_end(self: Any, key: str, word: str) -> None:
+    write("begin", key)
+    raise ValueError("body")
+
+
+@task(base=LockedTask, lock_args=["key"], lock_on_conflict="fail")
+def by_name(key: str, seconds: float = 0.0) -> str:
+    """Return the resource that its key is made of."""
+    lock = current_lock()
+    assert lock is not None
+    return lock.resource
+
+
+@task(bind=True, base=LockedTask, lock_args=[], lock_backoff=QUICK)
+def alone(self: Any, key: str) -> None:
+    with written(key, id=self.request.id):
+        time.sleep(0.3)
 
 
 @task(base=LockedTask, lock_backoff=QUICK)
@@ -790,7 +916,7 @@ def once(self: Any, key: str, how: str = "", value: str = "") -> str:
         "ignore": lambda: raise_(Ignore()),
         "ignore, with a state": lambda: [self.update_state(state="MINE"), raise_(Ignore())],
         "reject": lambda: raise_(Reject("no", requeue=False)),
-        "retry": lambda: self.request.retries or self.retry(countdown=3, max_retries=3),
+        "retry": lambda: wait_to_retry(self, key),
         "replace": lambda: self.replace(work.si(f"{key}-other")),
         "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "stay": lambda: time.sleep(100),
@@ -798,6 +924,15 @@ def once(self: Any, key: str, how: str = "", value: str = "") -> str:
     }
     ways[how]()
     return value
+
+
+def wait_to_retry(self: Any, key: str) -> None:
+    """Retry once there is a file of the key's name; then go on until there is a second file."""
+    if self.request.retries:
+        wait_for_file(f"{key} again")
+        return
+    wait_for_file(key)
+    self.retry(countdown=0.2, max_retries=3)
 
 
 def wait_for_file(name: str) -> None:
@@ -810,11 +945,19 @@ unique = functools.partial(task, bind=True, base=LockedTask, lock_key="u:{key}",
                            lock_backoff=QUICK, lock_unique_for=600.0)  # fmt: skip
 once_early = unique(name="tests.once_early")(once)
 once_late = unique(name="tests.once_late", acks_late=True)(once)
-once_skips = unique(name="tests.once_skips", lock_conflict="skip")(once)
-once_fails = unique(name="tests.once_fails", lock_conflict="fail")(once)
-once_to_start = unique(name="tests.once_to_start", lock_unique_until="start")(once)
-latest = unique(name="tests.latest", lock_duplicate="replace")(once)
-latest_late = unique(name="tests.latest_late", lock_duplicate="replace", acks_late=True)(once)
+once_skips = unique(name="tests.once_skips", lock_on_conflict="skip")(once)
+once_fails = unique(name="tests.once_fails", lock_on_conflict="fail")(once)
+once_to_start = unique(name="tests.once_to_start", lock_unique_until="started")(once)
+once_expires = unique(name="tests.once_expires", expires=100)(once)
+once_by_args = unique(name="tests.once_by_args", lock_key=None, lock_args=["key"])(once)
+latest = unique(name="tests.latest", lock_on_duplicate="replace")(once)
+latest_late = unique(name="tests.latest_late", lock_on_duplicate="replace", acks_late=True)(once)
+
+
+@task(base=LockedTask, lock_key=False)
+def send_often(name: str, key: str, times: int) -> list[str]:
+    """Send a task from a body; returns the ids of its messages."""
+    return [app.tasks[name].delay(key).id for _ in range(times)]
 
 
 @unique(name="tests.once_returns", lock_key="step:{key}")

@@ -54,3 +54,17 @@ def own_words(message: dict[str, Any]) -> dict[str, Any]:
     """Return what must be equal in two messages sent alike."""
     apart = ("id", "correlation_id", "expires", "exchange", "routing_key")
     return {name: value for name, value in message.items() if name not in apart}
+
+
+def see_properties_kept(stage: Stage, **more: str) -> None:
+    """Return once a body saw what its send gave to the publisher, after some deferrals.
+
+    more: properties, beside those that any broker takes.
+    """
+    task = stage.tasks.shows_its_properties
+    given = {name: f"own {name}" for name in ("app_id", "type", "message_id", "correlation_id")}
+    given |= more
+    with task.lock_for("properties", wait=60):
+        result = task.apply_async(("properties",), **given, lock={"max_deferrals": 1000})
+        stage.see_deferred(result, 2)
+    assert result.get(timeout=60) == given

@@ -9,16 +9,17 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from celery import _state, chain, chord
+from celery import Celery, _state, chain, chord, states
 from celery.exceptions import ChordError
 from kombu import Connection
 
@@ -31,11 +32,18 @@ from tests.conftest import (
     is_free,
     see_freed,
     see_listening,
-    vouch_for,
+    trust_nodes,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "s3cret-word"  # of guarded nodes
+
+
+def slow_but(fast: Sequence[Any], every: Sequence[Any]) -> list[Any]:
+    """Return the parameters of a test, those slow that are not to run each time."""
+    values = [each if isinstance(each, tuple) else (each,) for each in every]
+    marks = [() if each in fast else pytest.mark.slow for each in every]
+    return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=True)]
 
 
 @dataclass
@@ -51,7 +59,10 @@ class Line:
 
 @dataclass
 class Stage:
-    """What a story has: `app` sends, `worker(...)` starts one, `lines()` says what ran."""
+    """What a story has: `app` sends, `worker(...)` starts one, `lines()` says what ran.
+
+    before: bytes of the log that were written before this story began.
+    """
 
     tasks: Any
     broker: EmbeddedNode
@@ -59,6 +70,7 @@ class Stage:
     log: Path
     env: dict[str, str]
     stack: ExitStack
+    before: int = 0
 
     @property
     def app(self) -> Any:
@@ -67,9 +79,14 @@ class Stage:
     def worker(
         self, name: str = "w1", module: str = "tests.integration.app", **options: Any
     ) -> WorkerProcess:
-        """Start a worker; it ends with the story."""
+        """Start a worker; it is killed with its children when the story ends.
+
+        A warm end takes seconds, in a pool of greenlets most: a test of that end calls `stop`.
+        """
         made = WorkerProcess(module, name=name, env=self.env, cwd=ROOT, **options)
-        return self.stack.enter_context(made)
+        self.stack.push(made)  # removes its log
+        self.stack.callback(made.kill)
+        return made.start()
 
     def see_listening(self, name: str = "w1") -> list[str]:
         """Return where a worker hears commands, once it does."""
@@ -77,7 +94,8 @@ class Stage:
 
     def lines(self, *what: str) -> list[Line]:
         """Return what bodies wrote, in order; of these kinds, or all."""
-        whole = self.log.read_text().split("\n")[:-1]  # the last is empty, or being written
+        text = self.log.read_bytes()[self.before :].decode()
+        whole = text.split("\n")[:-1]  # the last is empty, or being written
         raw = [json.loads(line) for line in whole]
         lines = [Line(r.pop("what"), r.pop("key"), r.pop("at"), r.pop("pid"), r) for r in raw]
         return [line for line in lines if not what or line.what in what]
@@ -86,6 +104,10 @@ class Stage:
         """Return the lines of a kind once there are so many."""
         eventually(lambda: len(self.lines(what)) >= count, within)
         return self.lines(what)
+
+    def runs_of(self, key: str) -> int:
+        """Return how many bodies of a key have begun."""
+        return sum(line.key == key for line in self.lines("begin"))
 
     def intervals(self) -> dict[str, list[tuple[float, float]]]:
         """Return when the bodies of each key ran, by their own record."""
@@ -104,8 +126,16 @@ class Stage:
         return result.backend.get_task_meta(result.id, cache=False)
 
     def deferrals(self, result: Any) -> int:
-        """Return how often a message was put back, by its state's word."""
-        return int((self.info(result)["result"] or {}).get("deferrals", 0))
+        """Return how often a message was put back, by its state's word.
+
+        0 before the first time. Fails if another state stands there by now, as after its end.
+        """
+        meta = self.info(result)
+        if meta["status"] == "DEFERRED":
+            return int(meta["result"]["deferrals"])
+        said = f"{result.id} is not deferred but {meta['status']}: {meta['result']!r}"
+        assert meta["status"] not in states.READY_STATES, said
+        return 0
 
     def see_deferred(self, result: Any, times: int = 1) -> None:
         """Return when a message was put back so many times."""
@@ -155,32 +185,71 @@ def standing_broker() -> Iterator[EmbeddedNode]:
         gc.collect()  # a result unsubscribes when it is forgotten, and its server must be there
 
 
+@pytest.fixture(scope="session")
+def lasting_broker() -> Iterator[EmbeddedNode]:
+    """Give a broker for workers that stay: `make_stage` empties the other one."""
+    with EmbeddedNode() as server:
+        yield server
+        gc.collect()  # as above
+
+
 @pytest.fixture(scope="module")
 def set_standing_stage(
     request: pytest.FixtureRequest,
-    standing_broker: EmbeddedNode,
+    lasting_broker: EmbeddedNode,
     standing_nodes: list[EmbeddedNode],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., Stage]]:
     """Give what sets a stage for all tests of a module, over emptied servers; takes settings."""
-    for node in (*standing_nodes, standing_broker):
+    for node in (*standing_nodes, lasting_broker):
         node.client().flushall()
-    vouch_for(standing_nodes)
+    trust_nodes(standing_nodes)
     with ExitStack() as stack:
 
         def make(**conf: Any) -> Stage:
             folder = tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])
-            return set_stage(stack, folder, standing_nodes, standing_broker, **conf)
+            return set_stage(stack, folder, standing_nodes, lasting_broker, **conf)
 
         yield make
 
 
+@pytest.fixture(scope="module")
+def standing_stage(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+    """Give a stage and its one worker, which stay for all tests of a module."""
+    made = set_standing_stage()
+    return made, made.worker(concurrency=4, options=["-E"])
+
+
+@pytest.fixture
+def shared_stage(standing_stage: tuple[Stage, WorkerProcess]) -> Iterator[Stage]:
+    """Give the module's stage, on which each test has keys of its own and sees its own lines."""
+    stage, _ = standing_stage
+    with ExitStack() as stack:
+        yield replace(stage, stack=stack, before=stage.log.stat().st_size)
+
+
+@pytest.fixture
+def shared_worker(standing_stage: tuple[Stage, WorkerProcess]) -> WorkerProcess:
+    """Give the worker of `shared_stage`."""
+    return standing_stage[1]
+
+
 @contextmanager
-def no_shared_task_left() -> Iterator[None]:
-    """Take shared tasks back in the end: every app made later would have them."""
-    before = set(_state._on_app_finalizers)
-    yield
-    _state._on_app_finalizers &= before
+def no_shared_task_left(*apps: Celery) -> Iterator[None]:
+    """Give shared tasks to these apps and to those made meanwhile, and to no other one.
+
+    Every app of the process would have them, also one that a module of tests keeps for ever; the
+    same module, set up once more, would then declare each name for a second time there.
+    """
+    finalizers, others = set(_state._on_app_finalizers), set(_state._apps) - set(apps)
+    for app in others:
+        _state._apps.discard(app)
+    try:
+        yield
+    finally:
+        _state._on_app_finalizers &= finalizers
+        for app in others:
+            _state._apps.add(app)
 
 
 def set_stage(
@@ -209,9 +278,8 @@ def set_stage(
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     for name, value in env.items():
         patch.setenv(name, value)
-    import tests.integration.app as tasks
-
-    tasks = importlib.reload(tasks)
+    sys.modules.pop("tests.integration.app", None)  # another stage may stay with its own
+    tasks = importlib.import_module("tests.integration.app")
     stack.callback(tasks.app.close)
     stack.callback(close_connections, tasks.app)
     return Stage(tasks, broker, nodes, log, env, stack)
@@ -243,6 +311,12 @@ def stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
     return make_stage(nodes)
 
 
+@pytest.fixture
+def own_stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
+    """Give what `stage` is, in a module whose `stage` is shared."""
+    return make_stage(nodes)
+
+
 class GuardedNode(EmbeddedNode):
     """One whose URL has a password."""
 
@@ -260,7 +334,7 @@ def guarded_stage(make_stage: Callable[..., Stage]) -> Iterator[Stage]:
         GuardedNode(requirepass="another") as refusing,
     ):
         nodes: list[EmbeddedNode] = [first, second, refusing]
-        vouch_for(nodes)
+        trust_nodes(nodes)
         yield make_stage(nodes)
 
 

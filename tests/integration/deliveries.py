@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from celery.app.trace import build_tracer, trace_ok_t
 
 from tests.conftest import eventually
 from tests.integration.conftest import Stage
 
 QUEUE = "celery"
+BEGAN = "monitor-began"
 
 
 def messages_of(stage: Stage) -> dict[str, str]:
@@ -34,31 +37,70 @@ def deliver(stage: Stage, message: str, *, flagged: bool = True) -> None:
     stage.broker.client().lpush(QUEUE, json.dumps(payload))
 
 
+def run_here(task: Any, *args: Any, **fields: Any) -> trace_ok_t:
+    """Run a message in this process as a worker's child does; fields: of the message.
+
+    Returns what the worker would hear of it.
+    """
+    delivery = {"exchange": "", "routing_key": QUEUE}
+    message = {"id": str(uuid.uuid4()), "retries": 0, "delivery_info": delivery, **fields}
+    return build_tracer(task.name, task, app=task.app)(message["id"], args, {}, message)
+
+
 def see_drained(stage: Stage) -> None:
-    """Return when no message is left, neither in the queue nor in a worker."""
+    """Return when no message is left, neither in the queue nor in a worker.
+
+    Both are asked at once: what a worker puts back goes from the second to the first.
+    """
     client = stage.broker.client()
-    eventually(lambda: not client.exists(QUEUE) and not client.exists("unacked"), within=120)
+    eventually(lambda: not client.exists(QUEUE, "unacked"), within=120)
 
 
 @contextmanager
-def heard(stage: Stage) -> Iterator[list[dict[str, Any]]]:
-    """Give the events that are sent meanwhile, in order."""
-    events: list[dict[str, Any]] = []
-    ready = threading.Event()
+def watched(stage: Stage, note: Callable[[dict[str, Any]], object]) -> Iterator[None]:
+    """Have a monitor that is told of every event that is sent meanwhile, in order.
 
-    class Monitor(stage.app.events.Receiver):  # type: ignore[misc]
-        def on_consume_ready(self, *args: Any, **kwargs: Any) -> None:
-            super().on_consume_ready(*args, **kwargs)
-            ready.set()
+    It hears by the time that the block begins: Redis subscribes in its first poll, after a consumer
+    says that it is ready, so only an event of its own that came back shows it.
+    """
+    began, over = threading.Event(), threading.Event()
 
-    connection = stage.app.connection_for_read()
-    monitor = Monitor(connection, handlers={"*": events.append})
-    thread = threading.Thread(target=monitor.capture, kwargs={"wakeup": False})
+    def hear(event: dict[str, Any]) -> None:
+        if event["type"] == BEGAN:
+            began.set()
+        else:
+            note(event)
+
+    def receive() -> None:
+        with stage.app.connection_for_read() as connection:
+            receiver = stage.app.events.Receiver(connection, {"*": hear})
+            with receiver.consumer_context() as (own_connection, _, _):
+                while not over.is_set():
+                    with suppress(TimeoutError):
+                        own_connection.drain_events(timeout=0.5)
+
+    thread = threading.Thread(target=receive)
     thread.start()
     try:
-        assert ready.wait(60)
-        yield events
+        with (
+            stage.app.connection_for_write() as connection,
+            stage.app.events.Dispatcher(connection) as dispatcher,
+        ):
+            eventually(lambda: (dispatcher.send(BEGAN), began.wait(0.1))[1])
+        yield
     finally:
-        monitor.should_stop = True
+        over.set()
         thread.join()
-        connection.close()
+
+
+@contextmanager
+def heard(stage: Stage, kind: str = "") -> Iterator[list[dict[str, Any]]]:
+    """Give the events that are sent meanwhile, in order. kind: of these; "": of all."""
+    events: list[dict[str, Any]] = []
+
+    def note(event: dict[str, Any]) -> None:
+        if event["type"] == (kind or event["type"]):
+            events.append(event)
+
+    with watched(stage, note):
+        yield events

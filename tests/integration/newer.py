@@ -17,7 +17,7 @@ def newer(old: Any, **options: Any) -> Any:
     return task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, name=old.name, **options)
 
 
-@newer(rebuild, lock_conflict="coalesce")
+@newer(rebuild)
 def rebuild_since(key: str, since: int, *, until: str = "") -> str:
     """Write that it runs."""
     write("begin", key)

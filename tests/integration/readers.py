@@ -81,6 +81,13 @@ class Shop:
     def export_month(self, year: int, month: int) -> None:
         note("export", year, month)
 
+    def make_feed(self, shop_id: int) -> int:
+        note("feed", shop_id)
+        end = time.monotonic() + 120
+        while not (FOLDER / f"feed-{shop_id}-done").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        return shop_id
+
     def settle_invoice(self, invoice: int) -> str:
         return f"{invoice} is settled"
 

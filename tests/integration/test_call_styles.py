@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+import wrapt
 from celery import Celery, Task, xmap
 from celery.app.task import Context
-from celery.signals import task_postrun
 from kombu import Queue
 from kombu.common import Broadcast
 
@@ -23,16 +27,16 @@ from celery_redlock import (
     current_lock,
 )
 from celery_redlock.signals import (
-    LockAcquired,
-    LockReleased,
+    LockAcquiredEvent,
+    LockReleasedEvent,
     lock_acquired,
     lock_released,
 )
-from celery_redlock.tasks.deferral import Address
-from celery_redlock.tasks.gate import _let_go_late, goes_back, queue_of
-from celery_redlock.testing import EmbeddedNode
+from celery_redlock.tasks.gate import goes_back
+from celery_redlock.tasks.routes import Address, queue_of
+from celery_redlock.testing import EmbeddedNode, locking_off
 from tests.conftest import PATIENCE, see_freed
-from tests.integration.conftest import Stage, overlaps
+from tests.integration.conftest import ROOT, Stage, overlaps
 
 
 @pytest.fixture
@@ -62,12 +66,37 @@ def test_a_users_own_hooks_without_super_cannot_switch_the_lock_off(
 
 def test_a_direct_call_takes_no_lock(app: Celery, nodes: list[EmbeddedNode]) -> None:
     @app.task(bind=True, base=LockedTask, shared=False)
-    def settle(self: Any, order: int) -> tuple[Any, bool]:
-        return self.lock, current_lock() is None
+    def settle(self: Any, order: int) -> tuple[bool, bool]:
+        return hasattr(self, "lock"), current_lock() is None
 
     with settle.lock_for(7):
-        assert settle(7) == (None, True)
-        assert settle.run(7) == (None, True)
+        assert settle(7) == (False, True)
+        assert settle.run(7) == (False, True)
+
+
+def test_a_body_that_is_called_directly_and_wants_its_lock_is_told_why_there_is_none(
+    app: Celery,
+) -> None:
+    @app.task(bind=True, base=LockedTask, shared=False, name="shop.take")
+    def take(self: Any, sku: str) -> None:
+        self.lock.ensure()
+
+    with pytest.raises(RedlockError, match=r"shop\.take .*direct call .*takes no lock") as caught:
+        take("42")
+    for hint in ("apply()", "celery_redlock.testing", "locking_off", "lock_for"):
+        assert hint in str(caught.value)
+    with locking_off():
+        take.apply(("42",)).get()
+
+
+def test_whoever_walks_the_attributes_of_a_task_meets_no_error(app: Celery) -> None:
+    @app.task(bind=True, base=LockedTask, shared=False)
+    def take(self: Any, sku: str) -> None: ...
+
+    task = app.tasks[take.name]
+    assert "lock" in dir(task)
+    assert "lock" not in dict(inspect.getmembers(task))
+    assert mock.create_autospec(task).delay("42") is not None
 
 
 def test_an_eager_run_locks_and_lets_go(app: Celery, nodes: list[EmbeddedNode]) -> None:
@@ -193,6 +222,124 @@ def test_a_decorator_that_adds_an_argument_does_not_shift_the_key(app: Celery) -
     assert take.apply(("sku-7", 2)).get() == "stock:sku-7"
 
 
+@wrapt.decorator
+def noting_the_instance(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return on which object the body was called, and what it returned."""
+    return instance, wrapped(*args, **kwargs)
+
+
+class Held:
+    """A callable that no class binds."""
+
+    def __call__(self, sku: str, qty: int = 1) -> Any:
+        return resource_held()
+
+
+class Chosen:
+    """A descriptor that looks at its task before it says what runs."""
+
+    def __get__(self, task: Any, owner: Any) -> Any:
+        prefix = task.prefix
+
+        def run(sku: str, qty: int = 1) -> tuple[str, Any]:
+            return prefix, resource_held()
+
+        return run
+
+
+def resource_held() -> str:
+    lock = current_lock()
+    assert lock is not None
+    return lock.resource
+
+
+def of_class(cls: Any, sku: str, qty: int = 1) -> tuple[Any, str]:
+    return cls, resource_held()
+
+
+def of_unit(self: Any, unit: str, sku: str, qty: int = 1) -> tuple[Any, str, str]:
+    return self, unit, resource_held()
+
+
+def of_colour(self: Any, sku: str, qty: int = 1, *, colour: str) -> tuple[Any, str, str]:
+    return self, colour, resource_held()
+
+
+def of_nobody(sku: str, qty: int = 1) -> str:
+    return resource_held()
+
+
+STYLES: dict[str, tuple[Any, Callable[[Any, str], object]]] = {  # and what a run returns
+    "class method": (classmethod(of_class), lambda task, key: (type(task), key)),
+    "partial method": (
+        functools.partialmethod(of_unit, "box"), lambda task, key: (task, "box", key)
+    ),
+    "partial method by name": (
+        functools.partialmethod(of_colour, colour="red"), lambda task, key: (task, "red", key)
+    ),
+    "static method": (staticmethod(of_nobody), lambda task, key: key),
+    "wrapt": (
+        noting_the_instance(lambda self, sku, qty=1: resource_held()),
+        lambda task, key: (task, key),
+    ),
+    "wrapt around a static method": (
+        noting_the_instance(staticmethod(of_nobody)), lambda task, key: (None, key)
+    ),
+    "wrapt around a class method": (
+        noting_the_instance(classmethod(of_class)),
+        lambda task, key: (type(task), (type(task), key)),
+    ),
+    "static method around wrapt": (
+        staticmethod(noting_the_instance(of_nobody)), lambda task, key: (None, key)
+    ),
+    "object": (Held(), lambda task, key: key),
+    "descriptor": (Chosen(), lambda task, key: ("p", key)),
+    "property": (
+        property(lambda self: functools.partial(of_unit, self, self.prefix)),
+        lambda task, key: (task, "p", key),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lock", [{}, {"lock_args": ["sku"]}, {"lock_key": "stock:{sku}:{qty}"}], ids=str
+)
+@pytest.mark.parametrize("style", STYLES)
+def test_a_body_of_any_kind_is_bound_as_python_binds_it_and_makes_the_key(
+    app: Celery, style: str, lock: dict[str, Any]
+) -> None:
+    body, returned = STYLES[style]
+    members = {"name": "taken", "run": body, "prefix": "p", **lock}
+    task = app.register_task(type("Taken", (LockedTask,), members)())
+    key, another = task.lock_for("s").resource, task.lock_for("t", 1).resource
+    assert key != another
+    assert (key == "stock:s:1") == ("lock_key" in lock)
+    assert task.apply(("s",)).get() == returned(task, key)
+    assert task.apply((), {"qty": 1, "sku": "s"}).get() == returned(task, key)
+    with pytest.raises(SettingsError, match="do not fit"):
+        task.lock_for("s", 1, "more")
+
+
+@pytest.mark.parametrize("retried", [{}, {"autoretry_for": (Exception,)}])
+@pytest.mark.parametrize(("args", "kwargs"), [((5,), {}), ((5,), {"y": 1, "wrong": 2})])
+def test_arguments_that_do_not_fit_are_a_type_error_as_in_celery(
+    app: Celery, retried: Any, args: Any, kwargs: Any
+) -> None:
+    @app.task(base=LockedTask, typing=False, shared=False, name="add", **retried)
+    def add(x: int, y: int) -> None: ...
+
+    @app.task(base=LockedTask, shared=False, name="once", lock_unique_for=60)
+    def once(x: int, y: int) -> None: ...
+
+    with pytest.raises(TypeError, match=r"add\(x, y\)"):
+        add.delay(*args, **kwargs).get()
+    app.conf.task_always_eager = False
+    with pytest.raises(TypeError, match=r"once\(x, y\)"):
+        once.delay(*args, **kwargs)
+    with pytest.raises(TypeError):
+        add.lock_for(*args, **kwargs)
+
+
 def test_a_class_that_is_two_tasks_has_two_keys(app: Celery) -> None:
     class Named(LockedTask):
         def __init__(self, colour: str) -> None:
@@ -234,6 +381,17 @@ def test_a_retry_with_headers_of_its_own_keeps_the_calls_options(app: Celery) ->
     assert again.options["headers"] == {"x": "y", "redlock": carried}
 
 
+def test_a_retry_keeps_the_calls_options_beside_a_header_called_headers(app: Celery) -> None:
+    @app.task(base=LockedTask, shared=False)
+    def settle(order: int) -> None: ...
+
+    carried = {"options": {"ttl": 9}, "id": "1"}
+    message = {"id": "1", "retries": 0, "redlock": carried, "x-own": "v", "headers": {"b": 2}}
+    request = Context({**message, "properties": {"redlock_nested": True}})
+    again = app.tasks[settle.name].signature_from_request(request)
+    assert again.options["headers"] == {"redlock": carried, "x-own": "v", "headers": {"b": 2}}
+
+
 def test_an_eager_run_follows_the_tasks_own_routing(app: Celery) -> None:
     @app.task(base=LockedTask, lock_key="{queue}:{order}", shared=False)
     def settle(order: int) -> str:
@@ -261,12 +419,45 @@ def test_a_message_of_a_fan_out_is_not_put_back(app: Celery) -> None:
         assert goes_back(task, Context({"delivery_info": delivery})) is back
 
 
-def test_the_lock_is_let_go_before_any_receiver_of_a_users_own() -> None:
-    task_postrun.connect(lambda **_: None, weak=False, dispatch_uid="somebody")
-    try:
-        assert task_postrun.receivers[0][1] is _let_go_late
-    finally:
-        task_postrun.disconnect(dispatch_uid="somebody")
+CONNECTS_FIRST = """
+import sys
+from celery import Celery
+from celery.signals import task_postrun
+
+seen = []
+
+@task_postrun.connect
+def note(sender, **_):
+    seen.append(lock.held)
+    raise SystemExit
+
+from celery_redlock import LockedTask, current_lock
+
+app = Celery("first", broker="memory://", backend="cache+memory://")
+app.conf.update(redlock_nodes=sys.argv[1:], redlock_node_timeout=7)
+
+@app.task(base=LockedTask, acks_late=True)
+def take():
+    global lock
+    lock = current_lock()
+    seen.append(lock.held)
+
+from celery.app.trace import build_tracer
+
+try:
+    build_tracer(take.name, take, app=app)("id", (), {}, {"id": "id", "delivery_info": {}})
+except SystemExit:
+    pass
+print(seen)
+"""
+
+
+def test_the_lock_is_released_before_any_receiver_of_a_users_own(
+    nodes: list[EmbeddedNode],
+) -> None:
+    command = [sys.executable, "-c", CONNECTS_FIRST, *(node.url for node in nodes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split("\n")[0] == "[True, False]"
 
 
 def test_app_task_as_base_leaves_celerys_own_tasks_alone(nodes: list[EmbeddedNode]) -> None:
@@ -284,7 +475,7 @@ def test_app_task_as_base_leaves_celerys_own_tasks_alone(nodes: list[EmbeddedNod
     assert app.tasks["celery.backend_cleanup"].apply(throw=True).get() is None
 
 
-def test_map_starmap_and_chunks_are_refused_with_the_way_out(app: Celery) -> None:
+def test_map_starmap_and_chunks_are_refused_with_the_hint(app: Celery) -> None:
     @app.task(base=LockedTask, shared=False)
     def settle(order: int) -> None: ...
 
@@ -362,8 +553,8 @@ def test_signals_carry_records_and_name_the_task(app: Celery) -> None:
     settle.apply()
     (first, acquired), (second, released) = heard
     assert first.name == second.name == settle.name
-    assert acquired == LockAcquired("s", 30.0)
-    assert isinstance(released, LockReleased)
+    assert acquired == LockAcquiredEvent("s", 30.0)
+    assert isinstance(released, LockReleasedEvent)
     assert (released.resource, released.by) == ("s", "holder")
     assert released.held_for >= 0
 

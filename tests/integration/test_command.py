@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,10 @@ from click.testing import CliRunner, Result
 from kombu import Queue
 from redis import Redis
 
-from celery_redlock import LockedTask, LockLost, SettingsError
-from celery_redlock.lock.keys import lock_key, waiting_key
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually
+from celery_redlock import LockedTask, LockLost, Redlock, SettingsError
+from celery_redlock.lock.keys import lock_key
+from celery_redlock.testing import EmbeddedNode, embedded_nodes
+from tests.conftest import PATIENCE, eventually
 from tests.integration.conftest import PASSWORD, ROOT, Stage
 from tests.integration.deliveries import heard
 
@@ -47,22 +50,27 @@ def test_a_worker_says_once_at_its_start_what_is_wrong(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
 ) -> None:
     queues = {"othre": {"ttl": 40}, "other": {"ttl": 40}}
-    stage = make_stage(nodes, redlock_give_up="skip", redlock_queues=queues)
+    stage = make_stage(nodes, redlock_on_give_up="skip", redlock_queues=queues)
     worker = stage.worker(concurrency=1)
     eventually(lambda: "did you mean 'other'?" in worker.output())
     assert stage.tasks.work.delay("k").get(timeout=120) == 0
     lines = worker.output().splitlines()
-    (said,) = [line for line in lines if "redlock_give_up" in line]
+    (said,) = [line for line in lines if "redlock_on_give_up" in line]
     assert "WARNING" in said
     assert len([line for line in lines if "'othre'" in line]) == 1
     assert not [line for line in lines if "acks_late" in line]  # advice is for who asks
 
 
-def test_no_name_commands_the_operators_terminal(stage: Stage) -> None:
+def test_no_name_commands_the_operators_terminal(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, shown = "k\x1b[2J\x07\u202e", r"k\x1b[2J\x07\u202e"
     for node in stage.nodes:
         node.client().set(lock_key("redlock", name), f"token:1:{name}", px=60_000)
-        node.client().hset(waiting_key("redlock", name), "task", f"1 {name}")
+    waits = {"resources": [name], "reason": name, "task_id": name, "task": name, "deferrals": 1,
+             "since": "2026-01-01T00:00:00+00:00", "tries_in": 1.0}  # fmt: skip
+    answer = [{f"w@{name}": [waits]}]
+    monkeypatch.setattr("celery.app.control.Control.broadcast", lambda *_, **__: answer)
     lines = (["locks"], ["waiters"], ["show", name], ["top", "--count", "1"], ["break", name],
              ["trust", "--all"], ["break", name, "--yes"], ["break", f"no {name}"])  # fmt: skip
     for words in lines:
@@ -82,7 +90,7 @@ app = Celery("wrong", broker="redis://localhost", set_as_default=False)
 def f(n): ...
 """
 WORDS = [["status"], ["locks"], ["waiters"], ["show", "r"], ["break", "r"], ["trust", "--all"],
-         ["top", "--count", "1"], ["rules", "shop.f"], ["doctor"]]  # fmt: skip
+         ["top", "--count", "1"], ["options", "shop.f"], ["doctor"]]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
@@ -127,16 +135,25 @@ def test_an_unknown_queue_is_an_error_where_none_is_made_by_a_send(queues: Any) 
 
 
 def test_rules_are_shown_with_where_each_was_set(stage: Stage) -> None:
-    line = [sys.executable, "-m", "celery", "-A", "tests.integration.app", "redlock", "rules", WORK]
+    line = [
+        sys.executable,
+        "-m",
+        "celery",
+        "-A",
+        "tests.integration.app",
+        "redlock",
+        "options",
+        WORK,
+    ]
     run = [*line, "--queue", "other"]
     table = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (table.returncode, table.stderr) == (0, "")
     first, *rows = table.stdout.splitlines()
     assert first == f"{WORK} in queue other"
     assert rows[0].split(None, 2) == ["key", "'k:{key}'", f"task '{WORK}': lock_key"]
-    shown = in_json("rules", WORK)
+    shown = in_json("options", WORK)
     assert (shown["task"], shown["queue"]) == (WORK, "celery")
-    assert shown["rules"]["ttl"] == {"value": 30.0, "from": "built-in"}
+    assert shown["options"]["ttl"] == {"value": 30.0, "from": "built-in"}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +167,7 @@ def test_rules_are_shown_with_where_each_was_set(stage: Stage) -> None:
     ],
 )
 def test_a_task_without_rules_is_told_with_a_proposal(stage: Stage, name: str, words: str) -> None:
-    asked = command("rules", name)
+    asked = command("options", name)
     assert asked.exit_code == 1
     assert words in asked.output
 
@@ -161,31 +178,104 @@ def test_celerys_own_tasks_have_no_rules_though_they_are_locked_tasks(
     app = Celery("base", broker="memory://", task_cls=LockedTask, set_as_default=False)
     app.conf.redlock_nodes = [node.url for node in nodes]
     with pytest.raises(ClickException, match="takes no lock"):
-        app.start(["redlock", "rules", "celery.chord_unlock"])
+        app.start(["redlock", "options", "celery.chord_unlock"])
 
 
 def test_the_doctor_says_what_is_wrong_and_which_nodes_vote(
     make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
 ) -> None:
-    make_stage(mortal_nodes, redlock_give_up="skip")
+    make_stage(mortal_nodes, redlock_on_give_up="skip")
     told = command("doctor")
     assert told.exit_code == 0
-    first, *lints = told.output.splitlines()
+    first, *rest = told.output.splitlines()
     assert first == "3 of 3 nodes vote, 2 needed"
-    assert [line for line in lints if line.startswith("warning  app: redlock_give_up='skip'")]
+    for line, node in zip(rest, mortal_nodes, strict=False):
+        assert line == f"ok       127.0.0.1:{node.port} (redlock_nodes): votes"
+    lints = rest[3:]
+    assert "No problems found." not in lints
+    assert [line for line in lints if line.startswith("warning  app: redlock_on_give_up='skip'")]
     assert [line for line in lints if line.startswith("advice   acks_late=False")]
     for node in mortal_nodes[:2]:
         node.kill()
     assert command("doctor").exit_code == 1
     shown = in_json("doctor")
-    assert shown["nodes"]["voting"] == 1
-    assert {"level", "setting", "value", "way_out"} == set(shown["lints"][0])
+    assert (shown["nodes"]["voting"], shown["nodes"]["from"]) == (1, "redlock_nodes")
+    assert len(shown["nodes"]["failing"]) == 2
+    assert {"level", "setting", "value", "hint"} == set(shown["lints"][0])
+
+
+def test_the_doctor_finds_no_problem_where_there_is_none(
+    nodes: list[EmbeddedNode], tmp_path: Path
+) -> None:
+    url = nodes[0].url
+    (tmp_path / "plain.py").write_text(f"from celery import Celery\napp = Celery(broker={url!r})")
+    line = [sys.executable, "-m", "celery", "-A", "plain", "redlock", "doctor"]
+    told = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.splitlines() == [
+        "1 of 1 nodes vote, 1 needed",
+        f"ok       127.0.0.1:{nodes[0].port} (broker_url): votes",
+        "No problems found.",
+    ]
+
+
+def test_a_node_that_nobody_has_used_is_new_and_not_silent_and_stays_so(
+    make_stage: Callable[..., Stage],
+) -> None:
+    with embedded_nodes(3) as new:
+        make_stage(new)
+        told = command("doctor")
+        assert told.exit_code == 1  # the first lock would have to wait
+        assert told.output.count("(redlock_nodes): new: will grant no lock for 61 s") == 3
+        assert "restart guard" not in told.output
+        shown = in_json("doctor")["nodes"]
+        assert (shown["new"], shown["silent"]) == (shown["names"], {})
+        assert not any(node.client().keys("*") for node in new)  # to look is not to use
+
+
+HELP = [[], *([words[0]] for words in WORDS)]
+
+
+@pytest.mark.parametrize("words", HELP, ids=lambda words: " ".join(words) or "all")
+def test_a_help_text_fits_a_terminal(words: list[str]) -> None:
+    told = CliRunner().invoke(celery, ["redlock", *words, "--help"], terminal_width=80).output
+    assert not re.search(r"\w\.\.\.$", told, re.MULTILINE)
+    assert max(map(len, told.splitlines())) <= 80
+
+
+def at_a_terminal(*words: str) -> list[str]:
+    """Return the lines of a command that looks at a terminal of 80 columns."""
+    env = {"FORCE_COLOR": "1", "COLUMNS": "80", "TERM": "xterm"}
+    line = ["-A", "tests.integration.app", "redlock", *words]
+    told = CliRunner().invoke(celery, line, env=env, color=True).output
+    return re.sub(r"\x1b\[[\d;]*m", "", told).splitlines()
+
+
+def test_an_id_is_whole_on_a_narrow_terminal(stage: Stage) -> None:
+    task_id = str(uuid.uuid4())
+    for node in stage.nodes:
+        label = f"{task_id}:shop.orders.take_from_stock:0:0 celery@worker-1.shop.example"
+        for key in ("stock:sku-7", "stock:sku-8"):
+            node.client().set(lock_key("redlock", key), f"token:1:{label}", px=60_000)
+    for words in (["locks"], ["show", "stock:sku-7"], ["show", task_id]):
+        lines = at_a_terminal(*words)
+        assert [line for line in lines if task_id in line], words
+        assert max(map(len, lines)) <= 80, words
+        assert task_id in command(*words).output
+
+
+def test_an_empty_list_says_so(stage: Stage) -> None:
+    assert command("locks").output == "No locks are held.\n"
+    assert command("waiters").output.startswith("No tasks wait for a lock.\n")
+    shown = command("show", "k:k").output
+    assert shown.startswith("No lock stands on k:k.\nNo tasks wait for a lock.\n")
+    assert command("top", "--count", "1").output.count("No locks are held.") == 1
 
 
 @pytest.fixture
 def busy_stage(stage: Stage) -> Stage:
     """Give a stage on which one task runs under its lock until "go", and another waits for that."""
-    stage.worker(concurrency=2)
+    stage.said = stage.worker(concurrency=2).output  # type: ignore[attr-defined]
     stage.running = stage.tasks.until.delay("k", "go")  # type: ignore[attr-defined]
     stage.wait_for("begin")
     stage.waiting = stage.tasks.late.delay("k")  # type: ignore[attr-defined]
@@ -223,9 +313,72 @@ def test_an_operator_sees_who_holds_a_lock_and_who_waits_for_it(busy_stage: Any)
     assert look["locks"][0]["holder"] == held["holder"]
     for words in (("locks",), ("show", "k:k"), ("top", "--count", "2", "--interval", "0.01")):
         assert busy_stage.running.id in command(*words).output, words
+    assert re.match("RESOURCE .* HELD FOR .* VALID FOR", command("show", "k:k").output)
     go_on(busy_stage)
     busy_stage.see_freed("k:k")
     assert in_json("locks")["locks"] == []
+
+
+@pytest.mark.slow
+def test_a_task_is_found_by_its_id_whatever_became_of_it(busy_stage: Any) -> None:
+    running, waiting = busy_stage.running, busy_stage.waiting
+    holder = f"{busy_stage.tasks.until.name}[{running.id}] on w1@{socket.gethostname()}"
+    held = in_json("show", running.id)["task"]
+    assert (held["task"], held["state"]) == (busy_stage.tasks.until.name, "STARTED")
+    assert (held["holds"], held["resources"]) == (True, ["k:k"])
+    told = command("show", running.id).output
+    assert re.search(r"HOLDS +k:k\n", told)
+    assert "VALID FOR" in told
+    waits = in_json("show", waiting.id)["task"]
+    assert (waits["state"], waits["resources"], waits["holds"]) == ("DEFERRED", ["k:k"], False)
+    assert (waits["holder"], waits["next_try"][:2]) == (holder, "20")
+    assert f"HELD BY    {holder}\n" in command("show", waiting.id).output
+    line = f"Task {busy_stage.tasks.late.name}[{waiting.id}] deferred for "
+    assert line in busy_stage.said()
+    assert f" s: lock 'k:k' is held by {holder}\n" in busy_stage.said()
+    go_on(busy_stage)
+    busy_stage.see_freed("k:k")
+    done = in_json("show", running.id)["task"]
+    assert (done["state"], done["resources"]) == ("SUCCESS", [])
+    assert "STATE      SUCCESS" in command("show", running.id).output
+    nobody = in_json("show", str(uuid.uuid4()))
+    assert (nobody["task"], nobody["locks"], nobody["waiters"]["waiting"]) == (None, [], [])
+
+
+@pytest.mark.slow
+def test_a_task_for_which_no_quorum_votes_is_among_those_that_wait(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(mortal_nodes)
+    stage.worker(concurrency=1)
+    for node in mortal_nodes[1:]:
+        node.kill()
+    result = stage.tasks.work.apply_async(
+        ("k",), lock={"backoff": {"first": 100, "cap": 100, "jitter": "none"}}
+    )
+    stage.see_deferred(result)
+    (row,) = eventually(lambda: in_json("waiters")["waiting"])
+    assert (row["task_id"], row["resources"]) == (result.id, ["k:k"])
+    assert row["reason"].startswith("no quorum of 2 nodes (127.0.0.1:")
+    # a worker that does not answer within 1 s is left out, so each is looked at until it is told of
+    (shown,) = eventually(lambda: in_json("show", "k:k")["waiters"]["waiting"])
+    assert shown["reason"] == row["reason"]
+    assert eventually(lambda: in_json("show", result.id)["task"]["reason"]) == row["reason"]
+
+    def is_told() -> bool:
+        told = command("waiters").output
+        return "no quorum of 2 nodes" in told and result.id in told
+
+    eventually(is_told)
+    ((_, rows),) = asked(stage, "redlock_waiting").items()
+    assert rows[0]["task_id"] == result.id
+
+
+def asked(stage: Stage, command: str) -> Any:
+    """Return what the worker answers, by its name: who is not named is waited for to the end."""
+    to = {"destination": stage.see_listening(), "timeout": 30}
+    (reply,) = stage.app.control.broadcast(command, reply=True, **to)
+    return reply
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
@@ -233,7 +386,7 @@ def test_a_worker_tells_what_it_holds(stage: Stage, pool: str) -> None:
     worker = stage.worker(pool=pool, concurrency=2)
     result = stage.tasks.until.delay("k", "go")
     stage.wait_for("begin")
-    told = stage.app.control.inspect(timeout=30)._request("redlock_held")
+    told = asked(stage, "redlock_held")
     ((name, (held,)),) = told.items()
     assert name.startswith("w1@")
     assert (held["resource"], held["holder"]["task_id"]) == ("k:k", result.id)
@@ -241,13 +394,15 @@ def test_a_worker_tells_what_it_holds(stage: Stage, pool: str) -> None:
     stage.log.with_name("go").touch()
     result.get(timeout=120)
     stage.see_freed("k:k")
-    eventually(lambda: stage.app.control.inspect(timeout=30)._request("redlock_held")[name] == [])
+    eventually(lambda: asked(stage, "redlock_held")[name] == [])
     assert "Traceback" not in worker.output()
 
 
+@pytest.mark.slow
 def test_celerys_own_inspect_asks_a_worker_what_it_holds_and_who_waits(busy_stage: Any) -> None:
     def inspect(name: str) -> list[Any]:
-        line = ["-A", "tests.integration.app", "inspect", "--json", "--timeout", "5", name]
+        (where,) = busy_stage.see_listening()
+        line = ["-A", "tests.integration.app", "inspect", "--json", "-t", "30", "-d", where, name]
         ((worker, rows),) = json.loads(CliRunner().invoke(celery, line).stdout).items()
         assert worker.startswith("w1@")
         return list(rows)
@@ -259,8 +414,9 @@ def test_celerys_own_inspect_asks_a_worker_what_it_holds_and_who_waits(busy_stag
     go_on(busy_stage)
 
 
+@pytest.mark.slow
 def test_no_command_shows_a_password_or_a_token(guarded_stage: Stage) -> None:
-    lines = ("status", "locks", "waiters", "show k:k", "top --count 1", f"rules {WORK}", "doctor",
+    lines = ("status", "locks", "waiters", "show k:k", "top --count 1", f"options {WORK}", "doctor",
              "trust --all --yes", "break k:k --yes")  # fmt: skip
     stage, (first, second, refusing) = guarded_stage, guarded_stage.nodes
     told: dict[str, str] = {}
@@ -278,6 +434,7 @@ def test_no_command_shows_a_password_or_a_token(guarded_stage: Stage) -> None:
     assert PASSWORD not in "".join(told.values())
 
 
+@pytest.mark.slow
 def test_breaking_a_lock_is_asked_for_and_learned_by_its_body_alone(stage: Stage) -> None:
     stage.worker(concurrency=2)
     loser, keeper = stage.tasks.loses.delay("k"), stage.tasks.until.delay("other", "go")
@@ -303,6 +460,35 @@ def test_breaking_a_lock_is_asked_for_and_learned_by_its_body_alone(stage: Stage
     assert "no lock stands on k:k" in nobody.output
 
 
+def test_breaking_a_permit_leaves_the_others_to_their_holders(
+    stage: Stage, nodes: list[EmbeddedNode]
+) -> None:
+    urls = [node.url for node in nodes]
+    with (
+        Redlock(urls, node_timeout=PATIENCE) as one,
+        Redlock(urls, node_timeout=PATIENCE) as other,
+        one.lock("p", limit=2, wait=60),
+        other.lock("p", limit=2, wait=60),
+    ):
+        (broken,) = in_json("break", "p", "--permit", "1", "--yes")["broken"]
+        assert broken["permit"] == 1
+        assert [lock["permit"] for lock in in_json("locks")["locks"]] == [0]
+
+
+def test_an_order_that_no_quorum_of_nodes_took_ends_with_a_status_of_its_own(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(mortal_nodes)
+    with stage.tasks.work.lock_for("k", wait=60) as lock:
+        for node in mortal_nodes[1:]:
+            node.kill()
+        told = command("break", "k:k", "--yes")
+        assert told.exit_code == 1, told.output
+        told = command("trust", "--all", "--yes")
+        assert told.exit_code == 1, told.output
+        assert lock.resource == "k:k"
+
+
 def test_the_nodes_are_shown_and_a_quorum_that_is_away_is_told_by_the_exit_status(
     make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
 ) -> None:
@@ -325,7 +511,10 @@ def test_nodes_are_trusted_by_name_once_that_is_confirmed(
     for node in mortal_nodes:
         node.client().flushall()
     name = f"127.0.0.1:{mortal_nodes[0].port}"
-    assert command("trust", name, says="n\n").exit_code == 1
+    asked = command("trust", name, says="n\n")
+    assert asked.exit_code == 1
+    assert f"Let {name} grant locks at once? If a task may still run under a lock" in asked.output
+    assert "two tasks can run together. [y/N]" in asked.output
     assert in_json("status")["voting"] == 0
     assert in_json("trust", name, "--yes")["trusted"] == {name: ""}
     assert in_json("status")["voting"] == 1

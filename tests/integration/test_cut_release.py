@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 from celery import Celery
 from celery.app.trace import build_tracer
 from celery.exceptions import SoftTimeLimitExceeded
@@ -51,6 +52,7 @@ def cut(run: Callable[[], object], at: int) -> bool:
     return lines >= at
 
 
+@pytest.mark.slow
 def test_it_is_released_and_marked_as_done_all_the_same(nodes: list[EmbeddedNode]) -> None:
     app = Celery("cut", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)

@@ -12,6 +12,8 @@ from celery_redlock.testing import EmbeddedNode
 from tests.integration.flower.stage import Stage, stage
 
 # of a page, what is worth a picture: from where to where
+pytestmark = pytest.mark.slow
+
 TASK = "//dl[dt or div/dt]", "//dl/div[dt='Result']"
 LIST = "//*[@id='tasks-table_wrapper']", "//table[@id='tasks-table']"
 
@@ -36,12 +38,12 @@ def test_a_person_sees_in_flower_what_a_task_waits_for_and_how_it_ends(flower: S
     second = take.delay("sku-7", "order-2")
     flower.see_task(second.id, "DEFERRED")
     reason = flower.field("Result")
-    assert reason.startswith(f"stock:sku-7: held by {first.id}:shop.take"), reason
+    assert reason.startswith(f"stock:sku-7: held by shop.take[{first.id}] on "), reason
     for word in ("@shop", "deferrals: ", "waited: ", "next try: 20"):
         assert word in reason, reason
     flower.picture("flower-deferred", *TASK)
 
-    third = take.apply_async(("sku-7", "order-3"), lock={"conflict": "skip"})
+    third = take.apply_async(("sku-7", "order-3"), lock={"on_conflict": "skip"})
     flower.see_task(third.id, "SKIPPED")
     assert flower.field("Result").startswith("'stock:sku-7' is held by")
     rows = flower.see_list(**{first.id: "STARTED", second.id: "DEFERRED", third.id: "SKIPPED"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ from celery import _state
 from celery.exceptions import TaskRevokedError
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import NODE_TIMEOUT, eventually, vouch_for
+from tests.conftest import NODE_TIMEOUT, eventually, trust_nodes
 from tests.integration.conftest import ROOT, close_connections, no_shared_task_left
 from tests.pages import blocks, on_servers
+
+pytestmark = pytest.mark.slow
 
 HOW_TO = ROOT / "docs" / "how-to.md"
 START = ROOT / "docs" / "start.md"
@@ -35,7 +38,7 @@ def page(
     """Give the how-tos as a module, which a worker runs, too."""
     for node in (*standing_nodes, standing_broker):
         node.client().flushall()
-    vouch_for(standing_nodes)
+    trust_nodes(standing_nodes)
     folder = tmp_path_factory.mktemp("how_to")
     codes = [block.code for block in blocks(HOW_TO, "python") if not block.code.startswith(SENDS)]
     program = "\n".join(["from tests.integration.readers import search, shop", *codes, PATIENT])
@@ -103,6 +106,16 @@ def test_a_run_of_beat_that_finds_the_one_before_is_not_run(page: Any) -> None:
     assert len(told("report")) == 1
 
 
+def test_ten_sends_during_a_run_are_one_more_run(page: Any) -> None:
+    running = page.write_feed.delay(7)
+    eventually(lambda: told("feed"))
+    (queued,) = {page.write_feed.delay(7).id for _ in range(10)}
+    assert queued != running.id
+    (Path(sys.modules["tests.integration.readers"].FOLDER) / "feed-7-done").touch()
+    assert ends([running, page.app.AsyncResult(queued)]) == [7, 7]
+    assert told("feed") == [[7], [7]]
+
+
 def test_one_file_of_a_customer_goes_in_at_a_time(page: Any) -> None:
     results = [page.import_file.delay(who, f"{n}") for n in range(3) for who in ("ann", "bob")]
     assert ends(results) == ["0", "0", "1", "1", "2", "2"]
@@ -137,6 +150,18 @@ def test_an_endpoint_sends(page: Any) -> None:
     assert page.app.AsyncResult(answer["task"]).get(timeout=120) == "asked"
 
 
+def test_an_async_endpoint_takes_a_lock(page: Any) -> None:
+    async def ask() -> None:
+        async with page.lifespan(page.desk):
+            assert await page.reserve("sku-7") == {"left": 2}
+            async with page.desk.state.redlock.lock("desk:sku-7"):
+                asked = asyncio.create_task(page.reserve("sku-7"))
+                with pytest.raises(page.fastapi.HTTPException, match="409"):
+                    await asked
+
+    asyncio.run(ask())
+
+
 def test_the_first_five_minutes(tmp_path: Path) -> None:
     tasks, send, *_ = (block.code for block in blocks(START, "python"))
     with EmbeddedNode() as server:
@@ -152,5 +177,5 @@ def test_the_first_five_minutes(tmp_path: Path) -> None:
             other, three = said.split(" and ")
             assert other == "1 of sku-8"
             assert sorted(three.split()[::3]) == ["1", "2", "3"]
-            eventually(lambda: "deferred tasks.take" in worker.output())
+            eventually(lambda: "] deferred for " in worker.output())
             assert taken <= LOCK_BYTES

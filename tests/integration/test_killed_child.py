@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import celery
 import pytest
 
+from celery_redlock.tasks.children import SIZE
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import TTL, eventually
 from tests.contract.proxy import FAIR, Proxy, Way, Weather, proxies
 from tests.integration.conftest import Line, Stage
 
 THEIRS = "theirs"  # a value that another's lock has
+PIDFD = "anon_inode:[pidfd]"  # what /proc calls a descriptor of a process
 
 only_5_7 = pytest.mark.skipif(
     celery.__version__ < "5.7", reason="Celery has retry_on_worker_lost from 5.7 on"
 )
 
 
+@pytest.fixture
+def stage(shared_stage: Stage) -> Stage:
+    """Give the module's stage, and its worker; tests that need a pool of their own make another."""
+    return shared_stage
+
+
+@pytest.fixture
+def worker(shared_worker: WorkerProcess) -> WorkerProcess:
+    return shared_worker
+
+
 def staying(stage: Stage, *keys: str) -> list[Line]:
     """Return the first line of the bodies that stay with these keys, in this order."""
-    stage.wait_for("stays", len(keys))
-    lines = {line.key: line for line in stage.lines("stays")}
-    return [lines[key] for key in keys]
+
+    def lines() -> dict[str, Line]:
+        return {line.key: line for line in stage.lines("stays")}
+
+    eventually(lambda: lines().keys() >= set(keys))
+    return [lines()[key] for key in keys]
 
 
 def key_of(resource: str) -> str:
@@ -50,151 +68,242 @@ def see_released_by_the_parent(stage: Stage, worker: WorkerProcess, line: Line) 
     stage.see_freed(f"k:{line.key}")
     says = f"process {line.pid} is gone: released 'k:{line.key}' for it"
     eventually(lambda: says in worker.output())
-    told = eventually(lambda: [t for t in stage.lines("parent's release") if line.key in t.key])
-    assert [(t.pid, t.key) for t in told] == [(worker.pid, f"k:{line.key}")]
+    resource, what = f"k:{line.key}", "parent's release"
+    told = eventually(lambda: [t for t in stage.lines(what) if t.key == resource])
+    assert [t.pid for t in told] == [worker.pid]
     assert told[0].more["sender"].startswith("tests.stays")
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["acks early", "acks late"])
-def test_the_lock_of_a_killed_child_is_released(stage: Stage, late: bool) -> None:
-    worker = stage.worker(concurrency=1)
-    (stage.tasks.stays_late if late else stage.tasks.stays).delay("k")
-    [line] = staying(stage, "k")
+def test_the_lock_of_a_killed_child_is_released(
+    stage: Stage, key: str, worker: WorkerProcess, late: bool
+) -> None:
+    result = (stage.tasks.stays_late if late else stage.tasks.stays).delay(key)
+    [line] = staying(stage, key)
     os.kill(line.pid, signal.SIGKILL)
     if late:  # it comes back, and takes the lock anew
-        stage.wait_for("stays again")
+        assert result.get(timeout=120) == "again"
+        assert len(stage.lines("stays again")) == 1
     see_released_by_the_parent(stage, worker, line)
 
 
-def test_a_killed_childs_lock_is_released_before_celery_reports_the_child(stage: Stage) -> None:
-    worker = stage.worker(concurrency=1)
-    stage.tasks.stays.delay("k")
-    [line] = staying(stage, "k")
+def test_a_killed_childs_lock_is_released_before_celery_reports_the_child(
+    stage: Stage, key: str, worker: WorkerProcess
+) -> None:
+    stage.tasks.stays.delay(key)
+    [line] = staying(stage, key)
+    before = len(worker.output())
     os.kill(line.pid, signal.SIGKILL)
     see_released_by_the_parent(stage, worker, line)
-    said = eventually(lambda: "WorkerLostError" in (text := worker.output()) and text)
+    said = eventually(lambda: "WorkerLostError" in (text := worker.output()[before:]) and text)
     assert said.index(f"process {line.pid} is gone: released") < said.index("WorkerLostError")
 
 
-@pytest.mark.parametrize("how", ["segfault", "_exit"])
-def test_the_lock_of_a_child_that_ends_by_itself_is_released(stage: Stage, how: str) -> None:
+def test_a_receiver_that_exits_does_not_end_the_watch_over_children(own_stage: Stage) -> None:
+    """Each child that dies after that would leave its locks to their ttl."""
+    stage = own_stage
+    stage.log.with_name("receiver exits once").touch()
     worker = stage.worker(concurrency=1)
-    stage.tasks.stays.delay("k", how)
+    for key in ("first", "second"):
+        stage.tasks.stays.delay(key)
+        line = eventually(lambda key=key: [n for n in stage.lines("stays") if n.key == key])[0]
+        os.kill(line.pid, signal.SIGKILL)
+        see_released_by_the_parent(stage, worker, line)
+    assert "watching the pool's processes failed" in worker.output()
+
+
+def shared_with_children(pid: int) -> int:
+    """Return how many slots of children a process has in its memory."""
+    pages = -(-SIZE // mmap.PAGESIZE) * mmap.PAGESIZE
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in maps if "/dev/zero" in line]
+    return len([span for span in spans if int(span[1], 16) - int(span[0], 16) == pages])
+
+
+def descriptors_of(pid: int) -> list[str]:
+    """Return what the descriptors of a process stand for."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(str(link.readlink()))
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process that have a slot of their own."""
+    every = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [child for child in map(int, every) if shared_with_children(child)]
+
+
+def test_children_that_come_and_go_leave_nothing_behind(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], tmp_path: Path
+) -> None:
+    stage = make_stage(nodes, redlock_metrics="127.0.0.1:0")
+    (folder := tmp_path / "temporary").mkdir()
+    stage.env["TMPDIR"] = str(folder)
+    worker = stage.worker(concurrency=6, options=["--max-tasks-per-child", "1"])
+    stage.tasks.until.delay("stays", "go")  # its child lives while the others come and go
+    (staying,) = stage.wait_for("begin")
+
+    def run(count: int) -> None:
+        for result in [stage.tasks.work.delay(f"k{number}") for number in range(count)]:
+            result.get(timeout=120)
+        eventually(lambda: shared_with_children(worker.pid) == 6)
+        eventually(lambda: descriptors_of(worker.pid).count(PIDFD) == 6)
+
+    run(5)
+    before, files = len(descriptors_of(worker.pid)), len([*folder.rglob("*")])
+    assert files
+    run(25)
+    assert len({line.pid for line in stage.lines("begin")}) == 31
+    assert len(descriptors_of(worker.pid)) < before + 10
+    assert len([*folder.rglob("*")]) == files
+    others = set(children_of(worker.pid)) - {staying.pid}
+    assert others
+    for child in others:  # each was forked while its parent watched the one that stays
+        assert shared_with_children(child) == 1
+        assert PIDFD not in descriptors_of(child)
+    stage.log.with_name("go").touch()
+    worker.signal(signal.SIGTERM)
+    worker.wait()
+    assert not [*folder.rglob("*")]
+
+
+def test_the_lock_of_a_killed_child_of_a_custom_pool_is_released(
+    own_stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = own_stage
+    monkeypatch.setenv("CELERY_CUSTOM_WORKER_POOL", "tests.integration.pools:ForkingPool")
+    worker = stage.worker(pool="custom", concurrency=1)
+    stage.tasks.stays.delay("k")
     [line] = staying(stage, "k")
+    assert line.pid != worker.pid
+    os.kill(line.pid, signal.SIGKILL)
     see_released_by_the_parent(stage, worker, line)
 
 
-def test_a_message_that_waits_runs_after_the_killed_holder(stage: Stage) -> None:
-    stage.worker(concurrency=2)
-    stage.tasks.stays.delay("k")
-    [line] = staying(stage, "k")
-    waiting = stage.tasks.work.delay("k")
+@pytest.mark.parametrize("how", ["segfault", "_exit"])
+def test_the_lock_of_a_child_that_ends_by_itself_is_released(
+    stage: Stage, key: str, worker: WorkerProcess, how: str
+) -> None:
+    stage.tasks.stays.delay(key, how)
+    [line] = staying(stage, key)
+    see_released_by_the_parent(stage, worker, line)
+
+
+def test_a_message_that_waits_runs_after_the_killed_holder(stage: Stage, key: str) -> None:
+    stage.tasks.stays.delay(key)
+    [line] = staying(stage, key)
+    waiting = stage.tasks.work.delay(key)
     eventually(lambda: stage.deferrals(waiting) > 0)
     os.kill(line.pid, signal.SIGKILL)
     assert waiting.get(timeout=120) == 0
     assert stage.lines("begin")[0].at > stage.lines("still")[-1].at
 
 
-def test_a_message_that_is_rejected_on_a_lost_worker_waits_and_runs_again(stage: Stage) -> None:
-    stage.worker(concurrency=1)
-    result = stage.tasks.stays_late.delay("k")
-    [line] = staying(stage, "k")
-    os.kill(line.pid, signal.SIGKILL)
-    stage.see_freed("k:k")
-    assert result.get(timeout=120) == "again"
-    assert len(stage.lines("stays again")) == 1
-
-
 @only_5_7
-def test_a_message_that_is_retried_on_a_lost_worker_runs_again(stage: Stage) -> None:
-    stage.worker(concurrency=1)
-    result = stage.tasks.stays_retried.delay("k")
-    [line] = staying(stage, "k")
+def test_a_message_that_is_retried_on_a_lost_worker_runs_again(stage: Stage, key: str) -> None:
+    result = stage.tasks.stays_retried.delay(key)
+    [line] = staying(stage, key)
     os.kill(line.pid, signal.SIGKILL)
-    stage.see_freed("k:k")
+    stage.see_freed(f"k:{key}")
     assert result.get(timeout=120) == "again"
     assert len(stage.lines("stays again")) == 1
 
 
 @pytest.mark.parametrize("name", ["KILL", "TERM"])
-def test_a_run_that_is_revoked_with_a_signal_leaves_no_lock(stage: Stage, name: str) -> None:
-    stage.worker(concurrency=1)
-    result = stage.tasks.stays.delay("k")
-    staying(stage, "k")
+def test_a_run_that_is_revoked_with_a_signal_leaves_no_lock(
+    stage: Stage, key: str, name: str
+) -> None:
+    result = stage.tasks.stays.delay(key)
+    staying(stage, key)
     result.revoke(terminate=True, signal=name)
-    stage.see_freed("k:k")
-    assert stage.tasks.work.delay("k").get(timeout=120) == 0
+    stage.see_freed(f"k:{key}")
+    assert stage.tasks.work.delay(key).get(timeout=120) == 0
     eventually(lambda: stage.info(result)["status"] == "REVOKED")
 
 
-def test_a_body_past_its_hard_limit_that_ignores_term_is_never_overlapped(stage: Stage) -> None:
-    stage.worker(concurrency=2)
-    stage.tasks.stays.apply_async(("k", "deaf"), time_limit=3)
-    staying(stage, "k")
-    assert stage.tasks.work.apply_async(("k",), lock={"wait": 60}).get(timeout=25) == 0
+def test_a_body_past_its_hard_limit_that_ignores_term_is_never_overlapped(
+    stage: Stage, key: str
+) -> None:
+    stage.tasks.stays.apply_async((key, "deaf"), time_limit=3)
+    staying(stage, key)
+    assert stage.tasks.work.apply_async((key,), lock={"wait": 60}).get(timeout=25) == 0
     [begun] = stage.lines("begin")
     assert begun.at > stage.lines("still")[-1].at
 
 
-def test_nothing_is_released_while_a_revoked_child_still_runs(stage: Stage) -> None:
-    worker = stage.worker(concurrency=2)
-    revoked = stage.tasks.stays.delay("deaf", "deaf")
-    stage.tasks.stays.delay("other")
-    deaf, other = staying(stage, "deaf", "other")
+def test_nothing_is_released_while_a_revoked_child_still_runs(
+    stage: Stage, key: str, worker: WorkerProcess
+) -> None:
+    revoked = stage.tasks.stays.delay(f"{key}-deaf", "deaf")
+    stage.tasks.stays.delay(f"{key}-other")
+    deaf, other = staying(stage, f"{key}-deaf", f"{key}-other")
+    eventually(lambda: holds_everywhere(stage, f"k:{key}-deaf"))  # its body has but a quorum
+    eventually(lambda: any(line.key == deaf.key for line in stage.lines("still")))  # hears no TERM
     revoked.revoke(terminate=True, signal="TERM")
     eventually(lambda: stage.info(revoked)["status"] == "REVOKED")  # so Celery's hooks have run
     os.kill(other.pid, signal.SIGKILL)
     see_released_by_the_parent(stage, worker, other)  # so the parent looks after its children
-    assert holds_everywhere(stage, "k:deaf")
+    assert holds_everywhere(stage, f"k:{key}-deaf")
     assert not is_gone(deaf.pid)
     os.kill(deaf.pid, signal.SIGKILL)
     see_released_by_the_parent(stage, worker, deaf)
 
 
-def test_nothing_is_released_while_a_child_is_stopped(stage: Stage) -> None:
-    worker = stage.worker(concurrency=2)
-    stage.tasks.stays.delay("stopped")
-    stage.tasks.stays.delay("other")
-    stopped, other = staying(stage, "stopped", "other")
-    eventually(lambda: holds_everywhere(stage, "k:stopped"))  # its body has but a quorum
+def test_nothing_is_released_while_a_child_is_stopped(
+    stage: Stage, key: str, worker: WorkerProcess
+) -> None:
+    stage.tasks.stays.delay(f"{key}-stopped")
+    stage.tasks.stays.delay(f"{key}-other")
+    stopped, other = staying(stage, f"{key}-stopped", f"{key}-other")
+    eventually(lambda: holds_everywhere(stage, f"k:{key}-stopped"))  # its body has but a quorum
     os.kill(stopped.pid, signal.SIGSTOP)
     os.kill(other.pid, signal.SIGKILL)
     see_released_by_the_parent(stage, worker, other)
-    assert holds_everywhere(stage, "k:stopped")
+    assert holds_everywhere(stage, f"k:{key}-stopped")
     os.kill(stopped.pid, signal.SIGKILL)
     see_released_by_the_parent(stage, worker, stopped)
 
 
-def test_a_successors_lock_is_left_alone(stage: Stage) -> None:
-    worker = stage.worker(concurrency=2)
-    stage.tasks.stays.apply_async(("k",), lock={"lost": "warn"})
-    stage.tasks.stays.delay("other")
-    line, other = staying(stage, "k", "other")
+def test_a_successors_lock_is_left_alone(stage: Stage, key: str, worker: WorkerProcess) -> None:
+    stage.tasks.stays.apply_async((key,), lock={"on_lost": "warn"})
+    stage.tasks.stays.delay(f"{key}-other")
+    line, other = staying(stage, key, f"{key}-other")
     for node in stage.nodes:
-        node.client().set(key_of("k:k"), THEIRS, px=300_000)
+        node.client().set(key_of(f"k:{key}"), THEIRS, px=300_000)
     os.kill(line.pid, signal.SIGKILL)
-    eventually(lambda: f"process {line.pid} is gone: released 'k:k'" in worker.output())
+    eventually(lambda: f"process {line.pid} is gone: released 'k:{key}'" in worker.output())
     os.kill(other.pid, signal.SIGKILL)
-    stage.see_freed("k:other")  # on the same connections, behind the release of the first
-    assert [node.client().get(key_of("k:k")) for node in stage.nodes] == [THEIRS] * 3
+    stage.see_freed(f"k:{key}-other")  # on the same connections, behind the release of the first
+    assert [node.client().get(key_of(f"k:{key}")) for node in stage.nodes] == [THEIRS] * 3
 
 
-def test_all_locks_of_a_killed_child_are_released(stage: Stage) -> None:
-    stage.worker(concurrency=1)
-    stage.tasks.stays_with_several.delay("one", "other", "nested")
-    [line] = staying(stage, "one")
-    held = ["k:one", "k:other", "k:nested"]
-    assert all(holds_everywhere(stage, resource) for resource in held)
-    permits = [key_of("p:nested"), *(key_of(f"p:nested#{number}") for number in (1, 2))]
-    assert stage.nodes[0].client().exists(*permits) == 1
+def test_all_locks_of_a_killed_child_are_released(stage: Stage, key: str) -> None:
+    stage.tasks.stays_with_several.delay(f"{key}-one", f"{key}-other", f"{key}-nested")
+    [line] = staying(stage, f"{key}-one")
+    held = [f"k:{key}-one", f"k:{key}-other", f"k:{key}-nested"]
+    # its body has but a quorum
+    eventually(lambda: all(holds_everywhere(stage, resource) for resource in held))
+    permits = [
+        key_of(f"p:{key}-nested"),
+        *(key_of(f"p:{key}-nested#{number}") for number in (1, 2)),
+    ]
+    eventually(lambda: stage.nodes[0].client().exists(*permits) == 1)
     os.kill(line.pid, signal.SIGKILL)
     stage.see_freed(*held)
     eventually(lambda: not any(node.client().exists(*permits) for node in stage.nodes))
-    released = {told.key for told in stage.wait_for("parent's release", 3)}
-    assert released == {"k:one, k:other", "k:nested", "p:nested"}
+
+    def released() -> set[str]:  # an earlier test's child may be released as late as now
+        return {told.key for told in stage.lines("parent's release") if f"{key}-" in told.key}
+
+    eventually(lambda: len(released()) >= 3)
+    assert released() == {f"k:{key}-one, k:{key}-other", f"k:{key}-nested", f"p:{key}-nested"}
 
 
-def test_each_child_in_the_same_place_of_the_pool_is_looked_after(stage: Stage) -> None:
+@pytest.mark.slow
+def test_each_child_in_the_same_place_of_the_pool_is_looked_after(own_stage: Stage) -> None:
+    stage = own_stage
     worker = stage.worker(concurrency=1)
     for key in ("first", "second", "third"):
         stage.tasks.stays.delay(key)
@@ -204,7 +313,9 @@ def test_each_child_in_the_same_place_of_the_pool_is_looked_after(stage: Stage) 
         see_released_by_the_parent(stage, worker, line)
 
 
-def test_a_child_that_joined_the_pool_later_is_looked_after(stage: Stage) -> None:
+@pytest.mark.slow
+def test_a_child_that_joined_the_pool_later_is_looked_after(own_stage: Stage) -> None:
+    stage = own_stage
     worker = stage.worker(concurrency=1)
     stage.see_listening()
     stage.app.control.pool_grow(1)
@@ -215,7 +326,9 @@ def test_a_child_that_joined_the_pool_later_is_looked_after(stage: Stage) -> Non
         see_released_by_the_parent(stage, worker, line)
 
 
-def test_a_child_of_a_pool_that_began_empty_is_looked_after(stage: Stage) -> None:
+@pytest.mark.slow  # as the one above, by the pool's other way to grow
+def test_a_child_of_a_pool_that_began_empty_is_looked_after(own_stage: Stage) -> None:
+    stage = own_stage
     worker = stage.worker(options=["--autoscale", "1,0"])
     stage.tasks.stays.delay("k")
     [line] = staying(stage, "k")
@@ -223,7 +336,9 @@ def test_a_child_of_a_pool_that_began_empty_is_looked_after(stage: Stage) -> Non
     see_released_by_the_parent(stage, worker, line)
 
 
-def test_a_child_that_ends_after_it_was_refused_is_no_news(stage: Stage) -> None:
+@pytest.mark.slow
+def test_a_child_that_ends_after_it_was_refused_is_no_news(own_stage: Stage) -> None:
+    stage = own_stage
     worker = stage.worker(concurrency=1, options=["--max-tasks-per-child", "1"])
     with stage.tasks.work.lock_for("k", wait=60):
         result = stage.tasks.work.delay("k")
@@ -277,7 +392,11 @@ def test_a_node_that_was_away_is_told_when_it_is_back(
     stage.see_freed("k:k")
 
 
-def test_children_end_with_their_main_process_and_the_ttl_frees_their_locks(stage: Stage) -> None:
+@pytest.mark.slow
+def test_children_end_with_their_main_process_and_the_ttl_frees_their_locks(
+    own_stage: Stage,
+) -> None:
+    stage = own_stage
     killed = stage.worker("w1", concurrency=1, queues=["held"])
     other = stage.worker("w2", concurrency=1, queues=["celery"])
     stage.tasks.stays.apply_async(("k",), queue="held", lock={"ttl": TTL})

@@ -30,6 +30,7 @@ def show() -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_the_late_write_wins_without_a_fence_and_is_refused_with_one(
     show: subprocess.Popen[str],
 ) -> None:
@@ -50,6 +51,7 @@ def test_the_late_write_wins_without_a_fence_and_is_refused_with_one(
                            "refused it\n")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_interruption_while_a_clerk_is_stopped_leaves_no_traceback_and_nobody_stopped(
     show: subprocess.Popen[str],
 ) -> None:

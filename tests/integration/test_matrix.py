@@ -17,6 +17,7 @@ GIVEN_BACK = (RUN, PARENT)
 AT_ONCE = 1.0  # s from an end to a free lock: in the middle, for a stall delays some of them
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("pool", "broker"), PLACES)
 def test_every_end_leaves_the_lock_free_and_the_state_right(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
-from celery import chain, chord, group
 from celery.exceptions import MaxRetriesExceededError
 
 from celery_redlock import SettingsError
@@ -18,10 +18,15 @@ from tests.integration import carried
 from tests.integration.conftest import Stage
 
 
-def test_ten_deferrals_burn_no_retries(stage: Stage) -> None:
-    stage.worker(concurrency=1)
-    with stage.tasks.work.lock_for("k", wait=60):
-        result = stage.tasks.work.delay("k")
+@pytest.fixture
+def stage(shared_stage: Stage) -> Stage:
+    """Give the module's stage, and its worker; tests with settings of their own make another."""
+    return shared_stage
+
+
+def test_ten_deferrals_burn_no_retries(stage: Stage, key: str) -> None:
+    with stage.tasks.work.lock_for(key, wait=60):
+        result = stage.tasks.work.delay(key)
         stage.see_deferred(result, 10)
     assert stage.tasks.work.max_retries == 0
     assert result.get(timeout=120) == 0  # what the body saw in request.retries
@@ -33,16 +38,15 @@ RETRIES = [(0, 0, [0]), (3, 0, [0, 1, 2, 3]), (3, 2, [2, 3]), (None, 0, [0, 1, 2
 
 
 def test_ten_deferrals_leave_a_task_all_its_retries_and_the_count_of_those_it_had(
-    stage: Stage,
+    stage: Stage, key: str
 ) -> None:
-    stage.worker(concurrency=4)
-    retried, keys = stage.tasks.retried, [f"k{n}" for n in range(len(RETRIES))]
+    retried, keys = stage.tasks.retried, [f"{key}-{n}" for n in range(len(RETRIES))]
     with ExitStack() as held:
-        for key in keys:
-            held.enter_context(retried[0].lock_for(key, wait=60))
+        for each in keys:
+            held.enter_context(retried[0].lock_for(each, wait=60))
         results = [
-            retried[most].apply_async((key,), retries=had)
-            for key, (most, had, _) in zip(keys, RETRIES, strict=True)
+            retried[most].apply_async((each,), retries=had)
+            for each, (most, had, _) in zip(keys, RETRIES, strict=True)
         ]
         for result in results:
             stage.see_deferred(result, 10)
@@ -53,7 +57,7 @@ def test_ten_deferrals_leave_a_task_all_its_retries_and_the_count_of_those_it_ha
             with pytest.raises(MaxRetriesExceededError):
                 result.get(timeout=120)
     begun = stage.lines("begin")
-    seen = [[line.more["retries"] for line in begun if line.key == key] for key in keys]
+    seen = [[line.more["retries"] for line in begun if line.key == each] for each in keys]
     assert seen == [expected for _, _, expected in RETRIES]
 
 
@@ -83,7 +87,6 @@ def test_a_deferral_keeps_everything_that_a_message_carries(
 
 
 def test_a_deferral_leaves_expires_where_it_was(stage: Stage) -> None:
-    stage.worker(concurrency=1)
     expires = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=900)
     with stage.tasks.shows_its_message.lock_for(wait=60):
         result = stage.tasks.shows_its_message.apply_async(expires=expires, task_id="expiring")
@@ -93,7 +96,6 @@ def test_a_deferral_leaves_expires_where_it_was(stage: Stage) -> None:
 
 
 def test_a_task_without_a_parent_does_not_become_its_own(stage: Stage) -> None:
-    stage.worker(concurrency=1)
     with stage.tasks.shows_its_message.lock_for(wait=60):
         result = stage.tasks.shows_its_message.apply_async(task_id="orphan")
         stage.see_deferred(result, 2)
@@ -103,49 +105,8 @@ def test_a_task_without_a_parent_does_not_become_its_own(stage: Stage) -> None:
     assert not result.children
 
 
-def test_a_message_that_expires_while_it_waits_is_revoked_and_leaves_nothing(
-    stage: Stage,
-) -> None:
-    stage.worker(concurrency=1)
-    with stage.tasks.work.lock_for("k", wait=60):
-        result = stage.tasks.work.apply_async(("k",), expires=1.0)
-        eventually(lambda: stage.info(result)["status"] == "REVOKED")
-    assert stage.lines("begin") == []
-    stage.see_freed("k:k")
-
-
-def test_a_chain_goes_on_with_the_real_result_of_a_contended_step(stage: Stage) -> None:
-    stage.worker(concurrency=2)
-    with stage.tasks.work.lock_for("k", wait=60):
-        result = chain(
-            stage.tasks.add.si(1), stage.tasks.work.si("k"), stage.tasks.add.s()
-        ).apply_async()
-        stage.see_deferred(result.parent, 2)
-    assert result.get(timeout=120) == 1
-    assert len(stage.lines("begin")) == 1
-
-
-def test_a_chord_of_equal_headers_runs_its_body_once(stage: Stage) -> None:
-    stage.worker(concurrency=4)
-    header = group(stage.tasks.work.si("k") for _ in range(4))
-    assert chord(header)(stage.tasks.gather.s()).get(timeout=120) == 4
-    assert len(stage.lines("begin")) == 4
-    assert len(stage.lines("gathered")) == 1
-
-
-def test_callbacks_fire_once_at_the_end_and_not_for_a_deferral(stage: Stage) -> None:
-    stage.worker(concurrency=2)
-    with stage.tasks.work.lock_for("k", wait=60):
-        result = stage.tasks.work.apply_async(
-            ("k",), link=stage.tasks.gather.si([1]), link_error=stage.tasks.gather.si([2])
-        )
-        stage.see_deferred(result, 2)
-        assert stage.lines("gathered") == []
-    stage.wait_for("gathered")
-    assert result.get(timeout=120) == 0
-    assert len(stage.lines("gathered")) == 1
-
-
+@pytest.mark.slow
+@pytest.mark.every_celery
 @pytest.mark.parametrize("late", [True, False], ids=["acks late", "acks early"])
 def test_a_broker_that_is_away_while_a_message_is_put_back_loses_none(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], late: bool
@@ -159,7 +120,8 @@ def test_a_broker_that_is_away_while_a_message_is_put_back_loses_none(
         held = task.lock_for("k", wait=60).acquire()
         task.apply_async(("k",), lock={"wait": 9.0}, ignore_result=True)
         # the slot waits for the lock in there; then the broker goes
-        eventually(lambda: "received" in worker.output())
+        channel = "{redlock}:wake:k:k"
+        eventually(lambda: any(n.client().pubsub_numsub(channel)[0][1] for n in nodes))
         eventually(lambda: broker.client().hlen("unacked") == int(late))
         broker.kill()
         eventually(lambda: "cannot put back" in worker.output())
@@ -175,14 +137,50 @@ def test_a_broker_that_is_away_while_a_message_is_put_back_loses_none(
         stage.wait_for("end")
 
 
-def test_a_message_keeps_the_options_of_its_call_over_a_deferral(stage: Stage) -> None:
-    stage.worker(concurrency=1)
-    other = stage.tasks.work.lock_for("elsewhere", wait=60)
-    with other:
-        result = stage.tasks.work.apply_async(("k",), lock={"key": "k:elsewhere"})
+def test_a_message_keeps_the_options_of_its_call_over_a_deferral(stage: Stage, key: str) -> None:
+    with stage.tasks.work.lock_for("elsewhere", wait=60):
+        result = stage.tasks.work.apply_async((key,), lock={"key": "k:elsewhere"})
         stage.see_deferred(result, 2)
         assert stage.info(result)["result"]["resource"] == "k:elsewhere"
     assert result.get(timeout=120) == 0
+
+
+def test_a_deferral_goes_past_what_is_for_sends_alone(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes)
+    conf = {**json.loads(stage.env["TEST_CONF"]), "task_always_eager": True}  # the worker's alone
+    stage.env["TEST_CONF"] = json.dumps(conf)
+    stage.worker(concurrency=1)
+    task = stage.tasks.sent_once
+    with task.lock_for("k", wait=60):
+        result = task.apply_async(("k",))
+        stage.see_deferred(result, 2)
+    assert result.get(timeout=60) == 0
+    assert len(stage.lines("applied")) == 1
+    assert len(stage.lines("begin")) == 1
+
+
+def test_a_deferral_keeps_the_arguments_as_they_came(stage: Stage, key: str) -> None:
+    task = stage.tasks.of_a_tenant
+    with task.lock_for(key, wait=60):
+        result = task.apply_async((key,), {"_tenant": "acme", "_locale": "fr"})
+        stage.see_deferred(result, 2)
+    assert result.get(timeout=60) == "acme, fr"
+
+
+def test_a_deferral_keeps_headers_beside_one_that_is_called_headers(stage: Stage, key: str) -> None:
+    """As where an instrumentation wraps its own in one of that name."""
+    task, ours = stage.tasks.shows_its_headers, {"trace": "1", "x-own": "v", "headers": {"b": 2}}
+    fresh = task.apply_async(("fresh",), headers=ours).get(timeout=60)
+    with task.lock_for(key, wait=60):
+        result = task.apply_async((key,), headers=ours, lock={"max_deferrals": 1000})
+        stage.see_deferred(result, 2)
+    assert result.get(timeout=60) == fresh == [{"b": 2}, "v"]
+
+
+def test_a_deferral_keeps_what_a_send_gave_to_its_publisher(stage: Stage) -> None:
+    carried.see_properties_kept(stage, user_id="somebody")
 
 
 class TestAMessageForAnOlderVersionOfItsTask:
@@ -190,18 +188,16 @@ class TestAMessageForAnOlderVersionOfItsTask:
 
     NEWER = "tests.integration.newer"
 
-    def test_fails_with_an_error_that_names_the_task_and_the_way_out_and_waits_no_more(
-        self, stage: Stage
-    ) -> None:
+    def test_fails_with_an_error_that_names_the_task_and_the_hint(self, own_stage: Stage) -> None:
+        stage = own_stage
         with stage.tasks.rebuild.lock_for("k", wait=60):
             older = stage.worker("older", concurrency=1)
             result = stage.tasks.rebuild.delay("k", until="s3cret")
             stage.see_deferred(result)
-            older.stop()
+            older.stop(timeout=60)  # killed, it would not give back what waits in it
             stage.worker("newer", self.NEWER, concurrency=1)
             with pytest.raises(SettingsError) as caught:
                 result.get(timeout=120)
-            # nobody is skipped for one that has failed
             after = stage.app.send_task(stage.tasks.rebuild.name, ("k", 7))
             stage.see_deferred(after)
         assert after.get(timeout=120) == "k"
@@ -212,7 +208,8 @@ class TestAMessageForAnOlderVersionOfItsTask:
         assert "s3cret" not in said
         stage.see_freed("k:k")
 
-    def test_is_not_retried_for_a_retry_would_not_fit_either(self, stage: Stage) -> None:
+    def test_is_not_retried_for_a_retry_would_not_fit_either(self, own_stage: Stage) -> None:
+        stage = own_stage
         stage.worker("newer", self.NEWER, concurrency=1)
         result = stage.app.send_task(stage.tasks.step.name, ("k",))
         with pytest.raises(SettingsError, match="another version"):

@@ -65,7 +65,7 @@ def test_the_metrics_of_a_run_are_its_own_counts(
         waiting = [task.delay("k") for _ in range(2)]
         for result in waiting:
             stage.see_deferred(result)
-        skipped = task.apply_async(("k",), lock={"conflict": "skip"})
+        skipped = task.apply_async(("k",), lock={"on_conflict": "skip"})
         eventually(lambda: stage.info(skipped)["status"] == "REVOKED")
         now = scrape(worker)
         stage.log.with_name("go").touch()
@@ -94,6 +94,7 @@ def test_the_metrics_of_a_run_are_its_own_counts(
     assert {found["redlock_node_votes", f"127.0.0.1:{node.port}"] for node in nodes} == {1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_renewals_and_losses_are_counted(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
@@ -153,6 +154,7 @@ def test_a_node_that_is_away_is_seen_in_the_metrics(
     assert ("redlock_node_latency_seconds", away) not in found
 
 
+@pytest.mark.slow
 def test_a_child_goes_on_with_the_counts_of_the_one_before_it(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], tmp_path: Path
 ) -> None:
@@ -216,10 +218,14 @@ def test_what_is_rare_is_0_before_it_comes(
 ) -> None:
     """An alert on `increase(...)` sees no first loss where the count begins with 1."""
     stage = make_stage(nodes, redlock_metrics=ANY_PORT)
-    found = scrape(stage.worker(concurrency=1))
+    worker = stage.worker(concurrency=1)
+    found = scrape(worker)
     for count in ("acquired", "deferred", "skipped", "lost", "extended"):
         assert found[f"redlock_{count}_total", stage.tasks.work.name] == 0.0
     assert found["redlock_node_failed_total", f"127.0.0.1:{nodes[0].port}"] == 0.0
+    released = [s for family in families(worker) for s in family.samples]
+    by = [s.labels["by"] for s in released if s.name == "redlock_released_total" and not s.value]
+    assert {"holder", "parent"} <= set(by)
     assert not [name for name, task in found if task.startswith("celery.")]
 
 

@@ -60,7 +60,7 @@ class TestWhatIsLocked:
         assert bound.delay(1, b=2).get() == "1-2"
 
     def test_a_key_of_some_arguments_leaves_the_others_out(self, app: Celery) -> None:
-        @app.task(base=LockedTask, lock_key=["a", "c"], shared=False)
+        @app.task(base=LockedTask, lock_args=["a", "c"], shared=False)
         def some(a: int, b: int, c: int = 3, d: int = 4) -> str:
             return held()
 
@@ -68,11 +68,11 @@ class TestWhatIsLocked:
         assert some.delay(1, 2).get() != some.delay(2, 2).get()
 
     def test_a_key_of_no_argument_is_one_for_the_task(self, app: Celery) -> None:
-        @app.task(base=LockedTask, lock_key="{task}", name="one", shared=False)
+        @app.task(base=LockedTask, lock_args=[], name="one", shared=False)
         def one(a: int) -> str:
             return held()
 
-        assert one.delay(1).get() == one.delay(2).get() == "one"
+        assert one.delay(1).get() == one.delay(2).get() == "one:any-arguments"
 
     def test_a_callable_makes_a_key_of_what_it_likes(self, app: Celery) -> None:
         def key(task: Any, args: Any, kwargs: Any) -> str:
@@ -157,7 +157,7 @@ class TestWhenItIsFree:
 class TestWhatTheSecondOneMeets:
     @pytest.fixture
     def task(self, app: Celery) -> Any:
-        @app.task(base=LockedTask, lock_key="order:{order}", lock_conflict="fail", shared=False)
+        @app.task(base=LockedTask, lock_key="order:{order}", lock_on_conflict="fail", shared=False)
         def settle(order: int) -> str:
             return held()
 
@@ -170,8 +170,8 @@ class TestWhatTheSecondOneMeets:
             error = task.delay(7).result
         assert isinstance(error, LockTaken)
         assert error.resource == "order:7"
-        assert error.free_in is not None
-        assert 0 < error.free_in <= 30
+        assert error.expires_in is not None
+        assert 0 < error.expires_in <= 30
 
     def test_another_argument_does_not_meet_it(self, task: Any, redlock: Redlock) -> None:
         with redlock.lock("order:7"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from celery_redlock.testing import EmbeddedNode
+import pytest
+
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import TTL, eventually
 from tests.integration.conftest import Stage, overlaps
 
@@ -24,10 +26,18 @@ def most_at_once(spans: list[tuple[float, float]]) -> int:
     return most
 
 
-def two_workers(stage: Stage, most: int = LIMIT) -> None:
-    """Start them; each has a slot left to try in where all bodies that may run do so in it."""
-    for name in ("w1", "w2"):
-        stage.worker(name, concurrency=most + 1)
+@pytest.fixture(scope="module")
+def standing_stage(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+    """Give a stage with two workers; each has a slot left if all bodies that may run are in it."""
+    made = set_standing_stage()
+    first, _ = (made.worker(name, concurrency=HIGHER + 1) for name in ("w1", "w2"))
+    return made, first
+
+
+@pytest.fixture
+def stage(shared_stage: Stage) -> Stage:
+    """Give the module's stage, and its workers."""
+    return shared_stage
 
 
 def go(stage: Stage, name: str) -> None:
@@ -39,57 +49,57 @@ def begun(stage: Stage, key: str) -> int:
     return sum(line.key == key for line in stage.lines("begin"))
 
 
-def test_three_permits_let_three_bodies_run_at_once_and_put_the_others_back(stage: Stage) -> None:
-    two_workers(stage)
-    results = [stage.tasks.permitted.delay("k", until="go") for _ in range(8)]
-    eventually(lambda: begun(stage, "k") == LIMIT)
+def test_three_permits_let_three_bodies_run_at_once_and_put_the_others_back(
+    stage: Stage, key: str
+) -> None:
+    results = [stage.tasks.permitted.delay(key, until=f"{key}-go") for _ in range(8)]
+    eventually(lambda: begun(stage, key) == LIMIT)
     eventually(lambda: sum(stage.deferrals(result) >= 1 for result in results) == 8 - LIMIT)
     eventually(lambda: max(map(stage.deferrals, results)) >= 5)  # who is first in line tries again
-    assert begun(stage, "k") == LIMIT
-    go(stage, "go")
+    assert begun(stage, key) == LIMIT
+    go(stage, f"{key}-go")
     for result in results:
         result.get(timeout=120)
-    assert most_at_once(stage.intervals()["k"]) == LIMIT
-    stage.see_freed("p:k", "p:k#1", "p:k#2")
+    assert most_at_once(stage.intervals()[key]) == LIMIT
+    stage.see_freed(f"p:{key}", f"p:{key}#1", f"p:{key}#2")
 
 
-def test_the_plain_lock_is_one_of_the_permits(stage: Stage) -> None:
-    two_workers(stage)
-    plain = stage.tasks.permitted.apply_async(("k", "plain", "go"), lock=PLAIN)
+def test_the_plain_lock_is_one_of_the_permits(stage: Stage, key: str) -> None:
+    plain = stage.tasks.permitted.apply_async((key, "plain", f"{key}-go"), lock=PLAIN)
     eventually(lambda: begun(stage, "plain") == 1)
-    others = [stage.tasks.permitted.delay("k", until="go") for _ in range(5)]
+    others = [stage.tasks.permitted.delay(key, until=f"{key}-go") for _ in range(5)]
     eventually(lambda: begun(stage, "anybody") == LIMIT - 1)
     eventually(lambda: sum(stage.deferrals(result) >= 1 for result in others) == 3)
     eventually(lambda: max(map(stage.deferrals, others)) >= 5)
     assert begun(stage, "anybody") == LIMIT - 1
-    go(stage, "go")
+    go(stage, f"{key}-go")
     for result in (plain, *others):
         result.get(timeout=120)
 
 
-def test_a_plain_lock_waits_for_its_own_permit_alone(stage: Stage) -> None:
-    two_workers(stage)
-    holders = [stage.tasks.permitted.delay("k", until="go") for _ in range(LIMIT)]
-    eventually(lambda: begun(stage, "k") == LIMIT)
-    plain = stage.tasks.permitted.apply_async(("k", "plain"), lock=PLAIN)
+def test_a_plain_lock_waits_for_its_own_permit_alone(stage: Stage, key: str) -> None:
+    holders = [stage.tasks.permitted.delay(key, until=f"{key}-go") for _ in range(LIMIT)]
+    eventually(lambda: begun(stage, key) == LIMIT)
+    plain = stage.tasks.permitted.apply_async((key, "plain"), lock=PLAIN)
     eventually(lambda: stage.deferrals(plain) >= 2)
     assert begun(stage, "plain") == 0
-    go(stage, "go")
+    go(stage, f"{key}-go")
     for result in (plain, *holders):
         result.get(timeout=120)
 
 
-def test_old_and_new_limits_together_are_never_more_than_the_larger_one(stage: Stage) -> None:
-    two_workers(stage)
+def test_old_and_new_limits_together_are_never_more_than_the_larger_one(
+    stage: Stage, key: str
+) -> None:
     results = []
     for _ in range(15):
-        results.append(stage.tasks.permitted.delay("k"))
-        results.append(stage.tasks.permitted.apply_async(("k", "plain"), lock=PLAIN))
+        results.append(stage.tasks.permitted.delay(key))
+        results.append(stage.tasks.permitted.apply_async((key, "plain"), lock=PLAIN))
     for result in results:
         result.get(timeout=120)
     intervals = stage.intervals()
-    assert len(intervals["k"]) == 30
-    assert most_at_once(intervals["k"]) <= LIMIT
+    assert len(intervals[key]) == 30
+    assert most_at_once(intervals[key]) <= LIMIT
     assert not overlaps(intervals["plain"])
 
 
@@ -115,7 +125,9 @@ def test_workers_with_old_and_new_settings_together_are_never_more_than_the_larg
     stage.see_freed("p:k", "p:k#1", "p:k#2")
 
 
-def test_a_dead_holders_permit_comes_back_by_its_own_lease(stage: Stage) -> None:
+@pytest.mark.slow
+def test_a_dead_holders_permit_comes_back_by_its_own_lease(own_stage: Stage) -> None:
+    stage = own_stage
     dying = stage.worker("dying", queues=["held"], concurrency=1)
     stage.worker("living", queues=["waiting"], concurrency=4)
     stage.tasks.permitted.apply_async(("k", "dies", "never"), queue="held")
@@ -137,25 +149,24 @@ def test_a_dead_holders_permit_comes_back_by_its_own_lease(stage: Stage) -> None
 
 
 def test_a_limit_that_is_raised_and_lowered_while_they_run_is_reached_and_never_passed(
-    stage: Stage,
+    stage: Stage, key: str
 ) -> None:
-    two_workers(stage, HIGHER)
 
     def send(limit: int, count: int, until: str = "") -> list[Any]:
-        lock, args = {"limit": limit}, ("k", f"limit {limit}", until)
+        lock, args = {"limit": limit}, (key, f"limit {limit}", until)
         return [stage.tasks.permitted.apply_async(args, lock=lock) for _ in range(count)]
 
-    results = send(LIMIT, 6, "go")
+    results = send(LIMIT, 6, f"{key}-go")
     eventually(lambda: begun(stage, f"limit {LIMIT}") == LIMIT)
-    results += send(HIGHER, 6, "go")
-    eventually(lambda: begun(stage, "k") == HIGHER)
+    results += send(HIGHER, 6, f"{key}-go")
+    eventually(lambda: begun(stage, key) == HIGHER)
     results += send(1, 4)
     eventually(lambda: all(stage.deferrals(result) for result in results[-4:]))
-    assert begun(stage, "k") == HIGHER
-    go(stage, "go")
+    assert begun(stage, key) == HIGHER
+    go(stage, f"{key}-go")
     for result in results:
         result.get(timeout=120)
     intervals = stage.intervals()
-    assert most_at_once(intervals["k"]) == HIGHER
+    assert most_at_once(intervals[key]) == HIGHER
     assert most_at_once(intervals[f"limit {LIMIT}"]) == LIMIT
     assert not overlaps(intervals["limit 1"])

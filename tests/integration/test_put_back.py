@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import json
 import logging
 import os
 import signal
@@ -17,16 +19,18 @@ from billiard.pool import soft_timeout_sighandler
 from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_redlock.tasks.deferral import Requeue, Slip, logger, put_back, utc_now
-from celery_redlock.testing import EmbeddedNode
+from celery_redlock.tasks.deferral import Slip, logger, put_back, utc_now
+from celery_redlock.testing import EmbeddedNode, hold
 from tests.conftest import eventually
 from tests.integration.conftest import Stage
-from tests.integration.deliveries import QUEUE, deliver, messages_of, see_drained
+from tests.integration.deliveries import QUEUE, deliver, messages_of, run_here, see_drained
 
 VISIBILITY = 2  # s
 DROPPED = "another delivery of its message is done"
 
 
+@pytest.mark.slow
+@pytest.mark.every_celery
 @pytest.mark.parametrize("late", [True, False], ids=["acks late", "acks early"])
 def test_a_worker_that_dies_between_putting_back_and_acknowledging_makes_no_second_run(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], late: bool
@@ -50,7 +54,7 @@ def test_a_worker_that_dies_between_putting_back_and_acknowledging_makes_no_seco
         [(_, taken_at)] = client.zrange("unacked_index", 0, -1, withscores=True)
         eventually(lambda: client.time()[0] > taken_at + VISIBILITY + 1)
         second = stage.worker("w2", concurrency=2)  # whose consumer gives back what is not acked
-        eventually(lambda: second.output().count(f"deferred {task.name}") >= 4)
+        eventually(lambda: second.output().count("] deferred for ") >= 4)
     assert result.get(timeout=120) == 0
     if late:
         eventually(lambda: DROPPED in second.output())
@@ -81,6 +85,14 @@ def request_of(task: Any) -> Context:
     return Context({**fields, "delivery_info": delivery}, called_directly=False)
 
 
+def test_what_is_put_back_comes_after_its_countdown(stage: Stage) -> None:
+    task, before, hour = stage.tasks.work, utc_now(), dt.timedelta(hours=1)
+    request = request_of(task)
+    put_back(task, request, Slip().next(before, 3600.0, 0, request.id), 3600.0)
+    comes = json.loads(messages_of(stage)[request.id])["headers"]["eta"]
+    assert before + hour <= dt.datetime.fromisoformat(comes) <= utc_now() + hour
+
+
 def test_early_acknowledged_what_is_published_twice_runs_once(stage: Stage) -> None:
     """As where a connection breaks that had carried it, and the broker's word on it is lost."""
     task = stage.tasks.work
@@ -90,11 +102,11 @@ def test_early_acknowledged_what_is_published_twice_runs_once(stage: Stage) -> N
         put_back(task, request, slip, 0.1)
         put_back(task, request, slip, 0.1)
         worker = stage.worker(concurrency=2)
-        eventually(lambda: worker.output().count(f"deferred {task.name}") >= 4)
+        eventually(lambda: worker.output().count("] deferred for ") >= 4)
     eventually(lambda: DROPPED in worker.output())
     see_drained(stage)
     assert len(stage.lines("begin")) == 1
-    assert task.AsyncResult(request.id).state == "SUCCESS"
+    assert task.AsyncResult(request.id).get(timeout=120) == 0  # stored after the release
 
 
 @contextmanager
@@ -132,14 +144,28 @@ def away(
         yield stage, broker
 
 
+def run_refused(task: Any, **fields: Any) -> tuple[str, Any, dict[str, Any]]:
+    """Run a message here while another one has its lock.
+
+    fields: of the message. Returns the state and the error that the worker hears of, and what is
+    stored in the end.
+    """
+    task_id = fields.setdefault("id", str(uuid.uuid4()))
+    with hold("k:k", on=task.app):
+        ended = run_here(task, "k", **fields)
+    stored = task.backend.get_task_meta(task_id, cache=False)
+    return ended.info.state, ended.info.retval, stored
+
+
+@pytest.mark.slow
 def test_early_acknowledged_it_is_tried_until_the_broker_is_back_soft_limit_or_not(
     away: tuple[Stage, EmbeddedNode],
 ) -> None:
     stage, broker = away
-    task = stage.tasks.work
     with raising(SoftTimeLimitExceeded(), also=broker.start) as said:
-        put_back(task, request_of(task), Slip(), 0.1)
+        state, _, stored = run_refused(stage.tasks.work)
     assert said
+    assert (state, stored["status"]) == ("IGNORED", "DEFERRED")
     assert broker.client().llen(QUEUE) == 1
 
 
@@ -187,41 +213,58 @@ def test_early_acknowledged_a_connection_that_is_only_half_closed_is_left_for_a_
     assert stage.broker.client().llen(QUEUE) == 1
 
 
+@pytest.mark.slow
 def test_early_acknowledged_it_ends_as_failure_where_the_worker_stops(
     away: tuple[Stage, EmbeddedNode],
 ) -> None:
     stage, _ = away
-    task = stage.tasks.work
-    request = request_of(task)
+    task, task_id = stage.tasks.work, str(uuid.uuid4())
     with raising(SystemExit(), also=lambda: None), pytest.raises(SystemExit):
-        put_back(task, request, Slip(), 0.1)
-    meta = task.backend.get_task_meta(request.id, cache=False)
+        run_refused(task, id=task_id)
+    meta = task.backend.get_task_meta(task_id, cache=False)
     assert meta["status"] == "FAILURE"
     assert "put back nowhere" in str(meta["result"])
 
 
-def test_early_acknowledged_what_is_refused_for_good_is_raised(stage: Stage) -> None:
+NOT_TO_BE_SENT = {"headers": {"tenant": object()}}
+
+
+def test_early_acknowledged_what_is_refused_for_good_is_its_end(stage: Stage) -> None:
+    state, error, stored = run_refused(stage.tasks.work, **NOT_TO_BE_SENT)
+    assert "not JSON serializable" in str(error)
+    assert (state, stored["status"]) == ("FAILURE", "FAILURE")
+    assert not stage.broker.client().exists(QUEUE)
+
+
+def test_what_is_refused_for_good_is_the_end_of_its_sends_window(stage: Stage) -> None:
     task = stage.tasks.work
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        put_back(task, request_of(task), Slip({"ttl": object()}), 0.1)
+
+    def windows() -> list[str]:
+        return [key for node in stage.nodes for key in node.client().keys("*:unique:*")]
+
+    task.apply_async(("k",), queue="held", lock={"unique_for": 600})
+    sent = json.loads(str(stage.broker.client().rpop("held")))["headers"]
+    assert windows()
+    fields = {"id": sent["id"], "redlock": sent["redlock"], **NOT_TO_BE_SENT}
+    assert run_refused(task, **fields)[0] == "FAILURE"
+    eventually(lambda: not windows())
 
 
 def test_late_acknowledged_it_stays_with_the_broker_that_is_away(
     away: tuple[Stage, EmbeddedNode],
 ) -> None:
     stage, _ = away
-    task = stage.tasks.late
-    with pytest.raises(Requeue) as caught:
-        put_back(task, request_of(task), Slip(), 0.1)
-    assert caught.value.requeue
+    state, error, stored = run_refused(stage.tasks.late)
+    assert (state, stored["status"]) == ("REJECTED", "DEFERRED")
+    assert error.requeue
 
 
 def test_late_acknowledged_it_stays_with_the_broker_that_refuses_or_at_a_soft_limit(
     stage: Stage,
 ) -> None:
     task = stage.tasks.late
-    with pytest.raises(Requeue):
-        put_back(task, request_of(task), Slip({"ttl": object()}), 0.1)
-    with raising(SoftTimeLimitExceeded(), also=lambda: None) as said, pytest.raises(Requeue):
-        put_back(task, request_of(task), Slip({"ttl": object()}), 0.1)
+    assert [run_refused(task, **NOT_TO_BE_SENT)[1].requeue] == [True]
+    with raising(SoftTimeLimitExceeded(), also=lambda: None) as said:
+        state, error, _ = run_refused(task, **NOT_TO_BE_SENT)
+    assert (state, error.requeue) == ("REJECTED", True)
     assert said

@@ -16,12 +16,11 @@ import pytest
 from celery import chord
 from celery.exceptions import TaskRevokedError
 
-from celery_redlock import LockTaken
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import eventually, vouch_for
+from tests.conftest import eventually, see_listening, trust_nodes
 from tests.contract.proxy import FAIR, Link, Proxy, Stream, Way, Weather
 from tests.integration import carried
-from tests.integration.conftest import Line, Stage, overlaps, set_stage, virtual_host
+from tests.integration.conftest import Line, Stage, overlaps, set_stage, slow_but, virtual_host
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def rabbitmq() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module", params=["classic", "quorum"])
+@pytest.fixture(scope="module", params=slow_but(["quorum"], ["classic", "quorum"]))
 def placed(
     request: pytest.FixtureRequest,
     rabbitmq: str,
@@ -41,7 +40,7 @@ def placed(
     """Give a stage with a worker that stays for all tests here; each has keys of its own."""
     for node in standing_nodes:
         node.client().flushall()
-    vouch_for(standing_nodes)
+    trust_nodes(standing_nodes)
     folder: Path = tmp_path_factory.mktemp(request.param)
     conf: dict[str, Any] = {"accept_content": ["json", "pickle"]}
     with ExitStack() as stack:
@@ -56,6 +55,7 @@ def stage(placed: tuple[Stage, WorkerProcess]) -> Stage:
     return placed[0]
 
 
+@pytest.mark.slow
 def test_everything_stays_with_a_message_over_many_deferrals(stage: Stage) -> None:
     kind = stage.tasks.KIND
     wide = {"exchange": f"{kind}-wide", "routing_key": "wide.a.b"}
@@ -87,8 +87,8 @@ def test_everything_stays_with_a_message_over_many_deferrals(stage: Stage) -> No
 
 
 def test_a_deferral_does_not_extend_expires(stage: Stage) -> None:
-    expires = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=2)
     with stage.tasks.work.lock_for("expiring", wait=60):
+        expires = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=6)
         result = stage.tasks.work.apply_async(("expiring",), expires=expires)
         stage.see_deferred(result)
         with pytest.raises(TaskRevokedError):
@@ -96,6 +96,7 @@ def test_a_deferral_does_not_extend_expires(stage: Stage) -> None:
     assert not [line for line in stage.lines("begin") if line.key == "expiring"]
 
 
+@pytest.mark.slow
 def test_what_expires_in_its_slot_ends_as_revoked(stage: Stage) -> None:
     queue = f"{stage.tasks.KIND}-slow"
     worker = stage.worker("slow", concurrency=1, queues=[queue])  # which takes one at a time
@@ -104,7 +105,7 @@ def test_what_expires_in_its_slot_ends_as_revoked(stage: Stage) -> None:
         result = stage.tasks.late.apply_async(("slow",), queue=queue, expires=6, **wait)
         eventually(lambda: f"{result.id}] is not run: expired" in worker.output())
         eventually(lambda: stage.info(result)["status"] == "REVOKED")
-    assert "deferred tests.late" not in worker.output()
+    assert f"{result.id}] deferred" not in worker.output()
     assert not [line for line in stage.lines("begin") if line.key == "slow"]
 
 
@@ -133,13 +134,40 @@ def test_a_release_wakes_a_message_that_waits_in_a_worker(stage: Stage) -> None:
     eventually(lambda: [line.key for line in stage.lines("end")].count("woken") == 3, within=30)
 
 
-def test_a_message_of_a_fan_out_fails_instead_of_multiplying(stage: Stage) -> None:
+def test_properties_of_a_send_stay_with_its_message(stage: Stage) -> None:
+    carried.see_properties_kept(stage, user_id="guest")
+
+
+def test_each_worker_runs_its_copy_of_a_broadcast_once(
+    stage: Stage, placed: tuple[Stage, WorkerProcess]
+) -> None:
     if stage.tasks.KIND == "quorum":
         pytest.skip("Celery gives a fan-out's queues no type")
-    with stage.tasks.work.lock_for("fan", wait=60):
-        result = stage.tasks.work.apply_async(("fan",), queue="everybody")
-        with pytest.raises(LockTaken):
-            result.get(timeout=120)
+    workers = placed[1], stage.worker("second", concurrency=1)
+    stage.see_listening("second")
+    task = stage.tasks.copied_late
+    often = {"max_deferrals": 1000}  # so that none waits for a release alone
+
+    def times() -> tuple[int, int, int]:
+        """Return how many deliveries were received, deferred and run to their end."""
+        text = "".join(worker.output() for worker in workers)
+        named = f"{task.name}[{result.id}]"
+        received, deferred, ended = (
+            text.count(f"{named} {what}") for what in ("received", "deferred", "succeeded")
+        )
+        return received, deferred, ended
+
+    with task.lock_for("fan", wait=60):
+        result = task.apply_async(("fan",), queue="everybody", lock=often)
+        deferred = f"{task.name}[{result.id}] deferred"
+        eventually(lambda: all(worker.output().count(deferred) >= 3 for worker in workers))
+
+    def is_settled() -> bool:
+        received, deferred, ended = times()
+        return ended >= 2 and received == deferred + ended
+
+    eventually(is_settled)
+    assert times()[2] == 2
 
 
 class Chasm(Proxy):
@@ -206,7 +234,9 @@ def test_what_is_redelivered_after_a_lost_connection_waits_and_is_dropped(
         eventually(begun)
         chasm.weather = Weather(refuses=True)
         chasm.cut()
-        stage.app.control.add_consumer(queue)
+        # else the workers of earlier tests would share the queue, and one of them might drop it
+        here = see_listening(stage.app, near.name)
+        stage.app.control.add_consumer(queue, destination=here, reply=True, timeout=60, limit=1)
         eventually(lambda: f"[{result.id}] runs already" in near.output())
         assert stage.info(result)["status"] == "PENDING"  # the twin writes no state
         stage.log.with_name(key).touch()
@@ -217,6 +247,7 @@ def test_what_is_redelivered_after_a_lost_connection_waits_and_is_dropped(
     assert stage.info(result)["status"] == "SUCCESS"
 
 
+@pytest.mark.slow
 def test_a_twin_whose_time_is_over_is_there_when_the_first_delivery_dies(
     stage: Stage, rabbitmq: str
 ) -> None:
@@ -258,6 +289,18 @@ def test_a_send_is_deduplicated_until_its_run_is_done(stage: Stage) -> None:
         ]
 
 
+def test_a_send_is_a_new_one_once_rabbitmq_has_dropped_the_earlier_message(stage: Stage) -> None:
+    task, queue = stage.tasks.once_late, f"{stage.tasks.KIND}-nobody"
+    first = task.apply_async((queue,), queue=queue, expires=1)
+    with stage.app.connection_for_read() as connection:
+        count = connection.default_channel.queue_declare
+        pattern = f"{{redlock}}:unique:*:{queue}"
+        eventually(lambda: not any(node.client().keys(pattern) for node in stage.nodes))
+        eventually(lambda: count(queue, passive=True).message_count == 0)
+    assert task.apply_async((queue,), queue=queue, expires=1).id != first.id
+
+
+@pytest.mark.slow
 def test_a_message_that_outlives_its_worker_keeps_its_window_until_it_has_run(
     stage: Stage,
 ) -> None:

@@ -3,61 +3,120 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
-from tests.conftest import PATIENCE, eventually, vouch_for
-from tests.integration.conftest import Stage
+from tests.conftest import PATIENCE, eventually, trust_nodes
+from tests.integration.conftest import ROOT, Stage
 
 MAX_TTL = 16.0  # s: of silence, too, in which a worker must have begun and met it
 SILENCE = MAX_TTL + 1  # s
-NOT_YET = re.compile(r"(\d) of 3 lock nodes do not vote yet, for (\d+) s more")
+FIRST_START = re.compile(
+    r"(\d) of 3 lock nodes may grant locks yet \(new or restarted nodes wait (\d+) s\)\. "
+    r"To skip the wait on a new cluster: celery (.+)"
+)
+LONG = {"first": 100, "cap": 100, "jitter": "none"}  # s: what starts sooner was told to
 
 
 @pytest.fixture
 def new_nodes() -> Iterator[list[EmbeddedNode]]:
-    """Give three nodes that nobody has vouched for."""
+    """Give three nodes that nobody has trusted."""
     with embedded_nodes(3) as servers:
         yield servers
 
 
-def said(output: str) -> tuple[int, int]:
-    """Return how many nodes a worker says are silent, and for how many s."""
-    found = NOT_YET.search(output)
-    assert found, output
-    return int(found[1]), int(found[2])
+def trust(command: str) -> None:
+    """Run the arguments of a `celery` command; the environment names broker and nodes."""
+    line = [sys.executable, "-m", "celery", *command.split(), "--yes"]
+    told = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
 
 
+def next_try(stage: Stage, result: Any) -> datetime:
+    return datetime.fromisoformat(stage.info(result)["result"]["next_try"])
+
+
+def is_long_before(at: datetime) -> bool:
+    return datetime.now(timezone.utc) < at - timedelta(seconds=10)
+
+
+@pytest.mark.slow
 def test_on_new_nodes_runs_wait_for_the_silence_to_end_and_are_told_of_it(
     make_stage: Callable[..., Stage], new_nodes: list[EmbeddedNode]
 ) -> None:
     stage = make_stage(new_nodes, redlock_max_ttl=MAX_TTL, redlock_node_timeout=MAX_TTL / 4)
     worker = stage.worker(concurrency=1)
-    eventually(lambda: NOT_YET.search(worker.output()))
-    silent, seconds = said(worker.output())
-    assert silent == 3
-    assert 0 < seconds <= SILENCE
-    assert "no lock can be taken before enough of them do" in worker.output()
-    assert "Redlock.trust()" in worker.output()
+    found = eventually(lambda: FIRST_START.search(worker.output()))
+    assert found[1] == "0"
+    assert 0 < int(found[2]) <= SILENCE
     result = stage.tasks.work.delay("k")
-    reason = re.compile(r"deferred .*no quorum of 2 nodes .*silent for \d+ s more.*restart guard")
+    reason = re.compile(
+        r"Task \S+\[\S+\] deferred for [\d.]+ s: lock 'k:k' has no quorum of 2 nodes "
+        r"\((127.0.0.1:\d+(, )?){2,3}: grants no lock for \d+ s more \(restart guard\)\)\n"
+    )
     eventually(lambda: reason.search(worker.output()))
+    assert "Bring these nodes back" not in worker.output()
     assert result.get(timeout=120) == 0  # by itself, once the silence is over
 
 
-def test_an_operators_word_ends_the_silence(
+def test_the_first_start_says_one_plain_line_and_its_command_starts_what_waits(
     make_stage: Callable[..., Stage], new_nodes: list[EmbeddedNode]
 ) -> None:
     stage = make_stage(new_nodes, redlock_max_ttl=600)
-    worker = stage.worker(concurrency=1)
-    result = stage.tasks.work.delay("k")
-    eventually(lambda: stage.deferrals(result) >= 2)
+    worker = stage.worker(concurrency=2)
+    results = [
+        stage.tasks.work.apply_async((key,), lock={"backoff": LONG}) for key in ("a", "b", "b")
+    ]
+    for result in results:
+        stage.see_deferred(result)
+    loud = re.compile(r": (?:WARNING|ERROR)/.*\bnodes?\b.*")
+    (line,) = [line for line in worker.output().splitlines() if loud.search(line)]
+    found = FIRST_START.search(line)
+    assert found is not None, line
+    assert int(found[2]) > 60
+    tries = [next_try(stage, result) for result in results]
     assert stage.lines("begin") == []
-    vouch_for(new_nodes)
-    assert result.get(timeout=120) == 0  # long before the 601 s are over
-    assert said(worker.output())[1] > 60
+    trust(found[3])
+    for result in results:
+        assert result.get(timeout=120) == 0
+    assert is_long_before(min(tries))
+
+
+@pytest.mark.parametrize("pool", ["gevent", "threads"])
+def test_an_operators_word_for_enough_nodes_starts_what_waits(
+    make_stage: Callable[..., Stage], new_nodes: list[EmbeddedNode], pool: str
+) -> None:
+    stage = make_stage(new_nodes, redlock_max_ttl=600)
+    stage.worker(concurrency=2, pool=pool)
+    result = stage.tasks.work.apply_async(("k",), lock={"backoff": LONG})
+    stage.see_deferred(result)
+    trust_nodes(new_nodes[:1])
+    stage.see_deferred(result, times=2)  # it tried, and one node is no quorum
+    at = next_try(stage, result)
+    trust_nodes(new_nodes[1:2])
+    assert result.get(timeout=120) == 0
+    assert is_long_before(at)
+
+
+def test_nodes_that_are_back_start_what_waits_for_them(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(mortal_nodes, redlock_restart_guard="off")
+    stage.worker(concurrency=1)
+    for node in mortal_nodes[1:]:
+        node.kill()
+    result = stage.tasks.work.apply_async(("k",), lock={"backoff": LONG})
+    stage.see_deferred(result)
+    at = next_try(stage, result)
+    mortal_nodes[1].start()
+    assert result.get(timeout=120) == 0
+    assert is_long_before(at)
 
 
 def test_a_node_that_came_back_empty_is_told_of_and_the_others_decide(
@@ -67,10 +126,12 @@ def test_a_node_that_came_back_empty_is_told_of_and_the_others_decide(
     mortal_nodes[0].kill()
     mortal_nodes[0].start()
     worker = stage.worker(concurrency=1)
-    eventually(lambda: NOT_YET.search(worker.output()))
-    assert said(worker.output())[0] == 1
-    assert "3 of 3 lock nodes answer, 2 needed" in worker.output()
-    assert "(restart guard); the others decide" in worker.output()
+    said = (
+        r"2 of 3 lock nodes may grant locks, 2 needed \(new or restarted nodes wait \d+ s: (\S+)\)"
+    )
+    found = eventually(lambda: re.search(said, worker.output()))
+    assert found[1] == f"127.0.0.1:{mortal_nodes[0].port}"
+    assert "redlock trust" not in worker.output()  # it may have forgotten a lock
     assert stage.tasks.work.delay("k").get(timeout=120) == 0
 
 
@@ -81,5 +142,5 @@ def test_a_worker_whose_nodes_all_vote_says_nothing_of_silence(
     worker = stage.worker(concurrency=1)
     eventually(lambda: "3 of 3 lock nodes answer, 2 needed" in worker.output())
     assert stage.tasks.work.delay("k").get(timeout=120) == 0
-    assert "do not vote" not in worker.output()
+    assert "restarted" not in worker.output()
     assert "ERROR" not in worker.output()

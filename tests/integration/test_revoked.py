@@ -24,7 +24,7 @@ def test_a_copy_stays_revoked_in_the_worker_that_comes_after(
         stage.see_deferred(result)
         result.revoke()
         eventually(lambda: f"Tasks flagged as revoked: {result.id}" in first.output())
-        first.stop()  # which mostly gives it back before it could look at it again
+        first.stop(60)  # which mostly gives it back before it could look at it again
         second = stage.worker("w1", concurrency=1, options=known)
         eventually(lambda: stage.info(result)["status"] == "REVOKED")
     assert task.delay("k").get(timeout=120) == 0
@@ -32,9 +32,12 @@ def test_a_copy_stays_revoked_in_the_worker_that_comes_after(
     stage.see_freed("k:k")
 
 
+@pytest.mark.slow
 def test_a_copy_stays_revoked_in_another_worker(stage: Stage) -> None:
     first, second = (stage.worker(name, concurrency=1) for name in ("w1", "w2"))
     workers = (first, second)
+    for worker in workers:  # else one of them may not hear of the revocation
+        stage.see_listening(worker.name)
     with stage.tasks.late.lock_for("k", wait=60):
         result = stage.tasks.late.apply_async(("k",), lock={"backoff": LATER, "ttl": 60})
         stage.see_deferred(result)
@@ -42,7 +45,7 @@ def test_a_copy_stays_revoked_in_another_worker(stage: Stage) -> None:
         for worker in workers:
             eventually(lambda w=worker: f"flagged as revoked: {result.id}" in w.output())
         holder = eventually(lambda: [w for w in workers if deferrals(w.output(), result.id)])[0]
-        holder.stop()
+        holder.stop(60)
         eventually(lambda: stage.info(result)["status"] == "REVOKED")
     assert stage.tasks.late.delay("k").get(timeout=120) == 0
     assert len(stage.lines("begin")) == 1

@@ -9,20 +9,24 @@ import pytest
 from celery.exceptions import TaskRevokedError
 
 from celery_redlock import LockLost, LockTaken, SettingsError
-from tests.conftest import eventually
+from tests.conftest import PATIENCE, eventually
 from tests.integration.conftest import Stage
 
 QUEUES = {
-    "other": {"conflict": "fail"},
-    "he*": {"key": "{queue}:{key}", "conflict": "skip"},
+    "other": {"on_conflict": "fail"},
+    "he*": {"key": "{queue}:{key}", "on_conflict": "skip"},
     "wait*": {"max_deferrals": 1},
 }
 
 
 @pytest.fixture(scope="module")
 def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
-    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
-    made = set_standing_stage(redlock_queues=QUEUES, result_extended=True)
+    """Give a stage whose one worker stays for all tests here; each test has keys of its own.
+
+    A run that hears no quorum in time spends its budget, so the nodes have time for a stall.
+    """
+    conf = {"redlock_node_timeout": PATIENCE, "redlock_queues": QUEUES, "result_extended": True}
+    made = set_standing_stage(**conf)
     made.worker(concurrency=3)
     return made
 
@@ -32,15 +36,15 @@ def begun(stage: Stage, key: str) -> int:
 
 
 ENDS = [
-    ({"conflict": "skip"}, TaskRevokedError),
-    ({"conflict": "fail"}, LockTaken),
+    ({"on_conflict": "skip"}, TaskRevokedError),
+    ({"on_conflict": "fail"}, LockTaken),
     ({"max_deferrals": 0}, LockTaken),
-    ({"max_deferrals": 2, "give_up": "skip"}, TaskRevokedError),
+    ({"max_deferrals": 2, "on_give_up": "skip"}, TaskRevokedError),
     ({"max_wait": 0.4}, LockTaken),
-    ({"max_wait": 0.4, "give_up": "skip"}, TaskRevokedError),
-    ({"conflict": "fail", "wait": 0.2}, LockTaken),
-    ({"key": ["k:{key}", "k:{key}-too"], "conflict": "skip"}, TaskRevokedError),
-    ({"key": ["k:{key}-too", "k:{key}"], "conflict": "fail"}, LockTaken),
+    ({"max_wait": 0.4, "on_give_up": "skip"}, TaskRevokedError),
+    ({"on_conflict": "fail", "wait": 0.2}, LockTaken),
+    ({"key": ["k:{key}", "k:{key}-too"], "on_conflict": "skip"}, TaskRevokedError),
+    ({"key": ["k:{key}-too", "k:{key}"], "on_conflict": "fail"}, LockTaken),
     ({"key": ["k:{key}", "k:{key}-too"], "max_deferrals": 1}, LockTaken),
 ]
 
@@ -76,13 +80,14 @@ def test_a_budget_that_is_not_spent_lets_the_run_come(stage: Stage, key: str) ->
     assert result.get(timeout=120) == key
 
 
+@pytest.mark.slow
 def test_a_lease_that_is_not_renewed_is_lost_and_each_rule_of_a_loss_holds(
     stage: Stage, key: str
 ) -> None:
     rules: list[dict[str, Any]] = [
         {"renew": False},
         {"max_hold": 0.1},
-        {"renew": False, "lost": "warn"},
+        {"renew": False, "on_lost": "warn"},
     ]
     fixed, ended, warned = (
         stage.tasks.loses.apply_async((f"{key}-{n}",), lock=lock) for n, lock in enumerate(rules)
@@ -96,7 +101,7 @@ def test_a_lease_that_is_not_renewed_is_lost_and_each_rule_of_a_loss_holds(
 def test_a_wait_inside_the_slot_is_no_deferral(stage: Stage, key: str) -> None:
     channel = f"{{redlock}}:wake:k:{key}"
     with stage.tasks.step.lock_for(key, wait=60):
-        lock = {"wait": 600, "conflict": "fail"}  # a refusal would end it
+        lock = {"wait": 600, "on_conflict": "fail"}  # a refusal would end it
         result = stage.tasks.step.apply_async((key,), lock=lock)
         eventually(lambda: any(n.client().pubsub_numsub(channel)[0][1] for n in stage.nodes))
     assert result.get(timeout=120) == key
@@ -123,7 +128,7 @@ class TestACallable:
         self, stage: Stage, key: str
     ) -> None:
         with stage.tasks.decided.lock_for(key, "x", wait=60):
-            result = stage.tasks.decided.delay(key, "requeue", more=7)
+            result = stage.tasks.decided.delay(key, "defer", more=7)
             stage.see_deferred(result, 2)
         assert result.get(timeout=120) == key
         asked = [line.more for line in stage.lines("asked") if line.key == key]
@@ -147,13 +152,36 @@ class TestACallable:
         assert stage.info(result)["retries"] == 0
 
 
+def test_named_arguments_exclude_their_equals_and_nobody_else(stage: Stage, key: str) -> None:
+    by_name = stage.tasks.by_name
+    with by_name.lock_for(key, wait=60) as held:
+        with pytest.raises(LockTaken):
+            by_name.delay(key=key, seconds=9).get(timeout=120)
+        other = by_name.delay(f"{key}-other").get(timeout=120)
+        far = by_name.apply_async((key, 9), lock={"args": ["key", "seconds"]}).get(timeout=120)
+        near = by_name.apply_async((key,), lock={"key": "k:{key}"}).get(timeout=120)
+    stage.see_freed(held.resource)  # nodes that are behind would refuse the next run
+    assert by_name.delay(key).get(timeout=120) == held.resource
+    assert near == f"k:{key}"
+    assert len({held.resource, other, far}) == 3
+
+
+def test_no_named_argument_is_one_run_at_a_time(stage: Stage, key: str) -> None:
+    alone = stage.tasks.alone
+    sent = [alone.delay(f"{key}-{number}") for number in range(2)]
+    for result in sent:
+        result.get(timeout=120)
+    (one,), (other,) = (stage.intervals()[f"{key}-{number}"] for number in range(2))
+    assert one[1] <= other[0] or other[1] <= one[0]
+
+
 class TestAQueue:
     def test_has_rules_for_all_that_comes_through_it(self, stage: Stage, key: str) -> None:
         with stage.tasks.step.lock_for(key, wait=60):
             result = stage.tasks.step.apply_async((key,), queue="other")
             with pytest.raises(LockTaken):
                 result.get(timeout=120)
-            near = stage.tasks.step.apply_async((key,), queue="other", lock={"conflict": "skip"})
+            near = stage.tasks.step.apply_async((key,), queue="other", lock={"on_conflict": "skip"})
             with pytest.raises(TaskRevokedError):
                 near.get(timeout=120)
 
@@ -168,8 +196,9 @@ class TestAQueue:
         self, stage: Stage, key: str
     ) -> None:
         keyless, keyed = stage.tasks.keyless, stage.tasks.step
-        assert keyless.lock_rules("held")["key"].value == "{queue}:{key}"
-        with stage.app.tasks[keyless.name].lock_for(key):  # in the queue of its own routing
+        assert keyless.lock_options("held")["key"].value == "{queue}:{key}"
+        own = stage.app.tasks[keyless.name]  # in the queue of its own routing
+        with own.lock_for(key, wait=60):
             assert keyless.apply_async((key,), queue="held").get(timeout=120) == f"held:{key}"
         with keyed.lock_for(key, wait=60), pytest.raises(TaskRevokedError):
             keyed.apply_async((key,), queue="held").get(timeout=120)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -15,11 +18,12 @@ import pytest
 from celery.exceptions import TaskRevokedError
 
 from celery_redlock.tasks.deferral import HEADER, Slip, utc_now
-from celery_redlock.tasks.waiting import enter
+from celery_redlock.tasks.routes import QUEUE as KEPT_QUEUE
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import eventually
-from tests.integration.conftest import Line, Stage
-from tests.integration.deliveries import QUEUE, deliver, heard, see_drained
+from tests.integration.conftest import ROOT, Line, Stage
+from tests.integration.deliveries import QUEUE, deliver, heard, run_here, see_drained
+from tests.integration.test_loss import take_away
 
 DROPPED = "another delivery of its message is done"
 WAITS = "runs already, by another delivery"
@@ -37,8 +41,10 @@ def placed(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProce
 
 
 @pytest.fixture
-def stage(placed: tuple[Stage, WorkerProcess]) -> Stage:
-    return placed[0]
+def stage(placed: tuple[Stage, WorkerProcess]) -> Iterator[Stage]:
+    """Give that stage; a worker that a test starts beside its one worker ends with the test."""
+    with ExitStack() as stack:
+        yield replace(placed[0], stack=stack)
 
 
 @pytest.fixture
@@ -72,6 +78,13 @@ def limited(message: str, seconds: float) -> str:
     """Return a message with a soft time limit, as a worker's own one would give it."""
     payload = json.loads(message)
     payload["headers"]["timelimit"] = [None, seconds]
+    return json.dumps(payload)
+
+
+def expired(message: str) -> str:
+    """Return a message whose time is over, whenever its first delivery has begun."""
+    payload = json.loads(message)
+    payload["headers"]["expires"] = (utc_now() - timedelta(seconds=1)).isoformat()
     return json.dumps(payload)
 
 
@@ -111,6 +124,7 @@ def marks(stage: Stage, result: Any) -> int:
     return sum(bool(node.client().keys(pattern)) for node in stage.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hears TERM", "deaf"])
 def test_a_run_that_its_hard_limit_ended_is_done(
     stage: Stage, worker: WorkerProcess, key: str, how: str
@@ -201,10 +215,11 @@ def see_it_end_nothing(
     assert "task-revoked" not in {event["type"] for event in events}
 
 
+@pytest.mark.slow
 def test_a_second_delivery_that_expires_ends_nothing_while_the_first_one_runs(
     stage: Stage, worker: WorkerProcess, key: str
 ) -> None:
-    result, message = begin(stage, key, expires=5)
+    result, message = begin(stage, key, expires=10)
     see_expired(message)
     see_it_end_nothing(stage, worker, key, result, message)
 
@@ -227,7 +242,7 @@ def test_a_second_delivery_does_not_wait_in_its_slot_for_the_first_one(
 ) -> None:
     """Where a time limit would end it as FAILURE, over the first one's state."""
     result, message = begin(stage, key, lock={"wait": 60})
-    deliver(stage, limited(message, 3))
+    deliver(stage, limited(message, 10))
     eventually(lambda: says(worker, WAITS, result) > 1)
     assert stage.info(result)["status"] == "STARTED"
     see_first_end(stage, worker, key, result)
@@ -238,7 +253,7 @@ def test_a_second_delivery_that_a_soft_limit_cuts_as_it_waits_in_its_slot_tells_
 ) -> None:
     with stage.tasks.late.lock_for(key, wait=60):
         result, message = hold_back(stage, "late", key, lock={"wait": 60})
-        deliver(stage, limited(message, 1))
+        deliver(stage, limited(message, 3))
         eventually(lambda: says(worker, "may run already", result) > 1)
         assert stage.info(result)["status"] == "PENDING"
     assert result.get(timeout=120) == 0
@@ -297,7 +312,7 @@ def test_a_second_delivery_is_not_deferred_over_the_end_that_another_one_came_to
     """A callable of the user's decides about it for as long as it likes."""
     task = stage.tasks.decided_late
     with task.lock_for(key, "", wait=60):
-        result, message = hold_back(stage, "decided_late", key, "at last requeue")
+        result, message = hold_back(stage, "decided_late", key, "at last defer")
         deliver(stage, message)
         eventually(lambda: [line for line in stage.lines("asked") if line.key == key])
     deliver(stage, message)
@@ -306,6 +321,36 @@ def test_a_second_delivery_is_not_deferred_over_the_end_that_another_one_came_to
     stage.log.with_name(f"{key} decides").touch()
     eventually(lambda: says(worker, DROPPED, result))
     assert stage.info(result)["status"] == "FAILURE"
+    assert len(begun(stage, key)) == 1
+
+
+def stored(stage: Stage, result: Any) -> str:
+    """Return all that the result backend has of a task, as text: errors are never equal."""
+    return repr(stage.info(result))
+
+
+@pytest.mark.parametrize("word", ["", "defer", "skip", "fail", "revoke", "expire"])
+def test_a_second_delivery_stores_nothing_over_an_end_whose_hooks_still_run(
+    stage: Stage, worker: WorkerProcess, key: str, word: str
+) -> None:
+    """The first one's state is stored, its lock is lost, and no mark says yet that it is done."""
+    over = word in ("revoke", "expire")
+    of_call = {"on_conflict": "defer" if over else word} if word else {}  # else a callable decides
+    result, message = send(stage, "slow_to_end", key, "defer", lock=of_call)
+    eventually(lambda: [line for line in stage.lines("hook") if line.key == key])
+    try:
+        assert stage.info(result)["status"] == "FAILURE"
+        take_away(stage, key)
+        if word == "revoke":
+            revoke(worker, result)
+        end, said = stored(stage, result), DROPPED if over else "at its end already"
+        deliver(stage, expired(message) if word == "expire" else message)
+        eventually(lambda: says(worker, said, result) or stored(stage, result) != end)
+        assert stored(stage, result) == end
+    finally:
+        stage.log.with_name(f"{key} hook ends").touch()
+    see_drained(stage)
+    assert stored(stage, result) == end
     assert len(begun(stage, key)) == 1
 
 
@@ -321,6 +366,7 @@ def test_a_second_delivery_that_is_revoked_is_not_run_where_the_first_one_died(
     assert [line.what for line in begun(stage, key)] == ["stays"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["work", "late"])
 def test_a_message_that_expires_in_its_slot_is_revoked_there(
     stage: Stage, key: str, name: str
@@ -328,10 +374,11 @@ def test_a_message_that_expires_in_its_slot_is_revoked_there(
     worker = stage.worker(key, queues=[key], concurrency=1)
     task = getattr(stage.tasks, name)
     with task.lock_for(key, wait=60):
-        result = task.apply_async((key,), queue=key, expires=3, lock={"wait": 5})
+        result = task.apply_async((key,), queue=key, expires=8, lock={"wait": 15})
         eventually(lambda: f"{result.id}] is not run: expired" in worker.output())
         eventually(lambda: stage.info(result)["status"] == "REVOKED")
-    assert f"deferred tests.{name}" not in worker.output()
+    assert f"{result.id}] deferred" not in worker.output()
+    see_over_unrun(stage, key)  # before its worker ends, which is not to keep the message
 
 
 @pytest.mark.parametrize("name", ["work", "late"])
@@ -339,7 +386,7 @@ def test_a_message_that_expires_while_it_waits_is_revoked(
     stage: Stage, key: str, name: str
 ) -> None:
     with stage.tasks.late.lock_for(key, wait=60):
-        result, _ = send(stage, name, key, expires=5)
+        result, _ = send(stage, name, key, expires=8)
         stage.see_deferred(result)
         eventually(lambda: stage.info(result)["status"] == "REVOKED")
     see_over_unrun(stage, key)
@@ -359,71 +406,69 @@ def test_an_unflagged_delivery_of_what_runs_is_dropped_like_a_flagged_one(
     assert stage.info(result)["status"] == "SUCCESS"
 
 
-COALESCED = {"conflict": "coalesce"}
+def ran(stage: Stage, key: str) -> list[str]:
+    """Return the values with which bodies of deduplicated sends began."""
+    return [line.more["value"] for line in stage.lines("once") if line.key == key]
 
 
-def coalesced(
-    stage: Stage, key: str, slip: Slip, wait: float = 0.0, **options: Any
-) -> tuple[Any, str]:
-    """Make a message that comes with such a slip, and that is noted as the one that waits."""
-    task = stage.tasks.until
-    enter(task, [f"k:{key}"], f"{key}:{task.name}:0:0", 5.0)
-    lock = {**COALESCED, "wait": wait}
-    result, message = hold_back(stage, "until", key, f"{key} end", task_id=key, **options)
-    payload = json.loads(message)
-    payload["headers"][HEADER] = replace(slip, id=key, options=lock).to_message()
-    return result, json.dumps(payload)
-
-
-def see_nobody_skipped_for_it(stage: Stage, key: str) -> Any:
-    """Send one more; returns it once it waits by itself, for the one before does not any more."""
-    later = stage.tasks.until.apply_async((key, f"{key} end"), lock=COALESCED)
-    stage.see_deferred(later)
-    return later
+def test_a_second_delivery_of_a_run_that_a_later_send_replaces_ends_nothing(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    first, message = send(stage, "latest_late", key, "wait", "first")
+    eventually(lambda: ran(stage, key))
+    second = stage.tasks.latest_late.delay(key, "", "second")
+    eventually(lambda: marks(stage, first) == len(stage.nodes))
+    deliver(stage, message)
+    eventually(lambda: says(worker, WAITS, first) or stage.info(first)["status"] != "STARTED")
+    assert stage.info(first)["status"] == "STARTED"
+    stage.log.with_name(key).touch()
+    assert [first.get(timeout=120), second.get(timeout=120)] == ["first", "second"]
+    see_drained(stage)
+    assert ran(stage, key) == ["first", "second"]
 
 
 @pytest.mark.parametrize(
-    ("slip", "flagged"), [(Slip(), True), (Slip(twin=1), False)], ids=["flagged", "put back"]
+    ("again", "state"), [(False, "REVOKED"), (True, "SUCCESS")], ids=["first", "second"]
 )
-def test_a_second_delivery_that_runs_waits_no_more_though_the_first_one_was_to(
-    stage: Stage, key: str, slip: Slip, flagged: bool
+def test_a_second_delivery_of_a_copy_runs_though_a_later_send_replaces_it(
+    stage: Stage, key: str, again: bool, state: str
 ) -> None:
-    """As it is left by a worker that dies before it has put the message back."""
-    _, message = coalesced(stage, key, slip)
-    deliver(stage, message, flagged=flagged)
-    eventually(lambda: begun(stage, key))
-    later = see_nobody_skipped_for_it(stage, key)
-    stage.log.with_name(f"{key} end").touch()
-    assert later.get(timeout=120)
-    assert len(begun(stage, key)) == 2
+    """It has the lock that its first delivery had, which may have begun."""
+    task = stage.tasks.latest_late
+    first, message = hold_back(stage, "latest_late", key, "", "first")
+    task.delay(key, "", "second").get(timeout=120)
+    stage.see_freed(f"u:{key}")  # late: its state is stored before
+    eventually(lambda: marks(stage, first) == len(stage.nodes))
+    headers = json.loads(message)["headers"]
+    delivery = {"exchange": "news", "routing_key": "news.b", "redelivered": again}
+    run_here(
+        task, key, "", "first", id=first.id, delivery_info=delivery,
+        properties={KEPT_QUEUE: QUEUE}, **{HEADER: headers[HEADER]},
+    )  # fmt: skip
+    assert stage.info(first)["status"] == state
+    assert ran(stage, key) == ["second", "first"][: 1 + again]
 
 
-@pytest.mark.parametrize("flagged", [False, True], ids=["first", "second"])
-def test_nobody_is_skipped_for_a_delivery_that_a_soft_limit_cut_as_it_waited_in_its_slot(
-    stage: Stage, worker: WorkerProcess, key: str, flagged: bool
-) -> None:
-    """The first one fails, and a second one goes back, to look whether the first one runs."""
-    with stage.tasks.until.lock_for(key, f"{key} end", wait=60):
-        slip = Slip(deferrals=1, since=utc_now().isoformat(), waits_for=[f"k:{key}"], first=True)
-        result, message = coalesced(stage, key, slip, wait=60)
-        deliver(stage, limited(message, 1), flagged=flagged)
-        if flagged:
-            eventually(lambda: says(worker, "may run already", result))
-        else:
-            eventually(lambda: stage.info(result)["status"] == "FAILURE")
-        later = see_nobody_skipped_for_it(stage, key)
-    stage.log.with_name(f"{key} end").touch()
-    assert later.get(timeout=120)
+REPLACES_AND_DIES = """
+import os, sys
+from celery.signals import after_task_publish
+from tests.integration.app import latest_late
+after_task_publish.connect(lambda **_: os._exit(9), weak=False)
+latest_late.delay(sys.argv[1], "", "second")
+"""
 
 
-def test_nobody_is_skipped_for_a_second_delivery_that_is_over_though_the_first_one_was_to_wait(
+@pytest.mark.slow
+def test_what_a_sender_replaces_that_dies_once_its_message_is_out_does_not_run(
     stage: Stage, key: str
 ) -> None:
-    with stage.tasks.until.lock_for(key, f"{key} end", wait=60):
-        result, message = coalesced(stage, key, Slip(), expires=0.1)
-        see_expired(message)
-        deliver(stage, message)
-        eventually(lambda: stage.info(result)["status"] == "REVOKED")
-        later = see_nobody_skipped_for_it(stage, key)
-    stage.log.with_name(f"{key} end").touch()
-    assert later.get(timeout=120)
+    first, message = hold_back(stage, "latest_late", key, "", "first")
+    command = [sys.executable, "-c", REPLACES_AND_DIES, key]
+    died = subprocess.run(command, env={**os.environ, **stage.env}, cwd=ROOT, check=False)
+    assert died.returncode == 9
+    eventually(lambda: ran(stage, key))
+    deliver(stage, message, flagged=False)
+    with pytest.raises(TaskRevokedError, match="took its place"):
+        first.get(timeout=120)
+    see_drained(stage)
+    assert ran(stage, key) == ["second"]

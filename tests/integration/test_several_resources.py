@@ -8,60 +8,74 @@ from celery_redlock import SettingsError
 from tests.conftest import eventually
 from tests.integration.conftest import Stage, overlaps
 
-PAIRS = 100  # of tasks that name their two resources in opposite orders
+PAIRS = 40  # of tasks that name their two resources in opposite orders
 
 
-def test_two_resources_named_in_either_order_never_deadlock_or_overlap(stage: Stage) -> None:
-    for name in ("w1", "w2"):
-        stage.worker(name, concurrency=4)
+@pytest.fixture
+def stage(shared_stage: Stage) -> Stage:
+    """Give the module's stage, and its worker."""
+    return shared_stage
+
+
+@pytest.fixture
+def x(key: str) -> str:
+    return f"{key}-x"
+
+
+@pytest.fixture
+def y(key: str) -> str:
+    return f"{key}-y"
+
+
+@pytest.mark.slow
+def test_two_resources_named_in_either_order_never_deadlock_or_overlap(
+    stage: Stage, x: str, y: str
+) -> None:
+    stage.worker("w2", concurrency=4)  # beside the module's
     results = []
     for _ in range(PAIRS):
-        results.append(stage.tasks.transfer.delay("x", "y"))
-        results.append(stage.tasks.transfer.delay("y", "x"))
-        results.append(stage.tasks.work.delay("x"))
+        results.append(stage.tasks.transfer.delay(x, y))
+        results.append(stage.tasks.transfer.delay(y, x))
+        results.append(stage.tasks.work.delay(x))
     for result in results:
-        assert result.get(timeout=120) in ("k:x, k:y", 0)
+        assert result.get(timeout=120) in (f"k:{x}, k:{y}", 0)
     intervals = stage.intervals()
-    assert {key: len(spans) for key, spans in intervals.items()} == {"x": 3 * PAIRS, "y": 2 * PAIRS}
-    assert not overlaps(intervals["x"])
-    assert not overlaps(intervals["y"])
-    stage.see_freed("k:x", "k:y")
+    assert {key: len(spans) for key, spans in intervals.items()} == {x: 3 * PAIRS, y: 2 * PAIRS}
+    assert not overlaps(intervals[x])
+    assert not overlaps(intervals[y])
+    stage.see_freed(f"k:{x}", f"k:{y}")
 
 
 def test_deferred_names_the_resource_that_is_held_and_keeps_none_of_the_others(
-    stage: Stage,
+    stage: Stage, x: str, y: str
 ) -> None:
-    stage.worker(concurrency=1)
-    with stage.tasks.work.lock_for("y", wait=60):
-        result = stage.tasks.transfer.delay("x", "y")
+    with stage.tasks.work.lock_for(y, wait=60):
+        result = stage.tasks.transfer.delay(x, y)
         eventually(lambda: stage.deferrals(result) >= 2)
-        assert stage.info(result)["result"]["resource"] == "k:y"
+        assert stage.info(result)["result"]["resource"] == f"k:{y}"
         # all or none: the other one is free for whoever needs that alone
-        assert stage.tasks.work.delay("x").get(timeout=120) == 0
-    assert result.get(timeout=120) == "k:x, k:y"
+        assert stage.tasks.work.delay(x).get(timeout=120) == 0
+    assert result.get(timeout=120) == f"k:{x}, k:{y}"
 
 
-def test_the_same_resource_named_twice_is_one(stage: Stage) -> None:
-    stage.worker(concurrency=1)
-    assert stage.tasks.transfer.delay("x", "x").get(timeout=120) == "k:x"
+def test_the_same_resource_named_twice_is_one(stage: Stage, x: str) -> None:
+    assert stage.tasks.transfer.delay(x, x).get(timeout=120) == f"k:{x}"
 
 
-def test_lock_for_takes_all_of_them(stage: Stage) -> None:
-    stage.worker(concurrency=1)
-    with stage.tasks.transfer.lock_for("y", "x", wait=60) as lock:
-        assert lock.resource == "k:x, k:y"
-        results = [stage.tasks.work.delay(key) for key in ("x", "y")]
+def test_lock_for_takes_all_of_them(stage: Stage, x: str, y: str) -> None:
+    with stage.tasks.transfer.lock_for(y, x, wait=60) as lock:
+        assert lock.resource == f"k:{x}, k:{y}"
+        results = [stage.tasks.work.delay(key) for key in (x, y)]
         eventually(lambda: min(map(stage.deferrals, results)) >= 1)
         assert stage.lines("begin") == []
     assert [result.get(timeout=120) for result in results] == [0, 0]
 
 
-def test_a_call_may_name_several_and_then_no_permits(stage: Stage) -> None:
-    stage.worker(concurrency=1)
+def test_a_call_may_name_several_and_then_no_permits(stage: Stage, key: str) -> None:
     several = {"key": ["k:{key}", "k:{seconds}"]}
     with stage.tasks.work.lock_for("0.05", wait=60):
-        result = stage.tasks.work.apply_async(("k",), lock=several)
+        result = stage.tasks.work.apply_async((key,), lock=several)
         eventually(lambda: stage.deferrals(result) >= 1)
     assert result.get(timeout=120) == 0
     with pytest.raises(SettingsError, match="of one resource"):
-        stage.tasks.work.apply_async(("k",), lock={**several, "limit": 2})
+        stage.tasks.work.apply_async((key,), lock={**several, "limit": 2})

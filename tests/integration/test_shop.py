@@ -44,6 +44,7 @@ def start() -> Iterator[Start]:
             process.stdout.close()
 
 
+@pytest.mark.slow
 def test_the_lock_keeps_the_ledger_exact_over_the_death_of_a_node(start: Start) -> None:
     shop = start("--orders", "600")
     output, _ = shop.communicate(timeout=DEADLINE)
@@ -55,6 +56,7 @@ def test_the_lock_keeps_the_ledger_exact_over_the_death_of_a_node(start: Start) 
     assert "PASSED: " in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_leaves_no_process_and_no_traceback(
     start: Start, number: signal.Signals, status: int

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import pytest
+
 from celery_redlock import Redlock, signals
 from celery_redlock.lock.keys import lock_key
 from celery_redlock.testing import EmbeddedNode
@@ -34,11 +36,12 @@ def told() -> Iterator[list[tuple[str, Any, Any]]]:
 
 def test_each_signal_has_a_record_that_cannot_be_changed() -> None:
     records = {name for name in signals.__all__ if not name.islower()}
-    assert records == {name.title().replace("_", "") for name in NAMES}
+    assert records == {name.title().replace("_", "") + "Event" for name in NAMES}
     for name in records:
         assert getattr(signals, name).__dataclass_params__.frozen, name
 
 
+@pytest.mark.slow
 def test_what_befalls_a_lock_and_its_nodes_is_told_in_the_redlocks_name(
     mortal_nodes: list[EmbeddedNode],
 ) -> None:
@@ -61,10 +64,10 @@ def test_what_befalls_a_lock_and_its_nodes_is_told_in_the_redlocks_name(
         lost = eventually(lambda: of("lock_lost"))
         lock.release()
     assert {sender for _, sender, _ in news} == {redlock}
-    assert of("lock_acquired") == signals.LockAcquired("s", TTL)
+    assert of("lock_acquired") == signals.LockAcquiredEvent("s", TTL)
     assert (extended.resource, 0 < extended.remaining <= TTL) == ("s", True)
     assert (failed.node, bool(failed.cause)) == (first, True)
-    assert recovered == signals.NodeRecovered(first)
+    assert recovered == signals.NodeRecoveredEvent(first)
     assert (lost.resource, bool(lost.reason)) == ("s", True)
 
 
@@ -73,7 +76,7 @@ def test_what_befalls_a_run_is_told_in_its_tasks_name(stage: Stage) -> None:
     stage.worker(concurrency=1)
     task = stage.tasks.work
     with task.lock_for("k", wait=60):
-        skipped = task.apply_async(("k",), lock={"conflict": "skip"})
+        skipped = task.apply_async(("k",), lock={"on_conflict": "skip"})
         eventually(lambda: stage.info(skipped)["status"] == "REVOKED")
         deferred = task.delay("k")
         stage.see_deferred(deferred, 2)

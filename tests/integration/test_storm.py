@@ -65,19 +65,6 @@ def test_a_third_body_of_two_permits_is_a_fault() -> None:
     assert told.startswith("3 bodies of 'p' at once")
 
 
-def test_a_message_skipped_for_one_that_waits_is_a_fault_where_that_one_does_not_come() -> None:
-    skipped = Message("s", KINDS["coalescing"], ("a", "b"), at=1.5)
-    waiting = dataclasses.replace(skipped, id="m", at=0.5)
-    run = dataclasses.replace(FIRST, kind="coalescing", keys=("b", "a"))
-    states = {"s": "REVOKED", "m": "SUCCESS"}
-    (told,) = faults(run, messages=(skipped, waiting), states=states)
-    assert "nobody waited" in told
-    later = dataclasses.replace(run, first=1.6)
-    assert faults(later, messages=(skipped, waiting), states=states) == []
-    states["m"] = "DEFERRED"
-    assert faults(messages=(skipped, waiting), states=states, lost=frozenset("m")) == []
-
-
 def test_a_message_that_is_skipped_though_its_callable_did_not_say_so_is_a_fault() -> None:
     asked = dataclasses.replace(LATE, kind=KINDS["deciding"])
     lines = {"m": [Line(1.0, "m", "w/1", 7, "skips")]}

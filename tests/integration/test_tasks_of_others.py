@@ -23,6 +23,9 @@ from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually
 from tests.integration.conftest import ROOT, Stage, no_shared_task_left
 
+# a module that a stage imports anew gives its shared tasks to each app that is still there, too
+pytestmark = pytest.mark.filterwarnings("ignore:Task name .vendor.* is already registered")
+
 KINDS = ("plain", "bound", "late_ack", "retried", "shared", "class", "late")
 numbers = itertools.count()
 
@@ -120,7 +123,7 @@ def test_an_exact_name_goes_before_globs(stage: Stage, account: str) -> None:
 def test_a_call_sets_options_for_itself(stage: Stage, account: str) -> None:
     task = named(stage, "plain")
     with task.lock_for(account, wait=60), pytest.raises(LockTaken):
-        task.apply_async((account,), lock={"conflict": "fail"}).get(timeout=120)
+        task.apply_async((account,), lock={"on_conflict": "fail"}).get(timeout=120)
 
 
 def test_a_chord_of_them_ends(stage: Stage, account: str) -> None:
@@ -218,7 +221,7 @@ def test_autoretry_stands_around_the_gate_and_spares_what_the_task_says(
 
 def test_a_shared_task_that_comes_late_is_locked_in_the_apps_that_say_so(app: Celery) -> None:
     app.finalize()
-    with no_shared_task_left():
+    with no_shared_task_left(app):
 
         @shared_task(name="vendor.came_late")
         def came_late(account: str) -> Any:
@@ -277,6 +280,26 @@ def test_what_cannot_be_meant_raises_when_the_app_finalizes_and_at_each_later_us
             with pytest.raises(SettingsError, match=words):
                 sync.delay("a")
         assert isinstance(sync.apply(("a",)).result, SettingsError)
+
+
+def test_what_cannot_be_meant_is_raised_by_what_it_names_also_beside_shared_locked_tasks(
+    app: Celery,
+) -> None:
+    app.conf.redlock_tasks = {"vendor.sync": 30}
+
+    @app.task(name="vendor.sync", shared=False)
+    def sync(account: str) -> None: ...
+
+    with no_shared_task_left(app):
+        for number in range(8):  # Celery finalizes an app by a set of functions, in any order
+
+            @shared_task(base=LockedTask, name=f"shared{number}")
+            def shared() -> None: ...
+
+        with pytest.raises(SettingsError):
+            app.finalize()
+    with pytest.raises(SettingsError):
+        sync.delay("a")
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -401,8 +424,8 @@ app.worker_main(["worker", "-P", "solo", "-l", "CRITICAL", "--without-mingle"])
 
 
 def test_what_a_task_goes_by_and_where_it_is_said(stage: Stage) -> None:
-    told = named(stage, "plain").lock_rules(lock={"ttl": 40})
-    places = {rule.name: str(rule.place) for rule in told.rules}
+    told = named(stage, "plain").lock_options(lock={"ttl": 40})
+    places = {one.name: str(one.place) for one in told.options}
     assert places["key"] == "task 'vendor.ever*': redlock_tasks['vendor.ever*']['key']"
     assert (told["ttl"].value, places["ttl"]) == (40.0, "call: lock={'ttl'}")
     assert places["wait"] == "built-in"

@@ -50,6 +50,7 @@ def test_each_node_shows_the_terms_of_others(
     assert terms_of(second) in exchange_terms(first)
 
 
+@pytest.mark.slow
 def test_a_worker_says_that_others_go_by_another_longest_ttl(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import flask
 import pytest
 from celery import Celery, chain, chord, group
 from celery.beat import ScheduleEntry, Scheduler
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import NotRegistered, TaskRevokedError
 from celery.result import EagerResult
 from celery.schedules import schedule
 from kombu import Connection
@@ -27,13 +28,16 @@ from celery_redlock import (
     DuplicateTask,
     LockedTask,
     QuorumUnreachable,
+    Redlock,
     SettingsError,
     send_unique,
 )
 from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.uniqueness import Ticket
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually
-from tests.integration.conftest import ROOT, Stage
+from tests.conftest import FREED, PATIENCE, eventually, is_free
+from tests.integration.conftest import ROOT, Stage, slow_but
+from tests.integration.deliveries import run_here
 
 FORKS = """
 import os, sys
@@ -46,11 +50,21 @@ if not pid:
 assert os.waitpid(pid, 0)[1] == 0
 """
 
+SENDS_THRICE = """
+import sys
+from tests.integration.app import once_to_start
+for _ in range(3):
+    print(once_to_start.delay(sys.argv[1]).id)
+"""
+
 
 @pytest.fixture(scope="module")
 def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
-    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
-    made = set_standing_stage()
+    """Give a stage whose one worker stays for all tests here; each test has keys of its own.
+
+    A send that hears no quorum in time goes out unchecked, so the nodes have time for a stall.
+    """
+    made = set_standing_stage(redlock_node_timeout=PATIENCE)
     made.worker(concurrency=3)
     return made
 
@@ -59,6 +73,16 @@ def windows(stage: Stage, key: str) -> list[str]:
     """Return the names of what is sent once that stand on any node, of a test's key."""
     return [
         name
+        for node in stage.nodes
+        for name in node.client().keys("{redlock}:unique:*")
+        if name.endswith(f":{key}")
+    ]
+
+
+def lasts(stage: Stage, key: str) -> list[int]:
+    """Return the ms for which what is sent once is kept, on each node, of a test's key."""
+    return [
+        int(node.client().pttl(name))
         for node in stage.nodes
         for name in node.client().keys("{redlock}:unique:*")
         if name.endswith(f":{key}")
@@ -83,7 +107,7 @@ class TestASecondSend:
         self, stage: Stage, key: str
     ) -> None:
         task = stage.tasks.once_early
-        with task.lock_for(key):
+        with task.lock_for(key, wait=60):
             first = task.delay(key, value="first")
             stage.see_deferred(first, times=2)
             second = task.delay(key, value="second")
@@ -106,7 +130,7 @@ class TestASecondSend:
         self, stage: Stage, key: str
     ) -> None:
         task = stage.tasks.once_to_start
-        with task.lock_for(key):
+        with task.lock_for(key, wait=60):
             first = task.delay(key, "wait", "first")
             stage.see_deferred(first)
             assert task.delay(key).id == first.id
@@ -120,24 +144,27 @@ class TestASecondSend:
 
     def test_raises_where_that_is_asked_for(self, stage: Stage, key: str) -> None:
         task = stage.tasks.once_early
-        with task.lock_for(key):
+        with task.lock_for(key, wait=60):
             first = task.delay(key)
             with pytest.raises(DuplicateTask) as caught:
-                task.apply_async((key,), lock={"duplicate": "fail"})
+                task.apply_async((key,), lock={"on_duplicate": "fail"})
         assert (caught.value.resource, caught.value.task_id) == (f"u:{key}", first.id)
         first.get(timeout=60)
 
     def test_is_the_first_one_through_a_retry(self, stage: Stage, key: str) -> None:
         task = stage.tasks.once_early
         first = task.delay(key, "retry")
+        stage.log.with_name(key).touch()
+        eventually(lambda: len(ran(stage, key)) == 2)  # the retry's body goes on until it is told
         eventually(lambda: status(stage, first) == "RETRY")
         assert task.delay(key).id == first.id
+        stage.log.with_name(f"{key} again").touch()
         first.get(timeout=60)
         see_window_end(stage, key)
         assert len(ran(stage, key)) == 2
 
     def test_of_another_task_with_the_same_lock_is_sent(self, stage: Stage, key: str) -> None:
-        with stage.tasks.once_early.lock_for(key):
+        with stage.tasks.once_early.lock_for(key, wait=60):
             first = stage.tasks.once_early.delay(key, value="first")
             other = stage.tasks.once_late.delay(key, value="other")
             assert other.id != first.id
@@ -147,7 +174,7 @@ class TestASecondSend:
         self, stage: Stage, key: str
     ) -> None:
         work, once = stage.tasks.work, {"unique_for": 600}
-        with work.lock_for(key):
+        with work.lock_for(key, wait=60):
             first = work.apply_async((key,), lock=once)
             assert work.apply_async((key,), lock=once).id == first.id
             other = work.delay(key)
@@ -165,7 +192,7 @@ ENDS = {
     "rejects": ("once_late", "reject", {}),
     "replaces itself": ("once_early", "replace", {}),
     "is killed": ("once_early", "die", {}),
-    "has its hard limit": ("once_early", "stay", {"time_limit": 1}),
+    "has its hard limit": ("once_early", "stay", {"time_limit": 5}),  # s: the body begins by then
 }
 
 
@@ -184,14 +211,14 @@ class TestAWindowEnds:
     @pytest.mark.parametrize("name", ["once_skips", "once_fails"])
     def test_where_the_run_is_refused_its_lock(self, stage: Stage, key: str, name: str) -> None:
         task = getattr(stage.tasks, name)
-        with task.lock_for(key):
+        with task.lock_for(key, wait=60):
             task.delay(key)
             see_window_end(stage, key)
         assert not ran(stage, key)
 
     def test_where_the_message_is_revoked_before_its_start(self, stage: Stage, key: str) -> None:
         task = stage.tasks.once_early
-        with task.lock_for(key):
+        with task.lock_for(key, wait=60):
             first = task.delay(key)
             stage.see_deferred(first)
             first.revoke()
@@ -201,12 +228,13 @@ class TestAWindowEnds:
 
     def test_where_the_message_expires(self, stage: Stage, key: str) -> None:
         task = stage.tasks.once_early
-        with task.lock_for(key):
-            first = task.apply_async((key,), expires=1)
+        with task.lock_for(key, wait=60):
+            first = task.apply_async((key,), expires=5)  # s: the window lasts no longer, either
             assert windows(stage, key)
             see_window_end(stage, key)
             eventually(lambda: status(stage, first) == "REVOKED")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["once_early", "once_late"])
     def test_where_it_expired_or_was_revoked_before_any_worker_had_it(
         self, stage: Stage, key: str, name: str
@@ -225,7 +253,38 @@ class TestAWindowEnds:
                 result.get(timeout=60)
             see_window_end(stage, f"{key}-{end}")
             assert not ran(stage, f"{key}-{end}")
-        worker.stop()
+        worker.kill()
+
+    @pytest.mark.parametrize("written", ["seconds", "moment", "text", "by the task"])
+    def test_with_the_message_that_nobody_took_before_it_expired(
+        self, stage: Stage, key: str, written: str
+    ) -> None:
+        moment = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=100)
+        expires = {"seconds": 100, "moment": moment, "text": moment.isoformat()}
+        if written == "by the task":
+            task, options = stage.tasks.once_expires, {}
+        else:
+            task, options = stage.tasks.once_early, {"expires": expires[written]}
+        task.apply_async((key,), queue="nobody", **options)
+        left = eventually(lambda: [ms for ms in lasts(stage, key) if ms > 50_000])  # once it is out
+        assert max(left) <= 100_000
+
+    def test_where_no_worker_knows_the_task(self, stage: Stage, key: str) -> None:
+        @stage.app.task(bind=True, base=LockedTask, shared=False, name=f"tests.new_{key}",
+                        lock_key="u:{key}", lock_unique_for=600)  # fmt: skip
+        def new(self: Any, key: str) -> None: ...
+
+        first = new.delay(key)
+        with pytest.raises(NotRegistered):
+            first.get(timeout=60)
+        see_window_end(stage, key)
+        assert new.delay(key).id != first.id
+
+    def test_where_a_worker_cannot_read_the_message(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.once_early
+        first = task.apply_async((key,), headers={"eta": "yesterday"})
+        see_window_end(stage, key)
+        assert task.delay(key).id != first.id
 
     def test_where_a_running_task_is_terminated(self, stage: Stage, key: str) -> None:
         first = stage.tasks.once_early.delay(key, "stay")
@@ -240,12 +299,13 @@ class TestAWindowEnds:
         see_window_end(stage, key)
         task.delay(key, value="sent").get(timeout=60)
 
+    @pytest.mark.slow
     def test_by_itself_where_the_worker_is_killed_with_the_message(
         self, stage: Stage, key: str
     ) -> None:
         doomed = stage.worker("doomed", queues=["doomed"], concurrency=1)
         task = stage.tasks.once_early
-        brief = {"unique_for": 10, "ttl": stage.tasks.TTL}
+        brief = {"unique_for": 20, "ttl": stage.tasks.TTL}
         first = task.apply_async((key, "stay"), queue="doomed", lock=brief)
         eventually(lambda: ran(stage, key))
         assert task.delay(key).id == first.id
@@ -260,7 +320,7 @@ class TestReplace:
     @pytest.mark.parametrize("name", ["latest", "latest_late"])
     def test_the_latest_arguments_win(self, stage: Stage, key: str, name: str) -> None:
         task = getattr(stage.tasks, name)
-        with task.lock_for(key):
+        with task.lock_for(key, wait=60):
             first = task.delay(key, value="first")
             stage.see_deferred(first)
             others = [task.delay(key, value=str(n)) for n in range(4)]
@@ -270,21 +330,6 @@ class TestReplace:
                 dropped.get(timeout=60)
         see_window_end(stage, key)
         assert ran(stage, key) == ["3"]
-
-    def test_one_that_waits_by_coalesce_skips_nobody_once_it_is_replaced(
-        self, stage: Stage, key: str
-    ) -> None:
-        task, coalesced = stage.tasks.latest, {"conflict": "coalesce", "backoff": stage.tasks.LONG}
-        with task.lock_for(key):
-            results = []
-            for value in ("first", "second", "third"):
-                results.append(task.apply_async((key,), {"value": value}, lock=coalesced))
-                stage.see_deferred(results[-1])
-        assert results[-1].get(timeout=60) == "third"
-        for dropped in results[:-1]:
-            with pytest.raises(TaskRevokedError, match="took its place"):
-                dropped.get(timeout=60)
-        assert ran(stage, key) == ["third"]
 
     def test_one_that_runs_is_left_alone_and_the_new_one_sent(self, stage: Stage, key: str) -> None:
         task = stage.tasks.latest
@@ -300,12 +345,86 @@ class TestReplace:
     def test_a_retry_has_begun_and_is_not_dropped(self, stage: Stage, key: str) -> None:
         task = stage.tasks.latest
         first = task.delay(key, "retry", "first")
-        eventually(lambda: status(stage, first) == "RETRY")
+        eventually(lambda: ran(stage, key))
         second = task.delay(key, "", "second")
+        stage.log.with_name(key).touch()
+        eventually(lambda: status(stage, first) == "RETRY")
+        stage.log.with_name(f"{key} again").touch()
         assert {first.get(timeout=60), second.get(timeout=60)} == {"first", "second"}
 
 
-@pytest.mark.parametrize("pool", ["threads", "solo", "gevent", "eventlet"])
+class TestByArgs:
+    """`lock_args` says which arguments two sends have in common."""
+
+    def test_sends_with_equal_named_arguments_are_one_whatever_the_others_are(
+        self, stage: Stage, key: str
+    ) -> None:
+        task = stage.tasks.once_by_args
+        lock = task.lock_for(key)
+        digest = lock.resource.rpartition(":")[2]
+        with lock:
+            first = task.delay(key, value="first")
+            assert task.delay(key, value="second").id == first.id
+            assert task.delay(value="third", how="raise", key=key).id == first.id
+            assert len({*windows(stage, digest)}) == 1
+            other = task.delay(f"{key}-other", value="first")
+            assert other.id != first.id
+        assert [first.get(timeout=60), other.get(timeout=60)] == ["first", "first"]
+        see_window_end(stage, digest)
+        assert ran(stage, key) == ["first"]
+        assert task.delay(key).id != first.id
+
+    def test_a_call_that_names_none_is_one_send_for_all_arguments(
+        self, stage: Stage, key: str
+    ) -> None:
+        task, whatever = stage.tasks.once_early, {"lock": {"args": []}}
+        with redlock_of(stage.app).lock(f"{task.name}:any-arguments", wait=60):
+            first = task.apply_async((key,), {"value": "first"}, **whatever)
+            assert task.apply_async((f"{key}-other",), **whatever).id == first.id
+            assert len({*windows(stage, "any-arguments")}) == 1
+            by_its_key = task.delay(key, value="by its key")
+            assert by_its_key.id != first.id
+            assert by_its_key.get(timeout=60) == "by its key"
+        assert first.get(timeout=60) == "first"
+        see_window_end(stage, "any-arguments")
+        assert ran(stage, f"{key}-other") == []
+
+
+class TestAtMostOneMoreQueued:
+    """As docs/how-to.md tells: unique_for, and unique_until="started"."""
+
+    def test_ten_sends_while_one_runs_are_two_runs(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.once_to_start
+        running = task.delay(key, "wait", "first")
+        eventually(lambda: ran(stage, key))
+
+        def from_here() -> list[str]:
+            return [task.delay(key).id for _ in range(4)]
+
+        def from_another_process() -> list[str]:
+            command = [sys.executable, "-c", SENDS_THRICE, key]
+            env = {**os.environ, **stage.env}
+            return subprocess.check_output(command, env=env, cwd=ROOT, timeout=120).decode().split()
+
+        def from_a_body() -> list[str]:
+            return list(stage.tasks.send_often.delay(task.name, key, 3).get(timeout=60))
+
+        senders = from_here, from_another_process, from_a_body
+        with ThreadPoolExecutor(len(senders)) as pool:
+            sent = [sending.result() for sending in [pool.submit(sender) for sender in senders]]
+        ids = [one for of_a_sender in sent for one in of_a_sender]
+        assert len(ids) == 10
+        (queued,) = {stage.app.AsyncResult(one) for one in set(ids)}
+        assert queued.id != running.id
+        stage.see_deferred(queued)
+        stage.log.with_name(key).touch()
+        assert running.get(timeout=60) == "first"
+        assert queued.get(timeout=60) == ""
+        see_window_end(stage, key)
+        assert ran(stage, key) == ["first", ""]
+
+
+@pytest.mark.parametrize("pool", slow_but(["gevent"], ["threads", "solo", "gevent"]))
 def test_it_is_the_same_in_every_pool(stage: Stage, key: str, pool: str) -> None:
     worker = stage.worker(pool, pool=pool, queues=[pool], concurrency=1 if pool == "solo" else 3)
 
@@ -317,7 +436,7 @@ def test_it_is_the_same_in_every_pool(stage: Stage, key: str, pool: str) -> None
         for name in ("once_early", "once_late", "once_to_start", "latest")
     )
     for task in (early, late):
-        with task.lock_for(key):
+        with task.lock_for(key, wait=60):
             first = send(task, task.name)
             stage.see_deferred(first)
             assert send(task, "dropped").id == first.id
@@ -329,7 +448,7 @@ def test_it_is_the_same_in_every_pool(stage: Stage, key: str, pool: str) -> None
     assert following.id != running.id
     stage.log.with_name(key).touch()
     assert following.get(timeout=60) == "following"
-    with latest.lock_for(key):
+    with latest.lock_for(key, wait=60):
         dropped = send(latest, "dropped")
         stage.see_deferred(dropped)
         last = send(latest, "last")
@@ -338,7 +457,7 @@ def test_it_is_the_same_in_every_pool(stage: Stage, key: str, pool: str) -> None
         dropped.get(timeout=60)
     see_window_end(stage, key)
     assert ran(stage, key) == [early.name, late.name, "running", "following", "last"]
-    worker.stop()
+    worker.kill()
 
 
 class TestAlwaysSent:
@@ -346,7 +465,7 @@ class TestAlwaysSent:
 
     def test_members_of_a_chord_and_its_body(self, stage: Stage, key: str) -> None:
         once = stage.tasks.once_returns
-        with once.lock_for(key):
+        with once.lock_for(key, wait=60):
             waiting = once.delay(key)
             stage.see_deferred(waiting)
             result = chord([once.si(key), once.si(key)])(once.si(key))
@@ -359,7 +478,7 @@ class TestAlwaysSent:
 
     def test_steps_of_a_chain(self, stage: Stage, key: str) -> None:
         once = stage.tasks.once_returns
-        with once.lock_for(key):
+        with once.lock_for(key, wait=60):
             waiting = once.delay(key)
             stage.see_deferred(waiting)
             result = chain(once.si(key), stage.tasks.step.si(f"{key}-b"), once.si(key))()
@@ -368,7 +487,7 @@ class TestAlwaysSent:
 
     def test_sends_with_links(self, stage: Stage, key: str) -> None:
         once = stage.tasks.once_returns
-        with once.lock_for(key):
+        with once.lock_for(key, wait=60):
             once.delay(key)
             once.apply_async((key,), link=stage.tasks.note.si(key))
             once.apply_async((key,), link_error=stage.tasks.note.si(key))
@@ -377,7 +496,7 @@ class TestAlwaysSent:
 
     def test_what_has_an_id_that_its_sender_chose(self, stage: Stage, key: str) -> None:
         once = stage.tasks.once_returns
-        with once.lock_for(key):
+        with once.lock_for(key, wait=60):
             once.delay(key)
             chosen = once.apply_async((key,), task_id=f"mine-{key}")
         assert chosen.get(timeout=60) == key
@@ -388,12 +507,12 @@ class TestWhoeverSends:
     def test_by_name_is_one_with_sends_by_class(self, stage: Stage, key: str) -> None:
         task = stage.tasks.once_early
         how = {"resource": f"u:{key}", "unique_for": 600}
-        with task.lock_for(key):
+        with task.lock_for(key, wait=60):
             first = send_unique(stage.app, task.name, (key,), {"value": "first"}, **how)
             assert send_unique(stage.app, task.name, (key,), **how).id == first.id
             assert task.delay(key).id == first.id
             with pytest.raises(DuplicateTask):
-                send_unique(stage.app, task.name, (key,), **how, duplicate="fail")
+                send_unique(stage.app, task.name, (key,), **how, on_duplicate="fail")
         assert first.get(timeout=60) == "first"
         see_window_end(stage, key)
         second = task.delay(key)
@@ -401,7 +520,7 @@ class TestWhoeverSends:
         second.get(timeout=60)
 
     def test_by_name_with_wrong_options_is_refused(self, stage: Stage) -> None:
-        for wrong in ({"resource": ""}, {"unique_for": -1}, {"duplicate": "drop"}):
+        for wrong in ({"resource": ""}, {"unique_for": -1}, {"on_duplicate": "drop"}):
             options = {"resource": "r", "unique_for": 60, **wrong}
             with pytest.raises(SettingsError, match=f"send_unique: {next(iter(wrong))}="):
                 send_unique(stage.app, "tests.once_early", (), **options)
@@ -410,7 +529,7 @@ class TestWhoeverSends:
         task = stage.tasks.once_early
         entry = ScheduleEntry("tick", task.name, args=(key,), schedule=schedule(1.0), app=stage.app)
         scheduler = Scheduler(stage.app, lazy=True)
-        with task.lock_for(key):
+        with task.lock_for(key, wait=60):
             ticks = [scheduler.apply_async(entry, advance=False) for _ in range(3)]
             assert len({tick.id for tick in ticks}) == 1
         ticks[0].get(timeout=60)
@@ -427,7 +546,7 @@ class TestWhoeverSends:
         def sent() -> int:
             return int(RedBeatSchedulerEntry.from_key(entry.key, app=stage.app).total_run_count)
 
-        with task.lock_for(key):
+        with task.lock_for(key, wait=60):
             eventually(lambda: beat.tick() is not None and sent() >= 3)
             entry.delete()
             assert len(set(windows(stage, key))) == 1
@@ -451,7 +570,7 @@ class TestWhoeverSends:
                 return str(answer.read().decode())
 
         try:
-            with task.lock_for(key), ThreadPoolExecutor(8) as browsers:
+            with task.lock_for(key, wait=60), ThreadPoolExecutor(8) as browsers:
                 (told,) = set(browsers.map(ask, range(24)))
         finally:
             server.shutdown()
@@ -465,7 +584,7 @@ class TestWhoeverSends:
         self, stage: Stage, key: str
     ) -> None:
         task = stage.tasks.once_early
-        with task.lock_for(key):
+        with task.lock_for(key, wait=60):
             command = [sys.executable, "-c", FORKS, key]
             done = subprocess.run(
                 command, env={**os.environ, **stage.env}, cwd=ROOT, stdout=subprocess.PIPE,
@@ -492,6 +611,29 @@ class TestWhoeverSends:
             stage.tasks.once_early.delay(None)
 
 
+def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock(
+    stage: Stage, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its window cannot be ended: `on_unreachable` decides, and that lock goes back."""
+    app, begins = stage.app, Ticket.start
+
+    @app.task(base=LockedTask, shared=False, name="tests.beside", lock_key=key,
+              lock_on_unreachable="run")  # fmt: skip
+    def beside() -> str:
+        eventually(lambda: is_free(stage.nodes, key), within=FREED)
+        return "free"
+
+    def fail(ticket: Ticket, redlock: Redlock) -> None:
+        assert not is_free(stage.nodes, key)
+        monkeypatch.setattr(Ticket, "start", begins)
+        raise QuorumUnreachable(key, [], 2)
+
+    monkeypatch.setattr(Ticket, "start", fail)
+    unique = {"name": f"beside:{key}", "token": "t", "until": "started"}
+    ended = run_here(beside, id=key, redlock={"id": key, "unique": unique})
+    assert ended.retval == "free", ended
+
+
 def test_without_a_quorum_unreachable_decides(mortal_nodes: list[EmbeddedNode]) -> None:
     app = Celery("unreachable", broker="memory://", set_as_default=False)
     app.conf.task_default_queue = "unreachable"  # one memory serves all tests of a process
@@ -506,7 +648,7 @@ def test_without_a_quorum_unreachable_decides(mortal_nodes: list[EmbeddedNode]) 
     second = once.delay()
     assert second.id != first.id
     with pytest.raises(QuorumUnreachable):
-        once.apply_async(lock={"unreachable": "fail"})
+        once.apply_async(lock={"on_unreachable": "fail"})
     with app.connection_for_write() as connection:
         assert connection.SimpleQueue("unreachable").qsize() == 2
     redlock_of(app).close()

@@ -99,7 +99,7 @@ def test_an_abort_reaches_a_task_that_waits(
         result = AbortableAsyncResult(sent.id, backend=stage.app.backend)
 
         def deliveries() -> int:
-            return worker.output().count(f"deferred tests.aborts[{sent.id}]")
+            return worker.output().count(f"Task tests.aborts[{sent.id}] deferred")
 
         def stays_aborted() -> bool:
             result.abort()

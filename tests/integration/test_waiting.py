@@ -8,17 +8,24 @@ from typing import Any
 
 import pytest
 
-from celery_redlock import Redlock
+from celery_redlock import LockTaken, Redlock
 from celery_redlock.lock.session import Claim, Holding, Observer
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import NODE_TIMEOUT, TTL, eventually
-from tests.integration.conftest import Stage
+from tests.integration.conftest import Stage, slow_but
 
-POOLS = ["prefork", "threads", "solo", "gevent", "eventlet"]
+POOLS = ["prefork", "threads", "solo", "gevent"]
 VISIBILITY = 8  # s
 SEVERAL = {"key": ["k:{key}", "k:{name}"]}
 LONG = {"first": 100, "cap": 100, "jitter": "none"}
 WOKEN = 60.0  # s: well before the end of `patient`'s countdown of 100 s
+
+
+@pytest.fixture(scope="module")
+def standing_stage(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+    """Give a stage as `calm_stage` is one, and its worker, for the tests that look at no other."""
+    made = set_standing_stage(redlock_max_ttl=200)
+    return made, made.worker(concurrency=2)
 
 
 @pytest.fixture
@@ -27,11 +34,11 @@ def calm_stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> S
     return make_stage(nodes, redlock_max_ttl=200)
 
 
-def defer(stage: Stage, *names: str) -> list[Any]:
+def defer(stage: Stage, key: str, *names: str) -> list[Any]:
     """Send tasks one after another, each once the one before it waits."""
     results = []
     for name in names:
-        result = stage.tasks.patient.delay("k", name)
+        result = stage.tasks.patient.delay(key, name)
         stage.see_deferred(result)
         results.append(result)
     return results
@@ -43,34 +50,35 @@ def put_back(worker: WorkerProcess) -> int:
     One more than messages, as it begins to listen: a release may have come just before. And one
     more for each release that none follows within a second.
     """
-    return worker.output().count("deferred tests.")
+    return worker.output().count("] deferred for ")
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("pool", slow_but(("prefork", "gevent"), POOLS))
 def test_a_release_wakes_a_message_long_before_its_countdown_ends(
     calm_stage: Stage, pool: str
 ) -> None:
     worker = calm_stage.worker(pool=pool, concurrency=1 if pool == "solo" else 2)
     with calm_stage.tasks.patient.lock_for("k", wait=60):
-        results = defer(calm_stage, "a", "b", "c")
+        results = defer(calm_stage, "k", "a", "b", "c")
     assert [result.get(timeout=WOKEN) for result in results] == ["a", "b", "c"]
     assert put_back(worker) <= 2 * len(results) + 1
 
 
-def test_who_waits_runs_in_the_order_of_first_deferrals(calm_stage: Stage) -> None:
-    calm_stage.worker(concurrency=2)
+def test_who_waits_runs_in_the_order_of_first_deferrals(shared_stage: Stage, key: str) -> None:
+    stage = shared_stage
     names = [f"n{number}" for number in range(6)]
-    with calm_stage.tasks.patient.lock_for("k", wait=60):
-        results = defer(calm_stage, *names)
+    with stage.tasks.patient.lock_for(key, wait=60):
+        results = defer(stage, key, *names)
     for result in results:
         result.get(timeout=WOKEN)
-    assert [line.more["name"] for line in calm_stage.lines("begin")] == names
+    begun = [line for line in stage.lines("begin") if line.key == key]
+    assert [line.more["name"] for line in begun] == names
 
 
 def test_a_release_wakes_one_and_lets_the_others_sleep(calm_stage: Stage) -> None:
     worker = calm_stage.worker(concurrency=4)
     with calm_stage.tasks.patient.lock_for("k", wait=60):
-        results = defer(calm_stage, "until", *(f"n{number}" for number in range(6)))
+        results = defer(calm_stage, "k", "until", *(f"n{number}" for number in range(6)))
     calm_stage.wait_for("begin")
     calm_stage.log.with_name("until").touch()
     for result in results:
@@ -78,6 +86,7 @@ def test_a_release_wakes_one_and_lets_the_others_sleep(calm_stage: Stage) -> Non
     assert put_back(worker) <= 2 * len(results) + 1
 
 
+@pytest.mark.slow
 def test_a_word_wakes_once_a_majority_has_said_it(calm_stage: Stage) -> None:
     worker = calm_stage.worker(concurrency=1)
 
@@ -86,7 +95,7 @@ def test_a_word_wakes_once_a_majority_has_said_it(calm_stage: Stage) -> None:
             assert node.client().publish("{redlock}:wake:k:k", word) == 1
 
     with calm_stage.tasks.patient.lock_for("k", wait=60):
-        (result,) = defer(calm_stage, "a")
+        (result,) = defer(calm_stage, "k", "a")
         calm_stage.see_deferred(result, times=2)  # once more as the worker begins to listen
         for node in calm_stage.nodes:
             eventually(lambda node=node: node.client().pubsub_numsub("{redlock}:wake:k:k")[0][1])
@@ -102,6 +111,7 @@ def test_a_word_wakes_once_a_majority_has_said_it(calm_stage: Stage) -> None:
     assert result.get(timeout=WOKEN) == "a"
 
 
+@pytest.mark.slow
 def test_by_themselves_those_behind_the_first_do_not_try(stage: Stage) -> None:
     stage.worker(concurrency=2)
     with stage.tasks.work.lock_for("k", wait=60):
@@ -117,6 +127,7 @@ def test_by_themselves_those_behind_the_first_do_not_try(stage: Stage) -> None:
     assert sum(tries) <= 3 * len(tries), tries
 
 
+@pytest.mark.slow
 def test_a_holder_that_died_holds_up_nobody_beyond_its_lease(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
 ) -> None:
@@ -145,51 +156,84 @@ def hold(stage: Stage, key: str) -> None:
 
 
 def test_one_of_a_higher_limit_is_not_held_up_by_those_who_wait_for_the_plain_lock(
-    calm_stage: Stage,
+    shared_stage: Stage,
+    key: str,
 ) -> None:
-    calm_stage.worker(concurrency=2)
-    hold(calm_stage, "k:k")
-    hold(calm_stage, "k:k#1")
-    (plain,) = defer(calm_stage, "plain")
-    permit = calm_stage.tasks.patient.apply_async(("k", "permit"), lock={"limit": 2})
-    calm_stage.see_deferred(permit)
-    say_free(calm_stage, "k:k#1", "k:k")
+    stage = shared_stage
+    hold(stage, f"k:{key}")
+    hold(stage, f"k:{key}#1")
+    (plain,) = defer(stage, key, "plain")
+    permit = stage.tasks.patient.apply_async((key, "permit"), lock={"limit": 2})
+    stage.see_deferred(permit)
+    say_free(stage, f"k:{key}#1", f"k:{key}")
     assert permit.get(timeout=WOKEN) == "permit"
     assert plain.status == "DEFERRED"
-    say_free(calm_stage, "k:k", "k:k")
+    say_free(stage, f"k:{key}", f"k:{key}")
     assert plain.get(timeout=WOKEN) == "plain"
 
 
-def test_one_that_waits_for_another_resource_as_well_holds_up_nobody(calm_stage: Stage) -> None:
+@pytest.mark.parametrize("budget", [{"max_wait": 0.5}, {"max_deferrals": 1}], ids=str)
+def test_one_with_a_budget_ends_in_time_also_behind_one_without(
+    calm_stage: Stage, budget: dict[str, Any]
+) -> None:
     calm_stage.worker(concurrency=2)
-    hold(calm_stage, "k:j")
     hold(calm_stage, "k:k")
-    both = calm_stage.tasks.patient.apply_async(("k", "j"), lock=SEVERAL)
-    calm_stage.see_deferred(both)
-    (one,) = defer(calm_stage, "one")
+    (first,) = defer(calm_stage, "k", "first")
+    options = {**budget, "backoff": {"first": 0.5, "cap": 0.5, "jitter": "none"}}
+    behind = calm_stage.tasks.patient.apply_async(("k", "behind"), lock=options)
+    with pytest.raises(LockTaken):
+        behind.get(timeout=WOKEN)
+    assert first.status == "DEFERRED"
+    assert calm_stage.lines("begin") == []
+
+
+def test_a_release_wakes_nothing_past_its_rate_limit(calm_stage: Stage) -> None:
+    calm_stage.worker(concurrency=2)
+    task = calm_stage.tasks.step
+    where = calm_stage.see_listening()
+    calm_stage.app.control.rate_limit(task.name, "1/h", destination=where, reply=True)
+    hold(calm_stage, "k:k")
+    limited = task.apply_async(("k",), lock={"backoff": LONG})
+    calm_stage.see_deferred(limited)
+    (one,) = defer(calm_stage, "k", "one")
     say_free(calm_stage, "k:k", "k:k")
     assert one.get(timeout=WOKEN) == "one"
+    assert limited.status == "DEFERRED"
+    assert calm_stage.lines("step") == []
+
+
+def test_one_that_waits_for_another_resource_as_well_holds_up_nobody(
+    shared_stage: Stage, key: str
+) -> None:
+    stage = shared_stage
+    hold(stage, f"k:j-{key}")
+    hold(stage, f"k:{key}")
+    both = stage.tasks.patient.apply_async((key, f"j-{key}"), lock=SEVERAL)
+    stage.see_deferred(both)
+    (one,) = defer(stage, key, "one")
+    say_free(stage, f"k:{key}", f"k:{key}")
+    assert one.get(timeout=WOKEN) == "one"
     assert both.status == "DEFERRED"
-    say_free(calm_stage, "k:j", "k:j")
-    assert both.get(timeout=WOKEN) == "j"
+    say_free(stage, f"k:j-{key}", f"k:j-{key}")
+    assert both.get(timeout=WOKEN) == f"j-{key}"
 
 
-def test_one_that_waits_for_several_is_woken_by_each_in_turn(calm_stage: Stage) -> None:
-    calm_stage.worker(concurrency=2)
-    hold(calm_stage, "k:j")
-    hold(calm_stage, "k:k")
-    both = calm_stage.tasks.patient.apply_async(("k", "j"), lock=SEVERAL)
-    calm_stage.see_deferred(both)
-    say_free(calm_stage, "k:j", "k:j")
-    calm_stage.see_deferred(both, times=2)
-    say_free(calm_stage, "k:k", "k:k")
-    assert both.get(timeout=WOKEN) == "j"
+def test_one_that_waits_for_several_is_woken_by_each_in_turn(shared_stage: Stage, key: str) -> None:
+    stage = shared_stage
+    hold(stage, f"k:j-{key}")
+    hold(stage, f"k:{key}")
+    both = stage.tasks.patient.apply_async((key, f"j-{key}"), lock=SEVERAL)
+    stage.see_deferred(both)
+    say_free(stage, f"k:j-{key}", f"k:j-{key}")
+    stage.see_deferred(both, times=2)
+    say_free(stage, f"k:{key}", f"k:{key}")
+    assert both.get(timeout=WOKEN) == f"j-{key}"
 
 
 def test_a_revoked_one_is_seen_to_be_while_it_waits(calm_stage: Stage) -> None:
     worker = calm_stage.worker(concurrency=1)
     with calm_stage.tasks.patient.lock_for("k", wait=60):
-        first, second = defer(calm_stage, "a", "b")
+        first, second = defer(calm_stage, "k", "a", "b")
         eventually(lambda: worker.output().count(f"{second.id}] received") == 2)
         second.revoke()
         eventually(lambda: calm_stage.info(second)["status"] == "REVOKED", within=WOKEN)
@@ -197,36 +241,37 @@ def test_a_revoked_one_is_seen_to_be_while_it_waits(calm_stage: Stage) -> None:
     assert len(calm_stage.lines("begin")) == 1
 
 
-def test_one_that_expires_while_it_waits_is_seen_to_have(calm_stage: Stage) -> None:
-    calm_stage.worker(concurrency=1)
-    hold(calm_stage, "k:k")
+def test_one_that_expires_while_it_waits_is_seen_to_have(shared_stage: Stage, key: str) -> None:
+    stage = shared_stage
+    hold(stage, f"k:{key}")
     early, late = (
-        task.apply_async(("k",), expires=5, lock={"backoff": LONG})
-        for task in (calm_stage.tasks.patient, calm_stage.tasks.late)
+        task.apply_async((key,), expires=5, lock={"backoff": LONG})
+        for task in (stage.tasks.patient, stage.tasks.late)
     )
     for result in (early, late):
         eventually(lambda result=result: result.status == "REVOKED", within=WOKEN)
-    assert calm_stage.lines() == []
+    assert stage.lines() == []
 
 
 def test_those_that_were_revoked_by_a_stamp_are_seen_to_be_while_they_wait(
-    calm_stage: Stage,
+    shared_stage: Stage,
+    key: str,
 ) -> None:
-    calm_stage.worker(concurrency=1)
-    hold(calm_stage, "k:k")
+    stage = shared_stage
+    hold(stage, f"k:{key}")
     stamped = [
         task.apply_async(
-            ("k",), lock={"backoff": LONG}, stamped_headers=["of"], of="x", headers={"of": "x"}
+            (key,), lock={"backoff": LONG}, stamped_headers=["of"], of="x", headers={"of": "x"}
         )
-        for task in (calm_stage.tasks.patient, calm_stage.tasks.late, calm_stage.tasks.patient)
+        for task in (stage.tasks.patient, stage.tasks.late, stage.tasks.patient)
     ]
     for result in stamped:
-        calm_stage.see_deferred(result)
-    (one,) = defer(calm_stage, "one")
-    calm_stage.app.control.revoke_by_stamped_headers({"of": "x"})
+        stage.see_deferred(result)
+    (one,) = defer(stage, key, "one")
+    stage.app.control.revoke_by_stamped_headers({"of": "x"})
     for result in stamped:
         eventually(lambda result=result: result.status == "REVOKED", within=WOKEN)
-    say_free(calm_stage, "k:k", "k:k")
+    say_free(stage, f"k:{key}", f"k:{key}")
     assert one.get(timeout=WOKEN) == "one"
 
 
@@ -239,7 +284,7 @@ def test_a_broken_connection_to_the_broker_forgets_nobody(
     )
     worker = stage.worker(concurrency=2)
     with stage.tasks.patient.lock_for("k", wait=60):
-        defer(stage, "a", "b")
+        defer(stage, "k", "a", "b")
         connected = worker.output().count("Connected to ")
         stage.broker.client().client_kill_filter(_type="normal", skipme=True)
         eventually(lambda: worker.output().count("Connected to ") > connected)
@@ -247,6 +292,7 @@ def test_a_broken_connection_to_the_broker_forgets_nobody(
     eventually(lambda: {line.more["name"] for line in stage.lines("begin")} == {"a", "b"})
 
 
+@pytest.mark.slow
 def test_when_the_first_is_gone_the_next_one_tries_by_itself(stage: Stage) -> None:
     for node in stage.nodes:
         node.client().set("{redlock}:lock:k:k", "dead:holder", px=25_000)
@@ -261,13 +307,14 @@ def test_when_the_first_is_gone_the_next_one_tries_by_itself(stage: Stage) -> No
     assert [line.more["id"] for line in stage.lines("step")] == [second.id]
 
 
+@pytest.mark.slow
 def test_one_that_was_long_on_its_way_hears_of_the_release_that_it_missed(
     calm_stage: Stage,
 ) -> None:
     calm_stage.worker(concurrency=1)
     tasks = calm_stage.tasks
     hold(calm_stage, "k:k")
-    (earlier,) = defer(calm_stage, "earlier")
+    (earlier,) = defer(calm_stage, "k", "earlier")
     calm_stage.see_deferred(earlier, times=2)  # the worker listens
     say_free(calm_stage, "k:k", "k:k")
     assert earlier.get(timeout=WOKEN) == "earlier"
@@ -283,51 +330,59 @@ def test_one_that_was_long_on_its_way_hears_of_the_release_that_it_missed(
 
 
 def test_those_that_find_it_free_and_go_back_all_the_same_hold_up_nobody(
-    calm_stage: Stage,
+    shared_stage: Stage,
+    key: str,
 ) -> None:
-    calm_stage.worker(concurrency=2)
-    hold(calm_stage, "k:k")
-    hold(calm_stage, "k:z")
-    both = [calm_stage.tasks.patient.apply_async(("k", "z"), lock=SEVERAL) for _ in range(4)]
+    stage = shared_stage
+    hold(stage, f"k:{key}")
+    hold(stage, f"k:z-{key}")
+    both = [stage.tasks.patient.apply_async((key, f"z-{key}"), lock=SEVERAL) for _ in range(4)]
     for result in both:
-        calm_stage.see_deferred(result)
-    (one,) = defer(calm_stage, "one")
-    say_free(calm_stage, "k:k", "k:k")
+        stage.see_deferred(result)
+    (one,) = defer(stage, key, "one")
+    say_free(stage, f"k:{key}", f"k:{key}")
     assert one.get(timeout=WOKEN) == "one"
     assert {result.status for result in both} == {"DEFERRED"}
-
-
-def test_those_that_are_refused_something_else_before_hold_up_nobody(calm_stage: Stage) -> None:
-    calm_stage.worker(concurrency=2)
-    hold(calm_stage, "k:k")
-    both = [calm_stage.tasks.patient.apply_async(("k", "j"), lock=SEVERAL) for _ in range(4)]
     for result in both:
-        calm_stage.see_deferred(result)
-    (one,) = defer(calm_stage, "one")
-    hold(calm_stage, "k:j")
-    say_free(calm_stage, "k:k", "k:k")
+        result.revoke()
+
+
+def test_those_that_are_refused_something_else_before_hold_up_nobody(
+    shared_stage: Stage, key: str
+) -> None:
+    stage = shared_stage
+    hold(stage, f"k:{key}")
+    both = [stage.tasks.patient.apply_async((key, f"j-{key}"), lock=SEVERAL) for _ in range(4)]
+    for result in both:
+        stage.see_deferred(result)
+    (one,) = defer(stage, key, "one")
+    hold(stage, f"k:j-{key}")
+    say_free(stage, f"k:{key}", f"k:{key}")
     assert one.get(timeout=WOKEN) == "one"
     assert {result.status for result in both} == {"DEFERRED"}
+    for result in both:
+        result.revoke()
 
 
 def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
-    calm_stage: Stage,
+    shared_stage: Stage,
+    key: str,
 ) -> None:
-    calm_stage.worker(concurrency=2)
-    hold(calm_stage, "k:z")
+    stage = shared_stage
+    hold(stage, f"k:z-{key}")
     waits: list[Any] = []
 
     class Slow(Observer):
         """Tells of its second key only once somebody was refused its first."""
 
         def claiming(self, holding: Holding, claim: Claim) -> None:
-            if claim.spot.resource == "k:z":
-                waits.extend(defer(calm_stage, "one"))
-                calm_stage.see_deferred(waits[0], times=2)  # the worker listens
+            if claim.spot.resource == f"k:z-{key}":
+                waits.extend(defer(stage, key, "one"))
+                stage.see_deferred(waits[0], times=2)  # the worker listens
 
     class SlowRedlock(Redlock):
         observer = Slow()
 
-    with SlowRedlock([node.url for node in calm_stage.nodes], max_ttl=200) as rival:
-        assert not rival.lock(["k:k", "k:z"], ttl=200).try_acquire()
+    with SlowRedlock([node.url for node in stage.nodes], max_ttl=200) as rival:
+        assert not rival.lock([f"k:{key}", f"k:z-{key}"], ttl=200).try_acquire()
         assert waits[0].get(timeout=WOKEN) == "one"

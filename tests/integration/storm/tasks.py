@@ -20,9 +20,8 @@ from celery.app.task import Context
 from celery.exceptions import Reject
 from celery.signals import task_received, task_retry
 
-from celery_redlock import Backoff, LockedTask, LockLost
+from celery_redlock import Backoff, Contention, LockedTask, LockLost
 from celery_redlock.signals import lock_deferred, lock_released
-from celery_redlock.tasks.contention import Contention
 
 LOG = Path(os.environ.get("STORM_LOG", os.devnull))
 WORKER = os.environ.get("STORM_WORKER", "")  # the name and the number of its life
@@ -136,7 +135,7 @@ def joining(self: Any, results: list[None], keys: list[str], seconds: float, par
 def decide(contention: Contention) -> str:
     """Skip now and then, and write so."""
     if random.random() < 0.9:
-        return "requeue"
+        return "defer"
     write("skips", now(), contention.task.request)
     return "skip"
 
@@ -156,9 +155,8 @@ patient = late_task(name="storm.patient", lock_wait=2.0)(plain)
 late_failing = late_task(name="storm.failing")(failing)
 late_retrying = late_task(name="storm.retrying")(retrying)
 late_putting_back = late_task(name="storm.putting_back")(putting_back)
-skipping = late_task(name="storm.skipping", lock_conflict="skip")(plain)
-coalescing = late_task(name="storm.coalescing", lock_conflict="coalesce")(plain)
-deciding = late_task(name="storm.deciding", lock_conflict=decide)(plain)
+skipping = late_task(name="storm.skipping", lock_on_conflict="skip")(plain)
+deciding = late_task(name="storm.deciding", lock_on_conflict=decide)(plain)
 deduplicated = late_task(name="storm.deduplicated")(plain)
 permitted = late_task(name="storm.permitted", lock_limit=2, lock_fencing=False)(plain)
 expiring = late_task(name="storm.expiring")(plain)

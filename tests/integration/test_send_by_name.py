@@ -1,0 +1,78 @@
+"""`lock={...}` goes along with a send by name, also from a process that has not the task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_redlock import Backoff, LockTaken, SettingsError, send_unique
+from tests.conftest import eventually
+from tests.integration.conftest import Stage
+
+OPTIONS = {"on_conflict": "fail", "backoff": Backoff()}
+
+
+@pytest.fixture(scope="module")
+def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
+    made = set_standing_stage()
+    made.worker(concurrency=1)
+    return made
+
+
+@pytest.mark.parametrize("has_task", [True, False])
+def test_a_send_by_name_carries_the_options_of_its_call(
+    stage: Stage, key: str, has_task: bool
+) -> None:
+    conf, name = stage.app.conf, stage.tasks.work.name
+    other = Celery(broker=conf.broker_url, backend=conf.result_backend, set_as_default=False)
+    app = stage.app if has_task else other
+    by_signature = app.signature(name, (key,)).set(lock=OPTIONS)
+    with stage.tasks.work.lock_for(key, wait=60):
+        for sent in (app.send_task(name, (key,), lock=OPTIONS), by_signature.apply_async()):
+            with pytest.raises(LockTaken):
+                sent.get(timeout=30)
+    other.close()
+
+
+@pytest.mark.parametrize("wrong", [{"tll": 3}, {"ttl": -1}, 3, [("ttl", 9)]], ids=str)
+def test_a_send_by_name_with_a_wrong_option_fails_when_it_runs(
+    stage: Stage, key: str, wrong: Any
+) -> None:
+    sent = stage.app.send_task(stage.tasks.work.name, (key,), lock=wrong)
+    with pytest.raises(SettingsError, match="call: lock="):
+        sent.get(timeout=30)
+
+
+def test_a_worker_says_that_a_task_takes_no_lock_which_options_of_one_came_for(
+    stage: Stage, key: str
+) -> None:
+    queue, name = f"queue-{key}", stage.tasks.clock.name
+    worker = stage.worker(key, concurrency=1, queues=[queue])
+    for _ in range(2):
+        sent = stage.app.send_task(name, lock={"ttl": 9}, queue=queue)
+        assert sent.get(timeout=60)
+    assert worker.output().count(f"{name} takes no lock") == 1
+
+
+def test_a_send_by_name_says_that_it_is_not_deduplicated(
+    stage: Stage, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = stage.app.send_task(stage.tasks.work.name, (key,), lock={"unique_for": 60})
+    assert "a send by name knows no key; use send_unique" in caplog.text
+    assert sent.get(timeout=60) == 0
+
+
+def test_a_deduplicated_send_by_name_keeps_its_options_beside_its_window(
+    stage: Stage, key: str
+) -> None:
+    task, pattern = stage.tasks.once_early, f"*:unique:*:{key}"
+    how = {"resource": f"u:{key}", "unique_for": 60, "lock": OPTIONS}
+    with task.lock_for(key, wait=60):
+        sent = send_unique(stage.app, task.name, (key,), **how)
+        with pytest.raises(LockTaken):
+            sent.get(timeout=30)
+    eventually(lambda: not any(node.client().keys(pattern) for node in stage.nodes))

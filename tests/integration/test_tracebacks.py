@@ -1,0 +1,187 @@
+"""What a traceback shows: the user's own frames, and hardly any of ours."""
+
+from __future__ import annotations
+
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.app.trace import build_tracer
+from celery.exceptions import Ignore, Reject, Retry
+from celery.signals import task_postrun
+
+import celery_redlock
+from celery_redlock import LockedTask, LockTaken, QuorumUnreachable, Redlock, SettingsError
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import PATIENCE
+
+OURS = str(Path(celery_redlock.__file__).parent)
+
+
+@pytest.fixture
+def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
+    made = Celery("frames", broker="memory://", backend="cache+memory://", set_as_default=False)
+    made.conf.update(redlock_nodes=[node.url for node in nodes])
+    made.conf.redlock_node_timeout = PATIENCE
+    yield made
+    made.close()
+
+
+def outcome(task: Any, *args: Any, **request: Any) -> Any:
+    """Run a task as a worker's child does; return what it raised, as Celery's signals give it."""
+    told: list[Any] = []
+
+    def note(retval: Any = None, **_: Any) -> None:
+        told.append(retval)
+
+    task_id = str(uuid.uuid4())
+    delivery = {"exchange": "", "routing_key": "celery"}
+    given = {"id": task_id, "task": task.name, "delivery_info": delivery, "hostname": "here"}
+    task_postrun.connect(note)
+    try:
+        build_tracer(task.name, task, app=task.app)(task_id, args, {}, {**given, **request})
+    finally:
+        task_postrun.disconnect(note)
+    return told[0]
+
+
+def frames(error: BaseException) -> list[str]:
+    """Return the functions of an error's frames, ours as OURS; Celery's own one is left out."""
+    found = traceback.extract_tb(error.__traceback__)[1:]
+    return ["OURS" if frame.filename.startswith(OURS) else frame.name for frame in found]
+
+
+def fails(number: int) -> None:
+    try:
+        deep(number)
+    except KeyError as error:
+        raise ValueError(number) from error
+
+
+def deep(number: int) -> None:
+    try:
+        [].pop(number)
+    except IndexError:
+        raise KeyError(number)  # noqa: B904 - its context is what is looked at
+
+
+class OfClass(LockedTask):
+    name = "class"
+
+    def run(self, number: int) -> None:
+        fails(number)
+
+
+class OfCall(OfClass):
+    name = "call"
+
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args)
+
+
+def of_function(body: Any, **options: Any) -> Callable[[Celery], Any]:
+    return lambda app: app.task(base=LockedTask, shared=False, name="function", **options)(body)
+
+
+WRITTEN: dict[str, tuple[Callable[[Celery], Any], list[str]]] = {
+    "function": (of_function(fails), ["OURS", "fails"]),
+    "late": (of_function(fails, acks_late=True), ["OURS", "fails"]),
+    "no lock": (of_function(fails, lock_key=False), ["OURS", "fails"]),
+    "class": (lambda app: app.register_task(OfClass()), ["OURS", "run", "fails"]),
+    "call": (
+        lambda app: app.register_task(OfCall()),
+        ["OURS", "__call__", "__call__", "OURS", "run", "fails"],
+    ),
+    "autoretry": (of_function(fails, autoretry_for=(OSError,)), ["run", "OURS", "fails"]),
+}
+
+
+@pytest.mark.parametrize("way", WRITTEN)
+def test_a_bodys_own_error_has_its_own_frames_and_its_chain(app: Celery, way: str) -> None:
+    make, expected = WRITTEN[way]
+    error = outcome(make(app), 7)
+    assert isinstance(error, ValueError)
+    assert frames(error) == expected
+    cause = error.__cause__
+    assert isinstance(cause, KeyError)
+    assert isinstance(cause.__context__, IndexError)
+    assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == ["fails", "deep"]
+    text = "".join(traceback.format_exception(error))
+    assert "raise ValueError(number) from error" in text
+    assert "[].pop(number)" in text
+
+
+def test_a_body_that_runs_without_its_lock_has_no_more_frames_of_ours(app: Celery) -> None:
+    unreachable(app)
+    task = of_function(fails, lock_on_unreachable="run")(app)
+    assert frames(outcome(task, 7)) == ["OURS", "fails"]
+
+
+@pytest.mark.parametrize("kind", [Ignore, Reject, Retry])
+def test_what_a_body_raises_to_end_its_run_keeps_its_frames_and_its_context(
+    app: Celery, kind: type[Exception]
+) -> None:
+    def ends(number: int) -> None:
+        try:
+            deep(number)
+        except KeyError:
+            raise kind()  # noqa: B904 - its context is what is looked at
+
+    error = outcome(of_function(ends)(app), 7)
+    assert type(error) is kind
+    assert frames(error) == ["OURS", "ends"]
+    assert isinstance(error.__context__, KeyError)
+
+
+def unreachable(app: Celery) -> None:
+    app.conf.redlock_nodes = ["redis://127.0.0.1:1"]
+
+
+def unpublished(app: Celery) -> None:
+    app.conf.task_serializer = "no such"
+
+
+def as_ever(app: Celery) -> None: ...
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[BaseException], Callable[..., None]]] = {
+    "put back": ({}, Ignore, as_ever),
+    "skipped": ({"lock_on_conflict": "skip"}, Ignore, as_ever),
+    "failed": ({"lock_on_conflict": "fail"}, LockTaken, as_ever),
+    "given up": ({"lock_max_deferrals": 0}, LockTaken, as_ever),
+    "unreachable": ({"lock_on_unreachable": "fail"}, QuorumUnreachable, unreachable),
+    "not put back": ({"acks_late": True}, Reject, unpublished),
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_a_refused_run_carries_neither_traceback_nor_context(
+    app: Celery, redlock: Redlock, way: str
+) -> None:
+    options, kind, come = REFUSED[way]
+    come(app)
+    task = of_function(fails, lock_key="k", **options)(app)
+    with redlock.lock("k"):
+        error = outcome(task, 7)
+    assert isinstance(error, kind)
+    assert frames(error) == ["OURS"]
+    assert (error.__cause__, error.__context__) == (None, None)
+
+
+def test_an_error_in_a_users_callable_is_shown_with_its_own_frames(
+    app: Celery, redlock: Redlock
+) -> None:
+    def decide(contention: Any) -> str:
+        raise KeyError(contention.resource)
+
+    task = of_function(fails, lock_key="k", lock_on_conflict=decide)(app)
+    with redlock.lock("k"):
+        error = outcome(task, 7)
+    assert isinstance(error, SettingsError)
+    assert frames(error) == ["OURS"]
+    assert isinstance(error.__cause__, KeyError)
+    assert traceback.extract_tb(error.__cause__.__traceback__)[-1].name == "decide"
