@@ -4,25 +4,31 @@ PYTHON ?= python3
 SECONDS ?= 600
 QUICK ?=
 
-.PHONY: shop test docs soak benchmarks clean
+.PHONY: shop test test-all docs soak benchmarks clean
 
 shop:  ## the example: a shop without and with the lock
 	$(PYTHON) -m example_worker
 
-test:  ## lint, types and all tests
+test:  ## lint, types, and the tests that show most for their time
 	$(PYTHON) -m tests
+
+test-all:  ## every test but the storm
+	$(PYTHON) -m tests --all
 
 docs:  ## the site, in build/site
 	$(PYTHON) -m docs
 
-soak:  ## the simulator and the storm, SECONDS (600) each
+soak:  ## all mutants; the simulator and the storm, SECONDS (600) each
+	$(PYTHON) -m tests.mutants
 	$(PYTHON) -m tests.simulation --seconds $(SECONDS)
 	$(PYTHON) -m tests.integration.storm --seconds $(SECONDS)
 
 benchmarks:  ## what a lock costs, with celery_redlock[benchmarks] installed; QUICK=--quick for a look
 	$(PYTHON) -m benchmarks.pair $(QUICK)
 	$(PYTHON) -m benchmarks.task $(QUICK)
+	$(PYTHON) -m benchmarks.refused $(QUICK)
 	$(PYTHON) -m benchmarks.renewals $(QUICK)
+	$(PYTHON) -m benchmarks.gil $(QUICK)
 	$(PYTHON) -m benchmarks.send $(QUICK)
 	$(PYTHON) -m benchmarks.handoff $(QUICK)
 	$(PYTHON) -m benchmarks.crowd $(QUICK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import time
@@ -11,12 +12,12 @@ from typing import TypeVar
 import celery
 import hypothesis
 import pytest
-import redis
 
 from celery_redlock import Lock, Redlock
 from celery_redlock.lock.inspection import ask_nodes
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from tests.clocks import WallClock
+from tests.skips import is_allowed
 
 # s: a busy machine keeps a node or a thread of ours waiting for longer than the defaults allow
 PATIENCE = 7.0  # of the default ttl a quarter: no stall of 5 s makes a node miss it
@@ -33,10 +34,16 @@ hypothesis.settings.load_profile("any machine")
 T = TypeVar("T")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Let redis-py 5, and Celery's result backend before 5.7, leave sockets to the collector."""
-    if int(redis.__version__.partition(".")[0]) < 6 or celery.VERSION < (5, 7):
-        config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail in CI if a test was skipped for a reason that is not on the list."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not os.environ.get("CI"):
+        return
+    reasons = {str(report.longrepr[2]) for report in reporter.getreports("skipped")}
+    reporter.ensure_newline()
+    for reason in sorted(reason for reason in reasons if not is_allowed(reason)):
+        reporter.write_line(f"CI must not skip this (tests/skips.py): {reason}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def eventually(condition: Callable[[], T], within: float = 60.0) -> T:
@@ -71,7 +78,7 @@ def nodes(standing_nodes: list[EmbeddedNode]) -> list[EmbeddedNode]:
     """Give three empty nodes that a test does not end."""
     for node in standing_nodes:
         node.client().flushall()
-    vouch_for(standing_nodes)
+    trust_nodes(standing_nodes)
     return standing_nodes
 
 
@@ -79,7 +86,7 @@ def nodes(standing_nodes: list[EmbeddedNode]) -> list[EmbeddedNode]:
 def mortal_nodes() -> Iterator[list[EmbeddedNode]]:
     """Give three nodes of the test's own, to be killed and frozen."""
     with embedded_nodes(3) as servers:
-        vouch_for(servers)
+        trust_nodes(servers)
         yield servers
 
 
@@ -92,7 +99,7 @@ def wall_clock(tmp_path_factory: pytest.TempPathFactory) -> WallClock:
     return WallClock(tmp_path_factory.mktemp("clock"), compiler)
 
 
-def vouch_for(nodes: list[EmbeddedNode], prefix: str = "redlock") -> None:
+def trust_nodes(nodes: list[EmbeddedNode], prefix: str = "redlock") -> None:
     """Let nodes vote that are new, or that a test has emptied."""
     urls = [node.url for node in nodes]
     with Redlock(urls, prefix=prefix, node_timeout=PATIENCE) as made:
@@ -150,7 +157,7 @@ def see_renewal(lock: Lock) -> None:
 
 def keys_on(nodes: list[EmbeddedNode]) -> list[list[str]]:
     """Return the names of the locks that stand on each node."""
-    return [sorted(node.client().keys("*:lock:*")) for node in nodes]
+    return [sorted(map(str, node.client().keys("*:lock:*"))) for node in nodes]
 
 
 def is_free(nodes: list[EmbeddedNode], resource: str, prefix: str = "redlock") -> bool:

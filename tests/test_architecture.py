@@ -3,25 +3,60 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import celery_redlock
+from tests.private_names import PrivateNames, uses_in
 
 PACKAGE = Path(celery_redlock.__file__).parent
+TESTS = Path(__file__).parent
 # A module imports only modules named before it.
 ORDER = [
     "errors",
-    *(f"lock.{name}" for name in ("keys", "votes", "lease", "backoff", "clock", "nodes", "quorum")),
-    *(f"lock.{name}" for name in ("wakeup", "watchdog", "session", "redlock", "inspection")),
+    *(f"lock.{name}" for name in ("keys", "votes", "lease", "backoff", "clock", "tenures")),
+    *(
+        f"lock.{name}"
+        for name in ("nodes", "quorum", "wakeup", "coroutines", "watchdog", "session", "redlock")
+    ),
+    "lock.inspection",
     *(f"tasks.{name}" for name in ("settings", "contention", "runtime", "signals", "states")),
-    *(f"tasks.{name}" for name in ("children", "uniqueness", "deferral", "waiting")),
+    *(f"tasks.{name}" for name in ("children", "uniqueness", "routes", "deferral", "waiting")),
     *(f"tasks.{name}" for name in ("request", "gate", "task")),
     *(f"operate.{name}" for name in ("lints", "control", "metrics", "cli")),
 ]
 # They only re-export, so nothing below may import them.
 FACES = ["", "lock", "tasks", "operate", "signals"]
+POINT = "stops or enters a step that others only see the result of"
+# The private names of the package that tests use, and why.
+PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
+    "contract/test_interleavings.py": ("_counters _give_up _reading", POINT),
+    "contract/test_redlock.py": ("_claims", "tells which lock a request is of"),
+    "contract/test_server_errors.py": ("_connect", "is redis-py's, not ours"),
+    "contract/test_wakeup.py": ("_ends _run", POINT),
+    "integration/test_call_styles.py": (
+        "_redlock_track_started",
+        "what a task class keeps for its subclasses",
+    ),
+    "integration/test_copies.py": ("_queue_of", "asks for the queue of a send that is not sent"),
+    "integration/test_cut_release.py": ("_end_late", POINT),
+    "integration/test_metrics.py": ("_exporter", "sees in a script that counting is on"),
+    "simulation/clients.py": (
+        "_connect _dropped _lease _opened_at _send _session",
+        "tells the invariants what a client knows, by a clock of its own",
+    ),
+    "simulation/mutants.py": (
+        "_claim _claims _confirm_others _done_at _ends _give_up _is_done _look_closer "
+        "_quorum _recount _repair_at _runs _span _unwritten _write",
+        "a mutant replaces a step",
+    ),
+    "simulation/nodes.py": ("_engine _loaded _run _scripts", "is a fake node, with other faults"),
+    "simulation/schedules.py": ("_end _terms", "draws what a worker decides by a message"),
+    "unit/test_children.py": ("_children", "a process has one: a test begins without"),
+}
 BANNED = {"utils", "helpers", "manager", "base", "common", "misc"}
 MODULES = sorted(
     path for path in PACKAGE.rglob("*.py") if "testing" not in path.relative_to(PACKAGE).parts
@@ -98,7 +133,7 @@ def test_every_log_line_names_its_event() -> None:
 
 def test_every_room_has_a_name_and_there_are_few() -> None:
     assert not {path.stem for path in MODULES} & BANNED
-    assert len([path for path in MODULES if path.stem != "__init__"]) <= 30
+    assert len([path for path in MODULES if path.stem != "__init__"]) <= 33
 
 
 def test_nothing_in_the_package_imports_its_test_support() -> None:
@@ -111,3 +146,60 @@ def test_the_repository_stands_alone() -> None:
     files = [*PACKAGE.rglob("*.py"), *root.glob("*.md"), *(root / "docs").rglob("*.md")]
     for path in files:
         assert "shared/" not in path.read_text(), path
+
+
+def test_every_test_that_ci_names_is_there() -> None:
+    text = (TESTS.parent / ".ci" / "run").read_text().replace("\\\n", " ")
+    words = re.findall(r"tests/[^\s;)\"'$]+", text)
+    command = ["bash", "-c", "printf '%s\\n' " + " ".join(words)]  # which writes braces out
+    paths = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert len(paths) > 40
+    assert [path for path in paths if not (TESTS.parent / path).exists()] == []
+
+
+def test_tests_use_private_names_of_the_package_only_as_listed() -> None:
+    """A test that goes through what a part shows to others survives a new inside of that part."""
+    private = PrivateNames(PACKAGE)
+    unlisted, used = [], set()
+    for path in sorted(TESTS.rglob("*.py")):
+        file = str(path.relative_to(TESTS))
+        if file.startswith("mutants/table/"):  # these rows are pieces of the package's source
+            continue
+        listed = set(PRIVATE_NAMES_IN_TESTS.get(file, ("", ""))[0].split())
+        for line, name in uses_in(path.read_text(), private):
+            used.add((file, name))
+            unlisted += [] if name in listed else [f"tests/{file}:{line}: {name}"]
+    assert not unlisted, "use a public name; or list it in PRIVATE_NAMES_IN_TESTS, and say why"
+    table = {
+        (f, name) for f, (names, _) in PRIVATE_NAMES_IN_TESTS.items() for name in names.split()
+    }
+    assert not table - used, "no test uses these any more: take them off the list"
+
+
+@pytest.mark.parametrize(
+    ("source", "used"),
+    [
+        ("room._lines_of", ["_lines_of"]),
+        ("from celery_redlock.rooms import _hidden", ["_hidden"]),
+        ("from rooms import _hidden", []),
+        ("monkeypatch.setattr(room, '_lines_of', None)", ["_lines_of"]),
+        ("patched(Room, _lines_of=None)", ["_lines_of"]),
+        ("print('_lines_of')", []),
+        ("SCRIPT = 'assert room._lines_of'", ["_lines_of"]),
+        ("monkeypatch.setattr('celery_redlock.rooms._hidden', None)", ["_hidden"]),
+        ("os._exit(room.__dict__)", []),
+        ("class Own:\n def __init__(self):\n  self._lines_of = 1", []),
+        ("class Own:\n def _lines_of(self):\n  super()._lines_of()", []),
+        ("class Odd(Room):\n def f(self):\n  self._lines_of = 1", ["_lines_of"]),
+        ("class Odd(Room):\n def _lines_of(self): ...", ["_lines_of"]),
+        ("class Odd(rooms.Hall):\n def f(self):\n  super()._lines_of", ["_lines_of"]),
+        ("class A(Hall): ...\nclass B(A):\n def f(self):\n  self._lines_of", ["_lines_of"]),
+        ("class Odd(Room):\n def f(self):\n  self._hidden = 1", []),
+    ],
+)
+def test_a_private_name_of_the_package_is_told_from_a_tests_own(
+    tmp_path: Path, source: str, used: list[str]
+) -> None:
+    rooms = "_hidden = 1\nclass Room:\n def __init__(self): self._lines_of = []\n"
+    (tmp_path / "rooms.py").write_text(rooms + "class Hall(Room): ...\n")
+    assert [name for _, name in uses_in(source, PrivateNames(tmp_path))] == used

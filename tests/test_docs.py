@@ -44,6 +44,10 @@ def read(sku: str) -> int: return shelf[sku]
 def write(sku: str, stock: int) -> None: shelf[sku] = stock
 def update(sku: str, price: int, token: int) -> None: ...
 """,
+    "docs/configuration.md": """
+import asyncio
+async def settle_order(order_id: int) -> None: ...
+""",
     "docs/when-this-is-not-enough.md": """
 class Payments:
     def charge(self, amount: int, *, idempotency_key: str) -> None: ...
@@ -60,6 +64,7 @@ WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 RUN_HERE = [page for page in WITH_PYTHON if name_of(page) not in ON_A_WORKER | IN_PYTEST]
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-c", "docs"]
     command = [*build, "-d", str(tmp_path / "doctrees"), ".", str(tmp_path / "site")]
@@ -83,6 +88,7 @@ def whole(page: Path) -> tuple[str, list[Block]]:
     return "\n".join([GIVEN, own, *(block.code for block in found)]), found
 
 
+@pytest.mark.slow
 def test_the_examples_of_every_page_have_the_right_types(tmp_path: Path) -> None:
     files = []
     for page in WITH_PYTHON:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import select
@@ -9,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 from celery import Celery, concurrency
+from celery.concurrency.base import BasePool
+from celery.concurrency.prefork import TaskPool
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.redlock import Redlock
+from celery_redlock.lock.redlock import Redlock, session_of
 from celery_redlock.lock.session import Claim, Holding, Spot, Terms
 from celery_redlock.tasks import children, runtime
 from celery_redlock.tasks.children import (
@@ -51,14 +53,17 @@ def order() -> None:
     """Own a lock."""
 
 
-def holding_of(*resources: str, permit: int = 0, label: str = "label") -> Holding:
+def holding_of(
+    *resources: str, permit: int = 0, label: str = "label", redlock: Redlock = NOWHERE
+) -> Holding:
     """Return what is about to be claimed, with a fresh token for each resource."""
     terms = Terms(
         resources, ttl=30.0, wait=0.0, renew=True, max_hold=None, label=label, owner=order
     )
     spots = [Spot("redlock", resource, permit, 30.0) for resource in resources]
-    holding = Holding(NOWHERE.session, terms, spots, NOWHERE.session.context())
-    holding.claims = [Claim(NOWHERE.session, terms, spot) for spot in spots]
+    session = redlock.session
+    holding = Holding(session, terms, spots, session.context())
+    holding.claims = [Claim(session, terms, spot) for spot in spots]
     return holding
 
 
@@ -206,27 +211,44 @@ def test_a_scribe_says_once_what_it_cannot_write(caplog: pytest.LogCaptureFixtur
     assert read(slot) == []
 
 
+class ForkingPool(BasePool):
+    """One of another author's, that may fork."""
+
+
+class PreforkOfTheirs(TaskPool):
+    """Celery's own, made a little different."""
+
+
+class GreenPool(BasePool):
+    """One of greenlets."""
+
+    is_green = True
+
+
 @pytest.mark.parametrize(
     ("pool", "forks"),
     [
         *((pool, True) for pool in ("prefork", "processes", concurrency.ALIASES["prefork"])),
-        *((pool, False) for pool in ("solo", "threads", "gevent", "eventlet")),
-        *((pool, False) for pool in ("celery.concurrency.thread:TaskPool", "my.own:Pool")),
+        *((pool, False) for pool in ("solo", "threads", "gevent")),
+        ("celery.concurrency.thread:TaskPool", False),
+        *((pool, True) for pool in (f"{__name__}:ForkingPool", f"{__name__}:PreforkOfTheirs")),
+        (f"{__name__}:GreenPool", False),
         (concurrency.get_implementation("prefork"), True),
         (concurrency.get_implementation("solo"), False),
         (concurrency.get_implementation("threads"), False),
     ],
     ids=str,
 )
-def test_only_a_pool_of_processes_is_looked_after(
+def test_only_a_pool_that_may_fork_is_looked_after(
     pool: object, forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "_children", None)
     monkeypatch.setattr(Redlock, "observer", Redlock.observer)
-    children._expect_children(SimpleNamespace(pool_cls=pool))
-    assert (children._children is not None) == forks
-    children.watch_children(None, 2)  # no child, no thread
-    assert not (forks and children._children.is_watched)
+    known = children.expect_children(SimpleNamespace(pool_cls=pool))
+    assert (known is not None) == forks
+    looks = SimpleNamespace(uses_semaphore=True, num_processes=2)
+    children.watch_children(None, looks)  # no child, no thread
+    assert known is None or not known.is_watched
 
 
 def test_slots_that_no_child_ever_signed_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,9 +310,8 @@ def child():
     say("child")
 
 fork(lambda: say("of no pool"))
-children._expect_children(SimpleNamespace(pool_cls="prefork"))
+slots = children.expect_children(SimpleNamespace(pool_cls="prefork")).slots
 pids = [fork(child), fork(child)]
-slots = children._children.slots
 assert [slot.child[0] for slot in slots] == pids
 say("parent")
 """
@@ -392,9 +413,15 @@ def no_descriptor_left() -> Iterator[None]:
 def test_the_parent_warns_of_a_ttl_only_where_something_may_be_left(
     caplog: pytest.LogCaptureFixture, state: int, warns: bool
 ) -> None:
-    body = b"stranger" + a_line()[children._SEAL.size + 8 :]  # nodes that it knows nothing of
+    strangers = Redlock(["redis://127.0.0.1:2"])
+    holding = holding_of("k", redlock=strangers)
+    line, identity = line_of(holding, holding.claims[0]), strangers.session.identity
+    strangers.close()
+    del strangers, holding
+    gc.collect()
+    assert session_of(identity) is None  # so that it is of nodes that this process does not know
     slot = Slot()
-    at = slot.write(children._SEAL.pack(zlib.crc32(body), len(body)) + body)
+    at = slot.write(line)
     slot.mark(at, state)
     app = Celery("warns", set_as_current=False)
     app.conf.redlock_nodes = ["redis://127.0.0.1:1"]
@@ -402,7 +429,7 @@ def test_the_parent_warns_of_a_ttl_only_where_something_may_be_left(
     known.slots.append(slot)
     known.processes[slot] = process = Process(os.getpid(), started_at(os.getpid()))
     with runtime.redlock_of(app):
-        assert children.Watch(known, app)._bury(slot, process) == []
+        assert children.Watch(known, app).reap(slot, process) == []
     assert ("ends with its ttl" in caplog.text) == warns
 
 

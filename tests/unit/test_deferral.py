@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -11,27 +12,31 @@ from celery.app.task import Context
 from celery.exceptions import Ignore, Reject
 from freezegun import freeze_time
 from kombu import Exchange, Queue
+from kombu.exceptions import OperationalError
 from kombu.serialization import dumps, loads
 
+from celery_redlock.tasks import deferral
 from celery_redlock.tasks.contention import Past
 from celery_redlock.tasks.deferral import (
     CLOCKS_DIFFER,
+    LONGEST_PAUSE,
     RECEIVED,
-    Address,
     Requeue,
     Slip,
-    _note_on_message,
-    bearable,
-    destination,
+    note_on_message,
     own_serializer,
+    put_back,
     received_at,
     utc_now,
 )
+from celery_redlock.tasks.routes import Address, bearable, destination
 
 STRANGE = {
     "options": [], "deferrals": "3", "since": "yesterday", "delay": "1", "retries": None, "id": 7,
-    "redelivered": 1, "twin": [], "exchange": 5, "waits_for": None, "first": "yes", "unique": "u",
-    "patient": None, "revoked": "no", "refused_by": 8, "refused_at": "now", "limit": "3",
+    "redelivered": 1, "twin": [], "exchange": 5, "queue": 6, "routing_key": None,
+    "waits_for": None, "unique": "u",
+    "patient": None, "reason": 5, "revoked": "no", "refused_by": 8, "refused_at": "now",
+    "limit": "3",
 }  # fmt: skip
 
 
@@ -85,6 +90,17 @@ def test_a_real_retry_starts_counting_anew_and_keeps_the_calls_options() -> None
     assert again == Slip({"ttl": 9})
 
 
+def test_the_window_of_a_send_goes_on_through_deferrals_redeliveries_and_retries() -> None:
+    carried = {"name": "t:k", "token": "T", "until": "finished"}
+    slip = Slip(id="1", unique=carried)
+    assert slip.next(utc_now(), 1.0, 0, "1").unique == carried
+    assert slip.next_as_twin(0, "1").unique == carried
+    deferred = slip.next(utc_now(), 1.0, 0, "1").to_message()
+    assert Slip.of(request(deferred, retries=1)).unique == carried
+    waited = slip.next_as_twin(0, "1").to_message()
+    assert Slip.of(request(waited, retries=1)).unique == carried
+
+
 def test_a_child_that_inherits_its_parents_headers_does_not_inherit_the_slip() -> None:
     parents = Slip({"key": False}).next(utc_now(), 1.0, 0, "parent").to_message()
     assert Slip.of(request(parents, id="child")) == Slip()
@@ -111,7 +127,9 @@ def test_a_requeue_is_a_reject_that_autoretry_lets_pass() -> None:
 def test_a_broker_without_delays_of_its_own_takes_any_countdown() -> None:
     app = Celery("t", broker="memory://", set_as_default=False)
     assert bearable(app, 0.05, Address("celery", "celery")) == 0.05
-    assert destination(app, Address("celery", "celery")) == {}
+    home = destination(app, Address("celery", "celery", queue="celery"), 0.05)
+    assert (home["exchange"], home["routing_key"]) == ("", "celery")
+    assert home["declare"] == [app.amqp.queues["celery"]]
 
 
 @pytest.fixture
@@ -134,15 +152,28 @@ def test_a_quorum_queue_takes_whole_seconds_from_one_upwards(quorum_app: Celery)
 def test_what_rabbitmq_would_not_bring_back_waits_in_the_worker(quorum_app: Celery) -> None:
     for where in (Address("direct", "direct"), Address("", "celery"), Address("tasks", "nobody")):
         assert bearable(quorum_app, 0.05, where) == 0.05
-        options = destination(quorum_app, where)
-        assert options["queue"].exchange.type == "direct"  # which Celery does not delay by
+        options = destination(quorum_app, where, 0.05)
         assert (options["exchange"], options["routing_key"]) == (where.exchange, where.routing_key)
+        assert destination(quorum_app, replace(where, queue="celery"), 1)["routing_key"] == "celery"
 
 
-def test_a_message_goes_to_its_own_routing_key_again(quorum_app: Celery) -> None:
-    options = destination(quorum_app, Address("wide", "wide.a.b"))
-    assert options["queue"].routing_key == "wide.a.b"
-    assert options["queue"].exchange.type == "topic"
+def test_what_rabbitmq_keeps_goes_by_its_own_routing_key_again(quorum_app: Celery) -> None:
+    options = destination(quorum_app, Address("wide", "wide.a.b"), 2.0)
+    assert options["exchange"].name == "celery_delayed_27"
+    assert options["routing_key"] == f"{'0.' * 26}1.0.wide.a.b"
+
+
+@pytest.mark.parametrize(
+    ("queue", "declared"), [("lasting", ["lasting"]), ("passing", []), ("unknown", [])]
+)
+def test_a_queue_that_goes_with_its_consumer_or_that_nobody_declared_is_not_declared_anew(
+    queue: str, declared: list[str]
+) -> None:
+    app = Celery("t", broker="memory://", set_as_default=False)
+    app.conf.task_queues = [Queue("lasting"), Queue("passing", auto_delete=True)]
+    home = destination(app, Address("x", "key", queue), 1.0)
+    assert (home["exchange"], home["routing_key"], home["queue"].name) == ("", queue, queue)
+    assert [one.name for one in home["declare"]] == declared
 
 
 @pytest.mark.parametrize(
@@ -164,9 +195,9 @@ def test_a_message_that_rabbitmq_kept_back_still_knows_where_it_was_sent() -> No
     bits = "0." * 27 + "1."
     kept = {"exchange": "celery_delayed_delivery", "routing_key": f"{bits}{bits}wide.a"}
     assert Address.of(kept) == Address(None, "wide.a")
-    assert Address.of(kept, Slip(exchange="wide")) == Address("wide", "wide.a")
+    assert Address.of(kept, "wide") == Address("wide", "wide.a")
     own = {"exchange": "", "routing_key": "0.1.slow"}
-    assert Address.of(own, Slip(exchange="wide")) == Address("", "0.1.slow")
+    assert Address.of(own, "wide") == Address("", "0.1.slow")
 
 
 def test_a_first_delivery_asks_for_no_mark() -> None:
@@ -197,7 +228,7 @@ def test_a_message_could_have_begun_when_it_came_or_its_countdown_was_over(
         now = utc_now()
         eta = None if countdown is None else now + timedelta(seconds=countdown)
         came = SimpleNamespace(eta=eta, content_type=None, request_dict={"properties": {}})
-        _note_on_message(request=came)
+        note_on_message(request=came)
     assert received_at(Context(came.request_dict)) == now.timestamp() + at
 
 
@@ -231,3 +262,31 @@ def test_a_body_is_made_again_as_it_was_made() -> None:
     }
     assert own_serializer({"content_type": "application/x-strange"}) == {}
     assert own_serializer({}) == {}
+
+
+def test_a_broker_that_is_away_for_long_is_asked_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither in a busy loop, nor ever less often: an hour's pause would outlast the outage."""
+    pauses: list[float] = []
+    clock = SimpleNamespace(sleep=pauses.append)
+    monkeypatch.setattr(deferral, "SystemClock", lambda: clock)
+    app = Celery("t", broker="memory://", set_as_default=False)
+
+    @app.task(name="unit.early", shared=False)
+    def early() -> None: ...
+
+    tries: list[str] = []
+
+    def send(producer: Any, name: str, *_: Any, **__: Any) -> None:
+        tries.append(name)
+        if len(tries) <= 12:
+            raise OperationalError("broker away")
+
+    monkeypatch.setattr(app.amqp, "send_task_message", send)
+    where = {"exchange": "", "routing_key": "away for long"}
+    put_back(early, request({}, args=(), kwargs={}, delivery_info=where), Slip(), 0.1)
+    assert len(tries) == 13
+    assert len(pauses) == 12
+    assert min(pauses) > 0
+    assert max(pauses) == LONGEST_PAUSE

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+from importlib.metadata import files
 
 import pytest
 from celery import Celery
+from celery.exceptions import ImproperlyConfigured
 
 from celery_redlock import (
     DuplicateTask,
@@ -16,15 +19,26 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.errors import NEVER_ACQUIRED, OF_THE_PARENT, RELEASED
+from celery_redlock.errors import (
+    NEVER_ACQUIRED,
+    OF_THE_PARENT,
+    RELEASED,
+    ArgumentsError,
+    NoRunError,
+    abstains,
+    in_person,
+    in_short,
+)
 
 ERRORS = [
     SettingsError("task 'a'", "lock_ttl", "-1", "must be a number of seconds above 0"),
+    ArgumentsError("task 'a'", "arguments", "(1 by position)", "do not fit a(x, y)"),
     NodeError("10.0.0.1:6379", "Connection refused", True),
     LockTaken("stock:7", "id:task:0:0 w1@host", 2.5, 1.25, 3),
     LockTaken("stock:7", "pid 7 on host", 2.5, 1.25),
     QuorumUnreachable("stock:7", ["10.0.0.1:6379: Connection refused"], 2, 1.0, 4),
     LockLost("stock:7", "another token took its key", True),
+    NoRunError("shop.take"),
     DuplicateTask("stock:7", "3f2a"),
 ]
 
@@ -55,6 +69,29 @@ def test_an_error_of_a_lock_names_the_resource(error: NotAcquired) -> None:
     assert "stock:7" in str(error)
 
 
+def test_a_wrong_setting_is_improperly_configured_to_celery() -> None:
+    error = SettingsError("app", "redlock_ttl", "0", "must be above 0")
+    assert isinstance(error, ImproperlyConfigured)
+    assert (error.hint, str(error)) == ("must be above 0", "app: redlock_ttl=0: must be above 0")
+
+
+CATCHES = re.compile(r"\b(?:except|suppress)\b[^:]*?\b(?:ImproperlyConfigured|CeleryError)\b")
+
+
+@pytest.mark.parametrize("package", ["celery", "kombu", "billiard"])
+def test_nothing_between_a_wrong_setting_and_its_user_catches_what_is_improperly_configured(
+    package: str,
+) -> None:
+    """Celery only raises it so far: an error of ours would be silent where it caught that."""
+    assert CATCHES.search("    except (KeyError,\n            ImproperlyConfigured) as error:\n")
+    assert CATCHES.search("with suppress(exceptions.ImproperlyConfigured):")
+    assert not CATCHES.search("except KeyError:\n    raise ImproperlyConfigured(text)")
+    modules = [path for path in files(package) or () if path.suffix == ".py"]
+    assert len(modules) > 10
+    found = [str(path) for path in modules if CATCHES.search(path.read_text(encoding="utf-8"))]
+    assert found == []
+
+
 def test_taken_and_unreachable_are_two_kinds_of_not_acquired() -> None:
     assert issubclass(LockTaken, NotAcquired)
     assert issubclass(QuorumUnreachable, NotAcquired)
@@ -65,6 +102,23 @@ def test_unreachable_names_each_node_and_its_cause() -> None:
     text = str(QuorumUnreachable("r", ["a:1: refused", "b:2: timed out"], 2))
     assert "a:1: refused" in text
     assert "b:2: timed out" in text
+
+
+def test_nodes_that_are_up_and_abstain_are_not_to_be_brought_back() -> None:
+    quiet = [f"{node}: {abstains(left)}" for node, left in (("a:1", 60.2), ("b:2", 41.0))]
+    text = str(QuorumUnreachable("r", quiet, 2))
+    assert "Bring" not in text
+    assert "a:1, b:2: grants no lock for 60 s more (restart guard)" in text
+    assert "redlock trust" in text
+    both = str(QuorumUnreachable("r", [quiet[0], "c:3: refused"], 2))
+    assert "Bring these nodes back: c:3: refused. New or restarted nodes wait: a:1: " in both
+    assert in_short([*quiet, "c:3: refused"]).startswith("c:3: refused; a:1, b:2: grants no lock")
+
+
+def test_a_label_of_a_run_is_shown_without_its_counts() -> None:
+    assert in_person("id:shop.take:0:0 w1@host") == "shop.take[id] on w1@host"
+    assert in_person("id:shop.take:3:1") == "shop.take[id]"
+    assert in_person("pid 7 on host") == "pid 7 on host"
 
 
 def test_lost_says_whether_the_body_had_ended() -> None:
@@ -81,7 +135,7 @@ def test_what_is_not_held_is_not_called_lost(reason: str) -> None:
     assert "its body had ended" in str(LockLost("r", reason, True))
 
 
-def test_taken_names_the_way_out_of_whoever_asked() -> None:
+def test_taken_names_the_options_of_whoever_asked() -> None:
     """A plain lock has no message that could be put back."""
     plain, task = str(LockTaken("r", "h", None, 0.5)), str(LockTaken("r", "h", None, 0.5, 3))
     assert "waited 0.5 s. Wait longer (wait) " in plain

@@ -5,6 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from celery_redlock.lock.keys import (
+    decoded,
+    encoded,
     label_of,
     lock_key,
     name_of_all,
@@ -12,7 +14,14 @@ from celery_redlock.lock.keys import (
     resource_of,
     since_of,
     value_of,
+    wake_channel,
 )
+
+# any text at all: with lone surrogates, as of a file name that is no UTF-8; and what looks alike
+any_text = st.text(
+    st.one_of(st.sampled_from("x#01\n\0\ud800\udcff{}"), st.characters()), min_size=1
+)
+claims = st.tuples(any_text, st.one_of(st.just(0), st.integers(0, 99)))
 
 resources = st.text(alphabet="ab#0123456789", min_size=1, max_size=8)
 
@@ -29,6 +38,35 @@ def test_two_resources_never_share_a_key(one: str, other: str) -> None:
 @given(resources, resources, st.integers(1, 99))
 def test_no_resource_is_another_ones_permit(one: str, other: str, permit: int) -> None:
     assert lock_key("p", one) != f"{lock_key('p', other)}#{permit}"
+
+
+@given(claims, claims)
+@example(("x#1\n", 0), ("x#1\n#", 0))
+@example(("x", 1), ("x#1", 0))
+def test_two_claims_never_share_a_key_whatever_their_text(
+    one: tuple[str, int], other: tuple[str, int]
+) -> None:
+    keys = [encoded(lock_key("p", *claim)) for claim in (one, other)]
+    assert (keys[0] == keys[1]) == (one == other)
+
+
+@given(any_text)
+@example("\ud83d\ude00")  # a pair of surrogates is not the sign that it would mean in UTF-16
+def test_a_name_comes_back_out_of_its_channel_and_its_key(name: str) -> None:
+    channel = decoded(encoded(wake_channel("p", name)))
+    assert channel.removeprefix(wake_channel("p", "")) == name
+    assert resource_of("p", decoded(encoded(lock_key("p", name, 3)))) == (name, 3)
+
+
+@given(st.binary())
+def test_what_a_stranger_wrote_is_some_text(name: bytes) -> None:
+    assert isinstance(decoded(name), str)
+
+
+@pytest.mark.parametrize("digits", ["0", "01", "1" * 5000])
+def test_a_strangers_key_that_is_no_permit_of_ours_is_a_resource(digits: str) -> None:
+    name = f"x#{digits}"
+    assert resource_of("p", f"{{p}}:lock:{name}") == (name, 0)
 
 
 def test_a_token_is_128_random_bits() -> None:

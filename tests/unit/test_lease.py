@@ -11,7 +11,7 @@ from celery_redlock.lock.lease import (
     Fence,
     Hold,
     State,
-    free_in,
+    expires_in,
     lease_end,
     proposal,
     validity,
@@ -338,6 +338,6 @@ def test_no_order_of_answers_makes_the_validity_longer_than_a_quorum_granted(
 
 
 def test_a_quorum_is_free_when_the_last_of_it_is() -> None:
-    assert free_in([0.0, 2.0, 5.0], 2) == 2.0
-    assert free_in([math.inf, 2.0, 5.0], 2) == 5.0
-    assert free_in([math.inf, math.inf, 5.0], 2) is None
+    assert expires_in([0.0, 2.0, 5.0], 2) == 2.0
+    assert expires_in([math.inf, 2.0, 5.0], 2) == 5.0
+    assert expires_in([math.inf, math.inf, 5.0], 2) is None

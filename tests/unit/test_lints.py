@@ -14,11 +14,11 @@ from celery_redlock.operate.lints import (
     Facts,
     Lint,
     TaskFacts,
-    _visibility,
     declared_queues,
     facts_of,
     lint,
     lint_queues,
+    visibility_of,
 )
 from celery_redlock.tasks.settings import compile_others_plan, compile_plan, read_app
 
@@ -71,20 +71,6 @@ CASES: list[tuple[str, Facts, Facts, str, str]] = [
         "built-in",
     ),
     (
-        "a run that waits for all the others, and may give up",
-        facts(lock={"conflict": "coalesce", "max_wait": 60}),
-        facts(lock={"conflict": "requeue", "max_wait": 60}),
-        "warning",
-        f"{MINE}max_wait",
-    ),
-    (
-        "a run that waits for all the others, and may be put back too often",
-        facts(lock={"conflict": "coalesce", "max_deferrals": 3}),
-        facts(lock={"conflict": "coalesce"}),
-        "warning",
-        f"{MINE}max_deferrals",
-    ),
-    (
         "a retry delay above the visibility timeout",
         facts(task={"retries_after": 61}, visibility=60.0),
         facts(task={"retries_after": 60}, visibility=60.0),
@@ -135,38 +121,38 @@ CASES: list[tuple[str, Facts, Facts, str, str]] = [
     ),
     (
         "a budget of deferrals that never come about",
-        facts(lock={"conflict": "skip", "unreachable": "fail", "max_deferrals": 3}),
-        facts(lock={"conflict": "skip", "max_deferrals": 3}),
+        facts(lock={"on_conflict": "skip", "on_unreachable": "fail", "max_deferrals": 3}),
+        facts(lock={"on_conflict": "skip", "max_deferrals": 3}),
         "warning",
         f"{MINE}max_deferrals",
     ),
     (
         "an end of a budget that is not there",
-        facts(lock={"give_up": "skip"}),
-        facts(lock={"give_up": "skip", "max_wait": 9}),
+        facts(lock={"on_give_up": "skip"}),
+        facts(lock={"on_give_up": "skip", "max_wait": 9}),
         "warning",
-        f"{MINE}give_up",
+        f"{MINE}on_give_up",
     ),
     (
         "an end of a window that no send opens",
-        facts(lock={"unique_until": "start"}),
-        facts(lock={"unique_until": "start", "unique_for": 9}),
+        facts(lock={"unique_until": "started"}),
+        facts(lock={"unique_until": "started", "unique_for": 9}),
         "warning",
         f"{MINE}unique_until",
     ),
     (
         "a word on duplicates that nothing finds",
-        facts({"redlock_duplicate": "fail"}),
-        facts({"redlock_duplicate": "fail", "redlock_unique_for": 9}),
+        facts({"redlock_on_duplicate": "fail"}),
+        facts({"redlock_on_duplicate": "fail", "redlock_unique_for": 9}),
         "warning",
-        "app: redlock_duplicate",
+        "app: redlock_on_duplicate",
     ),
     (
         "a fencing token for runs without a lock",
-        facts(lock={"unreachable": "run", "fencing": True}),
-        facts(lock={"unreachable": "run"}),
+        facts(lock={"on_unreachable": "run", "fencing": True}),
+        facts(lock={"on_unreachable": "run"}),
         "warning",
-        f"{MINE}unreachable",
+        f"{MINE}on_unreachable",
     ),
     (
         "a queue's key that the task cannot fill",
@@ -174,6 +160,20 @@ CASES: list[tuple[str, Facts, Facts, str, str]] = [
         facts({"redlock_queues": {"celery": {"key": "{b}"}}}, lock={"key": "{a}"}),
         "warning",
         "queue 'celery': redlock_queues['celery']['key']",
+    ),
+    (
+        "a queue's argument that the task has not",
+        facts({"redlock_queues": {"celery": {"args": ["b"]}}}),
+        facts({"redlock_queues": {"celery": {"args": ["b"]}}}, lock={"args": ["a"]}),
+        "warning",
+        "queue 'celery': redlock_queues['celery']['args']",
+    ),
+    (
+        "a key that is the bare name of an argument",
+        facts(lock={"key": ["x", "a"]}),
+        facts(lock={"key": ["x", "{a}"]}),
+        "warning",
+        f"{MINE}key",
     ),
     (
         "a queue's option beside which the task's cannot stand",
@@ -213,7 +213,7 @@ CASES: list[tuple[str, Facts, Facts, str, str]] = [
     (
         "no message that waits",
         facts(prefetch=0),
-        facts(lock={"conflict": "fail"}, prefetch=0),
+        facts(lock={"on_conflict": "fail"}, prefetch=0),
         "warning",
         "app: worker_prefetch_multiplier",
     ),
@@ -234,7 +234,7 @@ CASES: list[tuple[str, Facts, Facts, str, str]] = [
     (
         "a fixed prefetch that waiting messages fill",
         facts(prefetch_is_fixed=("celery",)),
-        facts(prefetch_is_fixed=("celery",), lock={"conflict": "skip"}),
+        facts(prefetch_is_fixed=("celery",), lock={"on_conflict": "skip"}),
         "warning",
         "queue 'celery'",
     ),
@@ -270,8 +270,8 @@ def test_what_is_wrong_is_said_once_and_what_is_right_is_not(
     assert said(wrong) == [(level, setting)]
     assert lint(right) == ()
     (one,) = lint(wrong)
-    assert one.way_out
-    assert str(one) == f"{one.setting}={one.value}: {one.way_out}"
+    assert one.hint
+    assert str(one) == f"{one.setting}={one.value}: {one.hint}"
 
 
 def test_a_task_that_cannot_be_meant_in_its_queue_leaves_the_others_their_lints() -> None:
@@ -280,13 +280,21 @@ def test_a_task_that_cannot_be_meant_in_its_queue_leaves_the_others_their_lints(
     assert said(found) == [("warning", "task 'shop.f' in queue 'celery': limit")]
 
 
+def test_a_task_that_cannot_be_meant_leaves_other_tasks_their_lints() -> None:
+    conf = {"redlock_queues": {"celery": {"limit": 2}}}
+    found = several(conf, bad={"fencing": True}, good={"ttl": 20, "max_wait": 0.1, "wait": 1})
+    settings = [one.setting for one in found]
+    assert "task 'bad' in queue 'celery': limit" in settings
+    assert "task 'good': lock_max_wait" in settings
+
+
 def test_a_thing_of_many_tasks_is_said_once_and_names_some() -> None:
     app = read_app({"redlock_nodes": NODES, "redlock_max_wait": 1, "redlock_wait": 1})
     signature = inspect.signature(lambda a: None)
     plans = [compile_plan(app, f"shop.t{n}", {}, signature) for n in range(7)]
     found = lint(Facts(app, tasks=[TaskFacts(plan, "celery") for plan in plans]))
     assert [one.setting for one in found] == ["app: redlock_max_wait", "acks_late"]
-    assert found[1].way_out.startswith("shop.t0, shop.t1, shop.t2, shop.t3, shop.t4 and 2 more: ")
+    assert found[1].hint.startswith("shop.t0, shop.t1, shop.t2, shop.t3, shop.t4 and 2 more: ")
 
 
 def several(conf: dict[str, Any], **tasks: dict[str, Any]) -> tuple[Lint, ...]:
@@ -316,7 +324,28 @@ def test_tasks_that_share_a_lock_are_told_in_what_they_differ(
     assert (found.level, found.setting) == (level, f"lock 'stock:{{}}': {option}")
     for task, value in (("a", one), ("b", other)):
         shown = float(value) if option == "ttl" else value
-        assert f"{option}={shown!r}: {task}" in found.way_out
+        assert f"{option}={shown!r}: {task}" in found.hint
+
+
+@pytest.mark.parametrize(
+    ("conf", "lock", "args"),
+    [
+        ({}, {"key": "a"}, "lock_args"),
+        ({"redlock_key": "a"}, {}, "redlock_args"),
+        (
+            {"redlock_queues": {"celery": {"key": "a"}}},
+            {},
+            "redlock_queues['celery']['args']",
+        ),
+    ],
+    ids=["task", "app", "queue"],
+)
+def test_an_arguments_bare_name_in_a_key_is_asked_about_at_its_level(
+    conf: dict[str, Any], lock: dict[str, Any], args: str
+) -> None:
+    (found,) = lint(facts(conf, lock=lock))
+    assert f"did you mean {args}=['a'] or '{{a}}'?" in found.hint
+    assert not lint(facts(conf, lock={"args": ["a"]}))
 
 
 def test_tasks_share_a_lock_where_one_of_several_keys_is_the_same() -> None:
@@ -330,13 +359,13 @@ def test_tasks_whose_keys_name_them_or_are_not_known_share_no_lock(key: Any) -> 
 
 
 def test_a_word_on_duplicates_for_all_is_for_those_that_have_a_window() -> None:
-    assert not several({"redlock_duplicate": "fail"}, a={"unique_for": 9}, b={})
+    assert not several({"redlock_on_duplicate": "fail"}, a={"unique_for": 9}, b={})
 
 
 def test_errors_stand_first_and_advice_last() -> None:
     found = facts(
         {"redlock_queues": {"slwo": {}}, "redlock_nodes": NODES[:2]},
-        lock={"give_up": "skip"},
+        lock={"on_give_up": "skip"},
         queues=("slow",),
         creates_queues=False,
     )
@@ -344,11 +373,11 @@ def test_errors_stand_first_and_advice_last() -> None:
 
 
 def test_a_task_of_others_is_looked_at_like_ones_own() -> None:
-    app = read_app({"redlock_nodes": NODES, "redlock_tasks": {"vendor.*": {"give_up": "skip"}}})
+    app = read_app({"redlock_nodes": NODES, "redlock_tasks": {"vendor.*": {"on_give_up": "skip"}}})
     plan = compile_others_plan(app, "vendor.f", "vendor.*", inspect.signature(lambda a: None))
     task = TaskFacts(plan, "celery", True, True, takes_entry=True)
     (one,) = lint(Facts(app, names=("vendor.f",), tasks=[task]))
-    assert one.setting == "task 'vendor.*': redlock_tasks['vendor.*']['give_up']"
+    assert one.setting == "task 'vendor.*': redlock_tasks['vendor.*']['on_give_up']"
 
 
 def a_queue(name: str, exchange: str, kind: str) -> Queue:
@@ -380,7 +409,7 @@ class TestQueues:
     ) -> None:
         (one,) = lint_queues(["slwo"], ["slow", "celery"], creates=creates)
         assert (one.level, one.value) == (level, "'slwo'")
-        assert "did you mean 'slow'?" in one.way_out
+        assert "did you mean 'slow'?" in one.hint
 
     def test_a_glob_and_a_declared_name_are_not(self) -> None:
         assert not [*lint_queues(["slow", "x*"], ["slow"], creates=False)]
@@ -412,7 +441,7 @@ def test_brokers_take_a_message_for_lost_after_a_time_of_their_own(
 ) -> None:
     options = {} if given is None else {"visibility_timeout": given}
     conf = {"broker_url": url, "broker_transport_options": options}
-    assert _visibility(conf) == visibility
+    assert visibility_of(conf) == visibility
 
 
 def test_a_lint_is_a_frozen_record() -> None:
@@ -422,7 +451,7 @@ def test_a_lint_is_a_frozen_record() -> None:
 
 
 @pytest.mark.parametrize(
-    ("conf", "way_out"),
+    ("conf", "hint"),
     [
         ({"redlock_done_ttl": 40}, "cut to 20 s, half of redlock_done_ttl"),
         (
@@ -431,11 +460,43 @@ def test_a_lint_is_a_frozen_record() -> None:
         ),
     ],
 )
-def test_a_cap_that_is_too_high_is_told_by_what_it_is_cut(
-    conf: dict[str, Any], way_out: str
-) -> None:
+def test_a_cap_that_is_too_high_is_told_by_what_it_is_cut(conf: dict[str, Any], hint: str) -> None:
     [found] = lint(facts(conf))
-    assert way_out in found.way_out
+    assert hint in found.hint
+
+
+STAGING = {"broker_transport_options": {"global_keyprefix": "staging:"}}
+
+
+def of_prefix(conf: dict[str, Any]) -> list[Lint]:
+    """Return what is said of the prefix of an app's locks."""
+    app = Celery("prefixed", broker="redis://a/1", set_as_default=False)
+    app.conf.update(conf)
+    return [one for one in lint(facts_of(app)) if one.setting == "app: redlock_prefix"]
+
+
+@pytest.mark.parametrize(
+    ("conf", "level"),
+    [
+        (STAGING, "warning"),  # the broker's Redis is the node
+        ({**STAGING, "redlock_nodes": NODES}, "warning"),  # one of them is the broker's Redis
+        ({**STAGING, "redlock_nodes": ["redis://x"]}, "advice"),  # maybe nobody else's
+        ({"result_backend_transport_options": {"global_keyprefix": "staging:"},
+          "broker_url": "amqp://a", "result_backend": "redis://a"}, "warning"),
+    ],
+)  # fmt: skip
+def test_a_key_prefix_of_the_brokers_that_locks_do_not_carry_is_told(
+    conf: dict[str, Any], level: str
+) -> None:
+    (found,) = of_prefix(conf)
+    assert (found.level, found.value) == (level, "'redlock'")
+    assert "global_keyprefix='staging:'" in found.hint
+    assert "redlock_prefix='staging-redlock'" in found.hint
+
+
+@pytest.mark.parametrize("conf", [{}, {**STAGING, "redlock_prefix": "mine"}])
+def test_a_prefix_of_ones_own_is_enough(conf: dict[str, Any]) -> None:
+    assert of_prefix(conf) == []
 
 
 def test_the_facts_are_those_of_an_app() -> None:

@@ -3,21 +3,24 @@ from __future__ import annotations
 import datetime as dt
 import enum
 import inspect
+import sys
 import uuid
 from collections.abc import Callable
 from decimal import Decimal
+from types import ModuleType
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery.utils.imports import symbol_by_name
 from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
 from redis.sentinel import Sentinel
 
-from celery_redlock import Backoff, SettingsError
+from celery_redlock import Backoff, LockedTask, SettingsError
 from celery_redlock.lock.redlock import check_nodes
-from celery_redlock.tasks.runtime import settings_of
+from celery_redlock.tasks.runtime import name_of, settings_of
 from celery_redlock.tasks.settings import (
     BUILT_IN,
     OPTIONS,
@@ -79,13 +82,13 @@ class TestLevels:
             "redlock_ttl": 11,
             "redlock_wait": 1,
             "redlock_max_wait": 1,
-            "redlock_give_up": "skip",
+            "redlock_on_give_up": "skip",
             "redlock_queues": {"slow": {"wait": 2, "max_wait": 2, "ttl": 12}},
         }
         made = plan(conf, max_wait=3, ttl=13)
         rules = made.rules("slow", {"ttl": 14})
-        assert (rules.give_up, rules.wait, rules.max_wait, rules.ttl) == ("skip", 2, 3, 14)
-        assert rules.conflict == BUILT_IN["conflict"]
+        assert (rules.on_give_up, rules.wait, rules.max_wait, rules.ttl) == ("skip", 2, 3, 14)
+        assert rules.on_conflict == BUILT_IN["on_conflict"]
         assert made.rules("other").wait == 1
 
     def test_none_is_a_value_and_overrides_too(self) -> None:
@@ -125,22 +128,23 @@ class TestLevels:
 # four values of each option, for four levels; neighbours differ
 FOUR: dict[str, list[Any]] = {
     "key": ["1:{a}", "2:{a}", "3:{a}", "4:{a}"],
+    "args": [("a",), ("b",), (), ("a", "b")],
     "ttl": [11, 12, 13, 14],
     "renew": [False, True, False, True],
     "max_hold": [1, 2, None, 4],
     "wait": [1, 2, 3, 4],
-    "conflict": ["skip", "fail", "requeue", "skip"],
+    "on_conflict": ["skip", "fail", "defer", "skip"],
     "backoff": [Backoff(n, 9) for n in (1, 2, 3, 4)],
     "max_wait": [1, 2, None, 4],
     "max_deferrals": [1, None, 3, 4],
-    "give_up": ["skip", "fail", "skip", "fail"],
-    "lost": ["warn", "abort", "warn", "abort"],
-    "unreachable": ["run", "fail", "requeue", "run"],
+    "on_give_up": ["skip", "fail", "skip", "fail"],
+    "on_lost": ["warn", "abort", "warn", "abort"],
+    "on_unreachable": ["run", "fail", "defer", "run"],
     "limit": [2, 3, 4, 5],
     "fencing": [True, False, True, False],
     "unique_for": [1, 2, None, 4],
-    "unique_until": ["start", "window", "done", "start"],
-    "duplicate": ["fail", "replace", "existing", "fail"],
+    "unique_until": ["started", "expired", "finished", "started"],
+    "on_duplicate": ["fail", "replace", "existing", "fail"],
 }
 
 
@@ -169,11 +173,13 @@ class TestEveryOptionAtEveryLevel:
             assert (told.value, str(told.place)) == (value, place)
 
     def test_they_are_a_table_as_text(self) -> None:
-        lines = str(plan({"redlock_ttl": 11}, conflict=lambda c: "skip").told("slow")).splitlines()
+        lines = str(
+            plan({"redlock_ttl": 11}, on_conflict=lambda c: "skip").told("slow")
+        ).splitlines()
         assert lines[0] == "shop.f in queue slow"
         assert "all arguments" in lines[1]
         assert [line.split()[0] for line in lines[1:]] == list(Rules.__dataclass_fields__)
-        assert "app: redlock_ttl" in lines[2]
+        assert "app: redlock_ttl" in lines[3]
 
 
 class TestTasksOfOthers:
@@ -182,10 +188,10 @@ class TestTasksOfOthers:
         return compile_others_plan(app, "vendor.sync", pattern, inspect.signature(f))
 
     def test_an_entry_stands_where_a_tasks_own_options_do(self) -> None:
-        made = self.others({"vendor.*": {"wait": 3, "key": ["a"]}}, "vendor.*")
+        made = self.others({"vendor.*": {"wait": 3, "args": ["a"]}}, "vendor.*")
         told = made.told("q", {"wait": 4})
-        assert [told[name].value for name in ("key", "ttl", "wait")] == [("a",), 11, 4]
-        assert str(told["key"].place) == "task 'vendor.*': redlock_tasks['vendor.*']['key']"
+        assert [told[name].value for name in ("args", "ttl", "wait")] == [("a",), 11, 4]
+        assert str(told["args"].place) == "task 'vendor.*': redlock_tasks['vendor.*']['args']"
 
     def test_a_callable_may_stand_there(self) -> None:
         made = self.others({"vendor.*": {"key": lambda task, args, kwargs: "x"}}, "vendor.*")
@@ -201,6 +207,15 @@ class TestTasksOfOthers:
         assert pattern_for(name, ["*.c", "a.*", "a.b"][::-1]) == pattern
 
 
+def test_an_app_is_named_as_a_command_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, app = ModuleType("shop_of_a_test"), Celery("shop", set_as_default=False)
+    assert name_of(app) == ""
+    module.__dict__["orders"] = app
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert name_of(app) == "shop_of_a_test:orders"
+    assert symbol_by_name(name_of(app)) is app
+
+
 class TestWrongSettings:
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -214,15 +229,15 @@ class TestWrongSettings:
             ("renew", 1),
             ("max_hold", 0),
             ("wait", -1),
-            ("conflict", "drop"),
-            ("conflict", 3),
+            ("on_conflict", "drop"),
+            ("on_conflict", 3),
             ("backoff", 1.5),
             ("max_wait", 0),
             ("max_deferrals", -1),
             ("max_deferrals", 1.5),
-            ("give_up", "requeue"),
-            ("lost", "ignore"),
-            ("unreachable", "skip"),
+            ("on_give_up", "defer"),
+            ("on_lost", "ignore"),
+            ("on_unreachable", "skip"),
             ("limit", 0),
             ("limit", 1.5),
             ("limit", True),
@@ -234,17 +249,27 @@ class TestWrongSettings:
             ("unique_for", True),
             ("unique_until", "end"),
             ("unique_until", None),
-            ("duplicate", "skip"),
+            ("on_duplicate", "skip"),
             ("key", 7),
             ("key", []),
             ("key", ""),
-            ("key", ["a", "x:{b}"]),
-            ("key", ["nope"]),
+            ("key", ["x:{a}", ""]),
+            ("key", ["x:{a}", 7]),
             ("key", "stock:{nope}"),
             ("key", ["stock:{a}", "stock:{nope}"]),
             ("key", "stock:{a.b}"),
             ("key", "stock:{a"),
             ("key", "stock:{}"),
+            ("args", "a"),
+            ("args", 7),
+            ("args", False),
+            ("args", {"a": 1}),
+            ("args", [7]),
+            ("args", ["a", ""]),
+            ("args", ["{a}"]),
+            ("args", ["nope"]),
+            ("args", ["a", "task"]),
+            ("args", lambda task, args, kwargs: ["a"]),
         ],
     )
     def test_a_wrong_value_names_level_name_and_value(self, name: str, value: Any) -> None:
@@ -253,11 +278,61 @@ class TestWrongSettings:
         error = caught.value
         assert (error.level, error.name) == ("task 'shop.f'", f"lock_{name}")
         assert error.value == repr(list(value) if isinstance(value, tuple) else value)
-        assert error.way_out
+        assert error.hint
+
+    @pytest.mark.parametrize(
+        ("conf", "lock", "named"),
+        [
+            ({}, {"on_conflict": "merge"}, "task 'shop.f': lock_on_conflict='merge'"),
+            ({"redlock_on_conflict": "merge"}, {}, "app: redlock_on_conflict='merge'"),
+            (
+                {"redlock_queues": {"q": {"on_conflict": "merge"}}},
+                {},
+                "queue 'q': redlock_queues['q']['on_conflict']='merge'",
+            ),
+        ],
+        ids=["task", "app", "queue"],
+    )
+    def test_an_unknown_word_for_a_conflict_is_told_with_the_known_ones(
+        self, conf: dict[str, Any], lock: dict[str, Any], named: str
+    ) -> None:
+        with pytest.raises(SettingsError) as caught:
+            plan(conf, **lock)
+        assert str(caught.value).startswith(named)
+        known = ("'defer'", "'skip'", "'fail'", "a callable")
+        assert [word for word in known if word not in caught.value.hint] == []
 
     def test_an_unknown_option_is_refused_with_a_proposal(self) -> None:
         with pytest.raises(SettingsError, match=r"lock_tll.*did you mean 'lock_ttl'"):
             plan(tll=3)
+
+    @pytest.mark.parametrize("on", [name for name in OPTIONS if name.startswith("on_")])
+    def test_an_option_without_its_on_is_unknown_and_the_right_name_is_proposed(
+        self, on: str
+    ) -> None:
+        name = on.removeprefix("on_")
+        with pytest.raises(SettingsError, match=f"redlock_{name}=.*did you mean 'redlock_{on}'"):
+            plan({f"redlock_{name}": "fail"})
+        with pytest.raises(SettingsError, match=f"lock_{name}=.*did you mean 'lock_{on}'"):
+            plan(**{name: "fail"})
+        with pytest.raises(SettingsError, match=f"'{name}'.*did you mean '{on}'"):
+            plan({"redlock_queues": {"q": {name: "fail"}}})
+        with pytest.raises(SettingsError, match=f"'{name}'.*did you mean '{on}'"):
+            plan().check_call({name: "fail"})
+
+    @pytest.mark.parametrize(
+        ("name", "value", "allowed"),
+        [
+            ("on_conflict", "again", "'defer', 'skip', 'fail'"),
+            ("on_unreachable", "again", "'defer', 'fail', 'run'"),
+            ("unique_until", "end", "'started', 'finished', 'expired'"),
+        ],
+    )
+    def test_a_value_of_another_name_is_refused_with_those_that_are_allowed(
+        self, name: str, value: str, allowed: str
+    ) -> None:
+        with pytest.raises(SettingsError, match=f"lock_{name}='{value}': must be one of {allowed}"):
+            plan(**{name: value})
 
     @pytest.mark.parametrize("name", ["timeout", "expires", "blocking_timeout", "redlock_ttl"])
     def test_an_option_by_the_word_of_another_lock_is_never_taken_for_a_limit(
@@ -300,7 +375,7 @@ class TestWrongSettings:
         with pytest.raises(SettingsError, match="callables stand at task and app level only"):
             plan({"redlock_queues": {"q": {"key": value}}})
         with pytest.raises(SettingsError, match="callables stand at task and app level only"):
-            plan().rules("q", {"conflict": value})
+            plan().rules("q", {"on_conflict": value})
 
     @pytest.mark.parametrize(
         ("setting", "value", "words"),
@@ -321,13 +396,34 @@ class TestWrongSettings:
             ("redlock_queues", ["q"], "must map"),
         ],
     )
-    def test_a_wrong_setting_names_itself_and_the_way_out(
+    def test_a_wrong_setting_names_itself_and_the_hint(
         self, setting: str, value: Any, words: str
     ) -> None:
         with pytest.raises(SettingsError, match=words) as caught:
             plan({setting: value})
         assert caught.value.name == setting
         assert caught.value.level == "app"
+
+    def test_the_built_in_ttl_is_checked_like_any_other(self) -> None:
+        with pytest.raises(SettingsError) as caught:
+            plan({"redlock_node_timeout": 60})
+        assert (caught.value.level, caught.value.name) == ("built-in", "ttl")
+        assert "4 x redlock_node_timeout = 240 s" in str(caught.value)
+        with pytest.raises(SettingsError, match="at least 4 x"):
+            plan({"redlock_max_ttl": 0.5})
+
+    def test_a_built_in_ttl_that_holds_for_no_run_is_not_checked(self) -> None:
+        slow = {"redlock_node_timeout": 60, "redlock_max_ttl": 600}
+        assert plan({**slow, "redlock_ttl": 300}).rules("q").ttl == 300
+        assert plan(slow, ttl=300).rules("q").ttl == 300
+        plan(slow, key=False)
+
+    def test_a_call_that_brings_the_built_in_ttl_into_force_has_it_checked(self) -> None:
+        slow = {"redlock_node_timeout": 60, "redlock_max_ttl": 600}
+        of_queue = {"redlock_queues": {"*": {"ttl": 300}}}
+        assert plan({**slow, **of_queue}).rules("q").ttl == 300
+        with pytest.raises(SettingsError, match="at least 4 x"):
+            plan(slow, key=False).rules("q", {"key": "k"})
 
     @pytest.mark.parametrize(
         "url",
@@ -442,6 +538,14 @@ class TestNodesByDefault:
         with pytest.raises(SettingsError, match="broker_use_ssl"):
             read_app({"broker_url": "rediss://a", "broker_use_ssl": {"ssl_cert_reqs": 0}})
 
+    def test_it_is_known_which_setting_the_node_comes_from(self) -> None:
+        for conf, name in (
+            ({"broker_url": "redis://b", "result_backend": "redis://r"}, "broker_url"),
+            ({"broker_url": "amqp://x", "result_backend": "redis://r"}, "result_backend"),
+            ({"broker_url": "redis://b", "redlock_nodes": NODES}, "redlock_nodes"),
+        ):
+            assert read_app(conf).nodes_from == name
+
     def test_the_broker_of_the_environment_is_the_node(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -543,11 +647,6 @@ class TestKeys:
         with pytest.raises(SettingsError, match=r"argument 'a'.*no stable form.*lock_key"):
             digest({"a": object()}, "shop.f")
 
-    def test_a_list_of_names_takes_these_arguments_alone(self) -> None:
-        made = plan(key=["a"])
-        assert resource(made, 1, 2) == resource(made, 1, 3) != resource(made, 2, 2)
-        assert "secret" not in resource(made, "secret")
-
     def test_a_list_of_templates_is_several_resources(self) -> None:
         made = plan(key=["account:{a}", "account:{b}", "{task}"])
         assert resources(made, 1, 2) == ("account:1", "account:2", "shop.f")
@@ -574,10 +673,9 @@ class TestKeys:
         assert resource(made, before) == resource(made, after)
         assert resource(plan(), before) == resource(plan(), after)
 
-    def test_a_queues_list_of_names_that_a_task_lacks_is_an_error(self) -> None:
-        made = plan({"redlock_queues": {"q": {"key": ["nope"]}}})
-        with pytest.raises(SettingsError, match="no argument 'nope'"):
-            resource(made, 1, queue="q")
+    def test_a_text_without_braces_is_one_lock_whatever_the_arguments(self) -> None:
+        assert resource(plan(key="a"), 1) == resource(plan(key=["a"]), 2) == "a"
+        assert resources(plan(key=["a", "x:{b}", "ledger"]), 1, 3) == ("a", "x:3", "ledger")
 
     def test_a_template_reaches_into_rest_and_options(self) -> None:
         made = plan(key="{rest[0]}-{options[sku]}")
@@ -658,3 +756,26 @@ def test_no_countdown_outlives_a_delivery_nor_the_mark_of_another_copys_end(
 def test_a_done_mark_is_kept_for_some_seconds(value: Any) -> None:
     with pytest.raises(SettingsError, match=r"redlock_done_ttl.*seconds above 0"):
         read_app({"redlock_nodes": NODES, "redlock_done_ttl": value})
+
+
+def test_a_task_class_goes_by_the_settings_of_the_app_that_has_it_now() -> None:
+    class Settle(LockedTask):
+        name = "shop.settle"
+
+        def run(self, order: int) -> None: ...
+
+    for ttl in (10, 20):
+        app = Celery(f"shop{ttl}", broker="memory://", set_as_default=False)
+        app.conf.update(redlock_nodes=NODES, redlock_ttl=ttl)
+        assert app.register_task(Settle()).lock_options()["ttl"].value == ttl
+
+
+def test_a_template_of_the_app_that_a_task_cannot_fill_is_an_error_at_the_start() -> None:
+    app = Celery("shop", broker="memory://", set_as_default=False)
+    app.conf.update(redlock_nodes=NODES, redlock_key="stock:{nope}")
+
+    @app.task(base=LockedTask, shared=False)
+    def take(sku: str) -> None: ...
+
+    with pytest.raises(SettingsError, match="no argument 'nope'"):
+        app.finalize()

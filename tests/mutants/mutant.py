@@ -1,0 +1,73 @@
+"""What a mutant is, and how it is put into the source."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "celery_redlock"
+SCRIPT = ".lua"
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+UNIT, CONTRACT, INTEGRATION = "tests/unit", "tests/contract", "tests/integration"
+SIMULATION, KIT = "tests/simulation", "tests/testing"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault, and the tests of which at least one fails with it.
+
+    name: what a user would see. where: module and function, as "tasks.gate:defer", or the whole
+    module, as "tasks.gate:"; of a script its file, as "lock/lua/grant.lua:". old, new: a piece of
+    its source, and what stands there instead.
+    tests: as pytest names them; keyword: narrows them, as of `pytest -k`.
+    """
+
+    name: str
+    where: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    keyword: str = ""
+
+    @property
+    def path(self) -> str:
+        """The file, relative to the repository."""
+        module, _, _ = self.where.partition(":")
+        is_script = module.endswith(SCRIPT)
+        return f"{PACKAGE}/{module if is_script else module.replace('.', '/') + '.py'}"
+
+
+def mutated(mutant: Mutant, source: str) -> str:
+    """Return a file's source with the mutant in it.
+
+    Raises LookupError if the function is not there, or has the old piece not exactly once.
+    """
+    start, end = _span(source, mutant.where.partition(":")[2])
+    lines = source.splitlines(keepends=True)
+    body = "".join(lines[start:end])
+    if body.count(mutant.old) != 1:
+        raise LookupError(f"{mutant.where} has {mutant.old!r} {body.count(mutant.old)} times")
+    return "".join(lines[:start]) + body.replace(mutant.old, mutant.new) + "".join(lines[end:])
+
+
+def _span(source: str, name: str) -> tuple[int, int]:
+    """Return the first line of a function or class, with its decorators, and the one behind it."""
+    if not name:
+        return 0, source.count("\n")
+    found: ast.AST = ast.parse(source)
+    for part in name.split("."):
+        found = next(
+            (
+                node
+                for node in ast.iter_child_nodes(found)
+                if isinstance(node, NAMED) and node.name == part
+            ),
+            found,
+        )
+        if getattr(found, "name", None) != part:
+            raise LookupError(f"no {name} in this file")
+    assert isinstance(found, NAMED)
+    first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
+    return first - 1, found.end_lineno or found.lineno

@@ -1,0 +1,20 @@
+"""The mutants. A fault that was found once, or that nothing caught once, has its row here.
+
+- `lock`: the lock itself: votes, leases, nodes, and the scripts that run on them
+- `gate`: a task's run with its lock: before its body, beside it, at its end, after a kill
+- `messages`: messages that are put back, wait, come again, or are sent once
+- `operate`: settings and their lints, the command line, metrics
+- `kit`: what `celery_redlock.testing` gives to users' tests
+"""
+
+from __future__ import annotations
+
+from tests.mutants.table import gate, kit, lock, messages, operate
+
+MUTANTS = (
+    *lock.MUTANTS,
+    *gate.MUTANTS,
+    *messages.MUTANTS,
+    *operate.MUTANTS,
+    *kit.MUTANTS,
+)

@@ -1,0 +1,493 @@
+"""Mutants of messages: put back, waiting, brought again, sent once."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
+
+MUTANTS = (
+    Mutant(
+        "a worker listens for ever for what nobody waits for",
+        "tasks.waiting:Room._look",
+        "            self._lines.forget_empty(now - LINGER)\n",
+        "",
+        (
+            f"{CONTRACT}/test_waiting_room.py::"
+            "test_a_worker_does_not_listen_for_ever_for_what_nobody_waits_for",
+        ),
+    ),
+    Mutant(
+        "a worker remembers every release that it ever heard",
+        "tasks.waiting:Room.on_release_message",
+        "if len(self._words) > WORDS:",
+        "if False:",
+        (
+            f"{CONTRACT}/test_waiting_room.py::"
+            "test_a_worker_does_not_remember_every_release_that_it_heard",
+        ),
+    ),
+    Mutant(
+        "a retry after a deferral forgets its send's window",
+        "tasks.deferral:Slip.of",
+        "slip = cls(slip.options, id=slip.id, unique=slip.unique)",
+        "slip = cls(slip.options, id=slip.id)",
+        (
+            f"{UNIT}/test_deferral.py::test_the_window_of_a_send_goes_on_through_deferrals_"
+            "redeliveries_and_retries",
+        ),
+    ),
+    Mutant(
+        "a redelivery forgets its send's window",
+        "tasks.deferral:Slip.next_as_twin",
+        "            unique=self.unique,\n",
+        "",
+        (
+            f"{UNIT}/test_deferral.py::test_the_window_of_a_send_goes_on_through_deferrals_"
+            "redeliveries_and_retries",
+        ),
+    ),
+    Mutant(
+        "a deferral makes a task its own parent",
+        "tasks.deferral:_fields_of_message",
+        '"parent_id": request.parent_id,',
+        '"parent_id": request.parent_id or request.id,',
+        (f"{INTEGRATION}/test_message.py::test_a_task_without_a_parent_does_not_become_its_own",),
+    ),
+    Mutant(
+        "a deferral shows a masked argument",
+        "tasks.deferral:_fields_of_message",
+        '"argsrepr": request.get("argsrepr")',
+        '"argsrepr": None',
+        (
+            f"{INTEGRATION}/test_message.py::test_a_deferral_keeps_everything_that_a_message_carries",
+        ),
+    ),
+    Mutant(
+        "two copies of a message are one run",
+        "tasks.deferral:name_of_run",
+        "return name if queue is None else",
+        "return name if queue else",
+        (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
+    ),
+    Mutant(
+        "a copy that RabbitMQ brought to another queue runs there",
+        "tasks.deferral:is_astray",
+        ".get(QUEUE, slip.queue) != slip.queue",
+        ".get(QUEUE, slip.queue) != slip.queue and False",
+        (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
+    ),
+    Mutant(
+        "a deferral loses what a hook took from the arguments",
+        "tasks.deferral:_keep_arguments",
+        "= tuple(args), dict(kwargs)",
+        "= args, kwargs",
+        (f"{INTEGRATION}/test_message.py::test_a_deferral_keeps_the_arguments_as_they_came",),
+    ),
+    Mutant(
+        "autoretry takes a message that is handed back for an error",
+        "tasks.deferral:Requeue",
+        "class Requeue(Reject, Ignore):",
+        "class Requeue(Reject):",
+        (f"{UNIT}/test_deferral.py",),
+    ),
+    Mutant(
+        "a deferral goes to every queue of its exchange",
+        "tasks.routes:destination",
+        "if home is None:",
+        "if address.exchange:",
+        (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
+    ),
+    Mutant(
+        "a child sent with its parent's headers never ends its window",
+        "tasks.task:put_ticket",
+        'or slip.get("id") != task_id',
+        "",
+        (
+            f"{CONTRACT}/test_unique.py::"
+            "test_a_send_with_its_parents_headers_has_a_window_of_its_own",
+        ),
+    ),
+    Mutant(
+        "a body begins before a quorum knows that its window is over",
+        "tasks.uniqueness:Ticket.start",
+        "not self._end(redlock).wait()",
+        "self._end(redlock) is None",
+        (
+            f"{CONTRACT}/test_unique.py::TestFaults::"
+            "test_a_body_begins_once_a_quorum_has_heard_that_its_window_is_over",
+        ),
+    ),
+    Mutant(
+        "a release that comes late ends the window of the next try",
+        "tasks.uniqueness:Window._attempt",
+        "self._token, self._ballots, self._before = new_token(),",
+        "self._token, self._ballots, self._before = self._token or new_token(),",
+        (
+            f"{CONTRACT}/test_unique.py::TestSendersThatDie::"
+            "test_no_try_asks_for_a_window_by_a_token_that_was_released",
+        ),
+    ),
+    Mutant(
+        "a node that refuses to end a window is not told again",
+        "tasks.uniqueness:Ending.answered",
+        "if replaced or is_error:",
+        "if replaced:",
+        (
+            f"{CONTRACT}/test_unique.py::TestFaults::"
+            "test_a_node_that_refuses_to_end_a_window_is_told_again",
+        ),
+    ),
+    Mutant(
+        "a window lasts longer by as long as its publish took",
+        "tasks.uniqueness:Window.confirm",
+        "left = self._opened_at + self._send.window - now",
+        "left = self._send.window",
+        (
+            f"{CONTRACT}/test_unique.py::TestOneSend::"
+            "test_what_nodes_keep_of_it_tells_how_late_it_may_come",
+        ),
+    ),
+    Mutant(
+        "a message with an eta runs beside the send that took its place",
+        "tasks.task:send_of",
+        'options.get("eta") or options.get("countdown")',
+        'options.get("countdown")',
+        (f"{CONTRACT}/test_unique.py::test_nodes_keep_of_a_send_that_it_may_come_that_much_later",),
+    ),
+    Mutant(
+        "what a dead sender replaced runs beside what replaces it",
+        "tasks.gate:_sent_once",
+        "    ticket.take_place(redlock_of(task.app))\n",
+        "",
+        (
+            f"{INTEGRATION}/test_second_deliveries.py::"
+            "test_what_a_sender_replaces_that_dies_once_its_message_is_out_does_not_run",
+        ),
+    ),
+    Mutant(
+        "a redelivery stores REVOKED over its first delivery, which a later send replaces",
+        "tasks.gate:_sent_once",
+        "heeds_later=not slip.is_second",
+        "heeds_later=True",
+        (
+            f"{INTEGRATION}/test_second_deliveries.py::"
+            "test_a_second_delivery_of_a_run_that_a_later_send_replaces_ends_nothing",
+        ),
+    ),
+    Mutant(
+        "a broker that is away is asked again without a pause",
+        "tasks.deferral:_put_back_at_last",
+        "                    clock.sleep(pause)\n",
+        "",
+        (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
+    ),
+    Mutant(
+        "pauses between tries to put a message back grow without a bound",
+        "tasks.deferral:_put_back_at_last",
+        "pause = min(LONGEST_PAUSE, 2 * pause)",
+        "pause = 2 * pause",
+        (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
+    ),
+    Mutant(
+        "a message with a budget waits for a release alone",
+        "tasks.gate:is_patient",
+        " and rules.max_wait is None and rules.max_deferrals is None",
+        "",
+        (
+            f"{INTEGRATION}/test_waiting.py::"
+            "test_one_with_a_budget_ends_in_time_also_behind_one_without",
+        ),
+    ),
+    Mutant(
+        "a release wakes a message past its rate limit",
+        "tasks.waiting:Room.admit",
+        "if consumer.task_buckets[request.name] is not None and not consumer.disable_rate_limits:",
+        "if False:",
+        (f"{INTEGRATION}/test_waiting.py::test_a_release_wakes_nothing_past_its_rate_limit",),
+    ),
+    Mutant(
+        "a deferred message never expires",
+        "tasks.deferral:_fields_of_message",
+        '"expires": request.expires,',
+        '"expires": None,',
+        (f"{INTEGRATION}/test_message.py::test_a_deferral_leaves_expires_where_it_was",),
+    ),
+    Mutant(
+        "a deferral burns a retry",
+        "tasks.deferral:_fields_of_message",
+        '"retries": request.retries,',
+        '"retries": request.retries + 1,',
+        (f"{INTEGRATION}/test_message.py::test_ten_deferrals_burn_no_retries",),
+    ),
+    Mutant(
+        "a deferred message comes back at once, and goes round and round",
+        "tasks.deferral:_publish",
+        "countdown=countdown, **fields",
+        "countdown=countdown / 100, **fields",
+        (f"{INTEGRATION}/test_put_back.py::test_what_is_put_back_comes_after_its_countdown",),
+    ),
+    Mutant(
+        "a late message that cannot be put back is lost",
+        "tasks.deferral:_put_back_or_keep",
+        "raise Requeue(error, requeue=True) from error",
+        "raise Ignore from error",
+        (
+            f"{INTEGRATION}/test_put_back.py::"
+            "test_late_acknowledged_it_stays_with_the_broker_that_is_away",
+        ),
+    ),
+    Mutant(
+        "an early message that cannot be put back at once is lost",
+        "tasks.deferral:_put_back_at_last",
+        "                    clock.sleep(pause)\n",
+        "                    raise\n",
+        (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
+    ),
+    Mutant(
+        "max_wait is counted from the last deferral, so that it never ends a wait",
+        "tasks.deferral:Slip.next",
+        "since = self.since or now.isoformat()",
+        "since = now.isoformat()",
+        (f"{UNIT}/test_deferral.py",),
+    ),
+    Mutant(
+        "max_deferrals never ends a wait",
+        "tasks.deferral:Slip.next",
+        "count = self.deferrals + 1",
+        "count = 1",
+        (f"{UNIT}/test_deferral.py",),
+    ),
+    Mutant(
+        "a deferred message goes by the task's options instead of its call's",
+        "tasks.deferral:Slip.to_message",
+        '"options": dict(self.options)',
+        '"options": {}',
+        (f"{UNIT}/test_deferral.py",),
+    ),
+    Mutant(
+        "a retry goes on with the wait of the run before it",
+        "tasks.deferral:Slip.of",
+        "if put_back_before and slip.retries != request.retries:",
+        "if False:",
+        (f"{UNIT}/test_deferral.py",),
+    ),
+    Mutant(
+        "on_conflict decides though no quorum of nodes answers",
+        "tasks.contention:decide",
+        "word = rules.on_unreachable",
+        "word = str(rules.on_conflict)",
+        (f"{UNIT}/test_contention.py",),
+    ),
+    Mutant(
+        "a body runs without its lock where its message is to wait",
+        "tasks.contention:decide",
+        'if word == "run":',
+        'if word in ("run", "defer"):',
+        (f"{UNIT}/test_contention.py",),
+    ),
+    Mutant(
+        'a message waits though on_conflict="skip" says that it is not to run',
+        "tasks.contention:decide",
+        'if word == "skip":',
+        "if False:",
+        (f"{UNIT}/test_contention.py::test_conflict_can_skip_or_fail",),
+    ),
+    Mutant(
+        'a message waits though on_conflict="fail" says that it is to fail',
+        "tasks.contention:decide",
+        'if word == "fail":',
+        "if False:",
+        (f"{UNIT}/test_contention.py::test_conflict_can_skip_or_fail",),
+    ),
+    Mutant(
+        "a message waits for longer than max_wait",
+        "tasks.contention:_again",
+        "countdown = min(countdown, max(0.0, left))",
+        "pass",
+        (f"{UNIT}/test_contention.py",),
+    ),
+    Mutant(
+        "a message is deferred once more than max_deferrals",
+        "tasks.contention:_again",
+        "past.deferrals >= rules.max_deferrals",
+        "past.deferrals > rules.max_deferrals",
+        (f"{UNIT}/test_contention.py",),
+    ),
+    Mutant(
+        "a message waits past the end of a dead holder's lease",
+        "tasks.contention:_by_the_lease",
+        "return min(countdown, refused.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))",
+        "return countdown",
+        (f"{UNIT}/test_contention.py",),
+    ),
+    Mutant(
+        "messages that were refused together try again together",
+        "lock.backoff:Backoff.delay",
+        'return grown if self.jitter == "none" else uniform(0.0, grown)',
+        "return grown",
+        (f"{UNIT}/test_backoff.py",),
+    ),
+    Mutant(
+        "a backoff grows past its cap",
+        "lock.backoff:Backoff.delay",
+        "grown = min(self.cap, self.first * self.factor**attempt)",
+        "grown = self.first * self.factor**attempt",
+        (f"{UNIT}/test_backoff.py",),
+    ),
+    Mutant(
+        "who was deferred last runs first",
+        "tasks.waiting:Waiting.__lt__",
+        "return self.order < other.order",
+        "return self.order > other.order",
+        (f"{UNIT}/test_waiting.py",),
+    ),
+    Mutant(
+        "all messages that wait for a lock try again, not the first alone",
+        "tasks.waiting:Lines.may_try",
+        "return math.inf",
+        "return 0.0",
+        (f"{UNIT}/test_waiting.py",),
+    ),
+    Mutant(
+        "a release wakes no message that waits in a worker",
+        "tasks.waiting:Room._serve",
+        """                if word or first.due >= now + SOON:
+                    self._hand_on(first)""",
+        """                if word or first.due >= now + SOON:
+                    pass""",
+        (f"{CONTRACT}/test_waiting_room.py",),
+    ),
+    Mutant(
+        "nobody can look who waits while a body runs in the main process",
+        "tasks.waiting:Room._make_way",
+        """        if last is not None:  # outside: a solo pool runs its body here
+            self._wake(last)""",
+        """            if last is not None:
+                self._wake(last)""",
+        (f"{CONTRACT}/test_waiting_room.py",),
+        "while_a_body_runs",
+    ),
+    Mutant(
+        "a release wakes a message that has expired, and nobody behind it",
+        "tasks.waiting:Room._firsts",
+        "over = [first for first in firsts if self._is_over(first.request)]",
+        "over: list[Waiting] = []",
+        (f"{CONTRACT}/test_waiting_room.py",),
+        "passes_those",
+    ),
+    Mutant(
+        "one message that cannot be handed on ends the worker's event loop",
+        "tasks.waiting:Room._hand_on",
+        "except Exception:",
+        "except ZeroDivisionError:",
+        (f"{CONTRACT}/test_waiting_room.py",),
+        "cannot_be_handed_on",
+    ),
+    Mutant(
+        "after a refusal the first in line tries each second",
+        "tasks.waiting:Room._try_again",
+        "if first_time or refused_at < told_at - CLOCKS_DIFFER:",
+        "if True:",
+        (f"{CONTRACT}/test_waiting_room.py",),
+        "after_a_refusal",
+    ),
+    Mutant(
+        "of several released permits one alone is for messages on their way",
+        "tasks.waiting:Room._has_missed",
+        "[-limit:]",
+        "[-1:]",
+        (f"{CONTRACT}/test_waiting_room.py",),
+        "of_permits",
+    ),
+    Mutant(
+        "one node's word wakes a message",
+        "tasks.waiting:Room.on_release_message",
+        "is_news = said == needed",
+        "is_news = said >= 1",
+        (f"{CONTRACT}/test_waiting_room.py",),
+        "many_before",
+    ),
+    Mutant(
+        "a release that was missed while the broker was away wakes nobody",
+        "tasks.waiting:Room._told_on",
+        """        if channel == self._votes:
+""",
+        """        if channel:
+""",
+        (f"{CONTRACT}/test_waiting_room.py",),
+        "broker_was_lost",
+    ),
+    Mutant(
+        "a second send in a window is published",
+        "tasks.uniqueness:send_once",
+        "if earlier is not None:",
+        "if False:",
+        (f"{CONTRACT}/test_unique.py",),
+        "a_second_send_in_the_window",
+    ),
+    Mutant(
+        "a send whose publish failed holds up later ones",
+        "tasks.uniqueness:send_once",
+        "        window.give_up()\n        raise\n    window.confirm()",
+        "        raise\n    window.confirm()",
+        (f"{CONTRACT}/test_unique.py",),
+        "a_publish_that_fails_ends_the_window",
+    ),
+    Mutant(
+        "a send is dropped for one that was never published",
+        "tasks.uniqueness:Standing.of",
+        "return cls(token, state == SENT and bool(run), gone_by, run, value, expires_in)",
+        "return cls(token, True, gone_by, run, value, expires_in)",
+        (f"{CONTRACT}/test_unique.py",),
+        "it_is_not_taken_for_an_earlier_send",
+    ),
+    Mutant(
+        "a send is dropped though the nodes name different earlier ones",
+        "tasks.uniqueness:Ballot.agreed",
+        "if tokens.count(token) < self._quorum.size:",
+        "if False:",
+        (f"{CONTRACT}/test_unique.py",),
+        "name_different_sends",
+    ),
+    Mutant(
+        "a send that was replaced runs as well",
+        "tasks.uniqueness:Window.confirm",
+        "if self.replaced is not None:",
+        "if False:",
+        (f"{CONTRACT}/test_unique.py",),
+        "the_earlier_one_marked",
+    ),
+    Mutant(
+        "a window that is to end with its run stays",
+        "tasks.uniqueness:Ticket.end",
+        'if self.until != "expired":',
+        "if False:",
+        (f"{CONTRACT}/test_unique.py",),
+        "the_end_of_the_run_ends_the_window",
+    ),
+    Mutant(
+        "a window that is to last ends with its run",
+        "tasks.uniqueness:Ticket.end",
+        'if self.until != "expired":',
+        "if True:",
+        (f"{CONTRACT}/test_unique.py",),
+        "a_window_that_is_to_last",
+    ),
+    Mutant(
+        "a window that is to end at the start of its body stays until the end",
+        "tasks.uniqueness:Ticket.start",
+        'if self.until == "started" and not self._end(redlock).wait():',
+        "if False:",
+        (f"{INTEGRATION}/test_unique.py",),
+        "is_a_new_one_from_the_start_of_the_body",
+    ),
+    Mutant(
+        "a copy that began and comes again is dropped for a later send",
+        "tasks.gate:_heed_later_send",
+        "if own == run or slip.is_second or request.retries:",
+        "if own == run or request.retries:",
+        (
+            f"{INTEGRATION}/test_second_deliveries.py::"
+            "test_a_second_delivery_of_a_copy_runs_though_a_later_send_replaces_it",
+        ),
+    ),
+)

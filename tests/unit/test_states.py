@@ -1,0 +1,91 @@
+"""What is stored and sent of a run, where the result backend fails or a time limit strikes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.app.task import Context
+from celery.backends.base import KeyValueStoreBackend
+from celery.exceptions import SoftTimeLimitExceeded
+from celery.signals import task_revoked
+
+from celery_redlock.tasks.states import has_end, is_over, show_revoked, show_started
+
+
+class Backend(KeyValueStoreBackend):
+    """A result backend that keeps nothing, or that fails as a test says."""
+
+    persistent = True
+    error: BaseException | None = None
+
+    def get(self, key: Any) -> Any:
+        return self._answer()
+
+    def set(self, key: Any, value: Any) -> Any:
+        return self._answer()
+
+    def mget(self, keys: Any) -> Any:
+        return [self._answer() for _ in keys]
+
+    def _answer(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+Make = Callable[[BaseException | None], Any]
+
+
+@pytest.fixture
+def make_task() -> Make:
+    """Give a function that makes a task whose result backend raises an error at each call."""
+
+    def make(error: BaseException | None) -> Any:
+        app = Celery("states", broker="memory://", set_as_default=False)
+
+        @app.task(name="unit.states", shared=False)
+        def task() -> None: ...
+
+        task.backend = Backend(app)
+        task.backend.error = error
+        return task
+
+    return make
+
+
+def a_request() -> Context:
+    return Context({"id": "1", "retries": 0, "delivery_info": {}}, called_directly=False)
+
+
+def test_a_soft_limit_that_strikes_as_started_is_stored_ends_the_run(make_task: Make) -> None:
+    """A body that began after its own limit would run for as long as it likes."""
+    with pytest.raises(SoftTimeLimitExceeded):
+        show_started(make_task(SoftTimeLimitExceeded()), a_request(), tracked=True, deferred=False)
+
+
+def test_a_backend_that_is_away_as_started_is_stored_lets_the_body_run(
+    make_task: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    show_started(make_task(OSError("backend")), a_request(), tracked=True, deferred=False)
+    assert "cannot show the state" in caplog.text
+
+
+def test_of_a_backend_that_cannot_be_read_no_message_is_dropped(make_task: Make) -> None:
+    """An end that nobody knows of is none: else the only delivery would be let go of."""
+    task = make_task(OSError("backend"))
+    assert not has_end(task, a_request())
+    assert not is_over(task, a_request())
+
+
+def test_receivers_hear_of_what_the_gate_revokes_as_of_what_celery_does(make_task: Make) -> None:
+    task, request, told = make_task(None), a_request(), []
+
+    def hear(sender: Any, request: Any, **how: Any) -> None:
+        told.append((sender, request, how["terminated"], how["expired"]))
+
+    task_revoked.connect(hear, sender=task)
+    for reason in ("expired", "revoked"):
+        show_revoked(task, request, reason)
+    assert told == [(task, request, False, True), (task, request, False, False)]
