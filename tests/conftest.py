@@ -17,6 +17,7 @@ from celery_redlock import Lock, Redlock
 from celery_redlock.lock.inspection import ask_nodes
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from tests.clocks import WallClock
+from tests.reruns import limit_reruns
 from tests.skips import is_allowed
 
 # s: a busy machine keeps a node or a thread of ours waiting for longer than the defaults allow
@@ -32,6 +33,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 
 T = TypeVar("T")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Limit which tests `--reruns` runs again."""
+    reruns = config.getoption("reruns")
+    if reruns:
+        limit_reruns(items, reruns, config.getoption("reruns_delay") or 0.0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
