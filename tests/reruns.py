@@ -1,6 +1,6 @@
 """Which failed tests CI runs again, because a shared machine stalled and nothing is at fault.
 
-All runs are shown. A test that waits for nothing, or that asks about exclusion itself, fails at once.
+All runs are shown. A test that waits for nothing, or that asks about exclusion, fails at once.
 """
 
 from __future__ import annotations
