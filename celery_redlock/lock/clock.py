@@ -11,12 +11,15 @@ import contextlib
 import ctypes
 import functools
 import os
+import select
 import socket
 import ssl
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -67,17 +70,6 @@ class SystemClock:
         """Let so many s pass; under gevent other greenlets run meanwhile."""
         gevent = gevent_here()
         (time if gevent is None else gevent).sleep(seconds)
-
-
-# Of servers, by address, that go by a clock which a test moves: whoever locks on them goes by it,
-# too, so that a holder's lease ends together with the keys. Always empty outside of tests.
-clocks_of_servers: dict[str, Clock] = {}
-
-
-def clock_for(servers: Iterable[str]) -> Clock | None:
-    """Return the clock that one of these servers goes by; None where it is the machine's."""
-    found = (clocks_of_servers.get(server) for server in servers)
-    return next((clock for clock in found if clock is not None), None)
 
 
 def original(module: str, name: str) -> Any:
@@ -184,6 +176,11 @@ def pause(seconds: float) -> None:
     original("time", "sleep")(seconds)
 
 
+def new_token() -> str:
+    """Return 128 random bits in hex: the proof that a key is ours. Fresh for each round."""
+    return os.urandom(16).hex()
+
+
 class Turn:
     """What one caller at a time may have, and nobody waits for.
 
@@ -191,16 +188,17 @@ class Turn:
     if this were a mutex. Here it is turned away, and leaves its work to the one that it interrupts.
     """
 
-    __slots__ = ("_looked_at", "_looks", "_seen", "taken")
+    __slots__ = ("_get_ident", "_looked_at", "_looks", "_seen", "taken")
 
-    def __init__(self) -> None:
+    def __init__(self, get_ident: Callable[[], int] = get_ident) -> None:
+        self._get_ident = get_ident
         self.taken: dict[None, list[int]] = {}  # by nobody, or what the one made that has it
         self._seen: list[int] | None = None
         self._looks, self._looked_at = 0, 0.0
 
     def run(self, work: Callable[..., object], *arguments: object) -> bool:
         """Call a function in the turn; False, without a call, if another has it."""
-        taken, mine = self.taken, [get_ident()]
+        taken, mine = self.taken, [self._get_ident()]
         try:
             if taken.setdefault(None, mine) is not mine:  # in one step: one caller is first
                 return False
@@ -217,7 +215,7 @@ class Turn:
     def is_interrupted(self) -> bool:
         """Whether the caller interrupts the one that has it, and so keeps it from going on."""
         owner = self.taken.get(None)
-        return owner is not None and owner[0] == get_ident()
+        return owner is not None and owner[0] == self._get_ident()
 
     def is_stuck(self, now: float, seconds: float, looks: int) -> bool:
         """Tell whether one caller had it at so many looks, each so many s after the last one.
@@ -313,7 +311,7 @@ class Alarm:
 
     __slots__ = ("_bell", "_due", "_wanted")
 
-    def __init__(self) -> None:
+    def __init__(self, new_mutex: Callable[[], Mutex] = new_mutex) -> None:
         self._bell = new_mutex()
         self._bell.acquire()
         self._due = self._wanted = float("inf")
@@ -380,3 +378,99 @@ class Bell:
         for name in ("descriptor", "_write_end"):
             if hasattr(self, name):  # else it was cut while it was made
                 os.close(getattr(self, name))
+
+
+def new_poll(native: bool) -> Any:
+    """Return a poll object; one that lets other greenlets run unless `native`."""
+    if native:
+        return original("select", "poll")()
+    try:
+        return PollBehindHub()
+    except AttributeError:  # no epoll: there libev takes a closed descriptor for an error
+        return import_module("gevent.select").poll()
+
+
+class PollBehindHub:
+    """poll's face for gevent, whose hub watches a single descriptor for it: an epoll object's.
+
+    A node's socket may be closed at any time, by any thread. If libev meets a closed descriptor
+    among those that it watches, it aborts the process. Nobody closes the epoll object's meanwhile,
+    and a socket that is closed leaves it by itself. Raises AttributeError if there is no epoll.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = original("select", "epoll")()
+
+    def register(self, descriptor: int, events: int) -> None:
+        """Watch a descriptor; events: as of poll, which are epoll's own."""
+        self._epoll.register(descriptor, events)
+
+    def poll(self, milliseconds: int) -> Any:
+        """Return what is ready, after so many ms at the most; other greenlets run meanwhile."""
+        waiting = import_module("gevent.select").poll()  # of this thread's hub, and for one wait
+        waiting.register(self._epoll.fileno(), select.POLLIN)
+        waiting.poll(milliseconds)
+        return self._epoll.poll(0)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_epoll"):
+            self._epoll.close()
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What the lock takes from the interpreter and the operating system: time, threads, wake-ups.
+
+    One value is handed to everything that a `Redlock` is made of, so that a simulation can hand in
+    its own. new_poll: takes `native`, as `new_poll`. new_local: returns a `PerFlow`.
+    """
+
+    clock: Clock
+    start_thread: Callable[[Callable[[], None]], None] = start_thread
+    pause: Callable[[float], None] = pause
+    pause_keeping_gil: Callable[[float], None] = pause_keeping_gil
+    get_ident: Callable[[], int] = get_ident
+    new_mutex: Callable[[], Mutex] = new_mutex
+    new_poll: Callable[[bool], Any] = new_poll
+    new_bell: Callable[[], Any] = Bell
+    new_local: Callable[[Callable[[], Any]], Any] = PerFlow
+    new_token: Callable[[], str] = new_token
+    new_subscriber: Callable[..., Any] | None = None  # None: the package's own connection
+
+    def turn(self) -> Turn:
+        """Return a new turn, which nobody has."""
+        return Turn(self.get_ident)
+
+    def alarm(self) -> Alarm:
+        """Return a new alarm, on which no thread sleeps."""
+        return Alarm(self.new_mutex)
+
+
+_of_servers: dict[str, Platform] = {}  # empty except in tests
+
+
+def install_platform(server: str, platform: Platform) -> None:
+    """Let every `Redlock` of this process that is made with a server use a platform.
+
+    server: as of `Address.server`. So a lock on a node with a clock of its own goes by that clock,
+    and the holder's lease ends together with the key.
+    """
+    _of_servers[server] = platform
+
+
+def uninstall_platform(server: str) -> None:
+    """Undo `install_platform`; nothing happens if there is none."""
+    _of_servers.pop(server, None)
+
+
+def platform_for(addresses: Iterable[Any]) -> Platform:
+    """Return the platform of the first address that has one, or else the machine's.
+
+    addresses: each with a `server`, and with a `platform` if it brings its own.
+    """
+    for address in addresses:
+        found = getattr(address, "platform", None) or _of_servers.get(address.server)
+        if found is not None:
+            platform: Platform = found
+            return platform
+    return Platform(SystemClock())

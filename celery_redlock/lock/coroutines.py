@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from celery_redlock.lock.clock import Clock, new_mutex, original, start_thread
+from celery_redlock.lock.clock import Platform, original
 from celery_redlock.lock.wakeup import Waiter
 
 FEW_THREADS, MOST_THREADS = 2, 32  # of one `Redlock`
@@ -32,13 +32,13 @@ class Threads:
     interpreter's lock (GIL), so the pool grows only while steps are slow.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, platform: Platform) -> None:
+        self._platform, self._clock = platform, platform.clock
         self.forget()
 
     def forget(self) -> None:
         """Start afresh in a forked child: the threads and their steps stay with the parent."""
-        self._mutex = new_mutex()
+        self._mutex = self._platform.new_mutex()
         self._steps: Any = original("queue", "SimpleQueue")()
         self._closed = False
         self.count = self.unfinished = 0  # threads, and steps that are queued or running
@@ -56,7 +56,7 @@ class Threads:
             starts = self.count < min(most, self.unfinished)
             self.count += starts
         if starts:
-            start_thread(self._run)
+            self._platform.start_thread(self._run)
 
     def close(self) -> None:
         """End the threads after the steps that are already queued."""

@@ -19,7 +19,6 @@ from celery_redlock.lock.keys import (
     guard_keys,
     label_of,
     lock_key,
-    new_token,
     resource_of,
     since_of,
     wake_channel,
@@ -319,7 +318,8 @@ def trust_nodes(
     not be told.
     """
     found = _ask_each(redlock, lambda connection: trust_node(connection, redlock.prefix), names)
-    word = new_token()  # to all nodes, once these vote: who hears it tries at once
+    # to all nodes, once these vote: a client that hears it tries at once
+    word = redlock.session.platform.new_token()
     _ask_each(redlock, lambda connection: say_trusted(connection, redlock.prefix, word))
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 
@@ -95,11 +94,6 @@ def name_of_all(resources: Sequence[str]) -> str:
     # quoted where there are several, or it looks like that: so two lists never give one name
     alone = len(resources) == 1 and not resources[0].startswith(("'", '"'))
     return resources[0] if alone else ", ".join(map(repr, resources))
-
-
-def new_token() -> str:
-    """Return 128 random bits in hex: the proof that a key is ours. Fresh for each round."""
-    return os.urandom(16).hex()
 
 
 def resource_of(prefix: str, key: str) -> tuple[str, int]:

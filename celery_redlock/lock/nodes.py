@@ -31,12 +31,9 @@ from redis.sentinel import Sentinel
 from celery_redlock.errors import NodeError, SettingsError
 from celery_redlock.lock.clock import (
     Alarm,
-    Clock,
-    Turn,
+    Platform,
     UnyieldingSocket,
     UnyieldingTlsSocket,
-    pause,
-    start_thread,
 )
 from celery_redlock.lock.keys import (
     decoded,
@@ -305,6 +302,7 @@ class Address:
     name: str
     server: str
     pool: redis.ConnectionPool = field(repr=False)
+    platform: Platform | None = field(default=None, repr=False)  # None: the machine's
 
     def dial(self, timeout: float) -> Any:
         """Return a connected and authenticated redis-py connection; timeout: s for each step."""
@@ -347,6 +345,8 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
     level, name: of the setting, for the error. timeout: s, for asking Sentinels.
     Raises SettingsError for what is neither, and for a scheme that is not known.
     """
+    if isinstance(node, Address):
+        return node
     if isinstance(node, redis.Redis):
         pool = node.connection_pool
         return _address_of(pool)
@@ -588,7 +588,7 @@ class Node:
         index: int,
         address: Address,
         timeout: float,
-        clock: Clock,
+        platform: Platform,
         report: Callable[[int, deque[Entry], NodeError, Wire | None], None],
         wake: Callable[[], None],
         admit: Callable[[int, Greeting, Callable[[], None]], None],
@@ -598,12 +598,13 @@ class Node:
         self.index, self.address, self.timeout = index, address, timeout
         self._guard, self._tenures = guard, tenures
         self._longest_idle = math.inf if guard.word == "off" else LONGEST_IDLE * guard.silence
-        self._clock, self._report, self._wake, self._admit = clock, report, wake, admit
+        self._platform, self._clock = platform, platform.clock
+        self._report, self._wake, self._admit = report, wake, admit
         self.forget()
 
     def forget(self) -> None:
         """Start anew without a connection, as a forked child must: the old one is its parent's."""
-        self._turn = Turn()
+        self._turn = self._platform.turn()
         self.jobs: deque[Callable[[], None]] = deque()
         self.wire: Wire | None = None
         self.run_id = ""
@@ -794,8 +795,8 @@ class Node:
         if self._closed or self._clock.now() < self._retry_at:
             return False
         if self._connector is None:
-            connector = Alarm()
-            start_thread(functools.partial(self._serve_connects, connector))
+            connector = self._platform.alarm()
+            self._platform.start_thread(functools.partial(self._serve_connects, connector))
             self._connector = connector
         self._connector.ring()  # first: cut in between, it is one connect too many, not none
         self._connecting = True
@@ -845,7 +846,7 @@ class Node:
         """Use a connection; not as a job, which may be done when it is not admitted any more."""
         for number in range(PAUSES):
             if number:
-                pause(PAUSE)
+                self._platform.pause(PAUSE)
             if self._turn.run(self._use, wire):
                 self.go_on()
                 return

@@ -14,20 +14,16 @@ import select
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.clock import (
-    Bell,
     Clock,
+    Platform,
     Turn,
     gevent_here,
-    original,
-    pause,
-    pause_keeping_gil,
 )
 from celery_redlock.lock.lease import ACQUIRING, HELD, LAST_TOKEN, Fence, Hold, expires_in
 from celery_redlock.lock.nodes import (
@@ -499,9 +495,9 @@ class Seat:
     native: made for a real thread, also where greenlets are in use.
     """
 
-    def __init__(self, *, native: bool) -> None:
-        self._native = native
-        self._bell = Bell()
+    def __init__(self, platform: Platform, *, native: bool) -> None:
+        self._platform, self._native = platform, native
+        self._bell = platform.new_bell()
         self._topology = -1
         self._poll: Any = None
         self._by_descriptor: dict[int, Node] = {}
@@ -538,7 +534,7 @@ class Seat:
     def _arrange(self, nodes: Sequence[Node]) -> bool:
         """Make the poll object anew; True where it stays right until the connections change."""
         lasts = True
-        self._poll = new_poll(native=self._native)
+        self._poll = self._platform.new_poll(self._native)
         self._poll.register(self._bell.descriptor, select.POLLIN)
         self._by_descriptor = {}
         for node in nodes:
@@ -577,18 +573,18 @@ class Quorum:
         self,
         addresses: Sequence[Address],
         timeout: float,
-        clock: Clock,
+        platform: Platform,
         changed: Callable[[Node, NodeError | None], None],
         greeted: Callable[[Node, Greeting], None],
         replaced: Callable[[int], None],
         guard: Guard,
     ) -> None:
-        self.clock, self.timeout = clock, timeout
+        self._platform, self.clock, self.timeout = platform, platform.clock, timeout
         self._changed, self._greeted, self._replaced = changed, greeted, replaced
         self._guard, self._tenures = guard, Tenures([address.server for address in addresses])
         own = self._report, self._rearm, self._admit, guard, self._tenures
         self.nodes = [
-            Node(index, address, timeout, clock, *own) for index, address in enumerate(addresses)
+            Node(index, address, timeout, platform, *own) for index, address in enumerate(addresses)
         ]
         self.size = quorum_of(len(self.nodes))
         self._reset()
@@ -600,7 +596,7 @@ class Quorum:
         self._reset()
 
     def _reset(self) -> None:
-        self._reading = Turn()
+        self._reading = self._platform.turn()
         self._seats: dict[bool, list[Seat]] = {False: [], True: []}  # free ones, by `native`
         self._unneeded = {False: 0, True: 0}  # how many of them were free all the time, lately
         self._spared_until = 0.0  # monotonic s
@@ -721,7 +717,7 @@ class Quorum:
             self._read(self.nodes)
             if round_.decided:
                 return
-            pause_keeping_gil(LOOK)
+            self._platform.pause_keeping_gil(LOOK)
 
     @property
     def _is_cut_off(self) -> bool:
@@ -735,7 +731,7 @@ class Quorum:
         try:
             seat = free.pop()
         except IndexError:
-            seat = Seat(native=native)
+            seat = Seat(self._platform, native=native)
         if len(free) < self._unneeded[native]:
             self._unneeded[native] = len(free)
         self._taken[id(seat)] = seat
@@ -762,7 +758,7 @@ class Quorum:
         it, and sleep. No connection is trusted any more that it may read from when it goes on.
         """
         if self._reading.is_stuck(self.clock.now(), LONGEST_TURN, TURNS):
-            self._reading = Turn()
+            self._reading = self._platform.turn()
             for node in self.nodes:
                 node.abandon(CUT)
 
@@ -788,7 +784,7 @@ class Quorum:
             return True
         for number in range(tries):
             if number:
-                pause(PAUSE)
+                self._platform.pause(PAUSE)
             reading = self._reading
             if reading.run(self._hand_on_all, reading, nodes, keeps_gil):
                 if self._mail:
@@ -938,7 +934,7 @@ class Quorum:
         # in the turn: no vote is counted between the look at tenures and what follows
         for number in range(PAUSES):
             if number:
-                pause(PAUSE)
+                self._platform.pause(PAUSE)
             if self._reading.run(self._let_in, index, greeting, use):
                 break
         else:
@@ -1023,40 +1019,3 @@ class Quorum:
         self._closed = True
         for node in self.nodes:
             node.close()
-
-
-def new_poll(*, native: bool) -> Any:
-    """Return a poll object; one that lets other greenlets run unless `native`."""
-    if native:
-        return original("select", "poll")()
-    try:
-        return PollBehindHub()
-    except AttributeError:  # no epoll: there libev takes a closed descriptor for an error
-        return import_module("gevent.select").poll()
-
-
-class PollBehindHub:
-    """poll's face for gevent, whose hub watches a single descriptor for it: an epoll object's.
-
-    A node's socket may be closed at any time, by any thread. If libev meets a closed descriptor
-    among those that it watches, it aborts the process. Nobody closes the epoll object's meanwhile,
-    and a socket that is closed leaves it by itself. Raises AttributeError if there is no epoll.
-    """
-
-    def __init__(self) -> None:
-        self._epoll = original("select", "epoll")()
-
-    def register(self, descriptor: int, events: int) -> None:
-        """Watch a descriptor; events: as of poll, which are epoll's own."""
-        self._epoll.register(descriptor, events)
-
-    def poll(self, milliseconds: int) -> Any:
-        """Return what is ready, after so many ms at the most; other greenlets run meanwhile."""
-        waiting = import_module("gevent.select").poll()  # of this thread's hub, and for one wait
-        waiting.register(self._epoll.fileno(), select.POLLIN)
-        waiting.poll(milliseconds)
-        return self._epoll.poll(0)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_epoll"):
-            self._epoll.close()

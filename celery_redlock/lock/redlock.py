@@ -31,9 +31,9 @@ from celery_redlock.errors import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock.clock import is_patched_by_eventlet, start_thread
+from celery_redlock.lock.clock import is_patched_by_eventlet, platform_for
 from celery_redlock.lock.coroutines import Errand, rest
-from celery_redlock.lock.keys import in_order, new_token, wake_channel
+from celery_redlock.lock.keys import in_order, wake_channel
 from celery_redlock.lock.lease import silence
 from celery_redlock.lock.nodes import Guard, masked, parse_address, say_trusted, trust_node
 from celery_redlock.lock.session import (
@@ -130,7 +130,6 @@ class Redlock:
     """
 
     observer: ClassVar[Observer] = Observer()
-    session_type: ClassVar[type[Session]] = Session
 
     def __init__(
         self,
@@ -157,7 +156,7 @@ class Redlock:
             word = "strict" if len(addresses) > 1 else "off"
         guard = Guard(word, self.prefix, silence(self.max_ttl))
         setup = Setup(self.prefix, self.node_timeout, self.clock_drift, guard)
-        self.session = self.session_type(self, setup, addresses)
+        self.session = Session(self, setup, addresses, platform_for(addresses))
         self._dropped = weakref.finalize(self, _end_dropped, self.session)
         self._dropped.atexit = False
         _sessions.add(self.session)
@@ -226,7 +225,8 @@ class Redlock:
                     )  # fmt: skip
         if len(causes) == len(nodes):
             raise QuorumUnreachable(f"every lock under {self.prefix!r}", causes, 1)
-        say = functools.partial(say_trusted, prefix=self.prefix, word=new_token())
+        word = self.session.platform.new_token()
+        say = functools.partial(say_trusted, prefix=self.prefix, word=word)
         for node in nodes:  # once all of them vote, for who hears it tries at once
             with contextlib.suppress(Exception):  # a hint, and said above
                 node.address.ask(timeout, say)
@@ -811,7 +811,7 @@ def _end_dropped(session: Session) -> None:
     if not session.is_used:
         return
     with contextlib.suppress(RuntimeError):  # the interpreter ends
-        start_thread(session.end)
+        session.platform.start_thread(session.end)
     if session.warns:
         names = ", ".join(node.name for node in session.quorum.nodes)
         warnings.warn(f"unclosed <Redlock {names}>", ResourceWarning, stacklevel=2)

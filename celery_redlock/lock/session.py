@@ -32,7 +32,7 @@ from celery_redlock.errors import (
     SettingsError,
     abstains,
 )
-from celery_redlock.lock.clock import Clock, PerFlow, SystemClock, clock_for
+from celery_redlock.lock.clock import Platform
 from celery_redlock.lock.coroutines import Threads
 from celery_redlock.lock.keys import (
     broken_key,
@@ -41,7 +41,6 @@ from celery_redlock.lock.keys import (
     is_of_run,
     label_of,
     lock_key,
-    new_token,
     value_of,
     wake_channel,
 )
@@ -220,29 +219,31 @@ class Session:
 
     tells_of_new_nodes = warns = True
 
-    def __init__(self, redlock: Served, setup: Setup, addresses: Sequence[Address]) -> None:
+    def __init__(
+        self, redlock: Served, setup: Setup, addresses: Sequence[Address], platform: Platform
+    ) -> None:
         self._redlock, self._orphaned = ref(redlock), Orphaned(type(redlock))
         self._made_by, self.setup = type(redlock).__name__, setup
+        self.platform, self.clock = platform, platform.clock
         self.requests = Requests(setup.prefix)
         self.open(addresses)
         self.margin = MARGIN + self.clock.resolution
+        self.exchanged_every = setup.guard.silence * EXCHANGED_EVERY  # s
         self.guarded = setup.guard.word != "off"
         self._forget_own()
 
     def open(self, addresses: Sequence[Address]) -> None:
-        """Make the clock, the connections and the threads that it works with; none starts yet."""
-        clock: Clock = clock_for(address.server for address in addresses) or SystemClock()
-        self.clock = clock
-        timeout, guard = self.setup.node_timeout, self.setup.guard
+        """Make the connections and the threads that it works with; none starts yet."""
+        platform, timeout, guard = self.platform, self.setup.node_timeout, self.setup.guard
         self.quorum = Quorum(
-            addresses, timeout, clock, self._node_changed, self._node_greeted, self._node_replaced,
-            guard,
+            addresses, timeout, platform,
+            self._node_changed, self._node_greeted, self._node_replaced, guard,
         )  # fmt: skip
         self.watchdog: Watchdog[Holding] = Watchdog(
-            clock, functools.partial(self.renew, native=True), self._tidy
+            platform, functools.partial(self.renew, native=True), self._tidy
         )
-        self.listener = Listener(addresses, timeout, clock)
-        self.threads = Threads(clock)
+        self.listener = Listener(addresses, timeout, platform)
+        self.threads = Threads(platform)
 
     @property
     def redlock(self) -> Served:
@@ -276,7 +277,7 @@ class Session:
         self._owed: list[dict[int, Debt]] = [{} for _ in self.quorum.nodes]
         self._doubtful: dict[str, Release] = {}  # by value: whose grant may still run some day
         self._left: list[tuple[float, Holding]] = []  # monotonic s: to be released again then
-        self._here = PerFlow(Here)
+        self._here = self.platform.new_local(Here)
         self._hurried_at = -math.inf
         self._greeted: set[int] = set()  # nodes that this process has been connected to
         self._is_ending = self._closed = False
@@ -445,7 +446,7 @@ class Session:
         for value, release in list(self._doubtful.items()):
             if release.until <= now:
                 self._doubtful.pop(value, None)
-        idle = min(IDLE, self.setup.guard.silence * EXCHANGED_EVERY)
+        idle = min(IDLE, self.exchanged_every)
         self.quorum.keep_alive(idle)
         gone = self.watchdog.watches and self.quorum.reconnect()
         again = self.quorum.drop_spare_seats()
@@ -688,7 +689,7 @@ class Claim:
         self.hold, self.fence = hold, fence
         self.round = GrantRound(hold, nodes, quorum.send_to, fence)
         since_ms = session.clock.wall_us() // 1000
-        self.value = value or value_of(new_token(), since_ms, terms.label)
+        self.value = value or value_of(session.platform.new_token(), since_ms, terms.label)
         self._value = packed(self.value)
         self._release = self._renewal = b""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import hiredis
 
-from celery_redlock.lock.clock import Bell, Clock, Turn, original, start_thread
+from celery_redlock.lock.clock import Platform, original
 from celery_redlock.lock.nodes import RECONNECT, Address, receive, request_of, text_of
 from celery_redlock.lock.quorum import Round
 
@@ -51,8 +51,8 @@ class Listener:
     may come in between, and wait, too.
     """
 
-    def __init__(self, addresses: Sequence[Address], timeout: float, clock: Clock) -> None:
-        self._addresses, self._timeout, self._clock = addresses, timeout, clock
+    def __init__(self, addresses: Sequence[Address], timeout: float, platform: Platform) -> None:
+        self._addresses, self._timeout, self._platform = addresses, timeout, platform
         self.forget()
 
     def forget(self) -> None:
@@ -73,8 +73,9 @@ class Listener:
     def _join(self, waiter: Waiter) -> None:
         self._waiters[id(waiter)] = waiter
         if not self._made:
-            make = (self._timeout, self._clock, self.channels, self.heard)
-            self._made.setdefault(None, [Ear(address, *make) for address in self._addresses])
+            make = (self._timeout, self._platform, self.channels, self.heard)
+            new = self._platform.new_subscriber or Ear
+            self._made.setdefault(None, [new(address, *make) for address in self._addresses])
         if all(map(self.hears, waiter.channels)):
             waiter.decide()  # subscribed before it came: something may have been missed
         self._attend()
@@ -150,14 +151,15 @@ class Ear:
         self,
         address: Address,
         timeout: float,
-        clock: Clock,
+        platform: Platform,
         channels: Callable[[], set[str]],
         heard: Callable[[str, str], None],
     ) -> None:
-        self._address, self._timeout, self._clock = address, timeout, clock
+        self._address, self._timeout = address, timeout
+        self._platform, self._clock = platform, platform.clock
         self._channels, self._heard = channels, heard
-        self._bell = Bell()
-        self._turn, self._calls = Turn(), deque[None]()  # to attend, and not looked at yet
+        self._bell = platform.new_bell()
+        self._turn, self._calls = platform.turn(), deque[None]()  # to attend, and not looked at yet
         self._running = self._closed = False
         self._connection: Any = None
         self._reader: Any = None
@@ -180,7 +182,7 @@ class Ear:
     def _start(self) -> None:
         self._calls.clear()
         if not self._running and not self._closed and self._channels():
-            start_thread(self._run)
+            self._platform.start_thread(self._run)
             self._running = True
 
     def close(self) -> None:

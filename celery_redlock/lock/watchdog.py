@@ -17,10 +17,7 @@ from typing import Generic, Protocol, TypeVar
 from redis.backoff import ExponentialBackoff
 
 from celery_redlock.lock.clock import (
-    Alarm,
-    Clock,
-    pause_keeping_gil,
-    start_thread,
+    Platform,
 )
 
 logger = logging.getLogger(__name__)
@@ -55,9 +52,10 @@ class Watchdog(Generic[W]):
     """
 
     def __init__(
-        self, clock: Clock, renew: Callable[[Sequence[W]], object], tidy: Callable[[], float]
+        self, platform: Platform, renew: Callable[[Sequence[W]], object], tidy: Callable[[], float]
     ) -> None:
-        self._clock, self._renew, self._tidy = clock, renew, tidy
+        self._platform, self._clock = platform, platform.clock
+        self._renew, self._tidy = renew, tidy
         self.forget()
 
     def forget(self) -> None:
@@ -66,7 +64,7 @@ class Watchdog(Generic[W]):
         self._tidy_at = math.inf  # for the thread that does it
         self._asked: deque[float] = deque()  # when else, by any thread
         self._news: deque[Callable[[], None]] = deque()
-        self._renewals, self._deadlines = Alarm(), Alarm()
+        self._renewals, self._deadlines = self._platform.alarm(), self._platform.alarm()
         self._threads: dict[str, object] = {}  # by what they do; of each the first alone goes on
         self._started = self._stopped = False
 
@@ -140,8 +138,8 @@ class Watchdog(Generic[W]):
 
     def _start(self) -> None:
         """Start both threads; two callers may start them at once, or one that interrupts itself."""
-        start_thread(functools.partial(self._run_renewals, self._threads))
-        start_thread(functools.partial(self._run_deadlines, self._threads))
+        self._platform.start_thread(functools.partial(self._run_renewals, self._threads))
+        self._platform.start_thread(functools.partial(self._run_deadlines, self._threads))
         self._started = True
 
     def _run_renewals(self, threads: dict[str, object]) -> None:
@@ -201,7 +199,7 @@ class Watchdog(Generic[W]):
                 alarm.ring()
             now = self._clock.now()
             if self._renewals.is_late(now):  # else C code that keeps the GIL would be next again
-                pause_keeping_gil(HEAD_START)
+                self._platform.pause_keeping_gil(HEAD_START)
             alarm.rest(soonest, now)
 
     def say(self, do: Callable[[], None]) -> None:

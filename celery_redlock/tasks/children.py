@@ -32,9 +32,8 @@ from celery.concurrency import get_implementation
 from celery.signals import worker_init, worker_shutdown
 
 from celery_redlock.errors import RedlockError
-from celery_redlock.lock.clock import Alarm, Bell, new_mutex, start_thread
+from celery_redlock.lock.clock import Alarm, Bell, new_mutex, new_poll, start_thread
 from celery_redlock.lock.keys import label_of
-from celery_redlock.lock.quorum import new_poll
 from celery_redlock.lock.redlock import Redlock, session_of
 from celery_redlock.lock.session import Claim, Holding, Left, Mark, Session, Terms
 from celery_redlock.tasks.runtime import redlock_of, settings_of
@@ -440,7 +439,7 @@ class Watch:
 
     def _wait(self) -> set[int]:
         """Return which descriptors are readable, after a child's first word or its end."""
-        poll, milliseconds = new_poll(native=True), None
+        poll, milliseconds = new_poll(True), None
         poll.register(self._children.bell.descriptor, select.POLLIN)
         for process in self._children.processes.values():
             if process.descriptor >= 0:

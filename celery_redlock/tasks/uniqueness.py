@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import hiredis
 
 from celery_redlock.errors import NodeError, QuorumUnreachable
-from celery_redlock.lock.keys import done_key, name_of_all, new_token, unique_key
+from celery_redlock.lock.keys import done_key, name_of_all, unique_key
 from celery_redlock.lock.nodes import (
     Command,
     Script,
@@ -273,7 +273,7 @@ class Window:
     def _attempt(self) -> Standing | bool:
         """Try once; True where another one is sending just now, so that it is to be tried again."""
         # a token of its own each time: after its release nothing is sent for one any more
-        self._token, self._ballots, self._before = new_token(), [], {}
+        self._token, self._ballots, self._before = self._session.platform.new_token(), [], {}
         self._opened_at = self._session.clock.now()
         ballot = self._ask("")
         earlier = ballot.agreed

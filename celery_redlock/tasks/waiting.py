@@ -330,7 +330,12 @@ class Room(bootsteps.StartStopStep):
             session = redlock_of(self._consumer.app).session
             nodes, timeout = session.quorum.nodes, session.setup.node_timeout
             self._majority = session.quorum.size
-            make = (timeout, session.clock, lambda: self._lines.channels(), self.on_release_message)
+            make = (
+                timeout,
+                session.platform,
+                lambda: self._lines.channels(),
+                self.on_release_message,
+            )
             self._ears = [Ear(node.address, *make) for node in nodes]
         for ear in self._ears:
             ear.attend()

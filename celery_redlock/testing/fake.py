@@ -23,11 +23,13 @@ from redis import Redis
 from celery_redlock.lock import redlock as redlock_module
 from celery_redlock.lock.clock import (
     Bell,
+    Platform,
     SystemClock,
-    clocks_of_servers,
+    install_platform,
     new_mutex,
     original,
     start_thread,
+    uninstall_platform,
 )
 from celery_redlock.lock.nodes import bulk
 from celery_redlock.testing.model import Server, library
@@ -255,7 +257,7 @@ class FakeNode:
     def start(self) -> FakeNode:
         """Start it, empty; nothing happens where it is up."""
         if self._serving is None:
-            clocks_of_servers[self._server] = self.clock
+            install_platform(self._server, Platform(self.clock))
             self._serving = Serving(self.port, self.clock)
         return self
 
@@ -288,7 +290,7 @@ class FakeNode:
 
     def __exit__(self, *exc_info: object) -> None:
         self.kill()
-        clocks_of_servers.pop(self._server, None)
+        uninstall_platform(self._server)
         self._claim.close()
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from celery_redlock import Redlock
 from celery_redlock.lock import wakeup
-from celery_redlock.lock.clock import SystemClock
+from celery_redlock.lock.clock import Platform, SystemClock
 from celery_redlock.lock.keys import wake_channel
 from celery_redlock.lock.nodes import parse_address
 from celery_redlock.lock.redlock import LONGEST_SPIN
@@ -355,7 +355,7 @@ def test_an_ear_that_ends_leaves_the_next_one_its_connection(
     def hear(channel: str, word: str) -> None:
         heard[channel] += not word  # a subscription begins
 
-    ear = Slow(address, NODE_TIMEOUT, SystemClock(), lambda: set(wanted), hear)
+    ear = Slow(address, NODE_TIMEOUT, Platform(SystemClock()), lambda: set(wanted), hear)
     ear.ended = threading.Event()
 
     def wait_anew() -> None:
@@ -379,7 +379,7 @@ def listening(node: EmbeddedNode, *channels: str) -> Iterator[Ear]:
     """Give an ear that was told to hear these channels."""
     address = parse_address(node.url, "test", "nodes", NODE_TIMEOUT)
     wanted = set(channels)
-    ear = Ear(address, NODE_TIMEOUT, SystemClock(), lambda: set(wanted), lambda *_: None)
+    ear = Ear(address, NODE_TIMEOUT, Platform(SystemClock()), lambda: set(wanted), lambda *_: None)
     with contextlib.closing(ear):
         ear.attend()
         yield ear

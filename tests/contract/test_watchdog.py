@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from celery_redlock.lock.clock import SystemClock
+from celery_redlock.lock.clock import Platform, SystemClock
 from celery_redlock.lock.watchdog import Watchdog
 from celery_redlock.testing import EmbeddedNode
 
@@ -59,7 +59,8 @@ class Dog:
 
     def __init__(self) -> None:
         self.tidied, self.again = threading.Event(), Meanwhile(math.inf)
-        self.watchdog: Watchdog[Any] = Watchdog(SystemClock(), lambda holds: None, self._tidy)
+        platform = Platform(SystemClock())
+        self.watchdog: Watchdog[Any] = Watchdog(platform, lambda holds: None, self._tidy)
 
     def _tidy(self) -> float:
         self.tidied.set()

@@ -1,7 +1,6 @@
 """Processes that use the shipped code, and the system under it: clocks, mutexes, polls, sockets.
 
-The seam: a `Session` with a clock of its own, and the few names by which the package takes threads,
-mutexes and polls from the operating system (`simulated_system`).
+Each process hands its own `Platform` to the shipped code: its clock, threads, mutexes and polls.
 """
 
 from __future__ import annotations
@@ -9,26 +8,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import select
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
-from celery_redlock.lock import clock as clock_module
 from celery_redlock.lock import nodes as nodes_module
-from celery_redlock.lock import quorum as quorum_module
-from celery_redlock.lock import redlock as redlock_module
-from celery_redlock.lock import session as session_module
-from celery_redlock.lock import wakeup as wakeup_module
-from celery_redlock.lock import watchdog as watchdog_module
-from celery_redlock.lock.clock import pause, start_thread
+from celery_redlock.lock.clock import Platform
+from celery_redlock.lock.nodes import Address as ShippedAddress
 from celery_redlock.lock.nodes import Greeting, Guard, Notes
-from celery_redlock.lock.quorum import new_poll
 from celery_redlock.lock.redlock import Redlock
-from celery_redlock.lock.session import Claim, Context, Here, Holding, Observer, Session
+from celery_redlock.lock.session import Claim, Holding, Observer
 from celery_redlock.lock.tenures import KEPT_MS, Tenures, tenure_of
 from celery_redlock.tasks import uniqueness as uniqueness_module
 from celery_redlock.tasks.uniqueness import Standing, Window
@@ -104,7 +94,23 @@ class Process:
         self.said: list[str] = []  # in its log
         self.lost: list[Holding] = []  # as it was told
         self._number = 0
-        self.addresses = [Address(self, *pair) for pair in zip(nodes, paths, strict=True)]
+        self.platform = Platform(
+            self.clock,
+            start_thread=self._start,
+            pause=self.clock.sleep,
+            pause_keeping_gil=_passes_for_all,
+            get_ident=lambda: id(running()),
+            new_mutex=Mutex,
+            new_poll=lambda native: Poll(self),
+            new_bell=lambda: Bell(self),
+            new_local=PerThread,
+            new_token=lambda: str(world.witness.new_token()),
+            new_subscriber=Ear,
+        )
+        self.addresses = [
+            Address(node.name, node.name, None, self.platform, self, node, path)
+            for node, path in zip(nodes, paths, strict=True)
+        ]
         self.redlock = SimulatedRedlock(self, self.addresses, **options)
 
     def connect(self) -> None:
@@ -116,6 +122,9 @@ class Process:
     def thread(self, run: Callable[[], object]) -> Thread:
         """Start a thread."""
         return Thread(self.world, self, run)
+
+    def _start(self, run: Callable[[], None]) -> None:
+        self.thread(run)
 
     def step(self) -> None:
         """Pass a point of I/O, where a thread may be stopped or interrupted."""
@@ -180,18 +189,26 @@ class Process:
 
 
 def here() -> Process:
-    """Return the process that runs, or is being made."""
+    """Return the process that runs."""
     thread = running()
-    process: Process = _making[-1] if thread is None else thread.process
+    assert thread is not None
+    process: Process = thread.process
     return process
 
 
-_making: list[Process] = []
+class PerThread:
+    """What each simulated thread has for itself: all of them share the one real thread."""
 
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._of: dict[Thread | None, Any] = {}
 
-def is_foreign() -> bool:
-    """Return whether a real thread runs: one of a real Redlock that an earlier test left open."""
-    return running() is None and threading.current_thread() is not threading.main_thread()
+    def get(self, *, in_task: bool) -> Any:
+        """Return what belongs to the thread that runs."""
+        thread = running()
+        if thread not in self._of:
+            self._of[thread] = self._make()
+        return self._of[thread]
 
 
 class Mutex:
@@ -246,8 +263,8 @@ class Mutex:
 class Bell:
     """What a waiter is woken by, beside what it waits for: the pipe of the shipped one."""
 
-    def __init__(self) -> None:
-        self._process = here()
+    def __init__(self, process: Process) -> None:
+        self._process = process
         self.descriptor = self._process.open(self)
         self.readable = False
 
@@ -297,14 +314,6 @@ class Poll:
         return ready
 
 
-def _new_poll(*, native: bool) -> Any:
-    return new_poll(native=native) if is_foreign() else Poll(here())
-
-
-def _new_bell() -> Any:
-    return clock_module.Bell() if is_foreign() else Bell()
-
-
 class Ear:
     """A subscriber connection: it hears of releases, late, and not while it is broken."""
 
@@ -312,7 +321,7 @@ class Ear:
         self,
         address: Address,
         timeout: float,
-        clock: Clock,
+        platform: Platform,
         channels: Callable[[], set[str]],
         heard: Callable[[str], None],
     ) -> None:
@@ -363,12 +372,14 @@ class Ear:
             self._heard(channel)
 
 
-class Address:
+@dataclass(frozen=True)
+class Address(ShippedAddress):
     """Where a node is, for one process."""
 
-    def __init__(self, process: Process, node: Node, path: Path) -> None:
-        self.process, self.node, self.path = process, node, path
-        self.name = self.server = node.name
+    pool: Any = None
+    process: Any = None
+    node: Any = None
+    path: Any = None
 
     def dial(self, timeout: float) -> Link:
         """Return a connection, after the time that takes."""
@@ -390,6 +401,11 @@ class Address:
 class Witness(Observer):
     """Hands on what the shipped code says of its holds."""
 
+    def claiming(self, holding: Holding, claim: Claim) -> None:
+        """Hear that the request for a key is about to leave."""
+        process = process_of(holding)
+        process.world.witness.claimed(claim, process)
+
     def acquired(self, holding: Holding) -> None:
         """Hear that a lock is held from now on."""
         process_of(holding).world.witness.acquired()
@@ -401,52 +417,23 @@ class Witness(Observer):
         process.world.witness.lost(holding)
 
 
-class SimulatedSession(Session):
-    """A session whose contexts are simulated threads."""
-
-    @property
-    def process(self) -> Process:
-        """Whose it is."""
-        process: Process = self.redlock.process  # type: ignore[attr-defined]
-        return process
-
-    def context(self) -> Context:
-        """Return which simulated thread runs: all of them share the one real thread."""
-        thread = running()
-        assert thread is not None
-        if thread.here is None:
-            thread.here = Here()
-        return os.getpid(), thread.here, None
-
-
 def process_of(holding: Holding) -> Process:
     """Return whose an acquisition is."""
-    session = holding.session
-    assert isinstance(session, SimulatedSession)
-    return session.process
+    redlock = holding.session.redlock
+    assert isinstance(redlock, SimulatedRedlock)
+    return redlock.process
 
 
 class SimulatedRedlock(Redlock):
     """A shipped `Redlock` in a simulated process."""
 
-    session_type = SimulatedSession
     observer = Witness()
 
     def __init__(self, process: Process, nodes: Sequence[Address], **options: Any) -> None:
         self.process = process
-        _making.append(process)
         super().__init__(nodes, **options)
+        self.session.exchanged_every = math.inf  # events that many schedules have no use for
         self._dropped.detach()  # it ends with its world
-        _making.pop()
-
-
-class WatchedClaim(Claim):
-    """A shipped claim that the invariants know of."""
-
-    def __init__(self, session: Session, *what: Any) -> None:
-        super().__init__(session, *what)
-        assert isinstance(session, SimulatedSession)
-        session.process.world.witness.claimed(self, session.process)
 
 
 class WatchedWindow(Window):
@@ -465,39 +452,18 @@ class WatchedWindow(Window):
         return earlier
 
 
-class Log:
-    """What the shipped code logs: kept where somebody reads it, and an error where it is one.
+class Log(logging.Handler):
+    """What the shipped code logs: kept where somebody reads it, and an error if it is one."""
 
-    extra: a line's fields, which nobody reads here.
-    """
-
-    def log(self, level: int, text: str, *args: object, extra: object = None) -> None:
-        """Leave it."""
-
-    def say(self, text: str, *args: object, extra: object = None) -> None:
-        """Keep it, with the process that says it."""
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line, with the process that says it."""
         thread = running()
-        if thread is not None:
-            thread.process.said.append(text % args)
-
-    info = warning = error = say
-
-    def exception(
-        self,
-        text: str,
-        *args: object,
-        exc_info: BaseException | None = None,
-        extra: object = None,
-    ) -> None:
-        """Take note of an exception that should not be."""
-        if is_foreign():
-            logging.getLogger(__name__).error(text, *args)
+        if thread is None:
             return
-        here().world.witness.failed(exc_info or sys.exc_info()[1])
-
-
-def _parsed(node: Any, *_: object) -> Any:
-    return node
+        if record.exc_info:
+            thread.process.world.witness.failed(record.exc_info[1])
+        else:
+            thread.process.said.append(record.getMessage())
 
 
 def _known(link: Link, guard: Guard, tenures: Tenures, node: int) -> Greeting:
@@ -512,64 +478,8 @@ def _known(link: Link, guard: Guard, tenures: Tenures, node: int) -> Greeting:
     return Greeting(run_id, guard.arguments(run_id, 0.0), notes=notes)
 
 
-def _start_thread(run: Callable[[], None]) -> None:
-    if is_foreign():
-        start_thread(run)
-    else:
-        here().thread(run)
-
-
-def _get_ident() -> int:
-    return threading.get_ident() if is_foreign() else id(running())
-
-
-def _pause(seconds: float) -> None:
-    if is_foreign():
-        pause(seconds)
-    else:
-        here().clock.sleep(seconds)
-
-
-def _clock() -> Clock:
-    return here().clock
-
-
-def _new_token() -> str:
-    token: str = here().world.witness.new_token()
-    return token
-
-
-def _new_window_token() -> str:
-    return (
-        f"w{int(_new_token()[1:]):04}"  # of one length, as the shipped ones: a prefix is compared
-    )
-
-
-def _pause_keeping_gil(seconds: float) -> None:
+def _passes_for_all(seconds: float) -> None:
     """Return at once: simulated time passes for all threads of a process."""
-
-
-PATCHES: list[tuple[ModuleType, dict[str, Any]]] = [
-    (clock_module, {"new_mutex": Mutex, "get_ident": _get_ident}),
-    (nodes_module, {"start_thread": _start_thread, "pause": _pause}),
-    (quorum_module, {"Bell": _new_bell, "new_poll": _new_poll, "pause": _pause}),
-    (quorum_module, {"pause_keeping_gil": _pause_keeping_gil}),
-    (wakeup_module, {"Ear": Ear}),
-    (watchdog_module, {"start_thread": _start_thread, "logger": Log()}),
-    (watchdog_module, {"pause_keeping_gil": _pause_keeping_gil}),
-    (
-        session_module,
-        {
-            "Claim": WatchedClaim,
-            "new_token": _new_token,
-            "logger": Log(),
-            "SystemClock": _clock,
-            "EXCHANGED_EVERY": math.inf,  # events that many schedules have no use for
-        },
-    ),
-    (redlock_module, {"parse_address": _parsed, "logger": Log()}),
-    (uniqueness_module, {"Window": WatchedWindow, "new_token": _new_window_token, "logger": Log()}),
-]
 
 
 @contextlib.contextmanager
@@ -587,8 +497,15 @@ def patched(thing: Any, **names: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def simulated_system() -> Iterator[None]:
-    """Take threads, mutexes, polls and sockets from the simulation for a while."""
-    with contextlib.ExitStack() as stack:
-        for module, names in PATCHES:
-            stack.enter_context(patched(module, **names))
-        yield
+    """Read what the package logs, and see the windows of sends, for a while."""
+    package, log = logging.getLogger("celery_redlock"), Log()
+    before = package.level, package.propagate
+    package.addHandler(log)
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    try:
+        with patched(uniqueness_module, Window=WatchedWindow):
+            yield
+    finally:
+        package.removeHandler(log)
+        package.level, package.propagate = before

@@ -139,7 +139,7 @@ class Witness:
     def new_token(self) -> str:
         """Return the next token: short, for people."""
         self._tokens += 1
-        return f"t{self._tokens}"
+        return f"t{self._tokens:06}"
 
     def claimed(self, claim: Claim, process: Process) -> None:
         """See a claim begin."""

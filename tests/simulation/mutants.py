@@ -26,6 +26,7 @@ from celery_redlock.lock.tenures import Tenures
 from celery_redlock.tasks.uniqueness import Ballot, Standing
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
+from tests.simulation.invariants import Witness
 from tests.simulation.nodes import patched_scripts
 
 Patch = Callable[[], AbstractContextManager[None]]
@@ -216,7 +217,8 @@ def reuse_token() -> Iterator[None]:
     def value(token: str, since_ms: int, label: str) -> str:
         return value_of(token, 0, label)
 
-    with patched(session_module, new_token=lambda: f"of {here().name}", value_of=value):
+    one = patched(Witness, new_token=lambda self: f"of {here().name}")
+    with one, patched(session_module, value_of=value):
         yield
 
 

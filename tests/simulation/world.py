@@ -83,7 +83,6 @@ class Thread(greenlet):
     def __init__(self, world: World, process: Any, run: Callable[[], object]) -> None:
         super().__init__(run, world.hub)
         self.world, self.process = world, process
-        self.here: Any = None  # what it holds, for the session
         self._ticket = 0  # which rest this is; a wake-up belongs to one of them
         self._resting = False
         world.threads.append(self)

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from celery_redlock.lock.clock import new_token
 from celery_redlock.lock.keys import (
     decoded,
     encoded,
     label_of,
     lock_key,
     name_of_all,
-    new_token,
     resource_of,
     since_of,
     value_of,

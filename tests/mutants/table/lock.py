@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant(
         "all tries of a client have one token, so that a late release frees a later lock",
         "lock.session:Claim.__init__",
-        "value_of(new_token(), since_ms, terms.label)",
+        "value_of(session.platform.new_token(), since_ms, terms.label)",
         'value_of("0" * 32, 0, terms.label)',
         (f"{CONTRACT}/test_redlock.py",),
         "each_attempt_has_a_token",
