@@ -34,6 +34,7 @@ from celery_redlock.errors import (
 )
 from celery_redlock.lock.clock import Platform
 from celery_redlock.lock.coroutines import Threads
+from celery_redlock.lock.engine.rounds import Batch, GrantRound, RenewRound
 from celery_redlock.lock.keys import (
     broken_key,
     done_key,
@@ -61,7 +62,7 @@ from celery_redlock.lock.nodes import (
     bulk,
     packed,
 )
-from celery_redlock.lock.quorum import Batch, GrantRound, Quorum, RenewRound
+from celery_redlock.lock.quorum import Quorum
 from celery_redlock.lock.votes import UnexpectedReplyError, advised
 from celery_redlock.lock.wakeup import Listener
 from celery_redlock.lock.watchdog import Watchdog

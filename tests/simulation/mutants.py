@@ -17,10 +17,11 @@ from celery_redlock.lock import quorum as quorum_module
 from celery_redlock.lock import redlock as redlock_module
 from celery_redlock.lock import session as session_module
 from celery_redlock.lock import votes as votes_module
+from celery_redlock.lock.engine.rounds import GrantRound, RenewRound
 from celery_redlock.lock.keys import value_of
 from celery_redlock.lock.lease import UNKNOWN, Fence, Hold, Probation, State
 from celery_redlock.lock.nodes import GRANT, GUARD, RELEASE, RENEW, Command, Guard, Script
-from celery_redlock.lock.quorum import GrantRound, Quorum, RenewRound
+from celery_redlock.lock.quorum import Quorum
 from celery_redlock.lock.session import Claim, Holding, Release, Session, Spot
 from celery_redlock.lock.tenures import Tenures
 from celery_redlock.tasks.uniqueness import Ballot, Standing

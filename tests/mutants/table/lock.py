@@ -315,7 +315,7 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery of a run that is done runs again",
-        "lock.quorum:GrantRound._is_done",
+        "lock.engine.rounds:GrantRound._is_done",
         "return at_ms > 0 and self.asks_since is not None and at_ms / 1000 >= self.asks_since",
         "return False",
         (f"{CONTRACT}/test_done_marks.py",),
@@ -323,7 +323,7 @@ MUTANTS = (
     ),
     Mutant(
         "a task id that is used again is taken for a run that is done",
-        "lock.quorum:GrantRound._is_done",
+        "lock.engine.rounds:GrantRound._is_done",
         " and at_ms / 1000 >= self.asks_since",
         "",
         (f"{CONTRACT}/test_done_marks.py",),

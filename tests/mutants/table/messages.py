@@ -119,8 +119,8 @@ MUTANTS = (
     Mutant(
         "a release that comes late ends the window of the next try",
         "tasks.uniqueness:Window._attempt",
-        "self._token, self._ballots, self._before = self._session.platform.new_token(),",
-        "self._token, self._ballots, self._before = self._token or self._session.platform.new_token(),",
+        "self._before = self._session.platform.new_token(),",
+        "self._before = self._token or self._session.platform.new_token(),",
         (
             f"{CONTRACT}/test_unique.py::TestSendersThatDie::"
             "test_no_try_asks_for_a_window_by_a_token_that_was_released",
