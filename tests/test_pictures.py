@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from celery_redlock.lock.lease import lease_end, validity
+from celery_redlock.lock.model.lease import lease_end, validity
 
 DOCS = Path(__file__).parent.parent / "docs"
 SMALL = 150_000  # bytes

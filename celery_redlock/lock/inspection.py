@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from celery_redlock.errors import NodeError
+from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.engine.session import one_server
 from celery_redlock.lock.keys import (
     broken_key,
     encoded,
@@ -23,7 +25,7 @@ from celery_redlock.lock.keys import (
     since_of,
     wake_channel,
 )
-from celery_redlock.lock.lease import silence
+from celery_redlock.lock.model.lease import grace_period
 from celery_redlock.lock.nodes import (
     Address,
     names_on,
@@ -37,8 +39,6 @@ from celery_redlock.lock.nodes import (
     text_of,
     trust_node,
 )
-from celery_redlock.lock.redlock import Redlock
-from celery_redlock.lock.session import one_server
 from celery_redlock.lock.votes import advised
 
 PATIENCE = 1.0  # s that a node may take for each step, if not more: people wait longer than locks
@@ -104,7 +104,7 @@ def exchange_terms(redlock: Redlock) -> Mapping[str, list[str]]:
 def look_at_terms(redlock: Redlock) -> Mapping[str, list[str]]:
     """Return what others noted on the nodes, if not what this client goes by; notes nothing.
 
-    Nor does it begin the silence of a node that nobody has used yet, as a client would.
+    Nor does it begin the grace_period of a node that nobody has used yet, as a client would.
     By their terms, the nodes that say so. Raises SettingsError for nodes that are one server.
     """
 
@@ -143,17 +143,15 @@ def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> Mapping[str
 
 def terms_of(redlock: Redlock) -> str:
     """Return what all clients of a prefix must agree on, for people; times in s."""
-    setup, nodes = redlock.session.setup, len(redlock.session.quorum.nodes)
-    return f"max_ttl={redlock.max_ttl:g} restart_guard={setup.guard.word} nodes={nodes}"
+    options, nodes = redlock.session.options, len(redlock.session.quorum.nodes)
+    return f"max_ttl={redlock.max_ttl:g} restart_guard={options.guard.word} nodes={nodes}"
 
 
 def _connect(redlock: Redlock) -> Collection[int]:
     """Return the nodes that answer within two node timeouts."""
     session = redlock.session
     answering = session.quorum.connect(session.clock.now() + 2 * session.quorum.timeout)
-    error = session.same_server()
-    if error is not None:
-        raise error
+    session.check_distinct()
     return answering
 
 
@@ -223,7 +221,7 @@ class Sight:
 
 def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
     """Return what each node says of itself, in the order of the setting."""
-    clock, guard = redlock.session.clock, redlock.session.setup.guard
+    clock, guard = redlock.session.clock, redlock.session.options.guard
     keys = [encoded(key) for key in guard_keys(redlock.prefix)]
 
     def look(connection: Any) -> NodeStatus:
@@ -235,7 +233,7 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
         facts = read_info(connection, ("server", "memory", "replication"))
         run, left = _reply(connection, "GET", keys[0]), _reply(connection, "PTTL", keys[1])
         uptime, run_id = float(facts.get("uptime_in_seconds", 0)), facts.get("run_id", "")
-        _, new, _ = guard.arguments(run_id, uptime)  # ms of silence of one that knows nobody
+        _, new, _ = guard.arguments(run_id, uptime)  # ms of grace_period of one that knows nobody
         knows_us = new == "0" if run is None else read_text(run) == run_id
         version = facts.get("valkey_version") or facts.get("redis_version", "")
         return NodeStatus(
@@ -300,7 +298,8 @@ def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Ma
     and why the others could not be told.
     """
     keys = (lock.key, encoded(broken_key(text_of(lock.key), text_of(lock.value))))
-    lasting = str(int(silence(redlock.max_ttl) * 1000))  # no holder repairs for longer than a lease
+    # no holder reclaims for longer than a lease
+    lasting = str(int(grace_period(redlock.max_ttl) * 1000))
     channel = wake_channel(redlock.prefix, lock.resource)
 
     def break_it(connection: Any) -> bool:

@@ -59,7 +59,7 @@ def pattern_of(key: str) -> str:
     return "".join(f"\\{letter}" if letter in "*?[]^-\\" else letter for letter in key)
 
 
-def done_key(prefix: str, run: str) -> str:
+def completion_key(prefix: str, run: str) -> str:
     """Return where a node notes that a run is done."""
     return f"{{{prefix}}}:done:{run}"
 

@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from celery_redlock.errors import SettingsError, abstains, in_person
+from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.clock import SystemClock
 from celery_redlock.lock.inspection import (
     NodeStatus,
@@ -39,7 +40,6 @@ from celery_redlock.lock.inspection import (
     terms_of,
     trust_nodes,
 )
-from celery_redlock.lock.redlock import Redlock
 from celery_redlock.operate.control import Holder, in_iso
 from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, facts_of, lint
 from celery_redlock.tasks.runtime import redlock_of, settings_of
@@ -337,7 +337,7 @@ class View:
     def of(cls, redlock: Redlock) -> View:
         """Ask them."""
         session = redlock.session
-        guard = session.setup.guard
+        guard = session.options.guard
         return cls(look_at_nodes(redlock), guard.word, session.quorum.size, guard.silence)
 
     @property

@@ -60,9 +60,10 @@ class HeldHere:
 def holds_of(app: Any) -> list[HeldHere]:
     """Return the locks that this worker holds, those of its pool's children too."""
     found = {(entry.resource, entry.value) for entry in held_by_children()}
-    for holding in redlock_of(app).session.watchdog.watched:
-        if holding.held:
-            found |= {(claim.spot.resource, claim.value) for claim in holding.claims}
+    session = redlock_of(app).session
+    for acquisition in session.watchdog.watched:
+        if acquisition.held(session.clock.now()):
+            found |= {(one.key.resource, one.value) for one in acquisition.key_leases}
     return [
         HeldHere(resource, Holder.of(label_of(value)), since_of(value))
         for resource, value in sorted(found)

@@ -32,10 +32,13 @@ from celery.concurrency import get_implementation
 from celery.signals import worker_init, worker_shutdown
 
 from celery_redlock.errors import RedlockError
+from celery_redlock.lock.client import Redlock, session_of
 from celery_redlock.lock.clock import Alarm, Bell, new_mutex, new_poll, start_thread
+from celery_redlock.lock.engine.releaser import OrphanedKey
+from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.keys import label_of
-from celery_redlock.lock.redlock import Redlock, session_of
-from celery_redlock.lock.session import Claim, Holding, Left, Mark, Session, Terms
+from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
+from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.tasks.runtime import redlock_of, settings_of
 from celery_redlock.tasks.signals import SignalObserver, tell_released
 
@@ -63,7 +66,7 @@ class Entry:
     """One line: what a child claims of one key.
 
     state: CLAIMED, HELD, or RELEASED where some node may not have heard of the release yet.
-    session: `Session.identity`. holding: `Holding.number`. asked_at: monotonic s. ttl: s.
+    session: `Session.identity`. holding: `Acquisition.number`. asked_at: monotonic s. ttl: s.
     is_asked_for: not so where it is of the run's own lock, beside a permit. owner: the task's
     name. value: token and label.
     """
@@ -85,15 +88,15 @@ class Entry:
         return label_of(self.value).rpartition(" ")[0]
 
 
-def line_of(holding: Holding, claim: Claim) -> bytes:
+def line_of(session: Session, acquisition: Acquisition, key_lease: KeyLease) -> bytes:
     """Return what a child writes of a claim, without its state."""
-    spot, terms, session = claim.spot, holding.terms, holding.session
-    resource = spot.resource.encode("utf-8", "surrogatepass")
-    owner = getattr(terms.owner, "name", "").encode("utf-8", "surrogatepass")
-    value = claim.value.encode("utf-8", "surrogatepass")
+    key, options = key_lease.key, acquisition.options
+    resource = key.resource.encode("utf-8", "surrogatepass")
+    owner = getattr(options.sender, "name", "").encode("utf-8", "surrogatepass")
+    value = key_lease.value.encode("utf-8", "surrogatepass")
     head = _HEAD.pack(
-        session.identity, holding.number, session.clock.now(), terms.ttl,
-        spot.resource in terms.resources, spot.permit, len(resource), len(owner), len(value),
+        session.identity, acquisition.number, session.clock.now(), options.ttl,
+        key.resource in options.resources, key.permit, len(resource), len(owner), len(value),
     )  # fmt: skip
     body = head + resource + owner + value
     return _SEAL.pack(zlib.crc32(body), len(body)) + body
@@ -189,44 +192,44 @@ class Scribe(SignalObserver):
 
     def __init__(self, slot: Slot) -> None:
         self._slot, self._pid = slot, os.getpid()
-        self._lines: dict[Claim, int] = {}
+        self._lines: dict[KeyLease, int] = {}
         self._told = False
 
-    def claiming(self, holding: Holding, claim: Claim) -> None:
+    def claiming(self, redlock: Any, acquisition: Acquisition, key_lease: KeyLease) -> None:
         """Write it down, before its grant leaves."""
         if os.getpid() != self._pid:  # forked past Python, so that nobody told us
             return
-        at = self._slot.write(line_of(holding, claim))
+        at = self._slot.write(line_of(redlock.session, acquisition, key_lease))
         if at:
-            self._lines[claim] = at
+            self._lines[key_lease] = at
         elif not self._told:
             self._told = True
             logger.warning(
                 "the parent process is not told of %r: its name is too long, or too many locks are "
                 "held at once; if this process is killed, it ends with its ttl",
-                claim.spot.resource,
-                extra={"event": "parent_not_told", "resource": claim.spot.resource},
+                key_lease.key.resource,
+                extra={"event": "parent_not_told", "resource": key_lease.key.resource},
             )
 
-    def acquired(self, holding: Holding) -> None:
+    def acquired(self, redlock: Any, acquisition: Acquisition) -> None:
         """Mark it as held, and tell."""
-        self._mark(holding, HELD)
-        super().acquired(holding)
+        self._mark(acquisition, HELD)
+        super().acquired(redlock, acquisition)
 
-    def released(self, holding: Holding) -> None:
+    def released(self, redlock: Any, acquisition: Acquisition) -> None:
         """Mark it as given back, and tell."""
-        self._mark(holding, RELEASED)
-        super().released(holding)
+        self._mark(acquisition, RELEASED)
+        super().released(redlock, acquisition)
 
-    def _mark(self, holding: Holding, state: int) -> None:
-        for claim in holding.claims:
-            at = self._lines.get(claim)
+    def _mark(self, acquisition: Acquisition, state: int) -> None:
+        for key_lease in acquisition.key_leases:
+            at = self._lines.get(key_lease)
             if at is not None:
                 self._slot.mark(at, state)
 
-    def settled(self, claim: Claim) -> None:
+    def settled(self, key_lease: KeyLease) -> None:
         """Forget it: every node has been told."""
-        at = self._lines.pop(claim, None)
+        at = self._lines.pop(key_lease, None)
         if at is not None:
             self._slot.clear(at)
 
@@ -463,10 +466,10 @@ class Watch:
         for slot, process in list(processes.items()):
             if process.is_gone(ready):
                 released += self.reap(slot, process)
-        for holding in released:
-            tell_released(holding, by="parent")
+        for session, acquisition in released:
+            tell_released(session.client(), acquisition, by="parent")
 
-    def reap(self, slot: Slot, process: Process) -> list[Holding]:
+    def reap(self, slot: Slot, process: Process) -> list[tuple[Session, Acquisition]]:
         """Release what a dead child held; returns what is to be told of."""
         self._children.slots.remove(slot)
         del self._children.processes[slot]
@@ -478,12 +481,14 @@ class Watch:
         ended = {run for run in runs if slot.is_ended(run)}
         slot.close()
         return [
-            holding
+            held
             for left in by_holding.values()
-            if (holding := self._release(left, process.pid, ended)) is not None
+            if (held := self._release(left, process.pid, ended)) is not None
         ]
 
-    def _release(self, left: list[Entry], pid: int, ended: Set[str]) -> Holding | None:
+    def _release(
+        self, left: list[Entry], pid: int, ended: Set[str]
+    ) -> tuple[Session, Acquisition] | None:
         """Release what one acquisition claimed, on all nodes; returns it where it was held.
 
         ended: names of runs that are done, so that no other delivery of them is to run; one that
@@ -500,26 +505,28 @@ class Watch:
                 "process %d is gone; %r ends with its ttl", pid, first.resource, extra=told
             )
             return None
-        terms = Terms(
+        options = LockOptions(
             resources=tuple(dict.fromkeys(e.resource for e in left if e.is_asked_for)),
             ttl=first.ttl,
             wait=0.0,
             renew=False,
             max_hold=None,
             label=label_of(first.value),
-            owner=self._app.tasks.get(first.owner),
-            mark=Mark(first.run, settings_of(self._app).done_ttl) if is_done else None,
+            sender=self._app.tasks.get(first.owner),
+            marker=CompletionMarker(first.run, settings_of(self._app).done_ttl)
+            if is_done
+            else None,
         )
-        claims = [Left(entry.resource, entry.permit, entry.value) for entry in left]
-        holding = session.release_left(terms, claims, first.asked_at)
-        told = {"event": "child_exited", "pid": pid, "resource": holding.resource}
+        orphans = [OrphanedKey(entry.resource, entry.permit, entry.value) for entry in left]
+        acquisition = session.release_orphans(options, orphans, first.asked_at)
+        told = {"event": "child_exited", "pid": pid, "resource": acquisition.resource}
         if HELD in states:
             text = "process %d is gone: released %r for it"
-            logger.warning(text, pid, holding.resource, extra=told)
-            return holding
+            logger.warning(text, pid, acquisition.resource, extra=told)
+            return session, acquisition
         if CLAIMED in states:  # refused, mostly: a node may not have heard that it gave up
             text = "process %d is gone: gave up %r for it"
-            logger.info(text, pid, holding.resource, extra=told)
+            logger.info(text, pid, acquisition.resource, extra=told)
         return None
 
     def _session_of(self, identity: bytes) -> Session | None:

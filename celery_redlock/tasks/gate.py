@@ -35,10 +35,12 @@ from celery.signals import (
 )
 
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, RedlockError, SettingsError
-from celery_redlock.lock.keys import done_key, in_order, is_of_run
+from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
+from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.keys import completion_key, in_order, is_of_run
+from celery_redlock.lock.lock import Lock, loss_of, release_all
+from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.nodes import read_text, request_of
-from celery_redlock.lock.redlock import Lock, give_back, loss_of
-from celery_redlock.lock.session import AlreadyDoneError, Mark, Session, SupersededError, Terms
 from celery_redlock.tasks import contention, runtime, signals, states
 from celery_redlock.tasks.children import was_ended
 from celery_redlock.tasks.contention import Contention, Defer, Past, RunUnlocked, Skip
@@ -284,25 +286,25 @@ def lock_of(
     *,
     label: str,
     wait: float | None = None,
-    mark: Mark | None = None,
+    mark: CompletionMarker | None = None,
 ) -> Lock:
     """Return the lock that a run by these rules takes; wait: s, instead of the rules'.
 
     mark: of a run that may be delivered again.
     """
-    terms = Terms(
+    options = LockOptions(
         resources=in_order(resources),
         ttl=rules.ttl,
         wait=rules.wait if wait is None else wait,
         renew=rules.renew,
         max_hold=rules.max_hold,
         label=label,
-        owner=task,
+        sender=task,
         limit=rules.limit,
         fencing=rules.fencing,
-        mark=mark,
+        marker=mark,
     )
-    return Lock(redlock_of(task.app), terms)
+    return Lock(redlock_of(task.app), options)
 
 
 def label_of_run(task: Any, request: Any) -> str:
@@ -310,7 +312,7 @@ def label_of_run(task: Any, request: Any) -> str:
     return f"{name_of_run(task, request)} {request.hostname}"
 
 
-def mark_of(task: Any, request: Any, slip: Slip) -> Mark | None:
+def mark_of(task: Any, request: Any, slip: Slip) -> CompletionMarker | None:
     """Return the mark of a run that has a twin to come, perhaps; None where it has none.
 
     With early acknowledgement that is what was put back: where the broker's word was lost that it
@@ -326,10 +328,14 @@ def mark_of(task: Any, request: Any, slip: Slip) -> Mark | None:
     if since is None and came is not None:  # a copy may have run while this one waited here
         since = came + CLOCKS_DIFFER
     kept_for = settings_of(task.app).done_ttl
-    return Mark(name_of_run(task, request), kept_for, since, is_second=slip.is_second)
+    return CompletionMarker(
+        name_of_run(task, request), kept_for, since, is_redelivered=slip.is_second
+    )
 
 
-def _sent_once(task: Any, request: Any, slip: Slip, mark: Mark | None) -> Mark | None:
+def _sent_once(
+    task: Any, request: Any, slip: Slip, mark: CompletionMarker | None
+) -> CompletionMarker | None:
     """Take the place of what a deduplicated send replaces; returns the mark of its own run.
 
     It asks whether a later send has taken its place in turn. A second delivery does not heed that:
@@ -340,7 +346,7 @@ def _sent_once(task: Any, request: Any, slip: Slip, mark: Mark | None) -> Mark |
     if ticket is None:
         return mark
     ticket.take_place(redlock_of(task.app))
-    mark = mark or Mark(name_of_run(task, request), settings_of(task.app).done_ttl)
+    mark = mark or CompletionMarker(name_of_run(task, request), settings_of(task.app).done_ttl)
     asked = mark.asks_since if slip.may_run_elsewhere else None  # else it asks for the first time
     asks_since = -math.inf if asked is None else asked
     return replace(mark, asks_since=asks_since, heeds_later=not slip.is_second)
@@ -415,13 +421,13 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
         _begin(task, request, slip)
     except NotAcquired as refused:
         request.__dict__.pop(PASSAGE, None)
-        give_back(lock)  # where it was taken, and what comes before the body failed
+        release_all(lock)  # where it was taken, and what comes before the body failed
         turn_away_unrun(task, request, slip, refused, over)
         turn_away(task, request, rules, slip, refused, in_order(resources), args, kwargs)
         request.__dict__[PASSAGE] = passage  # on_unreachable="run"
         passage.unlocked = True
         _start_window(task, request, slip)
-    except (AlreadyDoneError, SupersededError) as known:
+    except (AlreadyCompletedError, SupersededError) as known:
         let_go(request)
         drop(task, request, known)
     except BaseException as cut:
@@ -535,7 +541,7 @@ def marks_of(session: Session, run: str) -> list[float | None]:
 
     s since 1970, below 0 where a later send has taken its place; None: nothing.
     """
-    request = request_of("GET", done_key(session.setup.prefix, run))
+    request = request_of("GET", completion_key(session.options.prefix, run))
     return list(session.quorum.ask(request, _read_mark).values())
 
 
@@ -591,7 +597,7 @@ def let_go(request: Any, *, done: bool = False) -> None:
     """
     passage = passage_of(request)
     if passage is not None:
-        give_back(passage.lock, done=done)
+        release_all(passage.lock, ended=done)
         request.__dict__.pop(PASSAGE, None)  # last: where this is cut, task_postrun does it again
 
 
@@ -732,7 +738,7 @@ def await_first(task: Any, request: Any, slip: Slip, refused: Exception) -> NoRe
     raise Ignore("runs already")
 
 
-def drop(task: Any, request: Any, known: AlreadyDoneError | SupersededError) -> NoReturn:
+def drop(task: Any, request: Any, known: AlreadyCompletedError | SupersededError) -> NoReturn:
     """Let go of a message that is not to run: it has run already, or another one runs instead."""
     if isinstance(known, SupersededError):
         skip(task, request, str(known), "a later send of the same took its place")

@@ -21,8 +21,10 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import worker_init, worker_process_init
 
 from celery_redlock.errors import LockLost
+from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.clock import Alarm, start_thread
-from celery_redlock.lock.redlock import Lock, Redlock, loss_of
+from celery_redlock.lock.lock import Lock, loss_of
+from celery_redlock.lock.platform.interrupts import is_uninterruptible
 from celery_redlock.tasks.settings import AppSettings, read_app
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # s: between tries to tell a body that is not to be struck
@@ -32,7 +34,6 @@ PREFERRED_SIGNAL = 5  # above SIGRTMIN: the first that we take if nobody else ha
 # first; and so is what gives back other locks. Their acquire is made to be cut.
 UNTOUCHED = ("billiard.", "celery.app.trace.", "celery.utils.dispatch.", "celery_redlock.tasks.",
              "logging.")  # fmt: skip
-GIVES_BACK = frozenset(("__exit__", "_end", "hand_over", "let_go", "release"))
 
 _settings: weakref.WeakKeyDictionary[Any, AppSettings] = weakref.WeakKeyDictionary()
 _redlocks: weakref.WeakKeyDictionary[Any, Redlock] = weakref.WeakKeyDictionary()
@@ -69,7 +70,7 @@ def redlock_of(app: Any) -> Redlock:
                     max_ttl=settings.max_ttl,
                     restart_guard=settings.restart_guard,
                 )
-                made.session.tells_of_new_nodes = not _is_worker
+                made.session.events.tells_of_new_nodes = not _is_worker
                 made.session.warns = False  # nobody but the app could close it
                 redlock = _redlocks.setdefault(app, made)  # one that came in between was first
     return redlock
@@ -182,9 +183,9 @@ class Body:
 
 
 def _is_untouched(frame: FrameType) -> bool:
-    module, name = f"{frame.f_globals.get('__name__', '')}.", frame.f_code.co_name
-    gives_back = name in GIVES_BACK and module.startswith("celery_redlock.")
-    return gives_back or name == "__del__" or module.startswith(UNTOUCHED)
+    code, module = frame.f_code, f"{frame.f_globals.get('__name__', '')}."
+    releases = is_uninterruptible(code) or code.co_name == "__del__"
+    return releases or module.startswith(UNTOUCHED)
 
 
 def tell_bodies() -> None:

@@ -27,8 +27,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 from celery_redlock.errors import ArgumentsError, SettingsError
 from celery_redlock.lock.backoff import Backoff
+from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
 from celery_redlock.lock.keys import encoded, in_order
-from celery_redlock.lock.redlock import (
+from celery_redlock.lock.validation import (
     check_drift,
     check_guard,
     check_limit,
@@ -39,7 +40,6 @@ from celery_redlock.lock.redlock import (
     check_ttl,
     check_wait,
 )
-from celery_redlock.lock.session import ROUNDS_IN_TTL
 
 DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # s
 DEFAULT_PREFIX = "redlock"

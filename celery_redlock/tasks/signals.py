@@ -12,8 +12,9 @@ from typing import Any
 
 from celery.utils.dispatch import Signal
 
-from celery_redlock.lock.redlock import Redlock
-from celery_redlock.lock.session import Holding, Observer
+from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.engine.events import Observer
+from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.tasks.runtime import tell_bodies
 
 
@@ -107,30 +108,36 @@ class NodeRecoveredEvent:
 class SignalObserver(Observer):
     """Turns what the lock's floor observes into signals; free where nobody listens."""
 
-    def acquired(self, holding: Holding) -> None:
+    def acquired(self, redlock: Any, acquisition: Acquisition) -> None:
         """Send lock_acquired."""
         if lock_acquired.receivers:
-            event = LockAcquiredEvent(holding.resource, holding.terms.ttl, holding.fencing_token)
-            lock_acquired.send(_sender(holding), event=event)
+            event = LockAcquiredEvent(
+                acquisition.resource, acquisition.options.ttl, acquisition.fencing_token
+            )
+            lock_acquired.send(_sender(redlock, acquisition), event=event)
 
-    def released(self, holding: Holding) -> None:
+    def released(self, redlock: Any, acquisition: Acquisition) -> None:
         """Send lock_released."""
-        tell_released(holding)
+        tell_released(redlock, acquisition)
 
-    def extended(self, holding: Holding) -> None:
+    def extended(self, redlock: Any, acquisition: Acquisition) -> None:
         """Send lock_extended."""
-        event = LockExtendedEvent(holding.resource, holding.remaining)
-        lock_extended.send(_sender(holding), event=event)
+        event = LockExtendedEvent(
+            acquisition.resource, acquisition.remaining(redlock.session.clock.now())
+        )
+        lock_extended.send(_sender(redlock, acquisition), event=event)
 
     @property
     def hears_extensions(self) -> bool:
         """Whether anybody listens."""
         return bool(lock_extended.receivers)
 
-    def lost(self, holding: Holding, reason: str) -> None:
+    def lost(self, redlock: Any, acquisition: Acquisition, reason: str) -> None:
         """Tell the bodies that run under it, and send lock_lost."""
         tell_bodies()  # first: a receiver may take its time
-        lock_lost.send(_sender(holding), event=LockLostEvent(holding.resource, reason))
+        lock_lost.send(
+            _sender(redlock, acquisition), event=LockLostEvent(acquisition.resource, reason)
+        )
 
     def node_failed(self, redlock: Any, node: str, cause: str) -> None:
         """Send node_failed."""
@@ -141,16 +148,18 @@ class SignalObserver(Observer):
         node_recovered.send(redlock, event=NodeRecoveredEvent(node))
 
 
-def tell_released(holding: Holding, by: str = "holder") -> None:
+def tell_released(redlock: Any, acquisition: Acquisition, by: str = "holder") -> None:
     """Send lock_released."""
     if lock_released.receivers:
-        event = LockReleasedEvent(holding.resource, holding.held_for, by)
-        lock_released.send(_sender(holding), event=event)
+        event = LockReleasedEvent(
+            acquisition.resource, acquisition.held_for(redlock.session.clock.now()), by
+        )
+        lock_released.send(_sender(redlock, acquisition), event=event)
 
 
-def _sender(holding: Holding) -> Any:
-    owner = holding.terms.owner
-    return holding.session.redlock if owner is None else owner
+def _sender(redlock: Any, acquisition: Acquisition) -> Any:
+    sender = acquisition.options.sender
+    return redlock if sender is None else sender
 
 
 Redlock.observer = SignalObserver()

@@ -29,7 +29,8 @@ from celery_redlock.errors import (
 )
 from celery_redlock.lock.backoff import Backoff
 from celery_redlock.lock.inspection import NodeReport, ask_nodes, exchange_terms, terms_of
-from celery_redlock.lock.redlock import Lock, check_wait
+from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.validation import check_wait
 from celery_redlock.tasks.children import watch_children
 from celery_redlock.tasks.deferral import HEADER, Slip, own_headers, utc_now
 from celery_redlock.tasks.gate import (

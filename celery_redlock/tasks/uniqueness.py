@@ -21,7 +21,10 @@ from typing import Any, TypeVar
 import hiredis
 
 from celery_redlock.errors import NodeError, QuorumUnreachable
-from celery_redlock.lock.keys import done_key, name_of_all, unique_key
+from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.engine.rounds import causes_of
+from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.keys import completion_key, name_of_all, unique_key
 from celery_redlock.lock.nodes import (
     Command,
     Script,
@@ -32,8 +35,6 @@ from celery_redlock.lock.nodes import (
     text_of,
 )
 from celery_redlock.lock.quorum import Quorum, Round
-from celery_redlock.lock.redlock import Redlock
-from celery_redlock.lock.session import Session, causes_of
 from celery_redlock.lock.votes import UnexpectedReplyError
 
 logger = logging.getLogger(__name__)
@@ -240,13 +241,13 @@ class Window:
 
     def __init__(self, session: Session, send: Send) -> None:
         self._session, self._send = session, send
-        self._call = UNIQUE.begin([unique_key(session.setup.prefix, send.name)], 3)
+        self._call = UNIQUE.begin([unique_key(session.options.prefix, send.name)], 3)
         self._token, self.is_open = "", False
         self._confirmation = b""  # all of it but how long it is good for
         self.replaced: Standing | None = None
         self._opened_at = 0.0
         self._lease = min(
-            send.window, max(SENDING, ROUNDS_WHILE_SENDING * session.setup.node_timeout)
+            send.window, max(SENDING, ROUNDS_WHILE_SENDING * session.options.node_timeout)
         )
         # of the token in use: what was asked, and what it may have replaced
         self._ballots: list[Ballot] = []
@@ -307,11 +308,9 @@ class Window:
         session.quorum.broadcast(Command(request, ballot, UNIQUE), sent)
         # packed while the nodes think
         self._confirmation = self._change(self._token, self._value(SENT, PUBLISHING))
-        session.quorum.wait(ballot, sent + session.setup.node_timeout)
+        session.quorum.wait(ballot, sent + session.options.node_timeout)
         ballot.decided = True
-        error = session.same_server()
-        if error is not None:
-            raise error
+        session.check_distinct()
         return ballot
 
     def _value(self, state: str, later: float = 0.0) -> str:
@@ -373,7 +372,7 @@ class Window:
         if self.replaced is not None:
             kept_for = self._kept_for(self.replaced)
             quorum.broadcast(supersede(session, self.replaced.run, kept_for), now)
-        session.watchdog.tidy_by(now + session.setup.node_timeout)
+        session.watchdog.run_maintenance_by(now + session.options.node_timeout)
 
     @property
     def _changed(self) -> set[int]:
@@ -440,12 +439,12 @@ class Ending(Round):
         else:
             for node in nodes:
                 session.quorum.send_to(node, command, now)
-        session.watchdog.tidy_by(now + session.setup.node_timeout)
+        session.watchdog.run_maintenance_by(now + session.options.node_timeout)
 
     def wait(self) -> bool:
         """Wait for a quorum to hear of it, no longer than a node may take; False where none did."""
         session = self._session
-        session.quorum.wait(self, session.clock.now() + session.setup.node_timeout)
+        session.quorum.wait(self, session.clock.now() + session.options.node_timeout)
         return len(self._heard) >= session.quorum.size
 
     def command(self) -> Command:
@@ -463,8 +462,8 @@ class Ending(Round):
         is_list = not is_error and type(_check(reply)) is list
         replaced = is_list and not Standing.of(text_of(reply[1]), 0).is_sent
         if replaced or is_error:
-            session.owe(node, self)
-            session.watchdog.tidy_by(session.clock.now() + session.setup.node_timeout)
+            session.outbox.put(node, self)
+            session.watchdog.run_maintenance_by(session.clock.now() + session.options.node_timeout)
             return
         self._heard.add(node)
         if not self.decided and len(self._heard) >= self._session.quorum.size:
@@ -473,7 +472,7 @@ class Ending(Round):
     def failed(self, node: int, command: Command, error: NodeError) -> None:
         """Tell it when the node is back."""
         if self._session.clock.now() < self.until:
-            self._session.owe(node, self)
+            self._session.outbox.put(node, self)
 
     def settle(self, node: int) -> None:
         """Leave it at that: the key ends by itself."""
@@ -484,7 +483,7 @@ def supersede(session: Session, run: str, kept_for: float) -> Command:
 
     The mark is a done mark below 0; one that is there already stays.
     """
-    key, now = done_key(session.setup.prefix, run), session.clock.wall_us() // 1000
+    key, now = completion_key(session.options.prefix, run), session.clock.wall_us() // 1000
     words = ("SET", key, str(-now), "PX", str(math.ceil(kept_for * 1000)), "NX")
     return Command(request_of(*words), UNHEARD)
 
@@ -580,7 +579,7 @@ class Ticket:
 
     def _end(self, redlock: Redlock) -> Ending:
         session = redlock.session
-        key = unique_key(session.setup.prefix, self.name)
+        key = unique_key(session.options.prefix, self.name)
         left = min(self.ends_at - session.clock.wall_us() / 1e6, LONGEST_WINDOW)
         ending = Ending(session, UNIQUE.call([key], self.token, "", "1"), left)
         ending.send()

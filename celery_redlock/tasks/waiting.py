@@ -328,7 +328,7 @@ class Room(bootsteps.StartStopStep):
     def _listen(self) -> None:
         if not self._ears:
             session = redlock_of(self._consumer.app).session
-            nodes, timeout = session.quorum.nodes, session.setup.node_timeout
+            nodes, timeout = session.quorum.nodes, session.options.node_timeout
             self._majority = session.quorum.size
             make = (
                 timeout,

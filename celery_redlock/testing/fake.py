@@ -20,7 +20,7 @@ from typing import Any
 import hiredis
 from redis import Redis
 
-from celery_redlock.lock import redlock as redlock_module
+from celery_redlock.lock.client import sessions
 from celery_redlock.lock.clock import (
     Bell,
     Platform,
@@ -145,11 +145,11 @@ class VirtualClock:
         if self._told == jumps:
             return
         with contextlib.suppress(RuntimeError):  # one was made meanwhile: the next time
-            for session in list(redlock_module._sessions):
+            for session in sessions():
                 if session.clock is self:
                     session.watchdog.look()
-                    for channel in session.listener.channels():
-                        session.listener.heard(channel)
+                    for channel in session.wait_queue.channels():
+                        session.wait_queue.heard(channel)
             self._told = jumps
 
 

@@ -13,11 +13,12 @@ import redis
 from celery import current_app
 
 from celery_redlock.errors import in_person
-from celery_redlock.lock import redlock as redlock_module
+from celery_redlock.lock.client import Redlock, sessions
 from celery_redlock.lock.clock import SystemClock
+from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.inspection import Sight, Standing, break_lock, look_at_locks
-from celery_redlock.lock.redlock import Lock, Redlock
-from celery_redlock.lock.session import Holding
+from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.tasks.runtime import forget, redlock_of
 
 __all__ = ["assert_released", "at_work", "hold", "lose", "trust_nodes", "use_nodes"]
@@ -81,7 +82,7 @@ def hold(
     """
     with _redlock_on(on) as theirs, _another(theirs) as others:
         plain = others.lock(resources, ttl=ttl, renew=renew, limit=limit)
-        with Lock(others, replace(plain._terms, label=by)) as lock:
+        with Lock(others, replace(plain._options, label=by)) as lock:
             yield lock
 
 
@@ -93,17 +94,17 @@ def lose(resource: str | Lock, *, on: Any = None, within: float = 5.0) -> None:
     that within a third of its ttl. within: s (real ones) for the holder here to learn it.
     Raises AssertionError where nobody holds it.
     """
-    names = resource._terms.resources if isinstance(resource, Lock) else (resource,)
+    names = resource._options.resources if isinstance(resource, Lock) else (resource,)
     with _redlock_on(on) as redlock:
         held = [lock for name in names for lock in look_at_locks(redlock, name).locks]
         if not held:
             raise AssertionError(f"nobody holds {', '.join(names)!r}, so it cannot be lost")
-        holdings = [holding for lock in held for holding in _holdings_of(lock)]
+        holders = [holder for lock in held for holder in _holders_of(lock)]
         for lock in held:
             break_lock(redlock, lock)
-    for holding in holdings:
-        holding.session.renew([holding])
-    if not _eventually(lambda: all(not holding.held for holding in holdings), within):
+    for session, acquisition in holders:
+        session.renew([acquisition])
+    if not _eventually(lambda: not any(a.held(s.clock.now()) for s, a in holders), within):
         raise AssertionError(f"{', '.join(names)!r} is still held after {within:g} s")
 
 
@@ -177,14 +178,14 @@ def _redlock_over(nodes: Sequence[Any], prefix: str) -> Redlock:
     return Redlock(addresses_of(nodes), prefix=prefix, node_timeout=2.0)
 
 
-def _holdings_of(lock: Standing) -> list[Holding]:
+def _holders_of(lock: Standing) -> list[tuple[Session, Acquisition]]:
     """Return who holds a lock in this process."""
     return [
-        holding
-        for session in list(redlock_module._sessions)
-        for holding in session.watchdog.watched
-        for claim in holding.claims
-        if claim.value.encode("utf-8", "surrogatepass") == _bytes(lock.value)
+        (session, acquisition)
+        for session in sessions()
+        for acquisition in session.watchdog.watched
+        for one in acquisition.key_leases
+        if one.value.encode("utf-8", "surrogatepass") == _bytes(lock.value)
     ]
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 from celery._state import _task_stack
 
 from celery_redlock.errors import RedlockError
-from celery_redlock.lock import redlock as redlock_module
-from celery_redlock.lock.session import Holding, Refused
+from celery_redlock.lock.engine.acquirer import Failure
+from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.model.acquisition import Acquisition, LockKey, Owner
+from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks import task as task_module
 from celery_redlock.tasks.uniqueness import send_once
 
@@ -27,53 +29,35 @@ __all__ = ["locking_off"]
 _tokens = itertools.count(1)
 
 
-class Unlocked(Holding):
-    """What stands for a hold while locking is off: held from acquire to release, on no node."""
+class Unlocked(Acquisition):
+    """What stands for an acquisition while locking is off: held until its release, on no node."""
 
-    __slots__ = ("_over", "_token")
+    __slots__ = ("_token",)
 
-    def acquire(self) -> Refused | None:
-        """Be held, at once."""
-        self.acquired_at = self.session.clock.now()
-        self._over, self._token = False, next(_tokens)
-        _, here, task = self._context
-        for spot in self._spots:
-            here.held[task, spot.resource] = self
-        self.session.redlock.observer.acquired(self)
-        return None
+    def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
+        super().__init__(options, keys, owner)
+        self._token = next(_tokens)
 
-    @property
-    def held(self) -> bool:
-        """Whether it is not released."""
-        return not getattr(self, "_over", True)
+    def held(self, now: float) -> bool:
+        """Return whether it is not released."""
+        return self.has_user
 
-    @property
-    def lost(self) -> bool:
-        """Never."""
+    def lost(self, now: float) -> bool:
+        """Return False, always."""
         return False
 
-    @property
-    def remaining(self) -> float:
-        """A whole ttl, always."""
-        return self.terms.ttl if self.held else 0.0
+    def remaining(self, now: float) -> float:
+        """Return a whole ttl, always."""
+        return self.options.ttl if self.has_user else 0.0
 
     @property
     def fencing_token(self) -> int:
-        """A number greater than that of every such hold before it."""
+        """A number greater than that of every such acquisition before it."""
         return self._token
 
-    def settle_fences(self, token: int) -> Refused | None:
-        """Leave it as it is."""
-        return None
-
-    def renews(self, now: float) -> bool:
-        """Tell that there is nothing to renew."""
+    def begin_renewal(self, now: float) -> bool:
+        """Return False: there is nothing to renew."""
         return False
-
-    def let_go(self, *, publish: bool = True) -> None:
-        """Be over."""
-        self._over = True
-        self.leave()
 
 
 @contextlib.contextmanager
@@ -86,19 +70,28 @@ def locking_off() -> Iterator[None]:
     """
     if in_worker():
         raise RedlockError("locking_off() is for tests: a run in a worker is always locked")
-    own = os.getpid()
+    own, shipped = os.getpid(), Session.try_acquire
 
     def is_off() -> bool:
         return os.getpid() == own and not in_worker()
 
-    def holding(*what: Any) -> Holding:
-        return Unlocked(*what) if is_off() else Holding(*what)
+    def new_acquisition(session: Session, *what: Any) -> Acquisition:
+        return Unlocked(*what) if is_off() else Acquisition(*what)
+
+    def try_acquire(session: Session, acquisition: Acquisition) -> Failure | None:
+        if not isinstance(acquisition, Unlocked):
+            return shipped(session, acquisition)
+        acquisition.acquired_at = session.clock.now()
+        session.reentrancy.enter(acquisition)
+        session.events.acquired(acquisition)
+        return None
 
     def send(redlock: Any, message: Any, publish: Any) -> Any:
         return publish(None) if is_off() else send_once(redlock, message, publish)
 
     with (
-        mock.patch.object(redlock_module, "Holding", holding),
+        mock.patch.object(Session, "new_acquisition", new_acquisition),
+        mock.patch.object(Session, "try_acquire", try_acquire),
         mock.patch.object(task_module, "send_once", send),
     ):
         yield

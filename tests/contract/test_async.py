@@ -26,9 +26,10 @@ from celery_redlock import (
 )
 from celery_redlock.lock.clock import SystemClock
 from celery_redlock.lock.coroutines import FEW_THREADS, Step
+from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.keys import wake_channel
-from celery_redlock.lock.redlock import LONGEST_SPIN
-from celery_redlock.lock.session import Holding, Observer
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.retry import LONGEST_SPIN
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
@@ -81,7 +82,7 @@ def see_nothing_left(redlock: Redlock, nodes: list[EmbeddedNode], resource: str 
     see_freed(nodes, resource)
     session = redlock.session
     eventually(lambda: not session.watchdog.watched)
-    assert not session.listener.channels()
+    assert not session.wait_queue.channels()
     assert session.threads.count <= FEW_THREADS
 
 
@@ -170,7 +171,7 @@ class TestOneTask:
         told = []
 
         class Tells(Observer):
-            def acquired(self, holding: Holding) -> None:
+            def acquired(self, holding: Acquisition) -> None:
                 told.append((request.get(), threading.current_thread() is threading.main_thread()))
 
         class Told(Redlock):
@@ -231,7 +232,7 @@ class TestTwoTasks:
                 waiting = [
                     asyncio.create_task(hold(redlock.lock("r", wait=WAIT))) for _ in "x" * 40
                 ]
-                listener = redlock.session.listener
+                listener = redlock.session.wait_queue
                 await come_true(lambda: len(listener.line(CHANNEL)) == len(waiting))
                 for number in range(20):
                     await hold(redlock.lock(f"other {number}"))
@@ -351,7 +352,7 @@ class TestWoken:
             for _ in range(9):
                 lock = await redlock.lock("r").acquire_async()
                 waiting = asyncio.create_task(hold(rival.lock("r", wait=WAIT)))
-                listener = rival.session.listener
+                listener = rival.session.wait_queue
                 await come_true(lambda listener=listener: listener.subscriptions(CHANNEL) == 3)
                 await asyncio.to_thread(settle, rival)  # it has tried again since it is heard
                 released = now()
@@ -365,7 +366,7 @@ class TestWoken:
         self, redlock: Redlock, nodes: list[EmbeddedNode]
     ) -> None:
         """A word is for the first in the line; if that one is cancelled, it is the next one's."""
-        listener, threads = redlock.session.listener, redlock.session.threads
+        listener, threads = redlock.session.wait_queue, redlock.session.threads
 
         async def turn() -> float:
             lock = await redlock.lock("r").acquire_async()
@@ -433,11 +434,11 @@ class TestCancelled:
             async with redlock.lock("r"):
                 lock = redlock.lock("r", wait=WAIT)
                 waiting = asyncio.create_task(lock.acquire_async())
-                await come_true(lambda: redlock.session.listener.line(CHANNEL))
+                await come_true(lambda: redlock.session.wait_queue.line(CHANNEL))
                 waiting.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await waiting
-                assert not redlock.session.listener.channels()
+                assert not redlock.session.wait_queue.channels()
                 with pytest.raises(asyncio.TimeoutError):
                     await asyncio.wait_for(redlock.lock("r", wait=WAIT).acquire_async(), TICK)
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from celery_redlock import Lock, LockTaken, Redlock
-from celery_redlock.lock.redlock import give_back
-from celery_redlock.lock.session import AlreadyDoneError, Mark, Terms
+from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
+from celery_redlock.lock.lock import release_all
+from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, TTL, eventually, keys_on, settle
 
@@ -27,13 +28,13 @@ def lock_of(
     """Return the lock of a run that may be delivered again; since: what it asks, None nothing."""
     resources = (resource,) if isinstance(resource, str) else tuple(resource)
     terms = {"ttl": 30.0, "wait": 0.0, "renew": True, "max_hold": None, **terms}
-    mark, label = Mark(run, KEPT, since), f"{run} w1@here"
-    return Lock(redlock, Terms(resources, mark=mark, label=label, **terms))
+    mark, label = CompletionMarker(run, KEPT, since), f"{run} w1@here"
+    return Lock(redlock, LockOptions(resources, mark=mark, label=label, **terms))
 
 
 def ends(redlock: Redlock, **lock: Any) -> None:
     """Let a run take its lock, end, and be marked as done."""
-    give_back(lock_of(redlock, **lock).acquire(), done=True)
+    release_all(lock_of(redlock, **lock).acquire(), done=True)
     settle(redlock)
 
 
@@ -63,7 +64,7 @@ def test_the_release_of_a_run_that_is_done_marks_it_on_every_node(
 def test_a_release_that_is_no_end_marks_nothing(
     redlock: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
-    give_back(lock_of(redlock).acquire())
+    release_all(lock_of(redlock).acquire())
     lock_of(redlock).acquire().release()
     settle(redlock)
     assert marks_on(nodes) == [False] * 3
@@ -73,7 +74,7 @@ def test_a_delivery_that_asks_is_told_and_leaves_nothing_behind(
     redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
     ends(redlock)
-    with pytest.raises(AlreadyDoneError):
+    with pytest.raises(AlreadyCompletedError):
         lock_of(rival, since=ANY, wait=60.0).acquire()
     settle(rival)
     assert keys_on(nodes) == [[], [], []]
@@ -111,7 +112,7 @@ def outcome(redlock: Redlock) -> str:
     lock = lock_of(redlock, since=ANY)
     try:
         lock.acquire()
-    except AlreadyDoneError:
+    except AlreadyCompletedError:
         return "done"
     lock.release()
     settle(redlock)
@@ -133,7 +134,7 @@ def test_a_run_that_is_done_is_told_so_also_where_another_holds_the_lock(
     redlock: Redlock, rival: Redlock
 ) -> None:
     ends(redlock)
-    with redlock.lock("r"), pytest.raises(AlreadyDoneError):
+    with redlock.lock("r"), pytest.raises(AlreadyCompletedError):
         lock_of(rival, since=ANY).acquire()
 
 
@@ -143,7 +144,7 @@ def test_a_mark_from_before_the_first_try_is_of_an_earlier_message(
     ends(redlock)
     with lock_of(rival, since=time.time() + 60) as lock:
         assert lock.held
-    with pytest.raises(AlreadyDoneError):
+    with pytest.raises(AlreadyCompletedError):
         lock_of(rival, since=time.time() - 60).acquire()
 
 
@@ -151,7 +152,7 @@ def test_fencing_and_asking_go_together(redlock: Redlock, rival: Redlock) -> Non
     with lock_of(redlock, since=ANY, fencing=True) as lock:
         first = lock.fencing_token
     ends(redlock, fencing=True)
-    with pytest.raises(AlreadyDoneError):
+    with pytest.raises(AlreadyCompletedError):
         lock_of(rival, since=ANY, fencing=True).acquire()
     with lock_of(rival, since=ANY, run="2:t:0:0", fencing=True) as lock:
         assert lock.fencing_token > first
@@ -165,7 +166,7 @@ def test_a_lost_lock_does_not_keep_a_run_that_ended_from_being_marked(
     for node in nodes:
         node.client().set("{redlock}:lock:r", "theirs", px=300_000)
     eventually(lambda: not lock.held)
-    give_back(lock, done=True)
+    release_all(lock, done=True)
     settle(redlock)
     assert marks_on(nodes) == [True] * 3
     assert all(node.client().get("{redlock}:lock:r") == "theirs" for node in nodes)
@@ -178,7 +179,7 @@ def test_a_run_that_released_its_lock_itself_is_marked_at_its_end(
     lock.release()
     settle(redlock)
     assert marks_on(nodes) == [False] * 3
-    give_back(lock, done=True)
+    release_all(lock, done=True)
     settle(redlock)
     assert marks_on(nodes) == [True] * 3
 
@@ -191,7 +192,7 @@ def test_the_end_of_an_inner_run_neither_ends_nor_releases_what_is_around_it(
         inner = lock_of(redlock, run="2:t:0:0").acquire()
         if released:
             inner.release()
-        give_back(inner, done=True)
+        release_all(inner, done=True)
         settle(redlock)
         assert outer.held
         assert keys_on(nodes) == [["{redlock}:lock:r"]] * 3
@@ -205,7 +206,7 @@ def test_of_several_resources_the_mark_is_ahead_of_the_first_release(
 ) -> None:
     ends(redlock, resource=["a", "b"])
     assert marks_on(nodes) == [True] * 3
-    with pytest.raises(AlreadyDoneError):
+    with pytest.raises(AlreadyCompletedError):
         lock_of(rival, since=ANY, resource=["a", "b"]).acquire()
 
 
@@ -218,7 +219,7 @@ def test_a_twin_does_not_take_another_permit(redlock: Redlock, rival: Redlock) -
             assert another.held
             assert first.held
     ends(redlock, limit=3)
-    with pytest.raises(AlreadyDoneError):
+    with pytest.raises(AlreadyCompletedError):
         lock_of(rival, since=ANY, limit=3).acquire()
 
 
@@ -246,7 +247,7 @@ def test_a_node_without_memory_for_the_mark_frees_the_lock_all_the_same(
     for client in clients:
         client.config_set("maxmemory", "1")
     try:
-        give_back(lock, done=True)
+        release_all(lock, done=True)
         settle(redlock)
     finally:
         for client in clients:
@@ -265,7 +266,7 @@ def test_the_mark_is_owed_with_its_release_to_a_node_that_is_away(
         lock = lock_of(redlock, ttl=60.0).acquire()  # long: it is owed in proportion
         settle(redlock)
         mortal_nodes[0].kill()
-        give_back(lock, done=True)
+        release_all(lock, done=True)
         eventually(lambda: marks_on(mortal_nodes[1:]) == [True] * 2)
         mortal_nodes[0].start()
         eventually(lambda: marks_on(mortal_nodes) == [True] * 3)

@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
-from celery_redlock.lock.lease import Fence, Hold
+from celery_redlock.lock.engine.events import Observer
+from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.fencing import Fence
+from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.nodes import PING, Command, packed
-from celery_redlock.lock.session import Holding, Observer, Session
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
@@ -200,7 +203,7 @@ class TestHandlers:
         told: list[str] = []
 
         class Exits(Observer):
-            def lost(self, holding: Holding, reason: str) -> None:
+            def lost(self, holding: Acquisition, reason: str) -> None:
                 told.append(holding.resource)
                 raise SystemExit("the worker shall stop")
 
@@ -217,7 +220,7 @@ class TestHandlers:
         told = threading.Event()
 
         class Waits(Observer):
-            def lost(self, holding: Holding, reason: str) -> None:
+            def lost(self, holding: Acquisition, reason: str) -> None:
                 told.set()
 
         redlock.observer = Waits()  # type: ignore[misc]
@@ -334,7 +337,7 @@ def test_a_refusal_that_another_thread_brings_in_does_not_disturb_who_reads_the_
 @pytest.mark.usefixtures("restless_threads")
 def test_what_is_known_of_a_hold_can_be_read_while_another_thread_brings_in_answers() -> None:
     nodes = range(9)
-    fence, hold = Fence(5), Hold(len(nodes), 5, TTL, 0.0, guarded=True)
+    fence, hold = Fence(5), Lease(len(nodes), 5, TTL, 0.0, guarded=True)
     for node in nodes:
         hold.confirm(node, 0.0, "before")
     hold.begin(0.0)

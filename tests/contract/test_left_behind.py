@@ -10,8 +10,11 @@ import pytest
 from celery import Celery
 
 from celery_redlock import LockTaken, Redlock
-from celery_redlock.lock.redlock import session_of, spots_of
-from celery_redlock.lock.session import LEFT_AGAIN, Claim, Holding, Left, Observer, Terms
+from celery_redlock.lock.client import session_of
+from celery_redlock.lock.engine.events import Observer
+from celery_redlock.lock.engine.releaser import REPEATED_AFTER, OrphanedKey
+from celery_redlock.lock.model.acquisition import Acquisition, KeyLease, lock_keys
+from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks import children, runtime
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
@@ -22,15 +25,15 @@ class Ledger(Observer):
     """Keeps what is claimed until it hears that no node has anything of it any more."""
 
     def __init__(self) -> None:
-        self.open: list[Claim] = []
+        self.open: list[KeyLease] = []
         self.written: list[str] = []
 
-    def claiming(self, holding: Holding, claim: Claim) -> None:
-        assert holding.claims[-1] is claim
+    def claiming(self, holding: Acquisition, claim: KeyLease) -> None:
+        assert holding.key_leases[-1] is claim
         self.open.append(claim)
-        self.written.append(claim.spot.key)
+        self.written.append(claim.key.key)
 
-    def settled(self, claim: Claim) -> None:
+    def settled(self, claim: KeyLease) -> None:
         if claim in self.open:
             self.open.remove(claim)
 
@@ -47,16 +50,16 @@ def before(nodes: list[EmbeddedNode]) -> Iterator[list[Proxy]]:
         yield made
 
 
-def left_by(resource: str, value: str) -> tuple[Terms, list[Left]]:
-    terms = Terms((resource,), 30.0, 0.0, renew=False, max_hold=None, label="theirs")
-    return terms, [Left(resource, 0, value)]
+def left_by(resource: str, value: str) -> tuple[LockOptions, list[OrphanedKey]]:
+    terms = LockOptions((resource,), 30.0, 0.0, renew=False, max_hold=None, label="theirs")
+    return terms, [OrphanedKey(resource, 0, value)]
 
 
 def test_a_claim_is_told_of_before_its_request_leaves(before: list[Proxy]) -> None:
     sent: list[int] = []
 
     class Watches(Observer):
-        def claiming(self, holding: Holding, claim: Claim) -> None:
+        def claiming(self, holding: Acquisition, claim: KeyLease) -> None:
             sent.append(sum(proxy.received[Way.TO_NODE] for proxy in before))
 
     with Redlock([proxy.url for proxy in before], node_timeout=NODE_TIMEOUT) as redlock:
@@ -97,7 +100,7 @@ def test_a_claim_stays_open_while_a_node_has_not_answered(before: list[Proxy]) -
         before[0].weather = Weather(swallows=frozenset(Way))
         lock.release()
         with redlock.lock("other"):  # by now the other two have answered
-            assert "k" in {claim.spot.resource for claim in ledger.open}
+            assert "k" in {claim.key.resource for claim in ledger.open}
         before[0].weather = FAIR
         eventually(lambda: not ledger.open)
 
@@ -119,7 +122,7 @@ def test_what_another_left_is_released_by_its_token(
 ) -> None:
     for node in nodes:
         node.client().set("{redlock}:lock:k", "token:theirs", px=300_000)
-    redlock.session.release_left(*left_by("k", "token:theirs"), 0.0)
+    redlock.session.release_orphans(*left_by("k", "token:theirs"), 0.0)
     see_freed(nodes, "k")
 
 
@@ -132,8 +135,8 @@ def test_a_request_of_the_dead_that_comes_after_their_release_leaves_no_lock(
 
 def comes_late(redlock: Redlock, nodes: list[EmbeddedNode]) -> bool:
     """Let a key be set after its release, and see it go; False where this machine was too slow."""
-    until = time.monotonic() + LEFT_AGAIN[-1]
-    redlock.session.release_left(*left_by("k", "token:theirs"), 0.0)
+    until = time.monotonic() + REPEATED_AFTER[-1]
+    redlock.session.release_orphans(*left_by("k", "token:theirs"), 0.0)
     settle(redlock)
     for node in nodes:
         node.client().set("{redlock}:lock:k", "token:theirs", px=300_000)
@@ -148,7 +151,7 @@ def test_what_another_has_taken_since_is_left_alone(
 ) -> None:
     for node in nodes:
         node.client().set("{redlock}:lock:k", "later:theirs", px=300_000)
-    redlock.session.release_left(*left_by("k", "token:theirs"), 0.0)
+    redlock.session.release_orphans(*left_by("k", "token:theirs"), 0.0)
     settle(redlock)
     assert not is_free(nodes, "k")
 
@@ -160,7 +163,7 @@ def test_a_node_that_is_away_is_told_of_what_was_left_when_it_is_back(
         node.client().set("{redlock}:lock:k", "token:theirs", px=300_000)
     with Redlock([node.url for node in mortal_nodes], node_timeout=NODE_TIMEOUT) as redlock:
         mortal_nodes[0].pause()
-        redlock.session.release_left(*left_by("k", "token:theirs"), 0.0)
+        redlock.session.release_orphans(*left_by("k", "token:theirs"), 0.0)
         eventually(lambda: is_free(mortal_nodes[1:], "k"))
         mortal_nodes[0].resume()
         see_freed(mortal_nodes, "k")
@@ -183,8 +186,8 @@ def test_what_a_run_claims_for_itself_is_released_and_not_named(
         for resource in ("k", "run:id"):
             node.client().set(f"{{redlock}}:lock:{resource}", "token:theirs", px=300_000)
     terms, left = left_by("k", "token:theirs")
-    own = Left("run:id", 0, "token:theirs")
-    holding = redlock.session.release_left(terms, [own, *left], 0.0)
+    own = OrphanedKey("run:id", 0, "token:theirs")
+    holding = redlock.session.release_orphans(terms, [own, *left], 0.0)
     assert holding.resource == "k"
     see_freed(nodes, "k")
     see_freed(nodes, "run:id")
@@ -201,12 +204,16 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
     app = Celery("buries", set_as_default=False)
     app.conf.redlock_nodes = [node.url for node in nodes]
     with runtime.redlock_of(app) as redlock:
-        terms = Terms(("k",), TTL, 0.0, renew=False, max_hold=None, label=f"{run} worker")
+        terms = LockOptions(("k",), TTL, 0.0, renew=False, max_hold=None, label=f"{run} worker")
         session = redlock.session
-        holding = Holding(session, terms, spots_of("redlock", terms), session.context())
-        holding.claims = [Claim(session, terms, spot) for spot in spots_of("redlock", terms)]
+        holding = Acquisition(
+            session, terms, lock_keys("redlock", terms), session.reentrancy.current_owner()
+        )
+        holding.key_leases = [
+            KeyLease(session, terms, spot) for spot in lock_keys("redlock", terms)
+        ]
         slot, known = children.Slot(), children.Children()
-        slot.mark(slot.write(children.line_of(holding, holding.claims[0])), state)
+        slot.mark(slot.write(children.line_of(holding, holding.key_leases[0])), state)
         slot.tell_end(run)
         known.slots.append(slot)
         process = children.Process(os.getpid(), children.started_at(os.getpid()))

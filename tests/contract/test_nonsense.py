@@ -10,9 +10,9 @@ import pytest
 
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.inspection import ask_nodes, look_at_locks, look_at_nodes, look_at_terms
-from celery_redlock.lock.keys import done_key
+from celery_redlock.lock.keys import completion_key
+from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW
-from celery_redlock.lock.redlock import holdings_of
 from celery_redlock.tasks.gate import marks_of
 from celery_redlock.tasks.uniqueness import UNIQUE, Ticket
 from celery_redlock.testing import EmbeddedNode
@@ -169,8 +169,8 @@ class TestRenewal:
             lies.lie(RENEW, b"*2\r\n:1\r\n$1\r\nx\r\n")
             with pytest.raises(QuorumUnreachable):
                 lock.extend()
-            (claim, _) = holdings_of(lock)[0].claims
-            assert max(lock.remaining, claim.hold.remaining(alone.session.clock.now())) < before
+            (claim, _) = acquisitions_of(lock)[0].key_leases
+            assert max(lock.remaining, claim.lease.remaining(alone.session.clock.now())) < before
 
     @each(NO_RENEWAL)
     def test_leaves_it_to_the_others(self, three: Redlock, lies: Liar, reply: bytes) -> None:
@@ -224,7 +224,7 @@ class TestQuestions:
         settle(three)
         lies.lie(b"GET", reply)
         assert set(marks_of(three.session, "1:t:0:0")) == {None}
-        nodes[1].client().set(done_key("redlock", "1:t:0:0"), "5000")
+        nodes[1].client().set(completion_key("redlock", "1:t:0:0"), "5000")
         assert {*marks_of(three.session, "1:t:0:0")} == {None, 5.0}
 
     @each(NONSENSE)

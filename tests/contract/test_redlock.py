@@ -26,11 +26,13 @@ from celery_redlock import (
     SettingsError,
 )
 from celery_redlock.lock import redlock as redlock_module
+from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.inspection import ask_nodes
 from celery_redlock.lock.keys import fence_key, lock_key, wake_channel
+from celery_redlock.lock.lock import acquisitions_of, release_all
+from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.nodes import Wire
-from celery_redlock.lock.redlock import SPLIT_TRIES, give_back, holdings_of
-from celery_redlock.lock.session import Holding, Observer
+from celery_redlock.lock.retry import SPLIT_TRIES
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
@@ -150,7 +152,7 @@ class TestAcquireAndRelease:
                         node.client().delete(KEY)
 
         monkeypatch.setattr(Redlock, "observer", Counting())
-        with redlock.session.listener.waiting([wake_channel("redlock", "r")]) as other:
+        with redlock.session.wait_queue.waiting([wake_channel("redlock", "r")]) as other:
             redlock.session.quorum.wait(other, redlock.session.clock.now() + WAIT)
             assert other.take()  # it is heard already: what is said by that is no reason to try
             with redlock.lock("r", wait=WAIT):
@@ -337,7 +339,7 @@ class TestRelease:
             eventually(lambda: redlock.session.quorum.nodes[2].wire is None)
         finally:
             nodes[2].resume()
-        eventually(lambda: not redlock.session.owes)
+        eventually(lambda: redlock.session.outbox.is_empty)
         settle(redlock)
         for node in nodes:
             node.client().set(KEY, value, px=600_000)
@@ -393,7 +395,7 @@ class TestLoss:
         seen: list[str] = []
 
         class Recorder(Observer):
-            def lost(self, holding: Holding, reason: str) -> None:
+            def lost(self, holding: Acquisition, reason: str) -> None:
                 seen.append(holding.resource)
 
         with over(mortal_nodes, node_timeout=NODE_TIMEOUT) as made:
@@ -429,14 +431,14 @@ class TestLoss:
         seen: list[str] = []
 
         class Recorder(Observer):
-            def lost(self, holding: Holding, reason: str) -> None:
+            def lost(self, holding: Acquisition, reason: str) -> None:
                 seen.append(reason)
 
         redlock.observer = Recorder()  # type: ignore[misc]
         lock = redlock.lock("r", renew=False).acquire()
         settle(redlock)  # a grant that comes later would prolong it
-        (claim,) = holdings_of(lock)[0].claims
-        claim.hold.valid_until = 0.0  # as if the process had been stopped meanwhile
+        (claim,) = acquisitions_of(lock)[0].key_leases
+        claim.lease.valid_until = 0.0  # as if the process had been stopped meanwhile
         assert not lock.held
         lock.release()
         eventually(lambda: len(seen) == 1)
@@ -515,7 +517,7 @@ class TestManyLocks:
                 for name in names:
                     client.pexpire(name, 50_000)
             before = [renewals(client) for client in clients]
-            assert not redlock.session.renew([h for lock in locks for h in holdings_of(lock)])
+            assert not redlock.session.renew([h for lock in locks for h in acquisitions_of(lock)])
             kept = [lock for n, lock in enumerate(locks) if n not in hurt]
             assert all(lock.held for lock in kept)
             assert not any(locks[n].held for n in hurt)
@@ -524,7 +526,7 @@ class TestManyLocks:
                 assert renewals(client) - calls == len(kept)
                 assert client.get(names[99]) == "another's"
                 assert not client.exists(names[3])
-            assert redlock.session.renew([h for lock in kept for h in holdings_of(lock)])
+            assert redlock.session.renew([h for lock in kept for h in acquisitions_of(lock)])
 
     def test_a_few_requests_to_a_node_renew_them_all(
         self, redlock: Redlock, nodes: list[EmbeddedNode]
@@ -536,7 +538,7 @@ class TestManyLocks:
                 stack.enter_context(lock)
             settle(redlock)
             ends, before = [end_of(lock) for lock in locks], scripts_run(client)
-            watchdog.hurry(redlock.session.clock.now())
+            watchdog.renew_by(redlock.session.clock.now())
             eventually(lambda: all(end_of(k) > end for k, end in zip(locks, ends, strict=True)))
             settle(redlock)
             assert scripts_run(client) - before <= self.COUNT / 10
@@ -765,7 +767,7 @@ class TestExceptionsFromOutside:
                         armed.clear()
                     except StruckError:
                         hits += 1
-                    give_back(lock)  # cut at the entry of release, nobody inside can mend it
+                    release_all(lock)  # cut at the entry of release, nobody inside can mend it
                     assert not lock.held
                 # a shifted wire would answer this one with what was meant for another
                 with made.lock("control", wait=60) as control, over(nodes) as other:
@@ -797,7 +799,7 @@ class TestExceptionsFromOutside:
             kept = [redlock.lock("r") for _ in range(200)]
             for lock in kept:  # kept, so that no two holds share an id
                 with lock:
-                    redlock.session.renew(holdings_of(lock))
+                    redlock.session.renew(acquisitions_of(lock))
         released: set[tuple[int, str]] = set()
         for wire, kind, hold in written:
             assert (wire, hold) not in released or kind == "Release", kind

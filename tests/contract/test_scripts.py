@@ -9,7 +9,7 @@ from redis import Redis, ResponseError
 
 from celery_redlock.lock.keys import (
     broken_key,
-    done_key,
+    completion_key,
     fence_key,
     guard_keys,
     lock_key,
@@ -37,7 +37,7 @@ RUN, QUIET = guard_keys("redlock")
 TENURE, ELSEWHERE = tenure_key("redlock"), tenure_key("redlock", "other:6379")
 KEPT = "2592000000"  # ms
 FENCE, BROKEN = fence_key("redlock"), broken_key(KEY, "mine")
-DONE = done_key("redlock", "1:t:0:0")
+DONE = completion_key("redlock", "1:t:0:0")
 OTHER = lock_key("redlock", "other")
 CHANNEL = "{redlock}:wake:r"
 LIMIT = 9007199254740990

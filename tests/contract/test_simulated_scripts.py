@@ -16,7 +16,7 @@ from redis import Redis, ResponseError
 
 from celery_redlock.lock.keys import (
     broken_key,
-    done_key,
+    completion_key,
     fence_key,
     guard_keys,
     lock_key,
@@ -41,7 +41,7 @@ SLACK = 20_000  # ms of a ttl; those below are far apart, and far longer
 LOCK = lock_key("redlock", "r")
 RUN, QUIET = guard_keys("redlock")
 FENCE, BROKEN = fence_key("redlock"), broken_key(LOCK, "t1:one")
-DONE = done_key("redlock", "1:t:0:0")
+DONE = completion_key("redlock", "1:t:0:0")
 OTHER = lock_key("redlock", "other")
 TENURE, ELSEWHERE = tenure_key("redlock"), tenure_key("redlock", "other:6379")
 KEYS = (LOCK, OTHER, RUN, QUIET, FENCE, BROKEN, DONE)

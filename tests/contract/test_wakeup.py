@@ -21,10 +21,11 @@ import pytest
 from celery_redlock import Redlock
 from celery_redlock.lock import wakeup
 from celery_redlock.lock.clock import Platform, SystemClock
+from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.keys import wake_channel
+from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
 from celery_redlock.lock.nodes import parse_address
-from celery_redlock.lock.redlock import LONGEST_SPIN
-from celery_redlock.lock.session import Claim, Holding, Observer
+from celery_redlock.lock.retry import LONGEST_SPIN
 from celery_redlock.lock.wakeup import Ear
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, NODE_TIMEOUT, eventually, see_quorum, settle
@@ -65,12 +66,12 @@ def take(redlock: Redlock) -> float:
 
 def see_listening(redlock: Redlock, nodes: int = 3) -> None:
     """Return when a waiter hears of releases from so many nodes."""
-    eventually(lambda: redlock.session.listener.subscriptions(CHANNEL) >= nodes)
+    eventually(lambda: redlock.session.wait_queue.subscriptions(CHANNEL) >= nodes)
 
 
 def see_waiting(redlock: Redlock, count: int = 1) -> None:
     """Return when so many wait for the lock."""
-    eventually(lambda: len(redlock.session.listener.line(CHANNEL)) == count)
+    eventually(lambda: len(redlock.session.wait_queue.line(CHANNEL)) == count)
 
 
 class TestWoken:
@@ -95,7 +96,7 @@ class TestWoken:
         names = ["file:\udcff", "r", "\n", "späť"]  # the first as os.fsdecode gives it
         channels = [wake_channel("redlock", name) for name in names]
         with contextlib.ExitStack() as stack:
-            listener = rival.session.listener
+            listener = rival.session.wait_queue
             waiters = [stack.enter_context(listener.waiting([channel])) for channel in channels]
             eventually(lambda: all(map(listener.hears, channels)))
             for name, waiter in zip(names, waiters, strict=True):
@@ -220,8 +221,8 @@ class TestSeveral:
         class Slow(Observer):
             """Tells of its second key only once somebody waits for the first."""
 
-            def claiming(self, holding: Holding, claim: Claim) -> None:
-                if claim.spot.resource == "s":
+            def claiming(self, holding: Acquisition, claim: KeyLease) -> None:
+                if claim.key.resource == "s":
                     waiting.append(pool.submit(take, rival))
                     see_waiting(rival)
                     see_listening(rival)
@@ -283,7 +284,7 @@ GREENLETS = """
 
         lock = redlock.lock("r", wait=60).acquire()
         waiting, ticking = spawn(wait), spawn(tick)
-        while not redlock.session.listener.channels():
+        while not redlock.session.wait_queue.channels():
             sleep(0.001)
         begun = len(ticks)
         while len(ticks) < begun + 100:  # never, if whoever waits keeps the others from running
@@ -338,7 +339,7 @@ class Slow(Ear):
 def test_who_comes_to_a_subscription_that_stands_looks_at_once_whether_it_missed_a_word(
     redlock: Redlock,
 ) -> None:
-    listener = redlock.session.listener
+    listener = redlock.session.wait_queue
     with listener.waiting([CHANNEL]) as first, listener.waiting([CHANNEL]) as early:
         see_listening(redlock)
         with listener.waiting([CHANNEL]) as late:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from celery_redlock.lock.clock import Platform, SystemClock
-from celery_redlock.lock.watchdog import Watchdog
+from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.testing import EmbeddedNode
 
 LONG = 600.0  # s: longer than any test
@@ -85,20 +85,20 @@ def test_who_asks_while_it_settles_when_to_come_back_is_heard(dog: Dog) -> None:
 
     def ask() -> None:
         dog.tidied.clear()
-        dog.watchdog.tidy_by(now())
+        dog.watchdog.run_maintenance_by(now())
         asked.set()
 
     dog.again = Meanwhile(now() + LONG)
     dog.again.do = ask
-    dog.watchdog.tidy_by(now())
+    dog.watchdog.run_maintenance_by(now())
     assert asked.wait(60)
     assert dog.tidied.wait(60)
 
 
 def test_of_two_that_ask_at_once_the_earlier_one_is_heard(dog: Dog) -> None:
     later = Meanwhile(now() + LONG)
-    later.do = lambda: dog.watchdog.tidy_by(now() + 0.1)
-    dog.watchdog.tidy_by(later)
+    later.do = lambda: dog.watchdog.run_maintenance_by(now() + 0.1)
+    dog.watchdog.run_maintenance_by(later)
     assert dog.tidied.wait(60)
 
 

@@ -656,7 +656,7 @@ def lose(key: str) -> None:
     for node in node_clients():
         node.set(f"{{redlock}}:lock:{key}", "theirs", px=100)
     session = redlock_of(app).session
-    session.watchdog.hurry(session.clock.now())
+    session.watchdog.renew_by(session.clock.now())
 
 
 def hold_on(self: Any, key: str, how: str) -> str:

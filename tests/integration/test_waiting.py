@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from celery_redlock import LockTaken, Redlock
-from celery_redlock.lock.session import Claim, Holding, Observer
+from celery_redlock.lock.engine.events import Observer
+from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import NODE_TIMEOUT, TTL, eventually
 from tests.integration.conftest import Stage, slow_but
@@ -375,8 +376,8 @@ def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
     class Slow(Observer):
         """Tells of its second key only once somebody was refused its first."""
 
-        def claiming(self, holding: Holding, claim: Claim) -> None:
-            if claim.spot.resource == f"k:z-{key}":
+        def claiming(self, holding: Acquisition, claim: KeyLease) -> None:
+            if claim.key.resource == f"k:z-{key}":
                 waits.extend(defer(stage, key, "one"))
                 stage.see_deferred(waits[0], times=2)  # the worker listens
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from celery_redlock.lock import nodes as nodes_module
+from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.clock import Platform
+from celery_redlock.lock.engine.events import Observer
+from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
 from celery_redlock.lock.nodes import Address as ShippedAddress
 from celery_redlock.lock.nodes import Greeting, Guard, Notes
-from celery_redlock.lock.redlock import Redlock
-from celery_redlock.lock.session import Claim, Holding, Observer
 from celery_redlock.lock.tenures import KEPT_MS, Tenures, tenure_of
 from celery_redlock.tasks import uniqueness as uniqueness_module
 from celery_redlock.tasks.uniqueness import Standing, Window
@@ -92,7 +93,7 @@ class Process:
         self.descriptors: dict[int, Any] = {}
         self.polls: list[Poll] = []
         self.said: list[str] = []  # in its log
-        self.lost: list[Holding] = []  # as it was told
+        self.lost: list[Acquisition] = []  # as it was told
         self._number = 0
         self.platform = Platform(
             self.clock,
@@ -399,29 +400,23 @@ class Address(ShippedAddress):
 
 
 class Witness(Observer):
-    """Hands on what the shipped code says of its holds."""
+    """Hands on what the shipped code says of its acquisitions."""
 
-    def claiming(self, holding: Holding, claim: Claim) -> None:
-        """Hear that the request for a key is about to leave."""
-        process = process_of(holding)
-        process.world.witness.claimed(claim, process)
+    def claiming(self, redlock: Any, acquisition: Acquisition, key_lease: KeyLease) -> None:
+        """Take note that the request for a key is about to leave."""
+        marker = acquisition.options.marker
+        run, process = "" if marker is None else marker.run, redlock.process
+        process.world.witness.claimed(key_lease, run, process)
 
-    def acquired(self, holding: Holding) -> None:
-        """Hear that a lock is held from now on."""
-        process_of(holding).world.witness.acquired()
+    def acquired(self, redlock: Any, acquisition: Acquisition) -> None:
+        """Take note that a lock is held from now on."""
+        redlock.process.world.witness.acquired()
 
-    def lost(self, holding: Holding, reason: str) -> None:
-        """Hear that a lock is lost."""
-        process = process_of(holding)
-        process.lost.append(holding)
-        process.world.witness.lost(holding)
-
-
-def process_of(holding: Holding) -> Process:
-    """Return whose an acquisition is."""
-    redlock = holding.session.redlock
-    assert isinstance(redlock, SimulatedRedlock)
-    return redlock.process
+    def lost(self, redlock: Any, acquisition: Acquisition, reason: str) -> None:
+        """Take note that a lock is lost."""
+        process = redlock.process
+        process.lost.append(acquisition)
+        process.world.witness.lost(acquisition, process)
 
 
 class SimulatedRedlock(Redlock):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from celery_redlock.lock.lease import silence
+from celery_redlock.lock.model.lease import grace_period
 from celery_redlock.lock.votes import quorum_of
 from tests.simulation.invariants import Record
 from tests.simulation.nodes import Node, lost_until
@@ -266,7 +266,7 @@ class Faults:
 
 def guard_silence() -> float:
     """Return the s for which a node that lost its memory keeps silent."""
-    return silence(MAX_TTL)
+    return grace_period(MAX_TTL)
 
 
 def options_of(profile: Profile, guard: str) -> dict[str, Any]:

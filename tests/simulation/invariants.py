@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 import hiredis
 
-from celery_redlock.lock.lease import MARGIN, State
+from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
+from celery_redlock.lock.model.lease import MARGIN, State
 from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW
-from celery_redlock.lock.session import Claim, Holding
 from celery_redlock.lock.votes import quorum_of
 from celery_redlock.testing.model import digest_of
 from tests.simulation.nodes import Node
@@ -86,7 +86,7 @@ class Record:
     then.
     """
 
-    claim: Claim
+    claim: KeyLease
     process: Process
     name: str
     value: bytes
@@ -106,7 +106,7 @@ class Record:
     @property
     def held(self) -> bool:
         """Whether its client believes that it holds it now."""
-        return self.claim.hold.held(self.process.clock.now())
+        return self.claim.lease.held(self.process.clock.now())
 
 
 class Witness:
@@ -124,7 +124,7 @@ class Witness:
         self._over: list[Record] = []
         self._last: dict[bytes, Record] = {}  # by key: who held it last
         self._fences: dict[str, int] = {}  # by resource: the greatest token handed out
-        self._said_lost: list[Holding] = []
+        self._said_lost: list[Acquisition] = []
         self._sends: dict[str, Sent] = {}  # by the id of the task
         self._open: dict[str, Sent] = {}  # by name: the one whose window was opened last
         self._tokens = self._looks = 0
@@ -141,12 +141,12 @@ class Witness:
         self._tokens += 1
         return f"t{self._tokens:06}"
 
-    def claimed(self, claim: Claim, process: Process) -> None:
-        """See a claim begin."""
+    def claimed(self, claim: KeyLease, run: str, process: Process) -> None:
+        """See a claim begin. run: the name of what may be delivered again, if it asks."""
         value, never = claim.value.encode(), [-math.inf] * len(self.nodes)
         name = claim.value.partition(":")[0]
         record = Record(claim, process, name, value, never[:], never[:], set())
-        record.run = "" if claim.mark is None else claim.mark.run
+        record.run = run
         self._records[value] = record
         self.active.append(record)
         self.world.counts["claims"] += 1
@@ -229,21 +229,21 @@ class Witness:
         """See an acquisition succeed."""
         self.world.counts["holds"] += 1
 
-    def body_began(self, holding: Holding) -> None:
+    def body_began(self, holding: Acquisition) -> None:
         """See the body of a run begin under what it has acquired."""
         for record in self._records_of(holding):
-            counted = record.too_late & record.claim.round.granted
+            counted = record.too_late & record.claim.granted
             if counted:
                 self.violated("done_once", "%s after the end of %s", record.name, record.run)
 
-    def body_ended(self, holding: Holding) -> None:
+    def body_ended(self, holding: Acquisition) -> None:
         """See the body of a run end, before its client gives anything back."""
         self.world.counts["bodies"] += 1
         for record in self._records_of(holding):
             record.body_ended = True
 
-    def _records_of(self, holding: Holding) -> list[Record]:
-        return [self._records[claim.value.encode()] for claim in holding.claims]
+    def _records_of(self, holding: Acquisition) -> list[Record]:
+        return [self._records[claim.value.encode()] for claim in holding.key_leases]
 
     def fenced(self, resources: Sequence[str], token: int) -> None:
         """See a fencing token handed out for the holder of some resources."""
@@ -253,17 +253,17 @@ class Witness:
                 self.violated("fences_grow", "%s: %d after %d", resource, token, before)
             self._fences[resource] = token
 
-    def lost(self, holding: Holding) -> None:
+    def lost(self, holding: Acquisition, process: Process) -> None:
         """See a loss announced."""
         self.world.counts["losses"] += 1
         if holding in self._said_lost:
             self.violated("lost_once", "%s", holding.resource)
         self._said_lost.append(holding)
-        if holding.held:
+        if holding.held(process.clock.now()):
             self.violated("lost_when_over", "%s", holding.resource)
-        if not self.world.counts["forgotten"] and holding.claims:
+        if not self.world.counts["forgotten"] and holding.key_leases:
             records = self._records_of(holding)
-            if all(r.was_whole and r.claim.hold.state is State.RELEASED for r in records):
+            if all(r.was_whole and r.claim.lease.state is State.RELEASED for r in records):
                 self.violated("lost_truly", "%s", holding.resource)
 
     def failed(self, error: BaseException | None) -> None:
@@ -321,7 +321,7 @@ class Witness:
         holders: dict[bytes, Record] = {}
         over = False
         for record in self.active:
-            hold = record.claim.hold
+            hold = record.claim.lease
             if hold.state is State.HELD:
                 if record.process.clock.now() < hold.valid_until - hold.margin:
                     self._check_alone(record, holders)
@@ -338,12 +338,12 @@ class Witness:
             raise self.broken
 
     def _set_aside(self) -> None:
-        self._over += [record for record in self.active if record.claim.hold.state in OVER]
-        self.active = [record for record in self.active if record.claim.hold.state not in OVER]
+        self._over += [record for record in self.active if record.claim.lease.state in OVER]
+        self.active = [record for record in self.active if record.claim.lease.state not in OVER]
 
     def _check_over(self) -> None:
         for record in self._over:
-            if record.claim.hold.state not in OVER:
+            if record.claim.lease.state not in OVER:
                 self.violated("over_for_ever", "%s came back", record.name)
 
     def _check_alone(self, record: Record, holders: dict[bytes, Record]) -> None:
@@ -352,7 +352,7 @@ class Witness:
             self.violated("one_holder", "%s beside %s", record.name, other.name)
 
     def _check_held(self, record: Record) -> None:
-        hold = record.claim.hold
+        hold = record.claim.lease
         if not record.was_held:
             record.was_held = True
             self.world.note("%s is held until %.4f", record.name, hold.valid_until)
@@ -372,7 +372,7 @@ class Witness:
         self._last[record.key] = record
 
     def _check_ends(self, record: Record) -> None:
-        hold, clock = record.claim.hold, record.process.clock
+        hold, clock = record.claim.lease, record.process.clock
         longest = hold.ttl * (1 - self.drift) - MARGIN
         for node, end in enumerate(hold.ends):
             if end > record.sent[node] + longest + ROUNDING:
@@ -398,7 +398,7 @@ class Witness:
         return node.down or node.is_silent or node.holder(record.key) == record.value
 
     def _check_probation(self, record: Record) -> None:
-        hold, now = record.claim.hold, record.process.clock.now()
+        hold, now = record.claim.lease, record.process.clock.now()
         counted = sorted(end for node, end in enumerate(hold.ends) if node not in hold.probation)
         best = counted[-self.quorum] if len(counted) >= self.quorum else -math.inf
         if hold.valid_until > best + ROUNDING:

@@ -12,17 +12,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from celery_redlock.lock import lease as lease_module
+from celery_redlock.lock import client as client_module
 from celery_redlock.lock import quorum as quorum_module
-from celery_redlock.lock import redlock as redlock_module
-from celery_redlock.lock import session as session_module
 from celery_redlock.lock import votes as votes_module
-from celery_redlock.lock.engine.rounds import GrantRound, RenewRound
+from celery_redlock.lock.engine import acquirer as acquirer_module
+from celery_redlock.lock.engine import rounds as rounds_module
+from celery_redlock.lock.engine.acquirer import Acquirer
+from celery_redlock.lock.engine.releaser import KeyRelease, Releaser
+from celery_redlock.lock.engine.renewer import Renewer
+from celery_redlock.lock.engine.rounds import AcquireRound, RenewRound
 from celery_redlock.lock.keys import value_of
-from celery_redlock.lock.lease import UNKNOWN, Fence, Hold, Probation, State
+from celery_redlock.lock.model import lease as lease_module
+from celery_redlock.lock.model.acquisition import Acquisition, KeyLease, LockKey
+from celery_redlock.lock.model.fencing import Fence
+from celery_redlock.lock.model.lease import UNKNOWN, Lease, Probation, State
 from celery_redlock.lock.nodes import GRANT, GUARD, RELEASE, RENEW, Command, Guard, Script
 from celery_redlock.lock.quorum import Quorum
-from celery_redlock.lock.session import Claim, Holding, Release, Session, Spot
 from celery_redlock.lock.tenures import Tenures
 from celery_redlock.tasks.uniqueness import Ballot, Standing
 from tests.simulation import faults as faults_module
@@ -84,15 +89,15 @@ def without(script: Script, *lines: str, instead: str = "") -> bytes:
 @mutant("ends_are_promised", "leases_end_before_keys", profile="late")
 def after_reply() -> Iterator[None]:
     """The lease counts from the reply, not from before the request left."""
-    confirm, renewed = Hold.confirm, Hold.renewed
+    confirm, renewed = Lease.confirm, Lease.renewed
 
-    def confirm_now(self: Hold, node: int, sent: float, run_id: str = "") -> None:
+    def confirm_now(self: Lease, node: int, sent: float, run_id: str = "") -> None:
         confirm(self, node, here().clock.now(), run_id)
 
-    def renewed_now(self: Hold, node: int, sent: float, now: float, run_id: str = "") -> bool:
+    def renewed_now(self: Lease, node: int, sent: float, now: float, run_id: str = "") -> bool:
         return renewed(self, node, now, now, run_id)
 
-    with patched(Hold, confirm=confirm_now, renewed=renewed_now):
+    with patched(Lease, confirm=confirm_now, renewed=renewed_now):
         yield
 
 
@@ -125,7 +130,11 @@ def half_quorum() -> Iterator[None]:
     def half(nodes: int) -> int:
         return (nodes + 1) // 2
 
-    with patched(votes_module, quorum_of=half), patched(quorum_module, quorum_of=half):
+    with (
+        patched(votes_module, quorum_of=half),
+        patched(quorum_module, quorum_of=half),
+        patched(rounds_module, quorum_of=half),
+    ):
         yield
 
 
@@ -136,8 +145,8 @@ def timeout_counts() -> Iterator[None]:
 
     def renewed(self: RenewRound, node: int, command: Command, error: Any) -> None:
         now = here().clock.now()
-        for claim in self._claims:
-            claim.hold.renewed(node, now - faults_module.NODE_TIMEOUT, now)
+        for lease in self._leases:
+            lease.renewed(node, now - faults_module.NODE_TIMEOUT, now)
         failed(self, node, command, error)
 
     with patched(RenewRound, failed=renewed):
@@ -148,14 +157,16 @@ def timeout_counts() -> Iterator[None]:
 def late_clear() -> Iterator[None]:
     """The lease ends when the release is answered, not before it is sent."""
 
-    def write(self: Session, release: Release) -> None:
-        self.watchdog.unwatch(release.holding)
-        self.quorum.broadcast(release.command(), self.clock.now())
-        self.quorum.wait(quorum_module.Round(), self.clock.now() + self.setup.node_timeout / 2)
-        release.claim.hold.end()
+    def write(self: Releaser, release: KeyRelease) -> None:
+        nodes = self.servers.nodes
+        self._watchdog.unwatch(release.acquisition)
+        nodes.broadcast(release.command(), self.clock.now())
+        until = self.clock.now() + self.servers.options.node_timeout / 2
+        nodes.wait(quorum_module.Round(), until)
+        release.key_lease.lease.end()
         self._unwritten.pop(id(release), None)
 
-    with patched(Session, _write=write):
+    with patched(Releaser, _write=write):
         yield
 
 
@@ -163,17 +174,19 @@ def late_clear() -> Iterator[None]:
 def not_terminal() -> Iterator[None]:
     """What is lost may be won back by a later reply, or by a repair."""
 
-    def of_states(self: Holding) -> bool:
-        return bool(self.claims) and all(c.hold.state is State.HELD for c in self.claims)
+    def of_states(self: Acquisition, now: float) -> bool:
+        return bool(self.key_leases) and all(
+            one.lease.state is State.HELD for one in self.key_leases
+        )
 
-    def renews(self: Holding, now: float) -> bool:
-        self._repair_at = math.inf
-        return of_states(self)
+    def begin_renewal(self: Acquisition, now: float) -> bool:
+        self._reclaim_at = math.inf
+        return of_states(self, now)
 
     with (
         repair_counts(),
-        patched(Hold, judge=lambda self, now: False),
-        patched(Holding, held=property(of_states), renews=renews, judge_at=math.inf),
+        patched(Lease, expire=lambda self, now: False),
+        patched(Acquisition, held=of_states, begin_renewal=begin_renewal, deadline=math.inf),
     ):
         yield
 
@@ -202,12 +215,16 @@ def resend_stale() -> Iterator[None]:
     """A grant sent again finds its own token, leaves the old ttl, and counts from the new time."""
     line = "if current and current ~= ARGV[1] then"
     text = without(GRANT, line, instead=f"if current == ARGV[1] then\n  return 1\nend\n{line}")
-    make = GrantRound.__init__
+    make = AcquireRound.__init__
 
-    def init(self: GrantRound, hold: Hold, nodes: int, resend: Any, fence: Any = None) -> None:
-        make(self, hold, nodes, lambda node, command, sent: resend(node, command), fence)
+    def init(
+        self: AcquireRound, key_lease: KeyLease, nodes: int, resend: Any, marker: Any = None
+    ) -> None:
+        make(
+            self, key_lease, nodes, lambda node, command, sent: resend(node, command, None), marker
+        )
 
-    with patched_scripts({GRANT: text}), patched(GrantRound, __init__=init):
+    with patched_scripts({GRANT: text}), patched(AcquireRound, __init__=init):
         yield
 
 
@@ -219,7 +236,7 @@ def reuse_token() -> Iterator[None]:
         return value_of(token, 0, label)
 
     one = patched(Witness, new_token=lambda self: f"of {here().name}")
-    with one, patched(session_module, value_of=value):
+    with one, patched(acquirer_module, value_of=value):
         yield
 
 
@@ -229,49 +246,52 @@ def reuse_token() -> Iterator[None]:
 @mutant("done_once", profile="twins")
 def release_before_done() -> Iterator[None]:
     """The lock is free before its run is marked as done, be it by the next command on the wire."""
-    write = Session._write
+    write = Releaser._write
 
-    def release_and_mark(self: Session, release: Release) -> None:
-        done_at, release._done_at = release._done_at, 0.0
+    def release_and_mark(self: Releaser, release: KeyRelease) -> None:
+        ended_at, release._ended_at = release._ended_at, 0.0
         write(self, release)
-        if done_at:
-            release._done_at = done_at
+        if ended_at:
+            release._ended_at = ended_at
             write(self, release)
 
-    with patched(Session, _write=release_and_mark):
+    with patched(Releaser, _write=release_and_mark):
         yield
 
 
 @mutant("done_once", profile="twins")
 def done_by_a_majority() -> Iterator[None]:
     """One node that knows of the end is not enough."""
-    is_done = GrantRound._is_done
-    said: dict[Hold, int] = {}
+    has_ended = AcquireRound._has_ended
+    said: dict[Lease, int] = {}
 
-    def counted(self: GrantRound, at_ms: int) -> bool:
-        said[self.hold] = said.get(self.hold, 0) + is_done(self, at_ms)
-        return said[self.hold] > 1
+    def counted(self: AcquireRound, at_ms: int) -> bool:
+        lease = self._key_lease.lease
+        said[lease] = said.get(lease, 0) + has_ended(self, at_ms)
+        return said[lease] > 1
 
-    with patched(GrantRound, _is_done=counted):
+    with patched(AcquireRound, _has_ended=counted):
         yield
 
 
 @mutant("done_once", profile="twins")
 def done_read_before_the_grant() -> Iterator[None]:
     """A run asks whether it is done, with a lock that nobody else wants, and then for its own."""
-    claim = Holding._claim
+    lock_key = Acquirer._lock_key
 
-    def ask_first(self: Holding, spot: Spot) -> Any:
-        terms = self.terms
-        assert terms.mark is not None
+    def ask_first(self: Acquirer, acquisition: Acquisition, key: LockKey) -> Any:
+        options = acquisition.options
+        assert options.marker is not None
         nobody_wants = here().world.witness.new_token()
-        refused = claim(self, Spot(self.session.setup.prefix, nobody_wants, 0, terms.ttl))
-        if refused is None:
-            self.terms = replace(terms, mark=replace(terms.mark, asks_since=None))
-            refused = claim(self, spot)
-        return refused
+        prefix = here().redlock.prefix
+        failure = lock_key(self, acquisition, LockKey(prefix, nobody_wants, 0, options.ttl))
+        if failure is None:
+            marker = replace(options.marker, asks_since=None)
+            acquisition.options = replace(options, marker=marker)
+            failure = lock_key(self, acquisition, key)
+        return failure
 
-    with patched(Holding, _claim=ask_first):
+    with patched(Acquirer, _lock_key=ask_first):
         yield
 
 
@@ -288,7 +308,7 @@ def no_guard() -> Iterator[None]:
 @mutant("silent_nodes_grant_nothing", profile="restarts")
 def short_guard() -> Iterator[None]:
     """It keeps silent for less than a ttl."""
-    with patched(redlock_module, silence=lambda max_ttl: max_ttl / 2):
+    with patched(client_module, grace_period=lambda max_ttl: max_ttl / 2):
         yield
 
 
@@ -346,12 +366,14 @@ def nobody_is_introduced() -> Iterator[None]:
         yield
 
 
-def _renewed(self: Hold, node: int, sent: float, now: float, run_id: str, *, repaired: Any) -> bool:
+def _renewed(
+    self: Lease, node: int, sent: float, now: float, run_id: str, *, repaired: Any
+) -> bool:
     """Do what `Hold.renewed` does, but for what is done about a node whose lease had run out."""
-    if self.judge(now) or self.state is not State.HELD:
+    if self.expire(now) or self.state is not State.HELD:
         return node not in self.probation
     self._runs[node] = run_id
-    self.repairs.pop(node, None)
+    self.reclaims.pop(node, None)
     repaired(self, node, self.ends[node] <= now)
     self.ends[node] = max(self.ends[node], sent + self._span)
     if self.probation:
@@ -360,14 +382,14 @@ def _renewed(self: Hold, node: int, sent: float, now: float, run_id: str, *, rep
     return node not in self.probation
 
 
-def _with(repaired: Callable[[Hold, int, bool, float], None]) -> AbstractContextManager[None]:
-    def renewed(self: Hold, node: int, sent: float, now: float, run_id: str = "") -> bool:
-        def act(hold: Hold, index: int, lapsed: bool) -> None:
+def _with(repaired: Callable[[Lease, int, bool, float], None]) -> AbstractContextManager[None]:
+    def renewed(self: Lease, node: int, sent: float, now: float, run_id: str = "") -> bool:
+        def act(hold: Lease, index: int, lapsed: bool) -> None:
             repaired(hold, index, lapsed, now)
 
         return _renewed(self, node, sent, now, run_id, repaired=act)
 
-    return patched(Hold, renewed=renewed)
+    return patched(Lease, renewed=renewed)
 
 
 @mutant("one_holder", steps="three_restarts")
@@ -381,7 +403,7 @@ def repair_counts() -> Iterator[None]:
 def early_ends_probation() -> Iterator[None]:
     """A later answer of the repaired node itself ends its probation."""
 
-    def repaired(hold: Hold, node: int, lapsed: bool, now: float) -> None:
+    def repaired(hold: Lease, node: int, lapsed: bool, now: float) -> None:
         hold.probation.pop(node, None)
         if lapsed:
             hold.probation[node] = Probation(now)
@@ -394,35 +416,35 @@ def early_ends_probation() -> Iterator[None]:
 def self_confirm() -> Iterator[None]:
     """A repaired node's own answers speak for it."""
 
-    def confirm(self: Hold, node: int, sent: float) -> None:
+    def confirm(self: Lease, node: int, sent: float) -> None:
         for other, probation in list(self.probation.items()):
             if sent > probation.since:
                 probation.confirmed.add(node)
                 if len(probation.confirmed) >= self._quorum:
                     del self.probation[other]
 
-    with patched(Hold, _confirm_others=confirm):
+    with patched(Lease, _confirm_others=confirm):
         yield
 
 
 @mutant("lost_truly", profile="restarts")
 def a_restart_takes_the_lock() -> Iterator[None]:
     """At its release a key is missed on nodes that restarted, though they voted for nobody."""
-    with patched(Hold, keeps_its_word=lambda self, node, run_id: False):
+    with patched(Lease, keeps_its_promise=lambda self, node, run_id: False):
         yield
 
 
 @mutant("lost_truly", steps="a_release_after_the_keys")
 def a_release_that_is_late() -> Iterator[None]:
     """Keys that end while their release is on its way count as taken away."""
-    look = Release._look_closer
+    look = KeyRelease._look_closer
 
-    def whenever(self: Release, node: int, run_id: str) -> None:
+    def whenever(self: KeyRelease, node: int, run_id: str) -> None:
         ends, self._ends = self._ends, [math.inf for _ in self._ends]
         look(self, node, run_id)
         self._ends = ends
 
-    with patched(Release, _look_closer=whenever):
+    with patched(KeyRelease, _look_closer=whenever):
         yield
 
 
@@ -430,12 +452,12 @@ def a_release_that_is_late() -> Iterator[None]:
 def old_kept_on_missing() -> Iterator[None]:
     """What a node promised stays true though it says that the key is gone: the guard sees to it."""
 
-    def missing(self: Hold, node: int, now: float, run_id: str = "") -> None:
-        if self.judge(now) or self.state is not State.HELD:
+    def missing(self: Lease, node: int, now: float, run_id: str = "") -> None:
+        if self.expire(now) or self.state is not State.HELD:
             return
-        self.repairs[node] = UNKNOWN
+        self.reclaims[node] = UNKNOWN
 
-    with patched(Hold, missing=missing):
+    with patched(Lease, missing=missing):
         yield
 
 
@@ -451,7 +473,7 @@ def early_repair() -> Iterator[None]:
 @mutant("fences_grow", profile="fencing")
 def incr_only() -> Iterator[None]:
     """Each node counts upwards, the largest is the token, and nobody is told."""
-    with patched(session_module, proposal=lambda wall_us: 0), _never_written_back():
+    with patched(acquirer_module, proposal=lambda wall_us: 0), _never_written_back():
         yield
 
 
@@ -470,16 +492,17 @@ def no_write_back() -> Iterator[None]:
 def write_back_not_awaited() -> Iterator[None]:
     """The token is used while it is on its way to a quorum."""
 
-    def settle(self: Claim, token: int, until: float) -> bool:
-        if self.fence is not None:
-            self.fence.choose(token)
-            session, quorum = self.session, self.session.quorum
-            round_ = RenewRound([self], len(quorum.nodes), session.clock, lambda number: None)
-            request = session.requests.renew([self.spot.packed_key], [self.renewal()])
-            quorum.broadcast(Command(request, round_, RENEW), session.clock.now())
+    def confirm(self: Renewer, key_lease: KeyLease, token: int, until: float) -> bool:
+        if key_lease.fence is not None:
+            key_lease.fence.choose(token)
+            nodes, clock = self._servers.nodes, self._clock
+            round_ = RenewRound([key_lease], len(nodes.nodes), clock, lambda number: None)
+            names, renewals = [key_lease.key.packed_name], [self._renewal(key_lease)]
+            request = self._servers.requests.renew(names, renewals)
+            nodes.broadcast(Command(request, round_, RENEW), clock.now())
         return True
 
-    with patched(Claim, settle_fence=settle):
+    with patched(Renewer, confirm_fencing_token=confirm):
         yield
 
 
@@ -504,30 +527,30 @@ def write_back_unowned() -> Iterator[None]:
 @mutant("fences_grow", steps="counters_lost")
 def counters_without_clock() -> Iterator[None]:
     """Counters alone make the tokens, and nodes lose them."""
-    with patched(session_module, proposal=lambda wall_us: 0):
+    with patched(acquirer_module, proposal=lambda wall_us: 0):
         yield
 
 
 @mutant("fences_grow", steps="a_proposal_from_before_the_loss")
 def clock_before_sent() -> Iterator[None]:
     """The wall clock is read before the sending time, and a pause may lie between."""
-    attempt = Claim.attempt
+    run = Acquirer._run
 
-    def early(self: Claim) -> Any:
+    def early(self: Acquirer, *what: Any) -> Any:
         clock = here().clock
         wall = clock.wall_us()
         clock.sleep(0.001)
         with patched(Clock, wall_us=lambda self: wall):
-            return attempt(self)
+            return run(self, *what)
 
-    with patched(Claim, attempt=early):
+    with patched(Acquirer, _run=early):
         yield
 
 
 @mutant("fences_grow", "silent_nodes_grant_nothing", steps="a_grant_after_a_short_silence")
 def silence_of_max_ttl() -> Iterator[None]:
     """A node is silent for the longest ttl, without the wall clocks' error on top."""
-    with patched(redlock_module, silence=lambda max_ttl: max_ttl):
+    with patched(client_module, grace_period=lambda max_ttl: max_ttl):
         yield
 
 

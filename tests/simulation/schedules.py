@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, QuorumUnreachable
-from celery_redlock.lock.redlock import Lock, give_back, holdings_of
-from celery_redlock.lock.session import AlreadyDoneError, Mark
+from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
+from celery_redlock.lock.lock import Lock, acquisitions_of, release_all
+from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.tasks.uniqueness import Send, Standing, Ticket, send_once
 from tests.simulation.clients import Process, SoftTimeLimit
 from tests.simulation.faults import TTL, Faults, Profile, guard_silence, options_of
@@ -177,11 +178,13 @@ class Worker:
         """Run what may have run before; returns the s after which to take another message."""
         witness, draw = self.schedule.witness, self.random.random
         run = f"run{self.random.randrange(self.schedule.profile.runs)}"
-        lock._terms = replace(lock._terms, mark=Mark(run, KEPT, asks_since=-math.inf))
+        lock._options = replace(
+            lock._options, marker=CompletionMarker(run, KEPT, asks_since=-math.inf)
+        )
         done = False
         try:
             lock.acquire()
-            holding = holdings_of(lock)[0]
+            holding = acquisitions_of(lock)[0]
             witness.body_began(holding)
             self._section(lock)
             done = draw() < 0.8  # else its message comes back by itself
@@ -191,10 +194,10 @@ class Worker:
             return self._next(error.expires_in)
         except QuorumUnreachable:
             return self._next(None)
-        except AlreadyDoneError:
+        except AlreadyCompletedError:
             self.schedule.world.counts["dropped"] += 1
         finally:
-            give_back(lock, done=done)
+            release_all(lock, ended=done)
         return draw() * 2 * self.pause
 
     def _next(self, expires_in: float | None) -> float:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from celery_redlock.errors import LockLost, NotAcquired
-from celery_redlock.lock.lease import silence
-from celery_redlock.lock.redlock import Lock
+from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.model.lease import grace_period
 from tests.simulation.clients import Process, SoftTimeLimit
 from tests.simulation.invariants import Witness
 from tests.simulation.network import Chunk, Link, Path
@@ -184,7 +184,7 @@ class Stage:
             "node_timeout": ttl / 4, "clock_drift": drift, "max_ttl": ttl,
             "restart_guard": "strict",
         }  # fmt: skip
-        self.silence = silence(ttl)
+        self.silence = grace_period(ttl)
         self.nodes = [
             Node(world, index, rate=1.0, offset=1000.0, scripts=library(), uptime=1e6)
             for index in range(nodes)

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from celery_redlock.lock.lease import MARGIN, Hold, State, lease_end
+from celery_redlock.lock.model.lease import MARGIN, Lease, State, lease_end
 from tests.simulation.clients import simulated_system
 from tests.simulation.stage import Actor, Stage
 
@@ -23,7 +23,7 @@ class OneLease(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
-        self.hold = Hold(NODES, QUORUM, TTL, DRIFT, MARGIN, True)
+        self.hold = Lease(NODES, QUORUM, TTL, DRIFT, MARGIN, True)
         self.sent = dict.fromkeys(range(NODES), -math.inf)  # of the last yes of each node
         self.losses = 0
         self.was_over = False
@@ -55,7 +55,7 @@ class OneLease(RuleBasedStateMachine):
         self.losses += self.hold.state is State.HELD and not self.hold.held(self.now)
         self.hold.missing(node, self.now, run)
         if self.hold.state is State.HELD:
-            assert node in self.hold.repairs
+            assert node in self.hold.reclaims
 
     @rule(node=nodes)
     def anothers_key_stands_there(self, node: int) -> None:
@@ -71,7 +71,7 @@ class OneLease(RuleBasedStateMachine):
 
     @rule()
     def it_is_judged(self) -> None:
-        self.losses += self.hold.judge(self.now)
+        self.losses += self.hold.expire(self.now)
         assert self.hold.state is not State.HELD or self.hold.held(self.now)
 
     @rule()

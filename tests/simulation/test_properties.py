@@ -8,7 +8,7 @@ import random
 import pytest
 
 from celery_redlock.errors import LockLost, LockTaken, QuorumUnreachable
-from celery_redlock.lock.redlock import FIRST_SPIN, LONGEST_SPIN
+from celery_redlock.lock.retry import FIRST_SPIN, LONGEST_SPIN
 from celery_redlock.lock.votes import quorum_of
 from tests.simulation.clients import simulated_system
 from tests.simulation.network import Path

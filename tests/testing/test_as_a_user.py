@@ -68,7 +68,7 @@ def test_a_run_that_may_wait_gets_it_from_who_lets_it_go() -> None:
         call = {"wait": 60}
         results.append(take_from_stock.apply(("42",), lock=call).get())
 
-    listener, channel = redlock_of(app).session.listener, wake_channel("redlock", "stock:42")
+    listener, channel = redlock_of(app).session.wait_queue, wake_channel("redlock", "stock:42")
     with hold("stock:42"):
         waiting = threading.Thread(target=run)
         waiting.start()

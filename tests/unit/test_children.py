@@ -22,8 +22,9 @@ from celery.concurrency.prefork import TaskPool
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.redlock import Redlock, session_of
-from celery_redlock.lock.session import Claim, Holding, Spot, Terms
+from celery_redlock.lock.client import Redlock, session_of
+from celery_redlock.lock.model.acquisition import Acquisition, KeyLease, LockKey
+from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks import children, runtime
 from celery_redlock.tasks.children import (
     CLAIMED,
@@ -55,21 +56,21 @@ def order() -> None:
 
 def holding_of(
     *resources: str, permit: int = 0, label: str = "label", redlock: Redlock = NOWHERE
-) -> Holding:
+) -> Acquisition:
     """Return what is about to be claimed, with a fresh token for each resource."""
-    terms = Terms(
+    terms = LockOptions(
         resources, ttl=30.0, wait=0.0, renew=True, max_hold=None, label=label, owner=order
     )
-    spots = [Spot("redlock", resource, permit, 30.0) for resource in resources]
+    spots = [LockKey("redlock", resource, permit, 30.0) for resource in resources]
     session = redlock.session
-    holding = Holding(session, terms, spots, session.context())
-    holding.claims = [Claim(session, terms, spot) for spot in spots]
+    holding = Acquisition(session, terms, spots, session.reentrancy.current_owner())
+    holding.key_leases = [KeyLease(session, terms, spot) for spot in spots]
     return holding
 
 
 def a_line(resource: str = "k", label: str = "label") -> bytes:
     holding = holding_of(resource, label=label)
-    return line_of(holding, holding.claims[0])
+    return line_of(holding, holding.key_leases[0])
 
 
 def read(slot: Slot) -> list[Entry]:
@@ -102,11 +103,11 @@ class Tape(bytearray):
 def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit: int) -> None:
     holding = holding_of(resource, permit=permit, label=label)
     slot = Slot(bytearray(SIZE))
-    at = slot.write(line_of(holding, holding.claims[0]))
+    at = slot.write(line_of(holding, holding.key_leases[0]))
     slot.mark(at, HELD)
     [entry] = read(slot)
     assert (entry.resource, entry.permit, entry.ttl) == (resource, permit, 30.0)
-    assert entry.value == holding.claims[0].value
+    assert entry.value == holding.key_leases[0].value
     assert (entry.state, entry.owner, entry.holding) == (HELD, "shop.order", holding.number)
     assert entry.is_asked_for
     assert entry.session == NOWHERE.session.identity
@@ -185,14 +186,14 @@ def test_a_scribe_follows_each_claim_from_its_request_to_its_last_release() -> N
     slot = Slot(bytearray(SIZE))
     scribe = Scribe(slot)
     holding = holding_of("one", "two")
-    for claim in holding.claims:
+    for claim in holding.key_leases:
         scribe.claiming(holding, claim)
     assert [(e.resource, e.state) for e in read(slot)] == [("one", CLAIMED), ("two", CLAIMED)]
     scribe.acquired(holding)
     assert {entry.state for entry in read(slot)} == {HELD}
     scribe.released(holding)
     assert {entry.state for entry in read(slot)} == {RELEASED}
-    for claim in holding.claims:
+    for claim in holding.key_leases:
         scribe.settled(claim)
         scribe.settled(claim)  # also where a second release was under way
     assert read(slot) == []
@@ -203,10 +204,10 @@ def test_a_scribe_says_once_what_it_cannot_write(caplog: pytest.LogCaptureFixtur
     scribe = Scribe(slot)
     for _ in range(2):
         holding = holding_of("k" * LINE)
-        scribe.claiming(holding, holding.claims[0])
+        scribe.claiming(holding, holding.key_leases[0])
         scribe.acquired(holding)
         scribe.released(holding)
-        scribe.settled(holding.claims[0])
+        scribe.settled(holding.key_leases[0])
     assert [record.getMessage().count("ends with its ttl") for record in caplog.records] == [1]
     assert read(slot) == []
 
@@ -288,7 +289,7 @@ def test_forks_of_two_threads_at_once_have_a_slot_each(monkeypatch: pytest.Monke
 GENERATIONS = """
 import os
 from types import SimpleNamespace
-from celery_redlock.lock.redlock import Redlock
+from celery_redlock.lock.client import Redlock
 from celery_redlock.tasks import children
 
 def fork(run):
@@ -415,7 +416,7 @@ def test_the_parent_warns_of_a_ttl_only_where_something_may_be_left(
 ) -> None:
     strangers = Redlock(["redis://127.0.0.1:2"])
     holding = holding_of("k", redlock=strangers)
-    line, identity = line_of(holding, holding.claims[0]), strangers.session.identity
+    line, identity = line_of(holding, holding.key_leases[0]), strangers.session.identity
     strangers.close()
     del strangers, holding
     gc.collect()

@@ -6,30 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.lease import (
-    MARGIN,
-    Fence,
-    Hold,
-    State,
-    expires_in,
-    lease_end,
-    proposal,
-    validity,
-)
+from celery_redlock.lock.model.fencing import Fence, proposal
+from celery_redlock.lock.model.lease import MARGIN, Lease, State, expires_in, lease_end, validity
 
 seconds = st.floats(0, 1e6)
 
 
-def held(nodes: int = 3, sent: float = 100.0, ttl: float = 30.0) -> Hold:
-    hold = Hold(nodes, nodes // 2 + 1, ttl, 0.01)
+def held(nodes: int = 3, sent: float = 100.0, ttl: float = 30.0) -> Lease:
+    hold = Lease(nodes, nodes // 2 + 1, ttl, 0.01)
     for node in range(nodes):
         hold.confirm(node, sent)
     assert hold.begin(sent + 0.001)
     return hold
 
 
-def guarded() -> Hold:
-    hold = Hold(3, 2, 30.0, 0.01, guarded=True)
+def guarded() -> Lease:
+    hold = Lease(3, 2, 30.0, 0.01, guarded=True)
     for node in range(3):
         hold.confirm(node, 100.0, "first run")
     assert hold.begin(100.1)
@@ -75,7 +67,7 @@ def test_held_turns_false_by_arithmetic() -> None:
 
 
 def test_a_quorum_that_came_too_late_does_not_begin_a_hold() -> None:
-    hold = Hold(1, 1, 30.0, 0.01)
+    hold = Lease(1, 1, 30.0, 0.01)
     hold.confirm(0, 100.0)
     assert not hold.begin(hold.valid_until)
     assert not hold.held(100.0)
@@ -84,8 +76,8 @@ def test_a_quorum_that_came_too_late_does_not_begin_a_hold() -> None:
 def test_lost_is_said_once_and_is_for_ever() -> None:
     hold = held()
     late = hold.valid_until
-    assert hold.judge(late)
-    assert not hold.judge(late)
+    assert hold.expire(late)
+    assert not hold.expire(late)
     for node in range(3):
         hold.confirm(node, late)
     assert hold.state is State.LOST
@@ -94,7 +86,7 @@ def test_lost_is_said_once_and_is_for_ever() -> None:
 
 def test_a_hold_is_not_lost_before_its_time() -> None:
     hold = held()
-    assert not hold.judge(hold.valid_until - MARGIN - 1e-6)
+    assert not hold.expire(hold.valid_until - MARGIN - 1e-6)
 
 
 def test_a_quorum_of_denials_ends_the_validity() -> None:
@@ -139,12 +131,12 @@ class TestRenewal:
 class TestMissingKeys:
     """A node says that no key of ours stands there."""
 
-    def test_one_that_restarted_keeps_its_word_and_may_be_repaired_at_once(self) -> None:
+    def test_one_that_restarted_keeps_its_promise_and_may_be_repaired_at_once(self) -> None:
         hold = guarded()
         before = list(hold.ends)
         hold.missing(0, 105.0, "second run")
         assert hold.ends == before
-        assert hold.to_repair(105.0) == [0]
+        assert hold.to_reclaim(105.0) == [0]
 
     @pytest.mark.parametrize("run", ["first run", ""])
     def test_one_that_did_not_restart_is_not_counted_nor_repaired_while_its_key_would_have_stood(
@@ -154,22 +146,22 @@ class TestMissingKeys:
         end = hold.ends[0]
         hold.missing(0, 105.0, run)
         assert hold.ends[0] == -math.inf
-        assert not hold.to_repair(end - 0.001)
-        assert hold.to_repair(end) == [0]
+        assert not hold.to_reclaim(end - 0.001)
+        assert hold.to_reclaim(end) == [0]
 
     def test_without_a_guard_a_restart_keeps_nothing(self) -> None:
         hold = held()
         hold.missing(0, 105.0, "second run")
         assert hold.ends[0] == -math.inf
-        assert not hold.to_repair(105.0)
+        assert not hold.to_reclaim(105.0)
 
     def test_one_that_never_granted_may_be_set_at_once(self) -> None:
-        hold = Hold(3, 2, 30.0, 0.01, guarded=True)
+        hold = Lease(3, 2, 30.0, 0.01, guarded=True)
         for node in (0, 1):
             hold.confirm(node, 100.0, "first run")
         hold.begin(100.1)
         hold.missing(2, 105.0, "first run")
-        assert hold.to_repair(105.0) == [2]
+        assert hold.to_reclaim(105.0) == [2]
 
     def test_a_repair_before_the_old_deadline_counts(self) -> None:
         hold = guarded()
@@ -177,21 +169,21 @@ class TestMissingKeys:
         hold.renewed(0, 105.3, 105.4, "second run")
         assert not hold.probation
         assert hold.ends[0] == pytest.approx(lease_end(105.3, 30.0, 0.01))
-        assert not hold.to_repair(1e9)
+        assert not hold.to_reclaim(1e9)
 
     def test_another_token_there_ends_the_repair(self) -> None:
         hold = guarded()
         hold.missing(0, 105.0, "second run")
         hold.denied(0, 105.3)
-        assert not hold.to_repair(1e9)
+        assert not hold.to_reclaim(1e9)
         assert hold.ends[0] == -math.inf
 
 
 class TestProbation:
     """A node that came back by a repair is not counted until a quorum of others confirmed us."""
 
-    def on_probation(self) -> Hold:
-        hold = Hold(3, 2, 30.0, 0.01, guarded=True)
+    def on_probation(self) -> Lease:
+        hold = Lease(3, 2, 30.0, 0.01, guarded=True)
         for node in (0, 1):
             hold.confirm(node, 100.0, "first run")
         hold.begin(100.1)
@@ -225,7 +217,7 @@ class TestProbation:
         assert set(hold.probation) == {2}
 
     def test_others_on_probation_do_not_end_it(self) -> None:
-        hold = Hold(5, 3, 30.0, 0.01, guarded=True)
+        hold = Lease(5, 3, 30.0, 0.01, guarded=True)
         for node in (0, 1, 2):
             hold.confirm(node, 100.0, "first run")
         hold.begin(100.1)
@@ -312,7 +304,7 @@ def test_after_its_end_nothing_counts_any_more() -> None:
 
 def test_a_release_does_not_hide_a_loss() -> None:
     hold = held()
-    hold.judge(hold.valid_until)
+    hold.expire(hold.valid_until)
     assert not hold.end()
     assert hold.state is State.LOST
 
@@ -328,7 +320,7 @@ def test_a_hold_is_at_risk_for_the_last_third_of_its_ttl() -> None:
 def test_no_order_of_answers_makes_the_validity_longer_than_a_quorum_granted(
     nodes: int, data: st.DataObject
 ) -> None:
-    hold = Hold(nodes, nodes // 2 + 1, 30.0, 0.01)
+    hold = Lease(nodes, nodes // 2 + 1, 30.0, 0.01)
     answers = data.draw(st.lists(st.tuples(st.integers(0, nodes - 1), seconds), max_size=20))
     for node, sent in answers:
         hold.confirm(node, sent)

@@ -19,7 +19,7 @@ from kombu.utils.json import dumps, loads
 from redis.sentinel import Sentinel
 
 from celery_redlock import Backoff, LockedTask, SettingsError
-from celery_redlock.lock.redlock import check_nodes
+from celery_redlock.lock.validation import check_nodes
 from celery_redlock.tasks.runtime import name_of, settings_of
 from celery_redlock.tasks.settings import (
     BUILT_IN,

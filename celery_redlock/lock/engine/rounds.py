@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import hiredis
 
-from celery_redlock.errors import NodeError
+from celery_redlock.errors import NodeError, abstains
 from celery_redlock.lock.clock import Clock
-from celery_redlock.lock.lease import ACQUIRING, HELD, LAST_TOKEN, Fence, Hold, expires_in
-from celery_redlock.lock.nodes import Command, text_of
-from celery_redlock.lock.quorum import REPLACED, Round
+from celery_redlock.lock.model.acquisition import KeyLease
+from celery_redlock.lock.model.fencing import LAST_TOKEN
+from celery_redlock.lock.model.lease import ACQUIRING, HELD, expires_in
+from celery_redlock.lock.model.options import ClientOptions, CompletionMarker
+from celery_redlock.lock.nodes import Command, Requests, text_of
+from celery_redlock.lock.quorum import REPLACED, Quorum, Round
 from celery_redlock.lock.votes import (
     FAILED,
     GRANTED,
@@ -22,92 +25,99 @@ from celery_redlock.lock.votes import (
     Tally,
     UnexpectedReplyError,
     Vote,
+    advised,
     in_short,
     is_split,
+    quorum_of,
 )
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A node's word that another holds the lock: whose, and for how many s more (inf: for ever)."""
+class Servers:
+    """The nodes of one `Redlock`, how they are asked, and what all its locks share."""
+
+    nodes: Quorum
+    requests: Requests
+    options: ClientOptions
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that leases are counted by."""
+        return self.nodes.clock
+
+
+@dataclass(frozen=True)
+class HeldByOther:
+    """A node's reply that another client holds the lock.
+
+    value: that stands there. expires_in: seconds, inf if it never expires.
+    """
 
     value: str
     expires_in: float
 
 
-class GrantRound(Round):
-    """The attempt to get one lock: the votes, and what is known of those that hold it.
+class AcquireRound(Round):
+    """The attempt to get one key: the votes, and what is known of those that hold it.
 
-    fence: takes the nodes' fencing counters, where a token is wanted. resend: writes the command
-    to one node once more, under its old sending time. Grants that come after the decision are
-    counted on the hold; after its end they are nothing, for a release follows on the same wire.
-    asks_since: s since 1970 where nodes are asked whether the run is done: a mark made after that
-    says so. heeds_later: so does a mark that a later send has taken its place.
-    done: one node has such a mark, which is enough, for it tells a fact; and so is superseded.
+    resend: writes the command to one node once more, under its old sending time. Grants that come
+    after the decision are counted on the lease; after its end they are nothing, for a release
+    follows on the same connection. marker: the nodes are asked whether the run has ended, if it
+    asks: completed: one node says so, which is enough, for it tells a fact; superseded: one node
+    says that a later send has replaced it.
     """
 
-    heeds_later: bool
-    superseded: bool
     __slots__ = (
         "_due",
-        "_refusals",
+        "_held_by",
+        "_key_lease",
+        "_marker",
         "_resend",
-        "asked_again",
-        "asks_since",
-        "done",
+        "abstaining",
+        "completed",
         "errors",
-        "fence",
-        "granted",
-        "heeds_later",
-        "hold",
-        "never_asked",
-        "sent",
-        "silent",
         "superseded",
         "tally",
     )
 
     def __init__(
         self,
-        hold: Hold,
+        key_lease: KeyLease,
         nodes: int,
         resend: Callable[[int, Command, float | None], None],
-        fence: Fence | None = None,
+        marker: CompletionMarker | None = None,
     ) -> None:
         self.decided, self.wake = False, None
-        self.asks_since: float | None = None  # with it the two flags are set
-        self.done = False
-        self.hold, self.fence = hold, fence
+        self._key_lease, self._resend = key_lease, resend
+        self._marker = marker if marker is not None and marker.asks_since is not None else None
+        self.completed = self.superseded = False
         self.tally = Tally(nodes)
         self._due = (1 << nodes) - 1  # nodes whose vote is not counted yet, as bits
-        self.sent = 0.0  # monotonic s; an older fencing proposal must not meet a younger lease
-        self._refusals: dict[int, Refusal] = {}
-        self.silent: dict[int, float] = {}  # s for which a node does not vote
+        self._held_by: dict[int, HeldByOther] = {}
+        self.abstaining: dict[int, float] = {}  # seconds for which a node does not vote
         self.errors: dict[int, NodeError] = {}
-        self.granted: set[int] = set()
-        self.never_asked: set[int] = set()  # nodes that the request surely did not reach
-        self._resend = resend
-        self.asked_again: set[int] = set()  # nodes where an older request may still run some day
 
     @property
     def wanted(self) -> bool:
         """Also after a quorum has granted, but not once a release may be on its way."""
-        state = self.hold.state
+        state = self._key_lease.lease.state
         return state is ACQUIRING or state is HELD
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count one node's vote. Raises UnexpectedReplyError."""
-        if reply == 1 and type(reply) is int and self.fence is None and self.asks_since is None:
+        key_lease = self._key_lease
+        is_plain = key_lease.fence is None and self._marker is None
+        if reply == 1 and type(reply) is int and is_plain:
             vote: Vote | None = GRANTED
         else:
             vote = self._vote(node, reply)
         if vote is None:
-            self.done = True
+            self.completed = True
             self.decide()
             return
         if vote is GRANTED:
-            self.granted.add(node)
-            self.hold.confirm(node, sent, run_id)
+            key_lease.granted.add(node)
+            key_lease.lease.confirm(node, sent, run_id)
         if not self.decided and self._due & (1 << node):
             self._count(node, vote)
 
@@ -120,30 +130,30 @@ class GrantRound(Round):
                 self.decide()
 
     def _vote(self, node: int, reply: Any) -> Vote | None:
-        """Return what a node's reply means, with what it says beside it taken down.
+        """Return what a node's reply means, and keep what it says beside it.
 
-        None: the run is done, or not to be made, whatever the node's vote is.
+        None: the run has ended, or is not to be made, whatever the node's vote is.
         """
         if type(reply) is hiredis.ReplyError:
             self.errors[node] = NodeError("", in_short(str(reply)))
             return FAILED
         vote, words = self._parsed(reply)
-        if self.asks_since is not None and self._is_done(words[-1]):
+        if self._marker is not None and self._has_ended(words[-1]):
             return None
         if vote is REFUSED:
             expires_in = words[1] / 1000 if words[1] >= 0 else math.inf
-            self._refusals[node] = Refusal(text_of(words[2]), expires_in)
+            self._held_by[node] = HeldByOther(text_of(words[2]), expires_in)
         elif vote is SILENT:
-            self.silent[node] = max(0, words[1]) / 1000
-        elif self.fence is not None:
-            self.fence.counted(node, words[1])
+            self.abstaining[node] = max(0, words[1]) / 1000
+        elif self._key_lease.fence is not None:
+            self._key_lease.fence.counted(node, words[1])
         return vote
 
     def _parsed(self, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and its words, as in lua/grant.lua; raises UnexpectedReplyError."""
         words: list[Any] = reply if type(reply) is list else []
         kinds = [type(word) for word in words]
-        asks, has_token = self.asks_since is not None, self.fence is not None
+        asks, has_token = self._marker is not None, self._key_lease.fence is not None
         if asks and kinds[-1:] == [int]:
             kinds.pop()
         elif asks:
@@ -157,94 +167,109 @@ class GrantRound(Round):
             return GRANTED, words
         raise UnexpectedReplyError(reply)
 
-    def withdraw(self, node: int) -> None:
-        """Take back the vote of a node whose server another one had replaced meanwhile."""
-        if node in self.granted:
-            self.granted.discard(node)
-            self.tally.granted -= 1
-            self.tally.add(FAILED)
-            self.errors[node] = NodeError("", REPLACED)
-        self.hold.withdraw(node)
+    def _has_ended(self, at_ms: int) -> bool:
+        """Return whether a completion marker, written at `at_ms` since 1970, is of this run.
 
-    def _is_done(self, at_ms: int) -> bool:
-        if at_ms < 0 and self.heeds_later:
+        Below 0: a later send has replaced the run.
+        """
+        marker = self._marker
+        if marker is None or marker.asks_since is None:
+            return False
+        if at_ms < 0 and marker.heeds_later:
             self.superseded = True
             return True
-        return at_ms > 0 and self.asks_since is not None and at_ms / 1000 >= self.asks_since
+        return at_ms > 0 and at_ms / 1000 >= marker.asks_since
+
+    def withdraw_replaced(self, replaced_at: dict[int, float]) -> None:
+        """Take back the votes of nodes whose server another one had replaced meanwhile."""
+        for node in self._key_lease.replaced(replaced_at):
+            if node in self._key_lease.granted:
+                self.tally.granted -= 1
+                self.tally.add(FAILED)
+                self.errors[node] = NodeError("", REPLACED)
+            self._key_lease.withdraw(node)
 
     def failed(self, node: int, command: Command, error: NodeError) -> None:
-        """Ask once more on a new connection where one broke, else count a failed vote."""
-        first = node not in self.asked_again
+        """Ask once more on a new connection if one broke, else count a failed vote."""
+        key_lease = self._key_lease
+        first = node not in key_lease.asked_again
         if error.lost:
-            self.asked_again.add(node)
+            key_lease.asked_again.add(node)
             if first and not self.decided:
-                self._resend(node, command, self.sent if command.dated else None)
+                self._resend(node, command, key_lease.sent if command.dated else None)
                 return
         elif first:
-            self.never_asked.add(node)
+            key_lease.never_asked.add(node)
         self.errors[node] = error
         if not self.decided:
             self._count(node, FAILED)
 
-    def asked_anew(self, node: int) -> None:
-        """Take note that a repair, which may set the key, is about to leave for a node."""
-        self.never_asked.discard(node)
-        self.asked_again.add(node)
-
     @property
-    def refusals(self) -> dict[int, Refusal]:
-        """What the nodes that refused said, as of now: any thread may bring in a late one."""
-        return self._refusals.copy()
+    def held_by(self) -> dict[int, HeldByOther]:
+        """What the nodes that refused said, by index, as of now: any thread may add a late one."""
+        return self._held_by.copy()
 
     def expires_in(self) -> float | None:
-        """Return the s until a quorum of nodes is free if nobody renews; None where unknown."""
-        known = dict.fromkeys(self.granted, 0.0)
-        known |= {node: refusal.expires_in for node, refusal in self.refusals.items()}
+        """Return the seconds until a quorum of nodes is free if nobody renews; None if unknown."""
+        known = dict.fromkeys(self._key_lease.granted, 0.0)
+        known |= {node: other.expires_in for node, other in self.held_by.items()}
         waits = [known.get(node, math.inf) for node in range(self.tally.nodes)]
         return expires_in(waits, self.tally.quorum)
 
     @property
     def is_split(self) -> bool:
-        """Whether others share the nodes, so that none of them has got it either."""
-        holders = [refusal.value for refusal in self.refusals.values()]
+        """Whether others share the nodes, so that none of them has got the lock either."""
+        holders = [other.value for other in self.held_by.values()]
         return is_split(holders, self.tally.unheard, self.tally.quorum)
 
     def holder(self) -> str:
         """Return the value that stands on most of the nodes that refused."""
-        values = [refusal.value for refusal in self.refusals.values()]
+        values = [other.value for other in self.held_by.values()]
         return max(values, key=values.count, default="")
 
+    def causes(self, nodes: Quorum, *, time_is_up: bool) -> list[str]:
+        """Return one text for each node that gave no vote; time_is_up: every node had its time."""
+        voted = {*self._key_lease.granted, *self._held_by} if time_is_up else None
+        return causes_of(nodes, self.errors, self.abstaining, voted)
 
-class Renewable(Protocol):
-    """A claim as a round sees that renews it.
 
-    fence: takes the nodes' fencing counters, where a token is wanted.
+def causes_of(
+    nodes: Quorum,
+    errors: dict[int, NodeError] | None = None,
+    abstaining: dict[int, float] | None = None,
+    voted: set[int] | None = None,
+) -> list[str]:
+    """Return one text for each node that gave no vote.
+
+    errors, abstaining: by index; seconds. voted: the other nodes had all the time that they get.
     """
-
-    @property
-    def hold(self) -> Hold:
-        """Its lease."""
-
-    @property
-    def fence(self) -> Fence | None:
-        """Its fencing token."""
+    errors, abstaining, causes = errors or {}, abstaining or {}, []
+    for node in nodes.nodes:
+        error = errors.get(node.index) or node.error
+        if node.index in abstaining:
+            causes.append(f"{node.name}: {abstains(abstaining[node.index])}")
+        elif error is not None:
+            causes.append(f"{node.name}: {advised(error.cause)}")
+        elif voted is not None and node.index not in voted:  # frozen, or cut off: no error yet
+            causes.append(f"{node.name}: no answer in time")
+    return causes or [f"{node.name}: no answer in time" for node in nodes.nodes]
 
 
 class RenewRound(Round):
-    """One extension of some locks, in one request to each node.
+    """One extension of some keys, in one request to each node.
 
-    Decided when a quorum confirmed each of them, or every node has spoken.
-    changed: called with the number of a claim after a node said that its token does not stand
-    there. A fencing token that is not usable yet decides in its claim's place.
+    Decided when a quorum confirmed each of them, or every node has replied. on_missing: called with
+    the number of a key after a node said that our value does not stand there. A fencing token that
+    is not usable yet decides in its key's place.
     """
 
     __slots__ = (
-        "_changed",
-        "_claims",
         "_clock",
         "_doubted",
         "_due",
-        "_holds",
+        "_key_leases",
+        "_leases",
+        "_on_missing",
         "_quorum",
         "_renewed",
         "_unsettled",
@@ -252,35 +277,36 @@ class RenewRound(Round):
 
     def __init__(
         self,
-        claims: Sequence[Renewable],
+        key_leases: Sequence[KeyLease],
         nodes: int,
         clock: Clock,
-        changed: Callable[[int], object],
+        on_missing: Callable[[int], object],
     ) -> None:
         self.decided, self.wake = False, None
-        self._claims, self._changed, self._clock = claims, changed, clock
-        self._holds = [claim.hold for claim in claims]
+        self._key_leases, self._on_missing, self._clock = key_leases, on_missing, clock
+        self._leases = [one.lease for one in key_leases]
         self._renewed = 0  # nodes that renewed all of them, or all but some, as bits
-        self._doubted: dict[int, int] = {}  # by the number of a claim: how many of them did not
-        self._quorum, self._due = nodes // 2 + 1, (1 << nodes) - 1  # unheard nodes, as bits
-        self._unsettled = [c.fence for c in claims if c.fence is not None and not c.fence.usable]
+        self._doubted: dict[int, int] = {}  # by the number of a key: how many of them did not
+        self._quorum, self._due = quorum_of(nodes), (1 << nodes) - 1  # unheard nodes, as bits
+        fences = [one.fence for one in key_leases if one.fence is not None]
+        self._unsettled = [fence for fence in fences if not fence.usable]
 
     @property
     def wanted(self) -> bool:
-        """Not once all the holds are over.
+        """Not once all the leases are over.
 
-        Of several, one may be: its key is gone then, and a renewal does not bring it back. A
-        repair would, so it is of one alone.
+        One of several may be over: its key is gone then, and a renewal does not bring it back. A
+        reclaim would, so a reclaim is of one key alone.
         """
-        return any(hold.state is HELD for hold in self._holds)
+        return any(lease.state is HELD for lease in self._leases)
 
     @property
-    def short(self) -> list[int]:
-        """The numbers of the claims that no quorum confirmed."""
+    def unconfirmed(self) -> list[int]:
+        """The numbers of the keys that no quorum confirmed."""
         if self._all_confirmed:
             return []
         doubted, enough = self._doubted, self._renewed.bit_count() - self._quorum
-        return [i for i in range(len(self._claims)) if doubted.get(i, 0) > enough]
+        return [i for i in range(len(self._key_leases)) if doubted.get(i, 0) > enough]
 
     @property
     def _all_confirmed(self) -> bool:
@@ -288,27 +314,27 @@ class RenewRound(Round):
         return renewing - max(self._doubted.values(), default=0) >= self._quorum
 
     def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Renew the node's deadline of each lock, or stop counting it.
+        """Extend the node's deadline of each lease, or stop counting the node.
 
         Raises UnexpectedReplyError, and then none of it counts.
         """
         if type(reply) is not hiredis.ReplyError:
             self._check(reply)
             now = self._clock.now
-            for number, (hold, word) in enumerate(zip(self._holds, reply, strict=True)):
-                # the clock each time: whoever was stopped in between must not revive a lease
-                if word != 1 or not hold.renewed(node, sent, now(), run_id):
+            for number, (lease, word) in enumerate(zip(self._leases, reply, strict=True)):
+                # the clock each time: a thread that was stopped in between must not revive a lease
+                if word != 1 or not lease.renewed(node, sent, now(), run_id):
                     self._look_closer(number, node, sent, word, run_id)
             self._renewed |= 1 << node
         self._heard(node)
 
     def _check(self, reply: Any) -> None:
         """Raise UnexpectedReplyError unless each word is as in lua/renew.lua."""
-        if type(reply) is list and len(reply) == len(self._claims):
+        if type(reply) is list and len(reply) == len(self._key_leases):
             for number, word in enumerate(reply):
                 if type(word) is int and -1 <= word <= 1:
                     continue
-                if self._claims[number].fence is None or type(word) is not list:
+                if self._key_leases[number].fence is None or type(word) is not list:
                     break
                 if [type(part) for part in word] != [int, int] or word[0] != 1:
                     break
@@ -317,22 +343,22 @@ class RenewRound(Round):
         raise UnexpectedReplyError(reply)
 
     def _look_closer(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
-        """Take a word on one lock that is not just yes, or is of a node on probation."""
-        claim, now = self._claims[number], self._clock.now()
-        if type(word) is list and claim.hold.renewed(node, sent, now, run_id):
-            if claim.fence is not None and word[1] <= LAST_TOKEN:  # else somebody has spoiled it
-                claim.fence.counted(node, word[1])
+        """Take a reply on one key that is not just yes, or is of a node on probation."""
+        one, now = self._key_leases[number], self._clock.now()
+        if type(word) is list and one.lease.renewed(node, sent, now, run_id):
+            if one.fence is not None and word[1] <= LAST_TOKEN:  # else somebody has spoiled it
+                one.fence.counted(node, word[1])
             return
         self._doubted[number] = self._doubted.get(number, 0) + 1
         if word == 0:
-            claim.hold.missing(node, now, run_id)
-            self._changed(number)
+            one.lease.missing(node, now, run_id)
+            self._on_missing(number)
         elif word == -1:
-            claim.hold.denied(node, now)
-            self._changed(number)
+            one.lease.denied(node, now)
+            self._on_missing(number)
 
     def failed(self, node: int, command: Command, error: NodeError) -> None:
-        """Leave the deadlines as they were: no answer is not a no."""
+        """Leave the deadlines as they were: no reply is not a no."""
         self._heard(node)
 
     def _heard(self, node: int) -> None:
@@ -347,8 +373,8 @@ class RenewRound(Round):
             self.decide()
 
 
-class Batch(Round):
-    """Several rounds that one waits for together; decided when all of them are."""
+class RoundGroup(Round):
+    """Several rounds that one caller waits for together; decided when all of them are."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -126,7 +126,7 @@ MUTANTS = (
     ),
     Mutant(
         "locks are taken in a process that eventlet has patched",
-        "lock.redlock:Redlock.__init__",
+        "lock.client:Redlock.__init__",
         "if is_patched_by_eventlet():",
         "if False:",
         (
@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "a ttl longer than a restarted node's silence is taken",
-        "lock.redlock:check_ttl",
+        "lock.validation:check_ttl",
         "if seconds > max_ttl:",
         "if False:",
         (f"{UNIT}/test_settings.py",),
@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "a ttl that leaves no time to renew it is taken",
-        "lock.redlock:check_ttl",
+        "lock.validation:check_ttl",
         "if seconds < ROUNDS_IN_TTL * node_timeout:",
         "if False:",
         (f"{UNIT}/test_settings.py",),
@@ -168,7 +168,7 @@ MUTANTS = (
     ),
     Mutant(
         "a server that is named twice votes twice",
-        "lock.redlock:check_nodes",
+        "lock.validation:check_nodes",
         "if address.server in seen:",
         "if False:",
         (f"{UNIT}/test_settings.py",),
@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     Mutant(
         "holders side by side get fencing tokens, which have no order",
-        "lock.redlock:check_permits",
+        "lock.validation:check_permits",
         "if permits > 1 and fencing:",
         "if False:",
         (f"{UNIT}/test_settings.py",),

@@ -1,8 +1,8 @@
-"""Renewal, and word of a loss, on two threads apart from each other.
+"""Renews acquisitions and notices their loss, on two threads apart from each other.
 
-One renews what it is given every third of its ttl and does what I/O is left over. The other does
-no I/O at all and takes no mutex that I/O holds, so that a stalled socket cannot delay the word
-that a lock is at risk or lost; what users' code is to hear, it tells.
+One thread renews what it is given every third of its ttl and does the I/O that is left over. The
+other does no I/O at all and takes no mutex that I/O holds, so a stalled socket cannot delay the
+word that a lock is at risk or lost. The second thread also calls users' code.
 """
 
 from __future__ import annotations
@@ -16,79 +16,80 @@ from typing import Generic, Protocol, TypeVar
 
 from redis.backoff import ExponentialBackoff
 
-from celery_redlock.lock.clock import (
-    Platform,
-)
+from celery_redlock.lock.clock import Platform
 
 logger = logging.getLogger(__name__)
 
-HEAD_START = 0.0005  # s by which a thread that waits for the GIL is ahead of one that gave it up
-AFTER_ERROR = ExponentialBackoff(cap=1.0, base=0.05)  # s: after an error that should not be
+HEAD_START = 0.0005  # seconds by which a thread that waits for the GIL precedes one that gave it up
+AFTER_ERROR = ExponentialBackoff(cap=1.0, base=0.05)  # seconds, after an error that should not be
 
 
 class Watched(Protocol):
-    """A hold as the watchdog sees it."""
+    """An acquisition as the watchdog sees it. Times are monotonic seconds."""
 
-    renew_at: float  # monotonic s; inf: never (again)
-    leeway: float  # s by which it may be renewed earlier, together with others
+    renew_at: float  # inf: never (again)
+    leeway: float  # seconds by which it may be renewed earlier, together with others
 
     @property
-    def judge_at(self) -> float:
-        """The monotonic s at which to judge it next; inf: never (again)."""
-
-    def judge(self, now: float) -> None:
-        """Say what is to be said of it by now: at risk, or lost."""
+    def deadline(self) -> float:
+        """When to look at it next; inf: never (again)."""
 
 
 W = TypeVar("W", bound=Watched)
 
 
 class Watchdog(Generic[W]):
-    """Looks after all the holds of a process.
+    """Watches the acquisitions of a process.
 
-    renew: renews these in one batch and moves their `renew_at` on. tidy: does I/O that nobody
-    waits for; returns the monotonic s at which to be called again.
-    Both threads start with the first hold and sleep while there is nothing to do.
+    renew: renews these in one batch and moves their `renew_at` on. run_maintenance: does I/O that
+    nobody waits for; returns the monotonic second at which to be called again. check_deadline:
+    called with what has passed its `deadline`, and the time.
+    Both threads start with the first acquisition and sleep while there is nothing to do.
     """
 
     def __init__(
-        self, platform: Platform, renew: Callable[[Sequence[W]], object], tidy: Callable[[], float]
+        self,
+        platform: Platform,
+        renew: Callable[[Sequence[W]], object],
+        run_maintenance: Callable[[], float],
+        check_deadline: Callable[[W, float], None],
     ) -> None:
         self._platform, self._clock = platform, platform.clock
-        self._renew, self._tidy = renew, tidy
+        self._renew, self._run_maintenance = renew, run_maintenance
+        self._check_deadline = check_deadline
         self.forget()
 
     def forget(self) -> None:
         """Start anew after a fork: the threads and their locks stay with the parent."""
         self._watched: dict[int, W] = {}
-        self._tidy_at = math.inf  # for the thread that does it
+        self._maintenance_at = math.inf  # for the thread that does it
         self._asked: deque[float] = deque()  # when else, by any thread
         self._news: deque[Callable[[], None]] = deque()
         self._renewals, self._deadlines = self._platform.alarm(), self._platform.alarm()
         self._threads: dict[str, object] = {}  # by what they do; of each the first alone goes on
         self._started = self._stopped = False
 
-    def watch(self, hold: W) -> None:
-        """Renew a hold and judge it from now on."""
+    def watch(self, acquisition: W) -> None:
+        """Renew an acquisition and check its deadline from now on."""
         if not self._started:
             self._start()
-        self._watched[id(hold)] = hold
-        self._renewals.by(hold.renew_at)
-        self._deadlines.by(hold.judge_at)
+        self._watched[id(acquisition)] = acquisition
+        self._renewals.by(acquisition.renew_at)
+        self._deadlines.by(acquisition.deadline)
 
     @property
     def watched(self) -> list[W]:
-        """What it looks after."""
+        """What it watches."""
         return list(self._watched.values())
 
-    def unwatch(self, hold: W) -> None:
-        """Leave a hold alone; nothing happens where it is not watched."""
-        self._watched.pop(id(hold), None)
+    def unwatch(self, acquisition: W) -> None:
+        """Leave an acquisition alone; nothing happens if it is not watched."""
+        self._watched.pop(id(acquisition), None)
 
-    def attend(self, hold: W) -> None:
-        """Take notice that a hold is to be judged, or renewed, earlier than before."""
-        self._renewals.by(hold.renew_at)
-        self._deadlines.by(hold.judge_at)
+    def reschedule(self, acquisition: W) -> None:
+        """Note that the deadline or the next renewal comes earlier than before."""
+        self._renewals.by(acquisition.renew_at)
+        self._deadlines.by(acquisition.deadline)
 
     @property
     def is_started(self) -> bool:
@@ -97,7 +98,7 @@ class Watchdog(Generic[W]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether it looks after anything, or has something to tell."""
+        """Whether it watches anything, or has something to tell."""
         return bool(self._watched or self._news)
 
     @property
@@ -105,15 +106,15 @@ class Watchdog(Generic[W]):
         """Whether anything is watched."""
         return bool(self._watched)
 
-    def hurry(self, moment: float) -> None:
-        """Renew by this monotonic s what is renewed at all."""
-        for hold in list(self._watched.values()):
-            if moment < hold.renew_at < math.inf:
-                hold.renew_at = moment
+    def renew_by(self, moment: float) -> None:
+        """Renew by this monotonic second what is renewed at all."""
+        for acquisition in list(self._watched.values()):
+            if moment < acquisition.renew_at < math.inf:
+                acquisition.renew_at = moment
         self._renewals.by(moment)
 
-    def tidy_by(self, moment: float) -> None:
-        """See to it that `tidy` is called by this monotonic s."""
+    def run_maintenance_by(self, moment: float) -> None:
+        """Run maintenance by this monotonic second."""
         if not self._started:
             self._start()
         self._asked.append(moment)  # not compared here: of two at once the earlier might get lost
@@ -160,24 +161,24 @@ class Watchdog(Generic[W]):
                 self.say(functools.partial(logger.exception, text, exc_info=error, extra=extra))
                 alarm.sleep(AFTER_ERROR.compute(failures))
                 failures = min(failures + 1, 16)
-            alarm.rest(min(self._tidy_at, soonest), self._clock.now())
+            alarm.rest(min(self._maintenance_at, soonest), self._clock.now())
 
     def _do_what_is_due(self, now: float) -> float:
-        """Return the monotonic s at which the next renewal is due."""
+        """Return the monotonic second at which the next renewal is due."""
         soonest = self._soonest()
         due = soonest <= now
         if due:  # in one batch with those that are due soon, else each would be one of its own
             watched = list(self._watched.values())
-            self._renew([hold for hold in watched if hold.renew_at - hold.leeway <= now])
+            self._renew([one for one in watched if one.renew_at - one.leeway <= now])
             soonest = self._soonest()
         asked = [self._asked.popleft() for _ in range(len(self._asked))]
-        self._tidy_at = min([self._tidy_at, *asked])
-        if due or self._tidy_at <= now:
-            self._tidy_at = self._tidy()
+        self._maintenance_at = min([self._maintenance_at, *asked])
+        if due or self._maintenance_at <= now:
+            self._maintenance_at = self._run_maintenance()
         return soonest
 
     def _soonest(self) -> float:
-        return min([hold.renew_at for hold in list(self._watched.values())], default=math.inf)
+        return min([one.renew_at for one in list(self._watched.values())], default=math.inf)
 
     def _run_deadlines(self, threads: dict[str, object]) -> None:
         if threads.setdefault("deadlines", mine := object()) is not mine:
@@ -187,11 +188,11 @@ class Watchdog(Generic[W]):
             now = self._clock.now()
             alarm.look(now)
             soonest = math.inf
-            for hold in list(self._watched.values()):
-                moment = hold.judge_at
+            for acquisition in list(self._watched.values()):
+                moment = acquisition.deadline
                 if moment <= now:
-                    self.say(functools.partial(hold.judge, now))
-                    moment = hold.judge_at
+                    self.say(functools.partial(self._check_deadline, acquisition, now))
+                    moment = acquisition.deadline
                 if moment < soonest:
                     soonest = moment
             if self._news:  # one at a time: no flood of them may keep a loss from being told

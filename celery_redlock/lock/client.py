@@ -1,0 +1,209 @@
+"""`Redlock`: what a program makes once, for all its locks on one set of nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from celery_redlock.errors import QuorumUnreachable, SettingsError
+from celery_redlock.lock.clock import is_patched_by_eventlet, platform_for
+from celery_redlock.lock.engine.events import Observer
+from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.model.lease import grace_period
+from celery_redlock.lock.model.options import ClientOptions, LockOptions
+from celery_redlock.lock.nodes import Guard, say_trusted, trust_node
+from celery_redlock.lock.validation import (
+    check_drift,
+    check_guard,
+    check_nodes,
+    check_permits,
+    check_prefix,
+    check_resources,
+    check_seconds,
+    check_ttl,
+    check_wait,
+)
+
+logger = logging.getLogger(__name__)
+
+TRUST_TIMEOUT = 1.0  # seconds for each step with a node that is trusted, if not more
+
+
+class Redlock:
+    """Locks over N independent Redis or Valkey nodes, of which a majority decides.
+
+    nodes: URLs (redis://, rediss://, unix://, sentinel://host:port,host:port/name) or redis-py
+    clients, whose connection settings are taken. prefix: of all names on the nodes.
+    node_timeout: s that one node may take. clock_drift: fraction by which clocks may differ in
+    speed. max_ttl: s, the longest ttl of any client of the prefix.
+    restart_guard: "strict": a node that this prefix does not know, since it is new or restarted
+    without its data, does not vote for max_ttl and a second, unless it is trusted (`trust`); "on":
+    one that has been up for longer is believed; "off"; "auto": strict with two nodes and more.
+    One object serves a whole process, every thread and greenlet of it; a forked child connects
+    anew. Raises SettingsError.
+    """
+
+    observer: ClassVar[Observer] = Observer()
+
+    def __init__(
+        self,
+        nodes: Iterable[Any],
+        *,
+        prefix: str = "redlock",
+        node_timeout: float = 0.2,
+        clock_drift: float = 0.01,
+        max_ttl: float = 60.0,
+        restart_guard: str = "auto",
+    ) -> None:
+        level = type(self).__name__
+        if is_patched_by_eventlet():
+            hint = "its threads cannot renew a lock in time: use gevent, or threads"
+            raise SettingsError(level, "monkey_patch", "eventlet", hint)
+        self.prefix = check_prefix(level, "prefix", prefix)
+        self.node_timeout = check_seconds(level, "node_timeout", node_timeout)
+        self.clock_drift = check_drift(level, "clock_drift", clock_drift)
+        self.max_ttl = check_seconds(level, "max_ttl", max_ttl)
+        self.restart_guard = check_guard(level, "restart_guard", restart_guard)
+        addresses = check_nodes(level, "nodes", nodes, self.node_timeout)
+        word = self.restart_guard
+        if word == "auto":
+            word = "strict" if len(addresses) > 1 else "off"
+        guard = Guard(word, self.prefix, grace_period(self.max_ttl))
+        options = ClientOptions(self.prefix, self.node_timeout, self.clock_drift, guard)
+        self.session = Session(self, options, addresses, platform_for(addresses))
+        self._dropped = weakref.finalize(self, _end_dropped, self.session)
+        self._dropped.atexit = False
+        _sessions.add(self.session)
+        _by_identity.setdefault(self.session.identity, self.session)
+
+    def lock(
+        self,
+        resource: str | Sequence[str],
+        *,
+        ttl: float = 30.0,
+        wait: float = 0.0,
+        renew: bool = True,
+        limit: int = 1,
+        fencing: bool = False,
+        max_hold: float | None = None,
+    ) -> Lock:
+        """Return the lock on a resource, or on several at once, not acquired yet.
+
+        ttl: s that a node keeps it unrenewed, so how long a dead holder's lock stays.
+        wait: s that `acquire` and `with` wait for it. renew: the watchdog renews it every ttl/3.
+        limit: how many may hold it at once; above 1 neither with several resources nor with
+        fencing. fencing: give each holder a `fencing_token`. max_hold: s after which renewal stops.
+        Raises SettingsError.
+        """
+        level = f"{type(self).__name__}.lock"
+        resources = check_resources(level, resource)
+        check_permits(level, limit=limit, fencing=fencing, resources=resources)
+        options = LockOptions(
+            resources=resources,
+            limit=limit,
+            fencing=fencing,
+            ttl=check_ttl(level, "ttl", ttl, self.node_timeout, self.max_ttl),
+            wait=check_wait(level, "wait", wait),
+            renew=bool(renew),
+            max_hold=None if max_hold is None else check_seconds(level, "max_hold", max_hold),
+            label=f"pid {os.getpid()} on {socket.gethostname()}",
+        )
+        return Lock(self, options)
+
+    def trust(self) -> None:
+        """Take the operator's word that no lock is held now: every reachable node votes at once.
+
+        For a new cluster, or nodes that restarted without their data while nothing ran. Says in
+        the log which nodes could not be told, and which hold locks all the same.
+        Raises QuorumUnreachable where no node could be told.
+        """
+        causes = []
+        nodes, timeout = self.session.quorum.nodes, max(self.node_timeout, TRUST_TIMEOUT)
+        for node in nodes:
+            try:
+                held = node.address.ask(timeout, functools.partial(trust_node, prefix=self.prefix))
+            except Exception as error:  # also what a user's credential provider raises
+                causes.append(f"{node.name}: {node.address.without_secrets(str(error))}")
+                told = {"event": "node_not_trusted", "node": node.name}
+                text = "node %s could not be trusted: %s"
+                logger.warning(text, node.name, causes[-1], extra=told)
+            else:
+                told = {"event": "node_trusted", "node": node.name}
+                text = "node %s is trusted: it votes from now on"
+                logger.info(text, node.name, extra=told)
+                if held:
+                    logger.warning(
+                        "node %s is trusted, but holds %r: if its holder lives, a node that forgot "
+                        "this lock may now give it to another", node.name, held,
+                        extra={"event": "node_trusted_with_locks", "node": node.name},
+                    )  # fmt: skip
+        if len(causes) == len(nodes):
+            raise QuorumUnreachable(f"every lock under {self.prefix!r}", causes, 1)
+        word = self.session.platform.new_token()
+        say = functools.partial(say_trusted, prefix=self.prefix, word=word)
+        for node in nodes:  # once all of them vote, for who hears it tries at once
+            with contextlib.suppress(Exception):  # a hint, and said above
+                node.address.ask(timeout, say)
+
+    def close(self) -> None:
+        """Close the connections and end the threads. Held locks end with their ttl.
+
+        One that is dropped without it does so by itself, with a ResourceWarning.
+        """
+        self._dropped.detach()
+        self.session.close()
+
+    def __enter__(self) -> Redlock:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        names = ", ".join(node.name for node in self.session.quorum.nodes)
+        return f"<{type(self).__name__} {names}>"
+
+
+def _end_dropped(session: Session) -> None:
+    """End what a `Redlock` has begun that nobody closed; says so, as sockets do.
+
+    Called by the garbage collector, in any thread and at any point of it: so it waits for nothing.
+    """
+    if not session.is_used:
+        return
+    with contextlib.suppress(RuntimeError):  # the interpreter ends
+        session.platform.start_thread(session.end)
+    if session.warns:
+        names = ", ".join(node.name for node in session.quorum.nodes)
+        warnings.warn(f"unclosed <Redlock {names}>", ResourceWarning, stacklevel=2)
+
+
+def _forget_all() -> None:
+    for session in sessions():
+        session.forget()
+
+
+def sessions() -> list[Session]:
+    """Return the sessions of this process."""
+    return list(_sessions)
+
+
+def session_of(identity: bytes) -> Session | None:
+    """Return a session of this process by what names its nodes and prefix; see `identity`."""
+    found = _by_identity.get(identity)
+    if found is None:  # or the first one made is gone
+        found = next((one for one in sessions() if one.identity == identity), None)
+    return found
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_by_identity: weakref.WeakValueDictionary[bytes, Session] = weakref.WeakValueDictionary()
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,204 @@
+"""Acquires all keys of an acquisition or none: one round a key.
+
+Source: redis.io "Distributed Locks with Redis" (Redlock), made exact: a deadline a node, counted
+from before the request left; a round that ends as soon as the votes decide it; a fresh value for
+each round; and a release that goes to every node on the connection that the request took.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from celery_redlock.errors import LockTaken, QuorumUnreachable, RedlockError
+from celery_redlock.lock.clock import Platform
+from celery_redlock.lock.engine.events import Events
+from celery_redlock.lock.engine.releaser import Releaser
+from celery_redlock.lock.engine.renewer import Renewer
+from celery_redlock.lock.engine.rounds import AcquireRound, Servers, causes_of
+from celery_redlock.lock.keys import completion_key, label_of, value_of
+from celery_redlock.lock.model.acquisition import Acquisition, KeyLease, LockKey
+from celery_redlock.lock.model.fencing import Fence, proposal
+from celery_redlock.lock.model.lease import MARGIN, Lease
+from celery_redlock.lock.model.options import LockOptions
+from celery_redlock.lock.nodes import GRANT, Command, packed
+
+ROUNDS_IN_TTL = 4  # a ttl leaves time for so many rounds
+
+Failure = LockTaken | QuorumUnreachable
+
+
+class AlreadyCompletedError(RedlockError):
+    """The run has ended already, as a node says: nothing is to be run."""
+
+
+class SupersededError(RedlockError):
+    """The same task was sent again meanwhile, and that send is to run instead."""
+
+
+class Acquirer:
+    """Runs acquire rounds. Knows the nodes and the releaser; not `Lock`.
+
+    check_distinct: raises SettingsError if two nodes turned out to be one server.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        platform: Platform,
+        events: Events,
+        releaser: Releaser,
+        renewer: Renewer,
+        check_distinct: Callable[[], None],
+    ) -> None:
+        self._servers, self._platform, self._clock = servers, platform, servers.clock
+        self._events, self._releaser, self._renewer = events, releaser, renewer
+        self._check_distinct = check_distinct
+        self._margin = MARGIN + self._clock.resolution
+        self._guarded = servers.options.guard.word != "off"
+
+    def try_acquire(self, acquisition: Acquisition) -> Failure | None:
+        """Lock every key or none, without waiting. Return None on success, else why not.
+
+        A failure is rolled back. If it raises, the caller releases the acquisition. Raises
+        SettingsError if two nodes turn out to be one server, AlreadyCompletedError and
+        SupersededError.
+        """
+        failure = self._lock_keys(acquisition)
+        if failure is None and acquisition.options.fencing:
+            failure = self.confirm_fencing_token(acquisition, acquisition.fencing_token)
+        if failure is None and len(acquisition.key_leases) > 1:
+            failure = self._expired_while_acquiring(acquisition)
+        if failure is not None:
+            self._releaser.roll_back(acquisition)
+        return failure
+
+    def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
+        """Lock each key in order, or any one permit."""
+        if acquisition.options.limit == 1:
+            own_run = self._own_run(acquisition) if acquisition.is_redelivery else []
+            return self._lock_all(acquisition, [*own_run, *acquisition.keys])
+        failure = self._lock_all(acquisition, self._own_run(acquisition))
+        return failure or self._lock_permit(acquisition)
+
+    def _own_run(self, acquisition: Acquisition) -> list[LockKey]:
+        """Return the key of a run that may be delivered again, taken beside one of its permits."""
+        marker = acquisition.options.marker
+        if marker is None:
+            return []
+        prefix, ttl = self._servers.options.prefix, acquisition.options.ttl
+        return [LockKey(prefix, f"run:{marker.run}", 0, ttl)]
+
+    def _lock_all(self, acquisition: Acquisition, keys: Sequence[LockKey]) -> Failure | None:
+        for key in keys:
+            failure = self._lock_key(acquisition, key)
+            if failure is not None:
+                return failure
+        return None
+
+    def _lock_permit(self, acquisition: Acquisition) -> Failure | None:
+        """Try each permit once, from a random one on; if all are taken, return the soonest free.
+
+        A redelivery begins at the plain lock's key: its first delivery, with a limit of 1, has
+        that.
+        """
+        first, soonest = random.randrange(acquisition.options.limit), None  # noqa: S311 - no secret
+        if acquisition.is_redelivery:
+            first = 0
+        for key in [*acquisition.keys[first:], *acquisition.keys[:first]]:
+            failure = self._lock_key(acquisition, key)
+            if not isinstance(failure, LockTaken) or acquisition.is_own_run(failure.holder):
+                return failure
+            soonest = _sooner(soonest, failure)
+            self._releaser.roll_back_last(acquisition)
+        return soonest
+
+    def _lock_key(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
+        """Make one round for one key."""
+        key_lease = self.new_key_lease(acquisition.options, key)
+        acquisition.key_leases.append(key_lease)  # before its request leaves, so it is released
+        self._events.claiming(acquisition, key_lease)
+        nodes = self._servers.nodes
+        marker = acquisition.options.marker
+        round_ = AcquireRound(key_lease, len(nodes.nodes), nodes.send_to, marker)
+        failure = self._run(round_, key_lease, acquisition.options)
+        acquisition.was_split = acquisition.was_split or (failure is not None and round_.is_split)
+        return failure
+
+    def new_key_lease(self, options: LockOptions, key: LockKey, value: str = "") -> KeyLease:
+        """Return a key lease that nothing was asked for yet; value: of another process's one."""
+        servers = self._servers
+        nodes, quorum = len(servers.nodes.nodes), servers.nodes.size
+        drift = servers.options.clock_drift
+        lease = Lease(nodes, quorum, options.ttl, drift, self._margin, self._guarded)
+        if not value:
+            since_ms = self._clock.wall_us() // 1000
+            value = value_of(self._platform.new_token(), since_ms, options.label)
+        return KeyLease(key, value, lease, Fence(quorum) if options.fencing else None)
+
+    def _run(
+        self, round_: AcquireRound, key_lease: KeyLease, options: LockOptions
+    ) -> Failure | None:
+        """Write one request to every node and wait for the votes."""
+        servers, clock, lease = self._servers, self._clock, key_lease.lease
+        nodes = servers.nodes
+        sent = key_lease.sent = clock.now()
+        least = None if key_lease.fence is None else proposal(clock.wall_us())
+        request = self._request(key_lease, options, least)
+        command = Command(request, round_, GRANT, guarded=True, dated=bool(least))
+        nodes.broadcast(command, sent)
+        self._releaser.pack(key_lease)  # while the nodes think
+        until = sent + min(servers.options.node_timeout, lease.ttl / ROUNDS_IN_TTL)
+        nodes.wait(round_, until)
+        time_is_up, round_.decided = not round_.decided, True
+        self._check_distinct()
+        if round_.completed:
+            error = SupersededError if round_.superseded else AlreadyCompletedError
+            raise error(key_lease.key.resource)
+        if nodes.replaced_at:
+            round_.withdraw_replaced(nodes.replaced_at)
+        if round_.tally.reached and lease.begin(clock.now()):
+            return None
+        return self._failed(round_, key_lease, time_is_up=time_is_up)
+
+    def _request(self, key_lease: KeyLease, options: LockOptions, least: int | None) -> bytes:
+        requests, key, marker = self._servers.requests, key_lease.key, options.marker
+        if marker is None or marker.asks_since is None:
+            return requests.grant(key.packed_name, key_lease.packed_value, key.ttl_ms, least)
+        marker_key = packed(completion_key(self._servers.options.prefix, marker.run))
+        return requests.ask(key.packed_name, key_lease.packed_value, key.ttl_ms, least, marker_key)
+
+    def _failed(self, round_: AcquireRound, key_lease: KeyLease, *, time_is_up: bool) -> Failure:
+        for node, other in round_.held_by.items():
+            self._releaser.release_late_grant(node, other.value)
+        resource, nodes = key_lease.key.resource, self._servers.nodes
+        if round_.tally.taken(time_is_up=time_is_up):
+            return LockTaken(resource, label_of(round_.holder()), round_.expires_in())
+        return QuorumUnreachable(resource, round_.causes(nodes, time_is_up=time_is_up), nodes.size)
+
+    def confirm_fencing_token(self, acquisition: Acquisition, token: int) -> Failure | None:
+        """Have a token confirmed under each key; return None if it may be used, else why not.
+
+        One number for several resources: a counter may have grown under one of them alone, and a
+        holder to come of another does not meet it.
+        """
+        servers = self._servers
+        for key_lease in acquisition.key_leases:
+            until = self._clock.now() + servers.options.node_timeout
+            if not self._renewer.confirm_fencing_token(key_lease, token, until):
+                causes = causes_of(servers.nodes)
+                return QuorumUnreachable(key_lease.key.resource, causes, servers.nodes.size)
+        return None
+
+    def _expired_while_acquiring(self, acquisition: Acquisition) -> Failure | None:
+        """Return the failure if the first keys ran out while the last was waited for."""
+        if acquisition.held(self._clock.now()):
+            return None
+        return QuorumUnreachable(acquisition.resource, (), self._servers.nodes.size)
+
+
+def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
+    """Return the failure whose lease ends first; unknown ends come last."""
+    if one is None or one.expires_in is None:
+        return other
+    return other if other.expires_in is not None and other.expires_in < one.expires_in else one

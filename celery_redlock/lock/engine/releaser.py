@@ -1,0 +1,326 @@
+"""Releases acquisitions: written to every node, and delivered to those that did not answer.
+
+A release is written without waiting. Once begun it cannot be lost: if an exception cuts it, the
+watchdog's thread goes on with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hiredis import ReplyError
+
+from celery_redlock.errors import NodeError
+from celery_redlock.lock.engine.events import Events
+from celery_redlock.lock.engine.outbox import Outbox
+from celery_redlock.lock.engine.reentrancy import Reentrancy
+from celery_redlock.lock.engine.rounds import Servers
+from celery_redlock.lock.engine.watchdog import Watchdog
+from celery_redlock.lock.keys import completion_key
+from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
+from celery_redlock.lock.model.lease import HELD
+from celery_redlock.lock.model.options import LockOptions
+from celery_redlock.lock.nodes import RELEASE, SAY_NOTHING, Command, packed
+from celery_redlock.lock.platform.interrupts import uninterruptible
+from celery_redlock.lock.votes import UnexpectedReplyError
+
+DELIVERED_FOR = 1.5  # ttls for which a node that cannot be told may still keep a key of ours
+REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
+
+
+@dataclass(frozen=True)
+class OrphanedKey:
+    """A key that a dead process held: what is known of it, and the value that proves it."""
+
+    resource: str
+    permit: int
+    value: str
+
+
+class Releaser:
+    """Releases acquisitions of one `Redlock`, whatever cuts their owners."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        events: Events,
+        outbox: Outbox,
+        watchdog: Watchdog[Acquisition],
+        reentrancy: Reentrancy,
+    ) -> None:
+        self.servers, self.clock = servers, servers.clock
+        self.events, self.outbox = events, outbox
+        self._watchdog, self._reentrancy = watchdog, reentrancy
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew in a forked child, which releases nothing of its parent's."""
+        self._begun: dict[int, list[KeyRelease]] = {}  # by the number of an acquisition
+        self._unwritten: dict[int, KeyRelease] = {}
+        self._late_grants: dict[str, KeyRelease] = {}  # by value: its grant may still run some day
+        self._orphans: list[tuple[float, Acquisition]] = []  # monotonic seconds: once more then
+
+    @uninterruptible
+    def release(self, acquisition: Acquisition, *, publish: bool = True) -> None:
+        """Write the release of an acquisition to every node; twice does no harm.
+
+        publish: tell the waiters.
+        """
+        self._reentrancy.exit(acquisition)
+        number = acquisition.number
+        if number not in self._begun:
+            now = self.clock.now()
+            keys = acquisition.key_leases
+            self._begun[number] = [
+                KeyRelease(self, acquisition, one, now, publish=publish) for one in keys
+            ]
+        self._write_all(self._begun[number])
+        self._begun.pop(number, None)  # they refer to each other
+
+    @uninterruptible
+    def roll_back(self, acquisition: Acquisition) -> None:
+        """Release what a failed acquire got.
+
+        Only keys that it had won are announced: it may have kept them from somebody. The others
+        would wake the waiters that make it fail.
+        """
+        now = self.clock.now()
+        self._begun[acquisition.number] = [
+            KeyRelease(self, acquisition, one, now, publish=one.lease.state is HELD)
+            for one in acquisition.key_leases
+        ]
+        self.release(acquisition)
+
+    @uninterruptible
+    def roll_back_last(self, acquisition: Acquisition) -> None:
+        """Release the last key that was tried, which others hold."""
+        key_lease = acquisition.key_leases[-1]
+        now = self.clock.now()
+        self._write_all([KeyRelease(self, acquisition, key_lease, now, publish=False)])
+        acquisition.key_leases.pop()
+
+    @uninterruptible
+    def release_if_abandoned(self, acquisition: Acquisition) -> bool:
+        """Release an acquisition that nobody can release any more; return whether it was."""
+        if acquisition.has_user or not acquisition.abandon():
+            return False
+        self.release(acquisition)
+        self.events.abandoned(acquisition)
+        return True
+
+    @uninterruptible
+    def release_if_unused(self, acquisition: Acquisition, user: object) -> None:
+        """Release an acquisition in any thread, unless another user than this one relies on it."""
+        acquisition.part(user)
+        if not acquisition.users and acquisition.abandon():
+            self.release(acquisition)
+
+    def release_orphans(self, acquisition: Acquisition) -> None:
+        """Release what a dead process held, and again a little later.
+
+        What it had written may arrive after the first release, by other connections.
+        """
+        now = self.clock.now()
+        self._orphans += [(now + seconds, acquisition) for seconds in REPEATED_AFTER]
+        self.release(acquisition)
+
+    def release_late_grant(self, node: int, value: str) -> None:
+        """Release an orphaned key: a node reported one of our values after its release.
+
+        A delayed acquire, which a broken connection carried, ran after the release.
+        """
+        release = self._late_grants.get(value)
+        if release is not None:
+            self.outbox.put(node, release)
+            self._watchdog.run_maintenance_by(self.clock.now())
+
+    def expect_late_grant(self, release: KeyRelease) -> None:
+        """Keep a release whose grant may still run after it."""
+        self._late_grants[release.key_lease.value] = release
+
+    @uninterruptible
+    def _write_all(self, releases: Sequence[KeyRelease]) -> None:
+        """Write releases to all nodes without waiting; once begun, they cannot be lost.
+
+        If an exception cuts this (a soft time limit, a killed greenlet), the watchdog's thread goes
+        on with them.
+        """
+        for release in releases:
+            self._unwritten[id(release)] = release
+        try:
+            for release in releases:
+                self._write(release)
+        finally:
+            # replies are read by the next round here, or by the watchdog a little later
+            soon = self.clock.now() + self.servers.options.node_timeout
+            self._watchdog.run_maintenance_by(soon)
+
+    def _write(self, release: KeyRelease) -> None:
+        nodes = self.servers.nodes
+        release.key_lease.lease.end()  # before the first byte: from here on nothing is held
+        self._watchdog.unwatch(release.acquisition)
+        nodes.broadcast(release.command(), self.clock.now())
+        nodes.hand_on_mail()  # of connections that broke with its grant
+        if release.key_lease.asked_again:
+            self.expect_late_grant(release)
+        self._unwritten.pop(id(release), None)
+
+    def run_maintenance(self, now: float) -> None:
+        """Go on with releases that were cut, and repeat or drop what is due.
+
+        now: monotonic seconds, before the replies of the nodes were read.
+        """
+        for release in list(self._unwritten.values()):
+            if now - release.made_at > self.servers.options.node_timeout:  # else its owner is at it
+                self._write(release)
+        for due in [due for due in self._orphans if due[0] <= now]:
+            self._orphans.remove(due)
+            self.release(due[1])
+        self.outbox.flush(now)
+        for value, release in list(self._late_grants.items()):
+            if release.until <= now:
+                self._late_grants.pop(value, None)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a release is not written yet, or a node is still to be told."""
+        return bool(self._unwritten) or not self.outbox.is_empty
+
+    @property
+    def repeats_at(self) -> float:
+        """The monotonic second at which an orphan is released once more; inf if none is."""
+        return min((due for due, _ in self._orphans), default=math.inf)
+
+    def pack(self, key_lease: KeyLease) -> bytes:
+        """Return the plain request that releases a key and tells the waiters; packed once."""
+        if not key_lease.packed_release:
+            key, value = key_lease.key, key_lease.packed_value
+            release = self.servers.requests.release
+            key_lease.packed_release = release(key.packed_name, value, key.channel)
+        return key_lease.packed_release
+
+    def request(
+        self, key_lease: KeyLease, options: LockOptions, *, publish: bool, ended_at: float
+    ) -> bytes:
+        """Return the request that releases a key.
+
+        publish: it tells the waiters. ended_at: seconds since 1970 at which the run ended, which it
+        then notes; 0.0: it has not, or nothing is to be noted.
+        """
+        requests, key, marker = self.servers.requests, key_lease.key, options.marker
+        channel = key.channel if publish else SAY_NOTHING
+        if ended_at and marker is not None:
+            times = int(ended_at * 1000), math.ceil(marker.kept_for * 1000)
+            marker_key = packed(completion_key(self.servers.options.prefix, marker.run))
+            value = key_lease.packed_value
+            return requests.release_done(key.packed_name, value, channel, marker_key, *times)
+        if not publish:
+            return requests.release(key.packed_name, key_lease.packed_value, channel)
+        return self.pack(key_lease)
+
+
+class KeyRelease:
+    """One release of one key, on its way to every node. An outbox item and a reply handler.
+
+    made_at: monotonic seconds. publish: the waiters are told. If the run has ended it carries the
+    completion marker, which so precedes the release on every connection, however often it is sent.
+    """
+
+    __slots__ = (
+        "_ended_at",
+        "_ends",
+        "_heard",
+        "_missing",
+        "_publish",
+        "_releaser",
+        "_taken_away",
+        "_unsettled",
+        "_was_held",
+        "acquisition",
+        "key_lease",
+        "made_at",
+        "until",
+    )
+    wanted = True
+
+    def __init__(
+        self,
+        releaser: Releaser,
+        acquisition: Acquisition,
+        key_lease: KeyLease,
+        made_at: float,
+        *,
+        publish: bool,
+    ) -> None:
+        self._releaser = releaser
+        self.acquisition, self.key_lease, self.made_at = acquisition, key_lease, made_at
+        # by then every lease is over
+        self.until = made_at + DELIVERED_FOR * acquisition.options.ttl
+        self._publish = publish
+        self._ended_at = acquisition.ended_at
+        lease = key_lease.lease
+        self._was_held = lease.state is HELD
+        self._ends = lease.ends  # as they are now: `Lease.end` makes a new list
+        self._heard: set[int] = set()  # nodes whose first reply is known, or never will be
+        self._missing = 0  # nodes that do not have the key
+        self._taken_away = False  # one of them had promised to keep it
+        self._unsettled = (1 << len(lease.ends)) - 1  # nodes still to be told, as bits
+
+    def command(self) -> Command:
+        """Return what to send; not kept, for it refers to this."""
+        request = self._releaser.request(
+            self.key_lease, self.acquisition.options, publish=self._publish, ended_at=self._ended_at
+        )
+        return Command(request, self, RELEASE)
+
+    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """Note whether the node still had the key. Raises UnexpectedReplyError."""
+        is_error = type(reply) is ReplyError
+        if not is_error and (type(reply) is not int or reply not in (0, 1)):
+            raise UnexpectedReplyError(reply)
+        first = node not in self._heard
+        self._heard.add(node)
+        if self.key_lease.asked_again:  # a grant was lost that may still run
+            self._releaser.expect_late_grant(self)
+        if reply == 1:
+            self.settle(node)
+            return
+        if is_error and self._releaser.clock.now() < self.until:
+            self._releaser.outbox.put(node, self)  # it cannot just now: loading, busy, no disk
+        else:
+            self.settle(node)
+        if first and reply == 0 and self._was_held:
+            self._look_closer(node, run_id)
+
+    def _look_closer(self, node: int, run_id: str) -> None:
+        """Tell of a loss if too few nodes kept the lock until its release."""
+        nodes, end = self._releaser.servers.nodes, self._ends[node]
+        if end > self.made_at:
+            keeps = self.key_lease.lease.keeps_its_promise(node, run_id)
+            if keeps or end <= self._releaser.clock.now():
+                return  # restarted, and so it abstains; or its lease has ended on the way there
+            self._taken_away = True
+        self._missing += 1
+        if self._taken_away and self._missing > len(nodes.nodes) - nodes.size:
+            reason = "at its release its key was no longer ours"
+            self._releaser.events.lost_soon(self.acquisition, reason)
+
+    def failed(self, node: int, command: Command, error: NodeError) -> None:
+        """Try again when the node is back, if it may keep a key of ours."""
+        self._heard.add(node)
+        if error.lost:
+            self._releaser.expect_late_grant(self)  # the same connection may have lost the grant
+        never_asked = node in self.key_lease.never_asked
+        if not never_asked and self._releaser.clock.now() < self.until:
+            self._releaser.outbox.put(node, self)
+        else:
+            self.settle(node)
+
+    def settle(self, node: int) -> None:
+        """Note that a node needs to be told no more; after the last one, tell the observer."""
+        self._unsettled &= ~(1 << node)
+        if not self._unsettled:
+            self._releaser.events.observer.settled(self.key_lease)

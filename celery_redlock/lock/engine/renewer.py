@@ -1,0 +1,146 @@
+"""Renews acquisitions, many of them by one request to each node, and reclaims keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from celery_redlock.lock.engine.events import Events
+from celery_redlock.lock.engine.rounds import RenewRound, RoundGroup, Servers
+from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
+from celery_redlock.lock.nodes import RENEW, Command, Entry, packed
+
+SHORTEST_RENEWAL = 0.05  # seconds between renewals of a lock that could not be renewed
+RENEWED_AT_ONCE = 100  # keys a request: a node serves nobody else meanwhile
+LATE = 0.02  # seconds after which a renewal is late, as next to C code that keeps the GIL
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys that are renewed by one request.
+
+    owners: what each key belongs to. lacking: nodes that are to set the key again, if it is one
+    alone.
+    """
+
+    owners: Sequence[Acquisition]
+    key_leases: Sequence[KeyLease]
+    lacking: Collection[int] = ()
+
+
+class Renewer:
+    """Renews acquisitions and confirms fencing tokens. Knows the nodes, not who calls it.
+
+    reschedule: called with an acquisition whose deadline or next renewal comes earlier than before.
+    """
+
+    def __init__(
+        self, servers: Servers, events: Events, reschedule: Callable[[Acquisition], None]
+    ) -> None:
+        self._servers, self._clock = servers, servers.clock
+        self._events, self._reschedule = events, reschedule
+
+    def renew(
+        self, acquisitions: Sequence[Acquisition], *, native: bool = False
+    ) -> set[Acquisition]:
+        """Renew what is still held, in one batch a node, and wait for the replies.
+
+        native: called in a thread of the watchdog's. Returns what no quorum confirmed.
+        """
+        servers, sent = self._servers, self._clock.now()
+        renewed = [one for one in acquisitions if one.begin_renewal(sent)]
+        group = RoundGroup()
+        entries: list[list[Entry]] = [[] for _ in servers.nodes.nodes]
+        written = [self._write(part, group, entries, sent) for part in _in_parts(renewed, sent)]
+        group.close()
+        servers.nodes.scatter(entries, sent)
+        if native and any(sent - one.renew_at > LATE for one in renewed):
+            servers.nodes.wait_keeping_gil(group)
+        servers.nodes.wait(group, sent + servers.options.node_timeout, native=native)
+        unconfirmed = {part.owners[i] for part, round_ in written for i in round_.unconfirmed}
+        for one in renewed:
+            now, reached = self._clock.now(), one not in unconfirmed
+            one.end_renewal(sent, now, reached=reached, soonest=SHORTEST_RENEWAL)
+            if reached:
+                self._events.extended(one)
+        return unconfirmed
+
+    def _write(
+        self, part: Part, group: RoundGroup, entries: Sequence[list[Entry]], sent: float
+    ) -> tuple[Part, RenewRound]:
+        """Add the request for one part to what each node is to be sent."""
+        nodes = len(self._servers.nodes.nodes)
+        on_missing = functools.partial(self._on_missing, part.owners)
+        round_ = RenewRound(part.key_leases, nodes, self._clock, on_missing)
+        group.add(round_)
+        plain = self._entry(part, round_, sent)
+        for own in entries:
+            own.append(plain)
+        for node in part.lacking:
+            (key_lease,) = part.key_leases
+            key_lease.reclaiming(node)
+            entries[node][-1] = self._entry(part, round_, sent, packed(key_lease.broken_key))
+        return part, round_
+
+    def _entry(self, part: Part, round_: RenewRound, sent: float, note: bytes = b"") -> Entry:
+        names = [one.key.packed_name for one in part.key_leases]
+        renewals = [self._renewal(one) for one in part.key_leases]
+        request = self._servers.requests.renew(names, renewals, note)
+        return Command(request, round_, RENEW), sent, request
+
+    def _renewal(self, key_lease: KeyLease) -> bytes:
+        """Return what a renew request has of a key lease behind the keys; packed once."""
+        if key_lease.packed_renewal:
+            return key_lease.packed_renewal
+        requests, ttl_ms, fence = self._servers.requests, key_lease.key.ttl_ms, key_lease.fence
+        if fence is not None:  # its token may grow
+            return requests.renewal(key_lease.packed_value, ttl_ms, fence.token)
+        key_lease.packed_renewal = requests.renewal(key_lease.packed_value, ttl_ms)
+        return key_lease.packed_renewal
+
+    def _on_missing(self, owners: Sequence[Acquisition], number: int) -> None:
+        """Look at the deadline again, and reclaim soon: once the round that told of it is over."""
+        owner = owners[number]
+        owner.reclaim_by(self._clock.now() + self._servers.options.node_timeout)
+        self._reschedule(owner)
+
+    def confirm_fencing_token(self, key_lease: KeyLease, token: int, until: float) -> bool:
+        """Return whether a quorum of nodes has reached a token by the monotonic second `until`."""
+        fence = key_lease.fence
+        if fence is None:
+            return True
+        before = fence.token
+        fence.choose(token)
+        if not fence.usable:
+            nodes, clock = self._servers.nodes, self._clock
+            round_ = RenewRound([key_lease], len(nodes.nodes), clock, lambda number: None)
+            names, renewals = [key_lease.key.packed_name], [self._renewal(key_lease)]
+            request = self._servers.requests.renew(names, renewals)
+            nodes.broadcast(Command(request, round_, RENEW), clock.now())
+            nodes.wait(round_, until)
+        if not fence.usable:
+            fence.token = before  # of an outer holder: what a quorum has confirmed stays in use
+        return fence.usable and key_lease.lease.held(self._clock.now())
+
+
+def _in_parts(acquisitions: Sequence[Acquisition], now: float) -> Iterator[Part]:
+    """Yield what is renewed by one request each.
+
+    Keys that no node lacks are renewed together, but not too many: a node does them in one go.
+    """
+    owners: list[Acquisition] = []
+    key_leases: list[KeyLease] = []
+    for acquisition in acquisitions:
+        for key_lease in acquisition.key_leases:
+            lacking = key_lease.lease.to_reclaim(now)
+            if lacking:
+                yield Part([acquisition], [key_lease], lacking)
+                continue
+            owners.append(acquisition)
+            key_leases.append(key_lease)
+            if len(key_leases) == RENEWED_AT_ONCE:
+                yield Part(owners, key_leases)
+                owners, key_leases = [], []
+    if key_leases:
+        yield Part(owners, key_leases)

@@ -1,0 +1,314 @@
+"""What one acquire holds: its keys, and what each node is known to keep of them.
+
+Records without I/O. An `Acquisition` is all keys or none; it is renewed and released as a unit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+from celery_redlock.errors import LockLost, SettingsError
+from celery_redlock.lock.keys import broken_key, is_of_run, lock_key, wake_channel
+from celery_redlock.lock.model.fencing import Fence
+from celery_redlock.lock.model.lease import HELD, LOST, Lease
+from celery_redlock.lock.model.options import LockOptions
+from celery_redlock.lock.nodes import bulk, packed
+
+RENEWED_TOGETHER = 10  # of a ttl: what is due within one such part is renewed in one batch
+# who acquires: the process, its thread or greenlet (a `reentrancy.Flow`), and its asyncio task
+Owner = tuple[int, Any, object]
+NOT_RENEWED = "no quorum of nodes renewed it in time"
+
+
+class LockKey:
+    """One key that a lock may take, with the parts of its requests that never change.
+
+    permit: which of a semaphore's; 0 for a plain lock.
+    """
+
+    __slots__ = ("channel", "name", "packed_name", "permit", "resource", "ttl_ms")
+
+    def __init__(self, prefix: str, resource: str, permit: int, ttl: float) -> None:
+        self.resource, self.permit = resource, permit
+        self.name = lock_key(prefix, resource, permit)
+        self.packed_name = packed(self.name)
+        self.channel = packed(wake_channel(prefix, resource))
+        self.ttl_ms = bulk(b"%d" % math.ceil(ttl * 1000))
+
+
+def lock_keys(prefix: str, options: LockOptions) -> list[LockKey]:
+    """Return the keys that a lock may take: one a resource, or one a permit of its resource."""
+    return [
+        LockKey(prefix, resource, permit, options.ttl)
+        for resource in options.resources
+        for permit in range(options.limit)
+    ]
+
+
+class KeyLease:
+    """One key of an acquisition: the value that proves it, its lease, and its fencing token.
+
+    sent: monotonic seconds, before its request left. Nodes, by index: granted: that voted for it;
+    never_asked: that its request surely did not reach; asked_again: where an older request may
+    still run some day.
+    """
+
+    __slots__ = ("asked_again", "fence", "granted", "key", "lease", "never_asked",
+                 "packed_release", "packed_renewal", "packed_value", "sent", "value")  # fmt: skip
+
+    def __init__(self, key: LockKey, value: str, lease: Lease, fence: Fence | None) -> None:
+        self.key, self.value, self.lease, self.fence = key, value, lease, fence
+        self.sent = 0.0  # an older fencing proposal must not meet a younger lease
+        self.granted: set[int] = set()
+        self.never_asked: set[int] = set()
+        self.asked_again: set[int] = set()
+        self.packed_value = packed(value)
+        self.packed_release = self.packed_renewal = b""  # packed once, when first needed
+
+    @property
+    def broken_key(self) -> str:
+        """Where a node notes that an operator broke it."""
+        return broken_key(self.key.name, self.value)
+
+    def reclaiming(self, node: int) -> None:
+        """Note that a reclaim, which may set the key, is about to be sent to a node."""
+        self.never_asked.discard(node)
+        self.asked_again.add(node)
+
+    def withdraw(self, node: int) -> None:
+        """Stop counting a node whose server another one had replaced meanwhile."""
+        self.granted.discard(node)
+        self.lease.withdraw(node)
+
+    def replaced(self, replaced_at: dict[int, float]) -> list[int]:
+        """Return the nodes whose server turned out to be replaced after they were asked.
+
+        replaced_at: monotonic seconds, by node.
+        """
+        return [node for node, moment in replaced_at.copy().items() if moment >= self.sent]
+
+
+_numbers = itertools.count(1)
+
+
+class Acquisition:
+    """One acquisition, from its first request to its end.
+
+    keys: one for each resource, in the order of `keys.in_order`; or of one resource one for each
+    permit. owner: whose it is.
+    `renew_at` and `leeway` are the watchdog's: the monotonic second of the next renewal (inf:
+    none), and the seconds by which it may come earlier, together with others.
+    """
+
+    __slots__ = ("_at_risk_told", "_last_renewal", "_loss_told", "_reclaim_at", "_users",
+                 "abandoned", "acquired_at", "ended_at", "key_leases", "keys", "leeway", "number",
+                 "options", "owner", "renew_at", "was_split")  # fmt: skip
+
+    def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
+        self.options, self.keys, self.owner = options, keys, owner
+        self.number = next(_numbers)  # in this process no other one ever has it
+        self.key_leases: list[KeyLease] = []
+        self.leeway = options.ttl / RENEWED_TOGETHER
+        self._users: list[ref[Any]] = []
+        self.abandoned = False  # its owner may not take it again
+        self.renew_at = self._reclaim_at = math.inf
+        self.acquired_at = 0.0
+        self._last_renewal = -math.inf  # monotonic seconds up to which it may be renewed
+        self.ended_at = 0.0  # seconds since 1970, once what runs under it has ended
+        self._at_risk_told = self._loss_told = False
+        self.was_split = False  # it was refused though nobody else had it either
+
+    # users: what of this process relies on it
+
+    def join(self, user: object) -> None:
+        """Note one more user; the acquisition is released after the last.
+
+        Kept weakly: if an acquire or a release was cut, nobody can release it any more, and it must
+        not be renewed for ever.
+        """
+        self._users.append(ref(user))
+
+    def part(self, user: object) -> None:
+        """Note that a user is gone; twice does no harm."""
+        if ref(user) in self._users:
+            self._users.remove(ref(user))
+
+    @property
+    def users(self) -> int:
+        """How many rely on it and could still release it."""
+        return len([user for user in self._users if user() is not None])
+
+    @property
+    def has_user(self) -> bool:
+        """Whether anybody relies on it and could still release it."""
+        return any(user() is not None for user in self._users)
+
+    def abandon(self) -> bool:
+        """Let its owner not take it again, if it has no users; return whether it has none.
+
+        `abandoned` is set before `users` is read; who joins reads `abandoned` after joining. At
+        least one of them sees the other.
+        """
+        self.abandoned = True
+        if self.users:
+            self.abandoned = False
+        return self.abandoned
+
+    # what is known of it
+
+    @property
+    def resource(self) -> str:
+        """What is held, for people."""
+        return ", ".join(dict.fromkeys(key.resource for key in self.keys))
+
+    def held(self, now: float) -> bool:
+        """Return whether every key is held at the monotonic second `now`, by arithmetic alone."""
+        key_leases = self.key_leases
+        if len(key_leases) == 1:
+            return key_leases[0].lease.held(now)
+        return bool(key_leases) and all(one.lease.held(now) for one in key_leases)
+
+    def lost(self, now: float) -> bool:
+        """Return whether it was held once and is over, though nobody released it."""
+        leases = [one.lease for one in self.key_leases]
+        return any(
+            lease.state is LOST or (lease.state is HELD and not lease.held(now)) for lease in leases
+        )
+
+    @property
+    def reason(self) -> str:
+        """Why it is lost, in words."""
+        reasons = (one.lease.reason for one in self.key_leases if one.lease.reason)
+        return next(reasons, NOT_RENEWED)
+
+    def held_for(self, now: float) -> float:
+        """Return the seconds since it was acquired."""
+        return now - self.acquired_at
+
+    def remaining(self, now: float) -> float:
+        """Return the seconds of validity left if nothing renews it; 0.0 once it is over."""
+        return min((one.lease.remaining(now) for one in self.key_leases), default=0.0)
+
+    @property
+    def fencing_token(self) -> int:
+        """Its token, or the greatest that it has heard of while none is chosen; 0: none."""
+        fences = [one.fence for one in self.key_leases if one.fence]
+        return max((fence.token or fence.greatest for fence in fences), default=0)
+
+    def check_covers(self, resource: str, options: LockOptions, now: float) -> None:
+        """Raise if what is held cannot stand for what is asked inside of it.
+
+        Raises LockLost if it is lost, SettingsError if it promises less.
+        """
+        if not self.held(now):
+            raise LockLost(resource, self.reason)
+        own = self.options
+        if own.limit > options.limit:
+            hint = f"is held here as one of {own.limit} permits, which excludes nobody: nest it "
+            raise SettingsError("Lock", "limit", f"{options.limit}", hint + "with the same limit")
+        if options.fencing and not own.fencing:
+            hint = f"{resource!r} is held here without a fencing token: take the outer one with"
+            raise SettingsError("Lock", "fencing", "True", f"{hint} fencing=True")
+
+    @property
+    def is_redelivery(self) -> bool:
+        """Whether the first delivery of its message may still run."""
+        return self.options.marker is not None and self.options.marker.is_redelivered
+
+    def is_own_run(self, holder: str) -> bool:
+        """Return whether a holder is the run itself, by another delivery of its message."""
+        return self.options.marker is not None and is_of_run(holder, self.options.marker.run)
+
+    # its deadline
+
+    @property
+    def deadline(self) -> float:
+        """When to look at it next: it is at risk then, or lost; inf if there is nothing to say.
+
+        Monotonic seconds.
+        """
+        if self._loss_told:
+            return math.inf
+        if len(self.key_leases) == 1 and (lease := self.key_leases[0].lease).state is HELD:
+            return lease.valid_until - (lease.margin if self._at_risk_told else lease.ttl / 3)
+        states = {one.lease.state for one in self.key_leases}
+        if LOST in states:
+            return -math.inf
+        if states != {HELD}:
+            return math.inf
+        leases = [one.lease for one in self.key_leases]
+        before = leases[0].margin if self._at_risk_told else self.options.ttl / 3
+        return min(lease.valid_until for lease in leases) - before
+
+    def expire(self, now: float) -> str | None:
+        """Mark it as lost if its validity is over at `now`; return why, None if it is not lost.
+
+        If one of several keys is lost, all of them are.
+        """
+        leases = [one.lease for one in self.key_leases]
+        for lease in leases:
+            lease.expire(now)
+        lost = next((lease for lease in leases if lease.state is LOST), None)
+        if lost is None:
+            return None
+        for lease in leases:
+            lease.lose(lost.reason)
+        return lost.reason
+
+    def tells_loss(self) -> bool:
+        """Return True once: whoever gets it tells of the loss."""
+        told, self._loss_told = self._loss_told, True
+        return not told
+
+    def tells_risk(self, now: float) -> bool:
+        """Return True once after each renewal that reached a quorum, if it is at risk at `now`."""
+        if self._at_risk_told or not any(one.lease.at_risk(now) for one in self.key_leases):
+            return False
+        self._at_risk_told = True
+        return True
+
+    # its renewals
+
+    def plan_renewals(self, started: float) -> None:
+        """Set the first renewal. started: monotonic seconds, before its first request."""
+        options = self.options
+        if options.renew:
+            longest = math.inf if options.max_hold is None else options.max_hold
+            self._last_renewal = started + longest
+        self._schedule(started + options.ttl / 3)
+
+    def begin_renewal(self, now: float) -> bool:
+        """Return whether there is anything left to renew; keys that nodes lack are reclaimed."""
+        for one in self.key_leases:
+            if not one.lease.held(now):
+                self.renew_at = math.inf
+                return False
+        self._reclaim_at = math.inf
+        return True
+
+    def end_renewal(self, sent: float, now: float, *, reached: bool, soonest: float) -> None:
+        """Set the next renewal after one that was sent at the monotonic second `sent`.
+
+        reached: a quorum confirmed all of it. soonest: seconds, else.
+        """
+        ttl = self.options.ttl
+        if reached:
+            self._at_risk_told = False
+            self._schedule(sent + ttl / 3)
+        else:
+            self._schedule(now + min(ttl / 3, max(soonest, self.remaining(now) / 4)))
+
+    def reclaim_by(self, moment: float) -> None:
+        """Renew by a monotonic second if a node lacks a key that may be set again by then."""
+        if any(one.lease.to_reclaim(moment) for one in self.key_leases):
+            self._reclaim_at = moment
+            self._schedule(min(moment, self.renew_at))
+
+    def _schedule(self, moment: float) -> None:
+        if self._reclaim_at < moment:
+            moment = self._reclaim_at
+        self.renew_at = moment if moment <= self._last_renewal else math.inf

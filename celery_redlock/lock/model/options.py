@@ -1,0 +1,55 @@
+"""What a caller asks of a lock, and what all locks of one `Redlock` share. Times in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from celery_redlock.lock.nodes import Guard
+
+
+@dataclass(frozen=True)
+class CompletionMarker:
+    """A note on the nodes that a run has ended, for a message that may be delivered again.
+
+    run: its name. kept_for: how long the note stays. asks_since: seconds since 1970. The run itself
+    asks for the note before it begins, and does not begin if the note is younger than that. None:
+    it does not ask. heeds_later: it does not begin either if a later send has replaced it.
+    is_redelivered: the first delivery may still run, and may go by another limit.
+    """
+
+    run: str
+    kept_for: float
+    asks_since: float | None = None
+    heeds_later: bool = False
+    is_redelivered: bool = False
+
+
+@dataclass(frozen=True)
+class LockOptions:
+    """What one lock is to be.
+
+    resources: in the order of `keys.in_order`. label: the holder, for people. sender: of signals,
+    None for the `Redlock` itself. marker: of the run that takes the lock. With a limit above 1 such
+    a run also takes a lock of its own: another delivery of it would just take another permit.
+    """
+
+    resources: tuple[str, ...]
+    ttl: float
+    wait: float
+    renew: bool
+    max_hold: float | None
+    label: str
+    sender: object = None
+    limit: int = 1
+    fencing: bool = False
+    marker: CompletionMarker | None = None
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """What all locks of a `Redlock` share."""
+
+    prefix: str
+    node_timeout: float
+    clock_drift: float
+    guard: Guard

@@ -1,0 +1,318 @@
+"""Retries an acquire: after a wake-up, with backoff, among rivals, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import Mapping, Sequence
+
+from celery_redlock.errors import LockLost, LockTaken, NotAcquired
+from celery_redlock.lock.coroutines import Errand, rest
+from celery_redlock.lock.engine.acquirer import Acquirer, Failure
+from celery_redlock.lock.engine.releaser import Releaser
+from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.keys import wake_channel
+from celery_redlock.lock.model.acquisition import Acquisition, LockKey, Owner
+from celery_redlock.lock.model.options import LockOptions
+from celery_redlock.lock.platform.interrupts import uninterruptible
+from celery_redlock.lock.votes import is_misconfigured, is_of_a_replica
+from celery_redlock.lock.wakeup import Waiter
+
+# all of these in seconds, except SPLIT_TRIES
+FIRST_SPIN, LONGEST_SPIN = 0.05, 1.0  # between tries while the caller waits for the lock
+LONGEST_DEAF = 5.0  # between tries of a caller that a release wakes, in case it missed one
+HOPELESS = 3.0  # for which a caller waits for misconfigured nodes
+SPLIT_TRIES = 6  # if rivals that came at once share the nodes, and none has got the lock
+LONGEST_SPLIT = 0.25  # the widest range of a pause between those
+WOKEN = 0.02  # within which the callers that one release wakes try, each at a random moment
+
+
+class Hold:
+    """One acquire that is not released yet: its own acquisition, and those around it.
+
+    owner: who acquires. splits: its tries in a row that rivals shared the nodes at. took: seconds,
+    of its last try.
+    """
+
+    __slots__ = ("__weakref__", "acquisitions", "owner", "splits", "took")
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.acquisitions: list[Acquisition] = []
+        self.splits, self.took = 0, 0.0
+
+    def pause_of_split(self) -> float | None:
+        """Return the seconds until the next try if rivals share the nodes, None if that is over.
+
+        Drawn from a range that doubles, so that one of them is soon alone. After some such tries
+        they are no rivals that came at once, and are waited for like any holder.
+        """
+        if not 0 < self.splits < SPLIT_TRIES:
+            return None
+        return random.uniform(0, min(LONGEST_SPLIT, self.took * 2**self.splits))  # noqa: S311
+
+    def join(self, acquisition: Acquisition) -> None:
+        """Rely on an acquisition from now on."""
+        if acquisition not in self.acquisitions:
+            self.acquisitions.append(acquisition)
+            acquisition.join(self)
+
+    def leave(self, acquisition: Acquisition) -> None:
+        """Rely on an acquisition no more, which is over."""
+        self.acquisitions.remove(acquisition)
+        acquisition.part(self)
+
+    def confirm_fencing_token(self, acquirer: Acquirer) -> Failure | None:
+        """Have one fencing token confirmed for all; return None if it may be used."""
+        token = max(one.fencing_token for one in self.acquisitions)
+        failures = (acquirer.confirm_fencing_token(one, token) for one in self.acquisitions)
+        return next((failure for failure in failures if failure is not None), None)
+
+    @uninterruptible
+    def release(self, releaser: Releaser) -> None:
+        """Release what no other hold relies on; twice does no harm."""
+        for acquisition in self.acquisitions:
+            acquisition.part(self)
+            if not acquisition.users:
+                releaser.release(acquisition)
+
+    @uninterruptible
+    def release_anywhere(self, releaser: Releaser) -> None:
+        """Release in any thread, while the owner may be about to take the same lock again."""
+        for acquisition in self.acquisitions:
+            releaser.release_if_unused(acquisition, self)
+
+
+def acquire_with_retry(
+    session: Session, options: LockOptions, keys: Sequence[LockKey], hold: Hold, timeout: float
+) -> None:
+    """Acquire, and try again for up to `timeout` seconds.
+
+    If this raises, the caller releases the hold. Raises LockTaken, QuorumUnreachable, LockLost,
+    SettingsError.
+    """
+    Attempts(session, options, keys, hold).run(timeout)
+
+
+class Attempts:
+    """The tries of one acquire. Its owner holds some keys already, maybe; it tries the others."""
+
+    __slots__ = ("_clock", "_hold", "_keys", "_options", "_outer", "_session", "_started")
+
+    def __init__(
+        self, session: Session, options: LockOptions, keys: Sequence[LockKey], hold: Hold
+    ) -> None:
+        self._session, self._options, self._hold = session, options, hold
+        self._clock = session.clock
+        self._started = session.clock.now()
+        self._outer = self._join_outer()
+        self._keys = keys
+        if self._outer:
+            self._keys = [key for key in keys if key.resource not in self._outer]
+
+    def _join_outer(self) -> Mapping[str, Acquisition]:
+        """Rely on what the owner holds already; return that, by resource."""
+        session, hold = self._session, self._hold
+        outer = session.reentrancy.held_by(hold.owner, self._options, self._started)
+        for resource, acquisition in list(outer.items()):
+            hold.join(acquisition)
+            if acquisition.abandoned:  # nobody kept its Lock, and it is released just now
+                hold.leave(acquisition)
+                del outer[resource]
+        return outer
+
+    @property
+    def _confirms_token(self) -> bool:
+        """Whether one fencing token must be confirmed for what is held and what is tried."""
+        return self._options.fencing and bool(self._outer)
+
+    def run(self, timeout: float) -> None:
+        """Try, and wait if others hold the lock; as `acquire_with_retry`."""
+        if not self._keys:
+            return
+        failure = self._try()
+        if failure is not None:
+            if timeout > 0:
+                failure = self._wait(failure, self._started + timeout)
+            else:
+                failure = self._try_while_split(failure)
+        if failure is None and self._confirms_token:
+            failure = self._hold.confirm_fencing_token(self._session.acquirer)
+        self._check_acquired(failure)
+
+    async def run_async(self, timeout: float, errand: Errand) -> None:
+        """Do what `run` does: try in threads, and wait in the event loop."""
+        if not self._keys:
+            return
+        failure = await errand.do(self._try)
+        if failure is not None and timeout > 0:
+            failure = await self._wait_async(failure, self._started + timeout, errand)
+        while failure is not None and timeout <= 0:
+            pause = self._hold.pause_of_split()
+            if pause is None:
+                break
+            await asyncio.sleep(pause)
+            failure = await errand.do(self._try)
+        if failure is None and self._confirms_token:
+            confirm = functools.partial(self._hold.confirm_fencing_token, self._session.acquirer)
+            failure = await errand.do(confirm)
+        self._check_acquired(failure)
+
+    def _check_acquired(self, failure: Failure | None) -> None:
+        """Raise the failure; or LockLost if an outer lock expired while the others were tried."""
+        now = self._clock.now()
+        if failure is not None:
+            raise failure._after(now - self._started)
+        for acquisition in self._outer.values():
+            if not acquisition.held(now):
+                raise LockLost(acquisition.resource, acquisition.reason)
+
+    def _try(self) -> Failure | None:
+        """Try once; return None if it got everything."""
+        session, hold, began = self._session, self._hold, self._clock.now()
+        acquisition = session.new_acquisition(self._options, self._keys, hold.owner)
+        hold.join(acquisition)  # before its request leaves, so that a cut releases it
+        failure = session.try_acquire(acquisition)
+        if failure is None:
+            return None
+        hold.leave(acquisition)
+        hold.splits = hold.splits + 1 if acquisition.was_split else 0
+        hold.took = self._clock.now() - began
+        return failure
+
+    def _try_while_split(self, first: Failure) -> Failure | None:
+        """Try again if rivals kept each other from the lock, which no release will tell of.
+
+        They come to terms within some rounds, also if the caller does not wait.
+        """
+        failure: Failure | None = first
+        while failure is not None and (pause := self._hold.pause_of_split()) is not None:
+            self._clock.sleep(pause)
+            failure = self._try()
+        return failure
+
+    def _wait(self, first: Failure, until: float) -> Failure | None:
+        """Try again whenever the lock may be free, up to the monotonic second `until`."""
+        failure: Failure | None = first
+        session, limit = self._session, self._options.limit
+        schedule = RetrySchedule(session, self._hold, self._keys, limit, until)
+        with session.wait_queue.waiting(schedule.channels, limit) as waiter:
+            while failure is not None and (moment := schedule.next_try(failure)) is not None:
+                session.quorum.wait(waiter, moment)
+                if waiter.take():
+                    self._clock.sleep(schedule.woken())
+                    schedule.share(waiter)
+                schedule.begin_try(waiter)
+                failure = self._try()
+                schedule.end_try(waiter, failure)
+        return failure
+
+    async def _wait_async(self, first: Failure, until: float, errand: Errand) -> Failure | None:
+        """Do what `_wait` does: try in threads, and wait in the event loop."""
+        failure: Failure | None = first
+        session, limit = self._session, self._options.limit
+        schedule = RetrySchedule(session, self._hold, self._keys, limit, until)
+        with session.wait_queue.waiting(schedule.channels, limit) as waiter:
+            try:
+                while failure is not None and (moment := schedule.next_try(failure)) is not None:
+                    await rest(waiter, moment - self._clock.now())
+                    if waiter.take():
+                        await asyncio.sleep(schedule.woken())
+                        schedule.share(waiter)
+                    schedule.begin_try(waiter)
+                    failure = await errand.do(self._try)
+                    schedule.end_try(waiter, failure)
+            except BaseException:
+                waiter.decided = True  # a release that it did not use wakes the next waiter
+                raise
+        return failure
+
+
+class RetrySchedule:
+    """When a waiter tries again and when it gives up; for threads and coroutines alike.
+
+    keys: what it waits for. limit: as of `LockOptions`. until: the monotonic second at which it
+    gives up. If too many nodes are misconfigured it gives up earlier, but not at once: their
+    replies may be older than their last reconnect.
+    """
+
+    def __init__(
+        self, session: Session, hold: Hold, keys: Sequence[LockKey], limit: int, until: float
+    ) -> None:
+        self._session, self._hold, self._limit, self._until = session, hold, limit, until
+        resources = dict.fromkeys(key.resource for key in keys)
+        prefix = session.options.prefix
+        self.channels = [wake_channel(prefix, resource) for resource in resources]
+        self._tries = self._vain = 0
+        self._tried_at = session.clock.now()
+        self._hopeless_at = self._tried_at + HOPELESS
+
+    def next_try(self, failure: Failure) -> float | None:
+        """Return when to try next if no release comes before; None to give up.
+
+        Monotonic seconds.
+        """
+        session, now = self._session, self._session.clock.now()
+        if now >= self._until:
+            return None
+        if not self._is_hopeless(failure):
+            self._hopeless_at = now + HOPELESS
+        elif self._tried_at > self._hopeless_at:  # by then, and not by a clock that ran on alone
+            return None
+        pause = self._hold.pause_of_split()
+        if pause is None:
+            hears = all(map(session.wait_queue.hears, self.channels))
+            pause = _pause(failure, self._tries, hears=hears)
+        return min(session.clock.now() + pause, self._until)
+
+    def woken(self) -> float:
+        """Return the seconds to wait after a wake-up: random, since others are woken, too."""
+        self._hold.splits = 0
+        seconds = random.uniform(0, min(LONGEST_SPIN, WOKEN * 2**self._vain))  # noqa: S311
+        self._vain = min(self._vain + 1, 16)
+        return seconds
+
+    def share(self, waiter: Waiter) -> None:
+        """Drop the other nodes' messages on the same release; with permits wake the next waiter."""
+        waiter.take()
+        if self._limit > 1:
+            self._session.wait_queue.pass_on(waiter)
+
+    def begin_try(self, waiter: Waiter) -> None:
+        """Note that a try begins."""
+        self._tried_at, waiter.awaits = self._session.clock.now(), ""  # any of them may refuse it
+
+    def end_try(self, waiter: Waiter, failure: Failure | None) -> None:
+        """Note the result of a try, and the resource to wait for.
+
+        A try for several resources releases those that it has won, which wakes their waiters, so
+        this waiter listens to the refused one alone.
+        """
+        self._tries += 1
+        if isinstance(failure, LockTaken):
+            channel = wake_channel(self._session.options.prefix, failure.resource)
+            waiter.awaits = channel if channel in self.channels else ""
+
+    def _is_hopeless(self, failure: Failure) -> bool:
+        """Return whether no quorum can come about before somebody changes a setting."""
+        if isinstance(failure, LockTaken):
+            return False
+        quorum = self._session.quorum
+        wrong = [cause for cause in failure.causes if is_misconfigured(cause)]
+        lasting = [cause for cause in wrong if not is_of_a_replica(cause)]  # a failover ends that
+        return len(lasting) > len(quorum.nodes) - quorum.size
+
+
+def _pause(failure: NotAcquired, tries: int, *, hears: bool) -> float:
+    """Return the seconds until the next try: random, and soon after the lease that refused.
+
+    hears: a release would wake the caller, so it tries by itself only for what it missed.
+    """
+    uniform = random.uniform
+    if hears and isinstance(failure, LockTaken):
+        spin = uniform(LONGEST_SPIN, LONGEST_DEAF)
+    else:
+        spin = uniform(0.001, min(LONGEST_SPIN, FIRST_SPIN * 2 ** min(tries, 16)))
+    ends = failure.expires_in if isinstance(failure, LockTaken) else None
+    return spin if ends is None else min(spin, ends + uniform(0, FIRST_SPIN))

@@ -1,0 +1,127 @@
+"""Checks of settings and arguments; each raises a SettingsError that names the way out.
+
+`tasks/settings` uses the same checks, so that a setting and an argument are refused alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from celery_redlock.errors import SettingsError
+from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
+from celery_redlock.lock.keys import in_order
+from celery_redlock.lock.nodes import masked, parse_address
+
+RESTART_GUARDS = ("auto", "strict", "on", "off")
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value is a finite number; bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_seconds(level: str, name: str, value: object, *, above: float = 0.0) -> float:
+    """Return a number of s above a bound; raises SettingsError for anything else."""
+    if not is_number(value) or value <= above:  # type: ignore[operator]
+        raise SettingsError(
+            level, name, repr(value), f"must be a number of seconds above {above:g}"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def check_ttl(level: str, name: str, ttl: object, node_timeout: float, max_ttl: float) -> float:
+    """Return a ttl in s that leaves time to renew it and is no longer than any client expects."""
+    seconds = check_seconds(level, name, ttl)
+    if seconds < ROUNDS_IN_TTL * node_timeout:
+        hint = (
+            f"must be at least {ROUNDS_IN_TTL} x node_timeout = "
+            f"{ROUNDS_IN_TTL * node_timeout:g} s: raise it, or lower redlock_node_timeout"
+        )
+        raise SettingsError(level, name, repr(ttl), hint)
+    if seconds > max_ttl:
+        hint = f"must be at most redlock_max_ttl = {max_ttl:g} s: raise that for every client"
+        raise SettingsError(level, name, repr(ttl), hint)
+    return seconds
+
+
+def check_prefix(level: str, name: str, prefix: object) -> str:
+    """Return a prefix that can stand as a hash tag."""
+    if not isinstance(prefix, str) or not prefix or "{" in prefix or "}" in prefix:
+        hint = "must be a text, not empty, without { and }"
+        raise SettingsError(level, name, repr(prefix), hint)
+    return prefix
+
+
+def check_drift(level: str, name: str, drift: object) -> float:
+    """Return a fraction by which clocks may differ in speed."""
+    if not is_number(drift) or not 0 <= drift < 0.5:  # type: ignore[operator]
+        hint = "must be a fraction from 0 to below 0.5; 0.01 allows for 1 %"
+        raise SettingsError(level, name, repr(drift), hint)
+    return float(drift)  # type: ignore[arg-type]
+
+
+def check_guard(level: str, name: str, guard: object) -> str:
+    """Return a known word for the restart guard."""
+    if guard not in RESTART_GUARDS:
+        hint = f"must be one of {', '.join(map(repr, RESTART_GUARDS))}"
+        raise SettingsError(level, name, repr(guard), hint)
+    return str(guard)
+
+
+def check_nodes(level: str, name: str, nodes: Any, node_timeout: float) -> list[Any]:
+    """Return the addresses of nodes, each named once; raises SettingsError."""
+    if isinstance(nodes, (str, bytes)) or not isinstance(nodes, Iterable):
+        shown = repr(masked(nodes)) if isinstance(nodes, str) else f"a {type(nodes).__name__}"
+        raise SettingsError(level, name, shown, "must be a list of URLs or redis-py clients")
+    addresses = [parse_address(node, level, name, node_timeout) for node in nodes]
+    if not addresses:
+        raise SettingsError(level, name, "[]", "must name one node at least, better three or five")
+    seen: dict[str, str] = {}
+    for address in addresses:
+        if address.server in seen:
+            shown = f"{seen[address.server]}, {address.name}"
+            hint = "name each server once: the same one twice is one vote counted twice"
+            raise SettingsError(level, name, shown, hint)
+        seen[address.server] = address.name
+    return addresses
+
+
+def check_resources(level: str, resources: object) -> tuple[str, ...]:
+    """Return the resources that are named, in the order in which everybody takes several."""
+    named = resources
+    if isinstance(named, str) or not isinstance(named, Iterable) or isinstance(named, bytes):
+        named = (named,)
+    found = list(named)
+    if not found or not all(isinstance(name, str) and name for name in found):
+        hint = "must be a text, or a list of texts, none of them empty"
+        raise SettingsError(level, "resource", repr(resources), hint)
+    return in_order(found)
+
+
+def check_wait(level: str, name: str, wait: object) -> float:
+    """Return a number of s from 0 upwards; raises SettingsError."""
+    if not is_number(wait) or wait < 0:  # type: ignore[operator]
+        raise SettingsError(level, name, repr(wait), "must be a number of seconds, 0 or more")
+    return float(wait)  # type: ignore[arg-type]
+
+
+def check_limit(level: str, name: str, limit: object) -> int:
+    """Return a number of permits, 1 or more; raises SettingsError."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise SettingsError(level, name, repr(limit), "must be a whole number, 1 or more")
+    return limit
+
+
+def check_permits(level: str, *, limit: object, fencing: object, resources: Sequence[str]) -> None:
+    """Refuse what cannot be together; raises SettingsError."""
+    permits = check_limit(level, "limit", limit)
+    if not isinstance(fencing, bool):
+        raise SettingsError(level, "fencing", repr(fencing), "must be True or False")
+    if permits > 1 and len(resources) > 1:
+        hint = "permits above 1 are of one resource: name one, or leave the limit at 1"
+        raise SettingsError(level, "limit", repr(limit), hint)
+    if permits > 1 and fencing:
+        hint = "holders side by side have no order, so no fencing tokens: limit=1, or no fencing"
+        raise SettingsError(level, "limit", repr(limit), hint)
