@@ -21,7 +21,21 @@ from celery_redlock import Lock, LockTaken, NotAcquired, QuorumUnreachable, Redl
 from tests.conftest import FREED, NODE_TIMEOUT
 from tests.contract.points import interrupt
 
-FILES = ("clock.py", "nodes.py", "quorum.py", "session.py", "redlock.py", "watchdog.py")
+FILES = (
+    "clock.py", "nodes.py", "quorum.py", "lock.py", "retry.py", "session.py", "acquirer.py",
+    "releaser.py", "acquisition.py", "watchdog.py",
+)
+    "clock.py",
+    "nodes.py",
+    "quorum.py",
+    "lock.py",
+    "retry.py",
+    "session.py",
+    "acquirer.py",
+    "releaser.py",
+    "acquisition.py",
+    "watchdog.py",
+)
 SECONDS = 3.0  # of turns
 DEADLINE = 120.0  # s after which the process stands still; it needs some
 TICK = 0.005  # s from a signal's handler to the next signal, at most

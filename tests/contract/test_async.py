@@ -171,7 +171,7 @@ class TestOneTask:
         told = []
 
         class Tells(Observer):
-            def acquired(self, holding: Acquisition) -> None:
+            def acquired(self, redlock: object, holding: Acquisition) -> None:
                 told.append((request.get(), threading.current_thread() is threading.main_thread()))
 
         class Told(Redlock):
@@ -421,7 +421,7 @@ class TestCancelled:
                 if await cut_after(number % 6, random.choice((0, random.uniform(0, 0.003)))):
                     cuts += 1
                 else:  # it was through, and its owner is gone
-                    redlock.session.watchdog.watched[0].let_go()
+                    redlock.session.releaser.release(redlock.session.watchdog.watched[0])
                 if cuts == CUTS:
                     break
             return cuts
@@ -491,7 +491,7 @@ class TestCancelled:
                 task.cancel()
             else:
                 lock = None  # type: ignore[assignment]
-                redlock.session.watchdog.watched[0].let_go()
+                redlock.session.releaser.release(redlock.session.watchdog.watched[0])
             loop.close()
             del lock, task, acquiring
             see_nothing_left(redlock, nodes)

@@ -14,7 +14,7 @@ from tests.contract.points import interrupt
 
 LASTING = 600.0  # s
 BELOW = ("clock.py", "nodes.py", "quorum.py")
-ABOVE = ("redlock.py", "session.py", "watchdog.py")
+ABOVE = ("lock.py", "retry.py", "releaser.py", "reentrancy.py", "acquisition.py", "watchdog.py")
 
 
 class Struck(Exception):  # noqa: N818 - as billiard names it

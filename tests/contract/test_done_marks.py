@@ -29,12 +29,12 @@ def lock_of(
     resources = (resource,) if isinstance(resource, str) else tuple(resource)
     terms = {"ttl": 30.0, "wait": 0.0, "renew": True, "max_hold": None, **terms}
     mark, label = CompletionMarker(run, KEPT, since), f"{run} w1@here"
-    return Lock(redlock, LockOptions(resources, mark=mark, label=label, **terms))
+    return Lock(redlock, LockOptions(resources, marker=mark, label=label, **terms))
 
 
 def ends(redlock: Redlock, **lock: Any) -> None:
     """Let a run take its lock, end, and be marked as done."""
-    release_all(lock_of(redlock, **lock).acquire(), done=True)
+    release_all(lock_of(redlock, **lock).acquire(), ended=True)
     settle(redlock)
 
 
@@ -166,7 +166,7 @@ def test_a_lost_lock_does_not_keep_a_run_that_ended_from_being_marked(
     for node in nodes:
         node.client().set("{redlock}:lock:r", "theirs", px=300_000)
     eventually(lambda: not lock.held)
-    release_all(lock, done=True)
+    release_all(lock, ended=True)
     settle(redlock)
     assert marks_on(nodes) == [True] * 3
     assert all(node.client().get("{redlock}:lock:r") == "theirs" for node in nodes)
@@ -179,7 +179,7 @@ def test_a_run_that_released_its_lock_itself_is_marked_at_its_end(
     lock.release()
     settle(redlock)
     assert marks_on(nodes) == [False] * 3
-    release_all(lock, done=True)
+    release_all(lock, ended=True)
     settle(redlock)
     assert marks_on(nodes) == [True] * 3
 
@@ -192,7 +192,7 @@ def test_the_end_of_an_inner_run_neither_ends_nor_releases_what_is_around_it(
         inner = lock_of(redlock, run="2:t:0:0").acquire()
         if released:
             inner.release()
-        release_all(inner, done=True)
+        release_all(inner, ended=True)
         settle(redlock)
         assert outer.held
         assert keys_on(nodes) == [["{redlock}:lock:r"]] * 3
@@ -247,7 +247,7 @@ def test_a_node_without_memory_for_the_mark_frees_the_lock_all_the_same(
     for client in clients:
         client.config_set("maxmemory", "1")
     try:
-        release_all(lock, done=True)
+        release_all(lock, ended=True)
         settle(redlock)
     finally:
         for client in clients:
@@ -266,7 +266,7 @@ def test_the_mark_is_owed_with_its_release_to_a_node_that_is_away(
         lock = lock_of(redlock, ttl=60.0).acquire()  # long: it is owed in proportion
         settle(redlock)
         mortal_nodes[0].kill()
-        release_all(lock, done=True)
+        release_all(lock, ended=True)
         eventually(lambda: marks_on(mortal_nodes[1:]) == [True] * 2)
         mortal_nodes[0].start()
         eventually(lambda: marks_on(mortal_nodes) == [True] * 3)

@@ -18,7 +18,7 @@ import pytest
 
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
 from celery_redlock.lock.engine.events import Observer
-from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.fencing import Fence
 from celery_redlock.lock.model.lease import Lease
@@ -203,7 +203,7 @@ class TestHandlers:
         told: list[str] = []
 
         class Exits(Observer):
-            def lost(self, holding: Acquisition, reason: str) -> None:
+            def lost(self, redlock: object, holding: Acquisition, reason: str) -> None:
                 told.append(holding.resource)
                 raise SystemExit("the worker shall stop")
 
@@ -220,7 +220,7 @@ class TestHandlers:
         told = threading.Event()
 
         class Waits(Observer):
-            def lost(self, holding: Acquisition, reason: str) -> None:
+            def lost(self, redlock: object, holding: Acquisition, reason: str) -> None:
                 told.set()
 
         redlock.observer = Waits()  # type: ignore[misc]
@@ -321,14 +321,14 @@ def test_a_refusal_that_another_thread_brings_in_does_not_disturb_who_reads_the_
 ) -> None:
     with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as other:
 
-        def late_one_comes(session: Session, node: int, value: str) -> None:
+        def late_one_comes(releaser: Releaser, node: int, value: str) -> None:
             nodes[2].resume()
             elsewhere.submit(settle, other).result()
 
         with redlock.lock("stock"), ThreadPoolExecutor(1) as elsewhere:
             settle(redlock)
             settle(other)
-            monkeypatch.setattr(Session, "recognize", late_one_comes)
+            monkeypatch.setattr(Releaser, "release_late_grant", late_one_comes)
             nodes[2].pause()
             with pytest.raises(LockTaken):
                 other.lock("stock").acquire()
@@ -347,9 +347,9 @@ def test_what_is_known_of_a_hold_can_be_read_while_another_thread_brings_in_answ
             fence.counted(node, 1)
             hold.missing(node, 0.0, "after")
         fence._counters.clear()
-        hold.repairs.clear()
+        hold.reclaims.clear()
 
-    for_seconds(1, answers, lambda: hold.to_repair(1.0), lambda: fence.usable)
+    for_seconds(1, answers, lambda: hold.to_reclaim(1.0), lambda: fence.usable)
 
 
 class Writing(Echo):

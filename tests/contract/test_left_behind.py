@@ -28,10 +28,10 @@ class Ledger(Observer):
         self.open: list[KeyLease] = []
         self.written: list[str] = []
 
-    def claiming(self, holding: Acquisition, claim: KeyLease) -> None:
+    def claiming(self, redlock: object, holding: Acquisition, claim: KeyLease) -> None:
         assert holding.key_leases[-1] is claim
         self.open.append(claim)
-        self.written.append(claim.key.key)
+        self.written.append(claim.key.name)
 
     def settled(self, claim: KeyLease) -> None:
         if claim in self.open:
@@ -59,7 +59,7 @@ def test_a_claim_is_told_of_before_its_request_leaves(before: list[Proxy]) -> No
     sent: list[int] = []
 
     class Watches(Observer):
-        def claiming(self, holding: Acquisition, claim: KeyLease) -> None:
+        def claiming(self, redlock: object, holding: Acquisition, claim: KeyLease) -> None:
             sent.append(sum(proxy.received[Way.TO_NODE] for proxy in before))
 
     with Redlock([proxy.url for proxy in before], node_timeout=NODE_TIMEOUT) as redlock:
@@ -206,14 +206,11 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
     with runtime.redlock_of(app) as redlock:
         terms = LockOptions(("k",), TTL, 0.0, renew=False, max_hold=None, label=f"{run} worker")
         session = redlock.session
-        holding = Acquisition(
-            session, terms, lock_keys("redlock", terms), session.reentrancy.current_owner()
-        )
-        holding.key_leases = [
-            KeyLease(session, terms, spot) for spot in lock_keys("redlock", terms)
-        ]
+        keys = lock_keys("redlock", terms)
+        holding = Acquisition(terms, keys, session.reentrancy.current_owner())
+        holding.key_leases = [session.acquirer.new_key_lease(terms, key) for key in keys]
         slot, known = children.Slot(), children.Children()
-        slot.mark(slot.write(children.line_of(holding, holding.key_leases[0])), state)
+        slot.mark(slot.write(children.line_of(session, holding, holding.key_leases[0])), state)
         slot.tell_end(run)
         known.slots.append(slot)
         process = children.Process(os.getpid(), children.started_at(os.getpid()))

@@ -25,7 +25,7 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock import redlock as redlock_module
+from celery_redlock.lock import retry as retry_module
 from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.inspection import ask_nodes
 from celery_redlock.lock.keys import fence_key, lock_key, wake_channel
@@ -139,13 +139,13 @@ class TestAcquireAndRelease:
         self, redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("LONGEST_SPIN", "LONGEST_DEAF"):  # by itself it does not try again in time
-            monkeypatch.setattr(redlock_module, name, 10 * WAIT)
+            monkeypatch.setattr(retry_module, name, 10 * WAIT)
         for node, rival in zip(nodes, ("x:one", "y:other"), strict=False):
             node.client().set(KEY, rival)  # for ever, so that no end of a lease is waited for
         tries: list[object] = []
 
         class Counting(Observer):
-            def claiming(self, holding: object, claim: object) -> None:
+            def claiming(self, redlock: object, holding: object, claim: object) -> None:
                 tries.append(claim)
                 if len(tries) == SPLIT_TRIES:
                     for node in nodes[:2]:
@@ -395,7 +395,7 @@ class TestLoss:
         seen: list[str] = []
 
         class Recorder(Observer):
-            def lost(self, holding: Acquisition, reason: str) -> None:
+            def lost(self, redlock: object, holding: Acquisition, reason: str) -> None:
                 seen.append(holding.resource)
 
         with over(mortal_nodes, node_timeout=NODE_TIMEOUT) as made:
@@ -431,7 +431,7 @@ class TestLoss:
         seen: list[str] = []
 
         class Recorder(Observer):
-            def lost(self, holding: Acquisition, reason: str) -> None:
+            def lost(self, redlock: object, holding: Acquisition, reason: str) -> None:
                 seen.append(reason)
 
         redlock.observer = Recorder()  # type: ignore[misc]
@@ -788,10 +788,10 @@ class TestExceptionsFromOutside:
         def note(self: Wire, entries: Any, **how: bool) -> None:
             for command, _, _ in entries:
                 handler = command.handler
-                claims = getattr(handler, "_claims", None) or [handler]
-                claim = getattr(claims[0], "claim", claims[0])
-                hold = getattr(claim, "hold", None)
-                written.append((id(self), type(handler).__name__, str(id(hold))))
+                leases = getattr(handler, "_leases", None)
+                one = getattr(handler, "_key_lease", None) or getattr(handler, "key_lease", None)
+                lease = leases[0] if leases else getattr(one, "lease", None)
+                written.append((id(self), type(handler).__name__, str(id(lease))))
             write(self, entries, **how)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -802,8 +802,8 @@ class TestExceptionsFromOutside:
                     redlock.session.renew(acquisitions_of(lock))
         released: set[tuple[int, str]] = set()
         for wire, kind, hold in written:
-            assert (wire, hold) not in released or kind == "Release", kind
-            if kind == "Release":
+            assert (wire, hold) not in released or kind == "KeyRelease", kind
+            if kind == "KeyRelease":
                 released.add((wire, hold))
         assert len(released) == 600
 

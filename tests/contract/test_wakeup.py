@@ -221,7 +221,7 @@ class TestSeveral:
         class Slow(Observer):
             """Tells of its second key only once somebody waits for the first."""
 
-            def claiming(self, holding: Acquisition, claim: KeyLease) -> None:
+            def claiming(self, redlock: object, holding: Acquisition, claim: KeyLease) -> None:
                 if claim.key.resource == "s":
                     waiting.append(pool.submit(take, rival))
                     see_waiting(rival)

@@ -60,7 +60,9 @@ class Dog:
     def __init__(self) -> None:
         self.tidied, self.again = threading.Event(), Meanwhile(math.inf)
         platform = Platform(SystemClock())
-        self.watchdog: Watchdog[Any] = Watchdog(platform, lambda holds: None, self._tidy)
+        self.watchdog: Watchdog[Any] = Watchdog(
+            platform, lambda renewed: None, self._tidy, lambda one, now: None
+        )
 
     def _tidy(self) -> float:
         self.tidied.set()

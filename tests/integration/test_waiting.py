@@ -376,7 +376,7 @@ def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
     class Slow(Observer):
         """Tells of its second key only once somebody was refused its first."""
 
-        def claiming(self, holding: Acquisition, claim: KeyLease) -> None:
+        def claiming(self, redlock: object, holding: Acquisition, claim: KeyLease) -> None:
             if claim.key.resource == f"k:z-{key}":
                 waits.extend(defer(stage, key, "one"))
                 stage.see_deferred(waits[0], times=2)  # the worker listens

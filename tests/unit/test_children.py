@@ -23,7 +23,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from celery_redlock.lock.client import Redlock, session_of
-from celery_redlock.lock.model.acquisition import Acquisition, KeyLease, LockKey
+from celery_redlock.lock.model.acquisition import Acquisition, LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks import children, runtime
 from celery_redlock.tasks.children import (
@@ -58,19 +58,19 @@ def holding_of(
     *resources: str, permit: int = 0, label: str = "label", redlock: Redlock = NOWHERE
 ) -> Acquisition:
     """Return what is about to be claimed, with a fresh token for each resource."""
-    terms = LockOptions(
-        resources, ttl=30.0, wait=0.0, renew=True, max_hold=None, label=label, owner=order
+    options = LockOptions(
+        resources, ttl=30.0, wait=0.0, renew=True, max_hold=None, label=label, sender=order
     )
-    spots = [LockKey("redlock", resource, permit, 30.0) for resource in resources]
+    keys = [LockKey("redlock", resource, permit, 30.0) for resource in resources]
     session = redlock.session
-    holding = Acquisition(session, terms, spots, session.reentrancy.current_owner())
-    holding.key_leases = [KeyLease(session, terms, spot) for spot in spots]
+    holding = Acquisition(options, keys, session.reentrancy.current_owner())
+    holding.key_leases = [session.acquirer.new_key_lease(options, key) for key in keys]
     return holding
 
 
 def a_line(resource: str = "k", label: str = "label") -> bytes:
     holding = holding_of(resource, label=label)
-    return line_of(holding, holding.key_leases[0])
+    return line_of(NOWHERE.session, holding, holding.key_leases[0])
 
 
 def read(slot: Slot) -> list[Entry]:
@@ -103,7 +103,7 @@ class Tape(bytearray):
 def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit: int) -> None:
     holding = holding_of(resource, permit=permit, label=label)
     slot = Slot(bytearray(SIZE))
-    at = slot.write(line_of(holding, holding.key_leases[0]))
+    at = slot.write(line_of(NOWHERE.session, holding, holding.key_leases[0]))
     slot.mark(at, HELD)
     [entry] = read(slot)
     assert (entry.resource, entry.permit, entry.ttl) == (resource, permit, 30.0)
@@ -187,11 +187,11 @@ def test_a_scribe_follows_each_claim_from_its_request_to_its_last_release() -> N
     scribe = Scribe(slot)
     holding = holding_of("one", "two")
     for claim in holding.key_leases:
-        scribe.claiming(holding, claim)
+        scribe.claiming(NOWHERE, holding, claim)
     assert [(e.resource, e.state) for e in read(slot)] == [("one", CLAIMED), ("two", CLAIMED)]
-    scribe.acquired(holding)
+    scribe.acquired(NOWHERE, holding)
     assert {entry.state for entry in read(slot)} == {HELD}
-    scribe.released(holding)
+    scribe.released(NOWHERE, holding)
     assert {entry.state for entry in read(slot)} == {RELEASED}
     for claim in holding.key_leases:
         scribe.settled(claim)
@@ -204,9 +204,9 @@ def test_a_scribe_says_once_what_it_cannot_write(caplog: pytest.LogCaptureFixtur
     scribe = Scribe(slot)
     for _ in range(2):
         holding = holding_of("k" * LINE)
-        scribe.claiming(holding, holding.key_leases[0])
-        scribe.acquired(holding)
-        scribe.released(holding)
+        scribe.claiming(NOWHERE, holding, holding.key_leases[0])
+        scribe.acquired(NOWHERE, holding)
+        scribe.released(NOWHERE, holding)
         scribe.settled(holding.key_leases[0])
     assert [record.getMessage().count("ends with its ttl") for record in caplog.records] == [1]
     assert read(slot) == []
@@ -416,7 +416,8 @@ def test_the_parent_warns_of_a_ttl_only_where_something_may_be_left(
 ) -> None:
     strangers = Redlock(["redis://127.0.0.1:2"])
     holding = holding_of("k", redlock=strangers)
-    line, identity = line_of(holding, holding.key_leases[0]), strangers.session.identity
+    identity = strangers.session.identity
+    line = line_of(strangers.session, holding, holding.key_leases[0])
     strangers.close()
     del strangers, holding
     gc.collect()

@@ -173,7 +173,7 @@ MUTANTS = (
     Mutant(
         "a task that has ended keeps its lock",
         "tasks.gate:let_go",
-        "give_back(passage.lock, done=done)",
+        "release_all(passage.lock, ended=done)",
         "pass",
         (f"{KIT}/test_as_a_user.py",),
         "lets_it_go",
@@ -280,7 +280,7 @@ MUTANTS = (
     Mutant(
         "a run without a lock keeps the lock that it had got",
         "tasks.gate:run_locked",
-        "        give_back(lock)  # where it was taken, and what comes before the body failed\n",
+        "        release_all(lock)  # where it was taken, and what comes before the body failed\n",
         "",
         (
             f"{INTEGRATION}/test_unique.py::"
