@@ -26,18 +26,15 @@ from celery_redlock.lock.keys import (
 from celery_redlock.lock.lease import silence
 from celery_redlock.lock.nodes import (
     Address,
-    names_on,
-    read_info,
     read_list,
     read_number,
     read_text,
     request_of,
-    say_trusted,
-    strike,
     text_of,
-    trust_node,
 )
 from celery_redlock.lock.redlock import Redlock
+from celery_redlock.lock.server.admin import names_on, say_trusted, strike, trust_node
+from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.session import one_server
 from celery_redlock.lock.votes import advised
 

@@ -16,7 +16,7 @@ import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Protocol, TypeVar
@@ -35,17 +35,7 @@ from celery_redlock.lock.clock import (
     UnyieldingSocket,
     UnyieldingTlsSocket,
 )
-from celery_redlock.lock.keys import (
-    decoded,
-    encoded,
-    fence_key,
-    guard_keys,
-    lock_key,
-    pattern_of,
-    tenure_key,
-    votes_channel,
-)
-from celery_redlock.lock.tenures import Tenure, Tenures, tenure_of
+from celery_redlock.lock.keys import decoded, encoded, fence_key, guard_keys
 from celery_redlock.lock.votes import UnexpectedReplyError
 
 T = TypeVar("T")
@@ -56,7 +46,6 @@ RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
 CUT = "an exception struck in the middle of a command"
 BUSY = "another thread was at its connection for too long"
 PAUSE, PAUSES = 0.0001, 1000  # s, and how many, for which one waits for another's turn to end
-LONGEST_IDLE = 0.9  # of a silence: after that another server may have served; clocks differ
 LINGER = 30.0  # s that a thread waits for the next time that its node is to be connected
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
 _INCOMPLETE = object()
@@ -98,9 +87,14 @@ def packed(text: str) -> bytes:
     return bulk(encoded(text))
 
 
+def encode_words(words: Iterable[str]) -> bytes:
+    """Return texts as RESP bulk strings, one behind the other."""
+    return b"".join(map(packed, words))
+
+
 def request_of(*words: str) -> bytes:
     """Return a command as a request."""
-    return b"*%d\r\n%b" % (len(words), b"".join(map(packed, words)))
+    return b"*%d\r\n%b" % (len(words), encode_words(words))
 
 
 GRANT, RENEW, RELEASE = Script("grant"), Script("renew"), Script("release")
@@ -110,7 +104,7 @@ GUARD, TRUST, BREAK = Script("guard"), Script("trust"), Script("break")
 class Requests:
     """The requests of all locks under one prefix; what they have in common is packed once.
 
-    A grant ends with what the connection knows of its server (`Wire.guard`), added as it is
+    A grant ends with what the connection knows of its server (`Peer.suffix`), added as it is
     written.
     """
 
@@ -176,61 +170,15 @@ NO_GUARD = _NOTHING * 3
 
 
 @dataclass(frozen=True)
-class Guard:
-    """What keeps a node from voting that may have forgotten what it granted.
+class Peer:
+    """The server at the other end of a connection, as its handshake found it.
 
-    word: "strict": one that does not know this prefix is silent, unless an operator trusted
-    it; "on": unless it has been up for longer than the silence; "off". prefix: of its notes.
-    silence: s.
-    """
-
-    word: str
-    prefix: str
-    silence: float
-
-    def arguments(self, run_id: str, uptime: float) -> tuple[str, ...]:
-        """Return what a server is told of itself: its run id, and ms of silence if it is new to us.
-
-        uptime: s, whole ones, as a server says it.
-        """
-        if self.word == "off":
-            return ("", "", "")
-        changed = math.ceil(self.silence * 1000)
-        known_for = 0 if self.word == "strict" else max(0, math.floor((uptime - 1) * 1000))
-        return run_id, str(max(0, changed - known_for)), str(changed)
-
-
-@dataclass(frozen=True)
-class Notes:
-    """What a node noted when it was told about tenures.
-
-    told: the words of `Tenures.words`. silent_for: s for which it does not vote. own: its tenure.
-    others: the newest tenures that it knows under the addresses of the other nodes, in order.
-    """
-
-    told: tuple[str, ...]
-    silent_for: float
-    own: Tenure | None
-    others: Sequence[Tenure | None]
-
-
-@dataclass(frozen=True)
-class Greeting:
-    """What a server said of itself when it was connected.
-
-    run_id: "" where it may not be asked for. arguments: of `Guard.arguments`.
-    evicts: its eviction policy where it may evict. notes: what it noted about tenures.
+    run_id: "" if the server does not name it. suffix: the bytes that every command flagged
+    `suffixed` ends with on this connection.
     """
 
     run_id: str = ""
-    arguments: tuple[str, ...] = ("", "", "")
-    evicts: str = ""
-    notes: Notes | None = None
-
-    @property
-    def guard(self) -> bytes:
-        """What each grant is to end with."""
-        return b"".join(map(packed, self.arguments))
+    suffix: bytes = b""
 
 
 PING = request_of("PING")
@@ -257,11 +205,11 @@ class Handler(Protocol):
 class Command:
     """One request, the same for every node. script: what it calls, where a node may forget it.
 
-    guarded: it ends with what its connection knows of the server, added as it is written.
+    suffixed: it ends with the suffix of its connection (`Peer.suffix`), added as it is written.
     dated: it says what time it is, so that it counts as sent when it was first, however often.
     """
 
-    __slots__ = ("dated", "guarded", "handler", "request", "script")
+    __slots__ = ("dated", "handler", "request", "script", "suffixed")
 
     def __init__(
         self,
@@ -269,11 +217,11 @@ class Command:
         handler: Handler,
         script: Script | None = None,
         *,
-        guarded: bool = False,
+        suffixed: bool = False,
         dated: bool = False,
     ) -> None:
         self.request, self.handler, self.script = request, handler, script
-        self.guarded, self.dated = guarded, dated
+        self.suffixed, self.dated = suffixed, dated
 
 
 class Unheard:
@@ -444,32 +392,24 @@ class Wire:
         "_reader",
         "_ways",
         "answers",
-        "arguments",
         "cut",
-        "guard",
-        "is_replaced",
+        "discarded",
         "is_tls",
         "opened_at",
         "pending",
         "run_id",
         "socket",
         "struck",
-        "tenure",
-        "told",
-        "told_at",
+        "suffix",
         "unsent",
         "used_at",
     )
 
-    def __init__(self, connection: Any, greeting: Greeting) -> None:
+    def __init__(self, connection: Any, peer: Peer) -> None:
         self._connection = connection
-        self.run_id, self.guard = greeting.run_id, greeting.guard
-        self.arguments, notes = greeting.arguments, greeting.notes
-        self.tenure = None if notes is None else notes.own
-        self.told = () if notes is None else notes.told  # about tenures
-        self.told_at = 0.0  # monotonic s: when it was told last
+        self.run_id, self.suffix = peer.run_id, peer.suffix
         self.cut = False  # an exception from outside struck in the middle of a command
-        self.is_replaced = False  # another server has served under its address since
+        self.discarded = ""  # why no reply of this connection counts any more
         self.opened_at = self.used_at = 0.0  # monotonic s: connected, last written to
         self.socket = connection._sock
         self.socket.setblocking(False)
@@ -492,12 +432,12 @@ class Wire:
             self.pending.extend(entries)
             if self.cut:
                 self._refuse()
-            guard = self.guard
+            suffix = self.suffix
             if len(entries) == 1:
                 command, _, text = entries[0]
-                data = text + guard if command.guarded else text
+                data = text + suffix if command.suffixed else text
             else:
-                data = b"".join([t + guard if c.guarded else t for c, _, t in entries])
+                data = b"".join([t + suffix if c.suffixed else t for c, _, t in entries])
             if self.unsent:
                 data = self.unsent + data
             try:
@@ -570,36 +510,60 @@ def receive(sock: Any) -> bytes:
     return data
 
 
+@dataclass(frozen=True)
+class TransportOptions:
+    """Times in seconds.
+
+    timeout: for a connect and for a reply. longest_idle: after that long without a write, a
+    connection is made anew before it is used.
+    """
+
+    timeout: float
+    longest_idle: float = math.inf
+
+
+class NodeOwner(Protocol):
+    """The set of nodes that a node is of. Every method is called from any thread."""
+
+    def report(self, node: int, entries: deque[Entry], error: NodeError, wire: Wire | None) -> None:
+        """Take word of a connection that broke or could not be made.
+
+        entries: the commands that get no reply. wire: to be closed, where nobody reads from it.
+        """
+
+    def rearm(self) -> None:
+        """Hear that there is something new to poll for."""
+
+    def handshake(self, connection: Any, node: int) -> Any:
+        """Greet the server of a new connection; returns its `Peer`. Raises what refuses it."""
+
+    def admit(self, node: int, info: Any, use: Callable[[], None]) -> None:
+        """Call `use` to let a connection be used, or raise NodeError to refuse it.
+
+        info: what `handshake` returned.
+        """
+
+
 class Node:
     """The one ordered connection of this process to one node, made again when it breaks.
 
     All that changes it is done by whoever has the turn. A caller that finds it taken leaves its
     job behind, in order, and never waits. jobs: that are left to do.
-    index: its place in the list of nodes. timeout: s for a connect and for an answer.
-    report: called with (node, what will get no reply, error, the wire or None) when a connection
-    breaks or cannot be made; it is to close the wire, where nobody reads from it. wake: called
-    when there is something new to poll for. admit: called with (node, greeting, use) when one is
-    connected; raises NodeError to refuse it, else calls `use`. All are called from any thread.
-    tenures: what the process knows of who serves where.
+    index: its place in the list of nodes. owner: the set of nodes that it is of.
     """
 
     def __init__(
         self,
         index: int,
         address: Address,
-        timeout: float,
+        options: TransportOptions,
         platform: Platform,
-        report: Callable[[int, deque[Entry], NodeError, Wire | None], None],
-        wake: Callable[[], None],
-        admit: Callable[[int, Greeting, Callable[[], None]], None],
-        guard: Guard,
-        tenures: Tenures,
+        owner: NodeOwner,
     ) -> None:
-        self.index, self.address, self.timeout = index, address, timeout
-        self._guard, self._tenures = guard, tenures
-        self._longest_idle = math.inf if guard.word == "off" else LONGEST_IDLE * guard.silence
+        self.index, self.address, self.timeout = index, address, options.timeout
+        self._longest_idle = options.longest_idle
         self._platform, self._clock = platform, platform.clock
-        self._report, self._wake, self._admit = report, wake, admit
+        self._owner, self._report, self._wake = owner, owner.report, owner.rearm
         self.forget()
 
     def forget(self) -> None:
@@ -807,7 +771,7 @@ class Node:
         if self._closed:
             wire.close(reset=False)
             return
-        wire.opened_at = wire.used_at = wire.told_at = self._clock.now()
+        wire.opened_at = wire.used_at = self._clock.now()
         self.wire, self.run_id = wire, wire.run_id
         if self._queued:
             self._write(self._queued)
@@ -852,14 +816,20 @@ class Node:
                 return
         raise NodeError(self.name, BUSY)
 
+    def adopt(self, connection: Any, info: Any) -> None:
+        """Use a connection whose handshake is done, if the owner admits it.
+
+        connection: as of `Address.dial`. info: the `Peer` of the handshake. Raises NodeError.
+        """
+        wire = Wire(connection, info)
+        self._owner.admit(self.index, info, functools.partial(self._begin_to_use, wire))
+
     def _connect(self) -> None:
         """Connect, and send what has been queued meanwhile."""
         connection = None
         try:
             connection = self.address.dial(self.timeout)
-            greeting = greet(connection, self._guard, self._tenures, self.index)
-            wire = Wire(connection, greeting)
-            self._admit(self.index, greeting, functools.partial(self._begin_to_use, wire))
+            self.adopt(connection, self._owner.handshake(connection, self.index))
         except Exception as error:  # also what a user's credential provider raises
             if connection is not None:
                 connection.disconnect()
@@ -878,123 +848,6 @@ def _wanted(entries: Sequence[Entry]) -> Sequence[Entry]:
         if not command.handler.wanted:
             return [entry for entry in entries if entry[0].handler.wanted]
     return entries
-
-
-def greet(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Greeting:
-    """Load the scripts on a new connection, and let the server note which run of it this is.
-
-    tenures: of the nodes, of which this is one. Raises redis.ResponseError where it does not say
-    which, though the guard needs it.
-    """
-    connection.send_command("PING")
-    with contextlib.suppress(redis.exceptions.NoPermissionError):
-        connection.read_response()  # before more is written: a server that refuses us hangs up
-    scripts = (GRANT, RENEW, RELEASE)
-    for script in scripts:
-        connection.send_command("SCRIPT", "LOAD", script.source)
-    for _ in scripts:
-        with contextlib.suppress(redis.ResponseError):  # refused by an ACL: EVAL carries the text
-            connection.read_response()
-    facts = read_info(connection)
-    run_id = facts.get("run_id", "")
-    if guard.word != "off" and not run_id:
-        raise redis.ResponseError(
-            f"{facts.get('error') or 'INFO names no run_id'}: without INFO the restart guard "
-            'cannot tell a restart; allow it (ACL: +info), or set redlock_restart_guard = "off"'
-        )
-    arguments = guard.arguments(run_id, float(facts.get("uptime_in_seconds", 0)))
-    evicts = facts.get("maxmemory_policy", "noeviction")
-    return Greeting(
-        run_id,
-        arguments,
-        evicts if facts.get("maxmemory", "0") != "0" and evicts != "noeviction" else "",
-        None if guard.word == "off" else _note_run(connection, guard, arguments, tenures, node),
-    )
-
-
-def read_info(connection: Any, sections: Sequence[str] = ("server", "memory")) -> dict[str, str]:
-    """Return what sections of INFO say of a server; its refusal as "error"."""
-    facts: dict[str, str] = {}
-    for section in sections:
-        try:
-            connection.send_command("INFO", section)
-            reply = connection.read_response()
-        except redis.ResponseError as error:
-            return {"error": str(error)}
-        pairs = (line.partition(":") for line in text_of(reply).splitlines())
-        facts |= {name: value.strip() for name, colon, value in pairs if colon}
-    return facts
-
-
-def _note_run(
-    connection: Any, guard: Guard, arguments: Sequence[str], tenures: Tenures, node: int
-) -> Notes | None:
-    """Return what a server noted; its silence begins now and not with the first grant."""
-    names, words = noted_keys(guard.prefix, tenures, node), tenures.words(node)
-    keys = map(encoded, names)
-    try:
-        connection.send_command("EVAL", GUARD.source, str(len(names)), *keys, *arguments, *words)
-        return notes_of(words, connection.read_response())
-    except redis.ResponseError:
-        return None  # a replica, no memory, no right: each grant is refused by the same words
-
-
-def noted_keys(prefix: str, tenures: Tenures, node: int) -> tuple[str, ...]:
-    """Return the keys of the script `guard` for one of the nodes."""
-    others = (tenure_key(prefix, tenures.addresses[other]) for other in tenures.others(node))
-    return *guard_keys(prefix), tenure_key(prefix), *others
-
-
-def notes_of(told: tuple[str, ...], reply: Any) -> Notes:
-    """Return the reply of the script `guard` in our words; raises UnexpectedReplyError."""
-    left, *texts = read_list(reply, len(told))
-    own, *others = (tenure_of(read_text(text)) for text in texts)
-    return Notes(told, read_number(left) / 1000, own, others)
-
-
-def trust_node(connection: Any, prefix: str) -> str:
-    """Let a node vote that does not know this prefix, on an operator's word.
-
-    connection: as of `Address.dial`. Returns the name of one lock that stands there, "" where none
-    does. Raises redis.RedisError, OSError.
-    """
-    facts = read_info(connection)
-    if "run_id" not in facts:
-        raise redis.ResponseError(facts.get("error", "INFO names no run_id"))
-    names = (*guard_keys(prefix), tenure_key(prefix))
-    keys = map(encoded, names)
-    connection.send_command("EVAL", TRUST.source, str(len(names)), *keys, facts["run_id"])
-    connection.read_response()
-    return _any_lock(connection, prefix)
-
-
-def say_trusted(connection: Any, prefix: str, word: str) -> None:
-    """Tell those who wait for a quorum that nodes were trusted; word: the same on each node.
-
-    connection: as of `Address.dial`. Raises redis.RedisError, OSError.
-    """
-    connection.send_command("PUBLISH", encoded(votes_channel(prefix)), word)
-    connection.read_response()
-
-
-def _any_lock(connection: Any, prefix: str) -> str:
-    return next(map(text_of, names_on(connection, lock_key(prefix, ""))), "")
-
-
-def names_on(connection: Any, beginning: str) -> Iterator[Any]:
-    """Yield the names of a node's keys that begin with a text, as it replies them, some twice.
-
-    Looks through the whole database in parts, and so keeps nobody waiting.
-    """
-    cursor, pattern = b"0", encoded(f"{pattern_of(beginning)}*")
-    while True:
-        connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", "1000")
-        cursor, names = read_list(connection.read_response(), 2)
-        for name in read_list(names, len(names) if isinstance(names, list) else -1):
-            read_text(name)
-            yield name
-        if text_of(cursor) == "0":
-            return
 
 
 def read_list(reply: Any, length: int) -> list[Any]:
@@ -1021,13 +874,3 @@ def read_text(reply: Any) -> str:
 def text_of(reply: Any) -> str:
     """Return a reply as text, for people."""
     return decoded(reply) if isinstance(reply, bytes) else str(reply)
-
-
-def strike(connection: Any, keys: Sequence[Any], value: Any, *rest: Any) -> bool:
-    """Delete a lock on an operator's word, if this value stands there; tells whether it did.
-
-    connection: as of `Address.dial`. keys, value, rest: as in `lua/break.lua`. Raises
-    redis.RedisError, OSError.
-    """
-    connection.send_command("EVAL", BREAK.source, str(len(keys)), *keys, value, *rest)
-    return bool(read_number(connection.read_response()))

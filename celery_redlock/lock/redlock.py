@@ -35,7 +35,9 @@ from celery_redlock.lock.clock import is_patched_by_eventlet, platform_for
 from celery_redlock.lock.coroutines import Errand, rest
 from celery_redlock.lock.keys import in_order, wake_channel
 from celery_redlock.lock.lease import silence
-from celery_redlock.lock.nodes import Guard, masked, parse_address, say_trusted, trust_node
+from celery_redlock.lock.nodes import masked, parse_address
+from celery_redlock.lock.server.admin import say_trusted, trust_node
+from celery_redlock.lock.server.handshake import Guard
 from celery_redlock.lock.session import (
     ROUNDS_IN_TTL,
     Context,

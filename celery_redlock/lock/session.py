@@ -55,14 +55,13 @@ from celery_redlock.lock.nodes import (
     Address,
     Command,
     Entry,
-    Greeting,
-    Guard,
     Node,
     Requests,
     bulk,
     packed,
 )
-from celery_redlock.lock.quorum import Quorum
+from celery_redlock.lock.server.handshake import Guard, ServerInfo
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
 from celery_redlock.lock.votes import UnexpectedReplyError, advised
 from celery_redlock.lock.wakeup import Listener
 from celery_redlock.lock.watchdog import Watchdog
@@ -236,10 +235,8 @@ class Session:
     def open(self, addresses: Sequence[Address]) -> None:
         """Make the connections and the threads that it works with; none starts yet."""
         platform, timeout, guard = self.platform, self.setup.node_timeout, self.setup.guard
-        self.quorum = Quorum(
-            addresses, timeout, platform,
-            self._node_changed, self._node_greeted, self._node_replaced, guard,
-        )  # fmt: skip
+        events = NodeEvents(self._node_changed, self._node_greeted, self._node_replaced)
+        self.quorum = GuardedNodeSet(addresses, timeout, platform, guard, events)
         self.watchdog: Watchdog[Holding] = Watchdog(
             platform, functools.partial(self.renew, native=True), self._tidy
         )
@@ -450,7 +447,7 @@ class Session:
         idle = min(IDLE, self.exchanged_every)
         self.quorum.keep_alive(idle)
         gone = self.watchdog.watches and self.quorum.reconnect()
-        again = self.quorum.drop_spare_seats()
+        again = self.quorum.drop_spare_pollers()
         # the mail before what is owed: it may add to it
         again = min([again, *(due for due, _ in self._left)])
         if gone or self.quorum.outstanding or self._unwritten or self.owes:
@@ -494,7 +491,7 @@ class Session:
             logger.error("node %s gives no vote: %s", name, advised(error.cause), extra=told)
             redlock.observer.node_failed(redlock, name, error.cause)
 
-    def _node_greeted(self, node: Node, greeting: Greeting) -> None:
+    def _node_greeted(self, node: Node, greeting: ServerInfo) -> None:
         # a node that restarted is repaired while what it had promised is still true; no oftener
         # than once a second: a connection that each renewal breaks would else be its own cause
         now = self.clock.now()
@@ -705,7 +702,7 @@ class Claim:
         sent = round_.sent = clock.now()
         least = None if self.fence is None else proposal(clock.wall_us())
         request = self._grant_request(least)
-        quorum.broadcast(Command(request, round_, GRANT, guarded=True, dated=bool(least)), sent)
+        quorum.broadcast(Command(request, round_, GRANT, suffixed=True, dated=bool(least)), sent)
         self.release_request()  # packed while the nodes think
         until = sent + min(session.setup.node_timeout, hold.ttl / ROUNDS_IN_TTL)
         quorum.wait(round_, until)
@@ -1233,7 +1230,7 @@ def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
 
 
 def causes_of(
-    quorum: Quorum, round_: GrantRound | None = None, *, time_is_up: bool = False
+    quorum: GuardedNodeSet, round_: GrantRound | None = None, *, time_is_up: bool = False
 ) -> list[str]:
     """Return one text for each node that gave no vote; time_is_up: every node had its time."""
     errors = round_.errors if round_ else {}

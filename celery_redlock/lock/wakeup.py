@@ -19,7 +19,7 @@ import hiredis
 
 from celery_redlock.lock.clock import Platform, original
 from celery_redlock.lock.nodes import RECONNECT, Address, receive, request_of, text_of
-from celery_redlock.lock.quorum import Round
+from celery_redlock.lock.transport.round import Round
 
 LINGER = 30.0  # s that a connection is kept when nobody waits, or asked for when nothing comes
 

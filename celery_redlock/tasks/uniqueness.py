@@ -31,9 +31,10 @@ from celery_redlock.lock.nodes import (
     request_of,
     text_of,
 )
-from celery_redlock.lock.quorum import Quorum, Round
 from celery_redlock.lock.redlock import Redlock
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.session import Session, causes_of
+from celery_redlock.lock.transport.round import Round
 from celery_redlock.lock.votes import UnexpectedReplyError
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class Ballot(Round):
 
     __slots__ = ("_again", "_quorum", "_standing", "changed", "empty", "errors", "wanted")
 
-    def __init__(self, quorum: Quorum) -> None:
+    def __init__(self, quorum: GuardedNodeSet) -> None:
         self.decided, self.wake = False, None
         self.wanted = True
         self.changed: set[int] = set()

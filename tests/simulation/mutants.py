@@ -13,17 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from celery_redlock.lock import lease as lease_module
-from celery_redlock.lock import quorum as quorum_module
 from celery_redlock.lock import redlock as redlock_module
 from celery_redlock.lock import session as session_module
 from celery_redlock.lock import votes as votes_module
 from celery_redlock.lock.engine.rounds import GrantRound, RenewRound
 from celery_redlock.lock.keys import value_of
 from celery_redlock.lock.lease import UNKNOWN, Fence, Hold, Probation, State
-from celery_redlock.lock.nodes import GRANT, GUARD, RELEASE, RENEW, Command, Guard, Script
-from celery_redlock.lock.quorum import Quorum
+from celery_redlock.lock.nodes import GRANT, GUARD, RELEASE, RENEW, Command, Script
+from celery_redlock.lock.server import restart_guard as guard_module
+from celery_redlock.lock.server.handshake import Guard
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet
+from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.session import Claim, Holding, Release, Session, Spot
-from celery_redlock.lock.tenures import Tenures
+from celery_redlock.lock.transport.round import Round
 from celery_redlock.tasks.uniqueness import Ballot, Standing
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
@@ -125,7 +127,7 @@ def half_quorum() -> Iterator[None]:
     def half(nodes: int) -> int:
         return (nodes + 1) // 2
 
-    with patched(votes_module, quorum_of=half), patched(quorum_module, quorum_of=half):
+    with patched(votes_module, quorum_of=half), patched(guard_module, quorum_of=half):
         yield
 
 
@@ -151,7 +153,7 @@ def late_clear() -> Iterator[None]:
     def write(self: Session, release: Release) -> None:
         self.watchdog.unwatch(release.holding)
         self.quorum.broadcast(release.command(), self.clock.now())
-        self.quorum.wait(quorum_module.Round(), self.clock.now() + self.setup.node_timeout / 2)
+        self.quorum.wait(Round(), self.clock.now() + self.setup.node_timeout / 2)
         release.claim.hold.end()
         self._unwritten.pop(id(release), None)
 
@@ -326,10 +328,10 @@ def own_note_though_seen() -> Iterator[None]:
 def votes_are_kept() -> Iterator[None]:
     """A vote stays good though a note that comes after it says that its server is behind."""
 
-    def drop_alone(self: Quorum, node: Any, wire: Any) -> None:
+    def drop_alone(self: GuardedNodeSet, node: Any, wire: Any) -> None:
         node.drop(wire, "replaced")
 
-    with patched(Quorum, _give_up=drop_alone):
+    with patched(GuardedNodeSet, _give_up=drop_alone):
         yield
 
 

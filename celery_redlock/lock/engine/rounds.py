@@ -13,7 +13,8 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.clock import Clock
 from celery_redlock.lock.lease import ACQUIRING, HELD, LAST_TOKEN, Fence, Hold, expires_in
 from celery_redlock.lock.nodes import Command, text_of
-from celery_redlock.lock.quorum import REPLACED, Round
+from celery_redlock.lock.server.restart_guard import REPLACED
+from celery_redlock.lock.transport.round import Round
 from celery_redlock.lock.votes import (
     FAILED,
     GRANTED,

@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lease is counted from its answer's arrival",
-        "lock.quorum:Quorum._hand_on_answers",
+        "lock.transport.dispatcher:Dispatcher._hand_on_answers",
         """                if type(reply) is not hiredis.ReplyError:
                     command.handler.answered(index, sent, reply, run_id)""",
         """                if type(reply) is not hiredis.ReplyError:
@@ -307,7 +307,7 @@ MUTANTS = (
     ),
     Mutant(
         "one server by two names votes twice",
-        "lock.quorum:Quorum._refuse_same_server",
+        "lock.server.restart_guard:GuardedNodeSet._refuse_same_server",
         "if other != index:",
         "if False:",
         (f"{CONTRACT}/test_redlock.py",),
