@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.keys import (
     broken_key,
-    encoded,
     guard_keys,
     label_of,
     lock_key,
@@ -24,19 +23,20 @@ from celery_redlock.lock.keys import (
     wake_channel,
 )
 from celery_redlock.lock.lease import silence
-from celery_redlock.lock.nodes import (
-    Address,
+from celery_redlock.lock.redlock import Redlock
+from celery_redlock.lock.server.admin import names_on, say_trusted, strike, trust_node
+from celery_redlock.lock.server.error_hints import advised
+from celery_redlock.lock.server.handshake import read_info
+from celery_redlock.lock.session import one_server
+from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.encoding import (
+    encoded,
     read_list,
     read_number,
     read_text,
     request_of,
     text_of,
 )
-from celery_redlock.lock.redlock import Redlock
-from celery_redlock.lock.server.admin import names_on, say_trusted, strike, trust_node
-from celery_redlock.lock.server.handshake import read_info
-from celery_redlock.lock.session import one_server
-from celery_redlock.lock.votes import advised
 
 PATIENCE = 1.0  # s that a node may take for each step, if not more: people wait longer than locks
 ASKED_AT_ONCE = 500  # keys

@@ -31,12 +31,14 @@ from celery_redlock.errors import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock.clock import is_patched_by_eventlet, platform_for
 from celery_redlock.lock.coroutines import Errand, rest
+from celery_redlock.lock.engine.wait_queue import Waiter
 from celery_redlock.lock.keys import in_order, wake_channel
 from celery_redlock.lock.lease import silence
-from celery_redlock.lock.nodes import masked, parse_address
+from celery_redlock.lock.platform.clock import platform_for
+from celery_redlock.lock.platform.greenlets import is_patched_by_eventlet
 from celery_redlock.lock.server.admin import say_trusted, trust_node
+from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_replica
 from celery_redlock.lock.server.handshake import Guard
 from celery_redlock.lock.session import (
     ROUNDS_IN_TTL,
@@ -50,8 +52,7 @@ from celery_redlock.lock.session import (
     Terms,
     causes_of,
 )
-from celery_redlock.lock.votes import is_misconfigured, is_of_a_replica
-from celery_redlock.lock.wakeup import Waiter
+from celery_redlock.lock.transport.address import masked, parse_address
 
 logger = logging.getLogger(__name__)
 

@@ -32,13 +32,12 @@ from celery_redlock.errors import (
     SettingsError,
     abstains,
 )
-from celery_redlock.lock.clock import Platform
 from celery_redlock.lock.coroutines import Threads
 from celery_redlock.lock.engine.rounds import Batch, GrantRound, RenewRound
+from celery_redlock.lock.engine.wait_queue import Listener
 from celery_redlock.lock.keys import (
     broken_key,
     done_key,
-    encoded,
     is_of_run,
     label_of,
     lock_key,
@@ -46,24 +45,15 @@ from celery_redlock.lock.keys import (
     wake_channel,
 )
 from celery_redlock.lock.lease import HELD, LOST, MARGIN, Fence, Hold, proposal
-from celery_redlock.lock.nodes import (
-    GRANT,
-    LONGEST_RECONNECT,
-    RELEASE,
-    RENEW,
-    SAY_NOTHING,
-    Address,
-    Command,
-    Entry,
-    Node,
-    Requests,
-    bulk,
-    packed,
-)
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.server.error_hints import advised
 from celery_redlock.lock.server.handshake import Guard, ServerInfo
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
-from celery_redlock.lock.votes import UnexpectedReplyError, advised
-from celery_redlock.lock.wakeup import Listener
+from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW, SAY_NOTHING, Requests
+from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.command import Command, Entry
+from celery_redlock.lock.transport.encoding import UnexpectedReplyError, bulk, encoded, packed
+from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, Node
 from celery_redlock.lock.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

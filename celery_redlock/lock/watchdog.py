@@ -16,9 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from redis.backoff import ExponentialBackoff
 
-from celery_redlock.lock.clock import (
-    Platform,
-)
+from celery_redlock.lock.platform.clock import Platform
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from rich.table import Table
 from rich.text import Text
 
 from celery_redlock.errors import SettingsError, abstains, in_person
-from celery_redlock.lock.clock import SystemClock
 from celery_redlock.lock.inspection import (
     NodeStatus,
     Sight,
@@ -39,6 +38,7 @@ from celery_redlock.lock.inspection import (
     terms_of,
     trust_nodes,
 )
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.redlock import Redlock
 from celery_redlock.operate.control import Holder, in_iso
 from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, facts_of, lint

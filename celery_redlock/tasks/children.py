@@ -32,8 +32,9 @@ from celery.concurrency import get_implementation
 from celery.signals import worker_init, worker_shutdown
 
 from celery_redlock.errors import RedlockError
-from celery_redlock.lock.clock import Alarm, Bell, new_mutex, new_poll, start_thread
 from celery_redlock.lock.keys import label_of
+from celery_redlock.lock.platform.greenlets import new_poll
+from celery_redlock.lock.platform.threads import Alarm, Bell, new_mutex, start_thread
 from celery_redlock.lock.redlock import Redlock, session_of
 from celery_redlock.lock.session import Claim, Holding, Left, Mark, Session, Terms
 from celery_redlock.tasks.runtime import redlock_of, settings_of

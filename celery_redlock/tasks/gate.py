@@ -36,9 +36,9 @@ from celery.signals import (
 
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, RedlockError, SettingsError
 from celery_redlock.lock.keys import done_key, in_order, is_of_run
-from celery_redlock.lock.nodes import read_text, request_of
 from celery_redlock.lock.redlock import Lock, give_back, loss_of
 from celery_redlock.lock.session import AlreadyDoneError, Mark, Session, SupersededError, Terms
+from celery_redlock.lock.transport.encoding import read_text, request_of
 from celery_redlock.tasks import contention, runtime, signals, states
 from celery_redlock.tasks.children import was_ended
 from celery_redlock.tasks.contention import Contention, Defer, Past, RunUnlocked, Skip

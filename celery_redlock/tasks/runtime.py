@@ -21,7 +21,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import worker_init, worker_process_init
 
 from celery_redlock.errors import LockLost
-from celery_redlock.lock.clock import Alarm, start_thread
+from celery_redlock.lock.platform.threads import Alarm, start_thread
 from celery_redlock.lock.redlock import Lock, Redlock, loss_of
 from celery_redlock.tasks.settings import AppSettings, read_app
 

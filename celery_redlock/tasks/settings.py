@@ -27,7 +27,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from celery_redlock.errors import ArgumentsError, SettingsError
 from celery_redlock.lock.backoff import Backoff
-from celery_redlock.lock.keys import encoded, in_order
+from celery_redlock.lock.keys import in_order
 from celery_redlock.lock.redlock import (
     check_drift,
     check_guard,
@@ -40,6 +40,7 @@ from celery_redlock.lock.redlock import (
     check_wait,
 )
 from celery_redlock.lock.session import ROUNDS_IN_TTL
+from celery_redlock.lock.transport.encoding import encoded
 
 DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # s
 DEFAULT_PREFIX = "redlock"

@@ -6,7 +6,7 @@ message that was never sent, however its sender ended. A send is dropped only wh
 one earlier send that was published; in any other doubt it goes out, since the lock orders the runs.
 
 A window may be replaced: the new send takes the key over, and once it is published the earlier one
-is marked as superseded, which its own run reads with its lock (see lock/lua/grant.lua).
+is marked as superseded, which its own run reads with its lock (see lock/server/lua/grant.lua).
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ import hiredis
 
 from celery_redlock.errors import NodeError, QuorumUnreachable
 from celery_redlock.lock.keys import done_key, name_of_all, unique_key
-from celery_redlock.lock.nodes import (
-    Command,
-    Script,
-    Unheard,
+from celery_redlock.lock.redlock import Redlock
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet
+from celery_redlock.lock.server.scripts import load_script
+from celery_redlock.lock.session import Session, causes_of
+from celery_redlock.lock.transport.command import Command, Unheard
+from celery_redlock.lock.transport.encoding import (
+    UnexpectedReplyError,
     bulk,
     packed,
     request_of,
     text_of,
 )
-from celery_redlock.lock.redlock import Redlock
-from celery_redlock.lock.server.restart_guard import GuardedNodeSet
-from celery_redlock.lock.session import Session, causes_of
 from celery_redlock.lock.transport.round import Round
-from celery_redlock.lock.votes import UnexpectedReplyError
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ PUBLISHING = 1.0  # s: what a publish takes at most for what was packed before i
 SENDS, SENT = "sending", "sent"
 AWAITED = ("task_id", "link", "link_error", "chord", "group_id")
 
-UNIQUE, UNHEARD = Script("unique"), Unheard()
+UNIQUE, UNHEARD = load_script("unique"), Unheard()
 
 T = TypeVar("T")
 

@@ -33,9 +33,10 @@ from celery import bootsteps
 from celery.signals import task_received, worker_init
 
 from celery_redlock.errors import RedlockError
-from celery_redlock.lock.clock import Bell, SystemClock, new_mutex
 from celery_redlock.lock.keys import votes_channel, wake_channel
-from celery_redlock.lock.wakeup import Ear
+from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.platform.threads import Bell, new_mutex
+from celery_redlock.lock.transport.subscriber import Ear
 from celery_redlock.tasks.deferral import CLOCKS_DIFFER, Slip, utc_now
 from celery_redlock.tasks.routes import CAME_BACK
 from celery_redlock.tasks.runtime import Place, here, redlock_of, settings_of

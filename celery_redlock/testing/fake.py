@@ -21,17 +21,15 @@ import hiredis
 from redis import Redis
 
 from celery_redlock.lock import redlock as redlock_module
-from celery_redlock.lock.clock import (
-    Bell,
+from celery_redlock.lock.platform.clock import (
     Platform,
     SystemClock,
     install_platform,
-    new_mutex,
-    original,
-    start_thread,
     uninstall_platform,
 )
-from celery_redlock.lock.nodes import bulk
+from celery_redlock.lock.platform.greenlets import original
+from celery_redlock.lock.platform.threads import Bell, new_mutex, start_thread
+from celery_redlock.lock.transport.encoding import bulk
 from celery_redlock.testing.model import Server, library
 from celery_redlock.testing.servers import claim_port
 

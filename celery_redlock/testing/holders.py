@@ -14,8 +14,8 @@ from celery import current_app
 
 from celery_redlock.errors import in_person
 from celery_redlock.lock import redlock as redlock_module
-from celery_redlock.lock.clock import SystemClock
 from celery_redlock.lock.inspection import Sight, Standing, break_lock, look_at_locks
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.redlock import Lock, Redlock
 from celery_redlock.lock.session import Holding
 from celery_redlock.tasks.runtime import forget, redlock_of

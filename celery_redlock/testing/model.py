@@ -12,16 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from celery_redlock.lock.nodes import (
-    BREAK,
-    GRANT,
-    GUARD,
-    RELEASE,
-    RENEW,
-    TRUST,
-    Script,
-    bulk,
-)
+from celery_redlock.lock.server.scripts import BREAK, GRANT, GUARD, RELEASE, RENEW, TRUST
+from celery_redlock.lock.transport.encoding import bulk
+from celery_redlock.lock.transport.script import Script
 from celery_redlock.tasks.uniqueness import UNIQUE
 
 SCRIPTS = (GRANT, RENEW, RELEASE, GUARD, TRUST, BREAK, UNIQUE)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import hiredis
 
-from celery_redlock.lock.nodes import Script, bulk
+from celery_redlock.lock.transport.encoding import bulk
+from celery_redlock.lock.transport.script import Script
 from celery_redlock.testing import EmbeddedNode
 
 

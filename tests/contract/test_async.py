@@ -24,9 +24,9 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock.clock import SystemClock
 from celery_redlock.lock.coroutines import FEW_THREADS, Step
 from celery_redlock.lock.keys import wake_channel
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.redlock import LONGEST_SPIN
 from celery_redlock.lock.session import Holding, Observer
 from celery_redlock.testing import EmbeddedNode

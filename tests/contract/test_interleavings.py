@@ -18,8 +18,9 @@ import pytest
 
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
 from celery_redlock.lock.lease import Fence, Hold
-from celery_redlock.lock.nodes import PING, Command, packed
 from celery_redlock.lock.session import Holding, Observer, Session
+from celery_redlock.lock.transport.command import PING, Command
+from celery_redlock.lock.transport.encoding import packed
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,

@@ -28,9 +28,9 @@ from celery_redlock import (
 from celery_redlock.lock import redlock as redlock_module
 from celery_redlock.lock.inspection import ask_nodes
 from celery_redlock.lock.keys import fence_key, lock_key, wake_channel
-from celery_redlock.lock.nodes import Wire
 from celery_redlock.lock.redlock import SPLIT_TRIES, give_back, holdings_of
 from celery_redlock.lock.session import Holding, Observer
+from celery_redlock.lock.transport.connection import Wire
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,

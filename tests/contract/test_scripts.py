@@ -15,7 +15,7 @@ from celery_redlock.lock.keys import (
     lock_key,
     tenure_key,
 )
-from celery_redlock.lock.nodes import (
+from celery_redlock.lock.server.scripts import (
     BREAK,
     GRANT,
     GUARD,
@@ -25,10 +25,9 @@ from celery_redlock.lock.nodes import (
     SAY_NOTHING,
     TRUST,
     Requests,
-    Script,
-    bulk,
-    packed,
 )
+from celery_redlock.lock.transport.encoding import bulk, packed
+from celery_redlock.lock.transport.script import Script
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
 

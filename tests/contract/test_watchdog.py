@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from celery_redlock.lock.clock import Platform, SystemClock
+from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.watchdog import Watchdog
 from celery_redlock.testing import EmbeddedNode
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from celery_redlock.lock.clock import Platform
-from celery_redlock.lock.nodes import Address as ShippedAddress
-from celery_redlock.lock.nodes import encode_words
+from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.redlock import Redlock
 from celery_redlock.lock.server.handshake import Notes, ServerInfo
 from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
 from celery_redlock.lock.session import Claim, Holding, Observer
+from celery_redlock.lock.transport.address import Address as ShippedAddress
+from celery_redlock.lock.transport.encoding import encode_words
 from celery_redlock.tasks import uniqueness as uniqueness_module
 from celery_redlock.tasks.uniqueness import Standing, Window
 from tests.simulation.network import Link, Path

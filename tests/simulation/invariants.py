@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import hiredis
 
 from celery_redlock.lock.lease import MARGIN, State
-from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW
+from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW
 from celery_redlock.lock.session import Claim, Holding
 from celery_redlock.lock.votes import quorum_of
 from celery_redlock.testing.model import digest_of

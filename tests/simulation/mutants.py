@@ -19,13 +19,15 @@ from celery_redlock.lock import votes as votes_module
 from celery_redlock.lock.engine.rounds import GrantRound, RenewRound
 from celery_redlock.lock.keys import value_of
 from celery_redlock.lock.lease import UNKNOWN, Fence, Hold, Probation, State
-from celery_redlock.lock.nodes import GRANT, GUARD, RELEASE, RENEW, Command, Script
 from celery_redlock.lock.server import restart_guard as guard_module
 from celery_redlock.lock.server.handshake import Guard
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
+from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.session import Claim, Holding, Release, Session, Spot
+from celery_redlock.lock.transport.command import Command
 from celery_redlock.lock.transport.round import Round
+from celery_redlock.lock.transport.script import Script
 from celery_redlock.tasks.uniqueness import Ballot, Standing
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched

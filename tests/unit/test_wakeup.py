@@ -3,8 +3,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from celery_redlock.lock.clock import Platform, SystemClock
-from celery_redlock.lock.wakeup import Listener, Waiter
+from celery_redlock.lock.engine.wait_queue import Listener, Waiter
+from celery_redlock.lock.platform.clock import Platform, SystemClock
 
 
 @contextlib.contextmanager

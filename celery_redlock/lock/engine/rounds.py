@@ -10,22 +10,14 @@ from typing import Any, Protocol
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.clock import Clock
 from celery_redlock.lock.lease import ACQUIRING, HELD, LAST_TOKEN, Fence, Hold, expires_in
-from celery_redlock.lock.nodes import Command, text_of
+from celery_redlock.lock.platform.clock import Clock
+from celery_redlock.lock.server.error_hints import in_short
 from celery_redlock.lock.server.restart_guard import REPLACED
+from celery_redlock.lock.transport.command import Command
+from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
 from celery_redlock.lock.transport.round import Round
-from celery_redlock.lock.votes import (
-    FAILED,
-    GRANTED,
-    REFUSED,
-    SILENT,
-    Tally,
-    UnexpectedReplyError,
-    Vote,
-    in_short,
-    is_split,
-)
+from celery_redlock.lock.votes import FAILED, GRANTED, REFUSED, SILENT, Tally, Vote, is_split
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,16 @@ from typing import Any
 
 import redis
 
-from celery_redlock.lock.keys import (
+from celery_redlock.lock.keys import guard_keys, lock_key, pattern_of, tenure_key, votes_channel
+from celery_redlock.lock.server.handshake import read_info
+from celery_redlock.lock.server.scripts import BREAK, TRUST
+from celery_redlock.lock.transport.encoding import (
     encoded,
-    guard_keys,
-    lock_key,
-    pattern_of,
-    tenure_key,
-    votes_channel,
-)
-from celery_redlock.lock.nodes import (
-    BREAK,
-    TRUST,
     read_list,
     read_number,
     read_text,
     text_of,
 )
-from celery_redlock.lock.server.handshake import read_info
 
 
 def trust_node(connection: Any, prefix: str) -> str:

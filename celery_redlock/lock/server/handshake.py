@@ -14,20 +14,18 @@ from typing import Any
 
 import redis
 
-from celery_redlock.lock.keys import encoded, guard_keys, tenure_key
-from celery_redlock.lock.nodes import (
-    GRANT,
-    GUARD,
-    RELEASE,
-    RENEW,
-    Peer,
+from celery_redlock.lock.keys import guard_keys, tenure_key
+from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
+from celery_redlock.lock.server.tenures import Tenure, Tenures, tenure_of
+from celery_redlock.lock.transport.connection import Peer
+from celery_redlock.lock.transport.encoding import (
     encode_words,
+    encoded,
     read_list,
     read_number,
     read_text,
     text_of,
 )
-from celery_redlock.lock.server.tenures import Tenure, Tenures, tenure_of
 
 
 @dataclass(frozen=True)

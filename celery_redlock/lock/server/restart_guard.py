@@ -13,16 +13,8 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.clock import Platform
-from celery_redlock.lock.nodes import (
-    BUSY,
-    GUARD,
-    Address,
-    Command,
-    Node,
-    TransportOptions,
-    Wire,
-)
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.server.error_hints import hint_of, in_short, is_of_a_replica
 from celery_redlock.lock.server.handshake import (
     Guard,
     Notes,
@@ -31,9 +23,15 @@ from celery_redlock.lock.server.handshake import (
     noted_keys,
     notes_of,
 )
+from celery_redlock.lock.server.scripts import GUARD
 from celery_redlock.lock.server.tenures import Tenure, Tenures
+from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.command import Command
+from celery_redlock.lock.transport.connection import Wire
+from celery_redlock.lock.transport.node_client import BUSY, Node
 from celery_redlock.lock.transport.node_set import NodeSet
-from celery_redlock.lock.votes import hint_of, in_short, is_of_a_replica, quorum_of
+from celery_redlock.lock.transport.owner import TransportOptions
+from celery_redlock.lock.votes import quorum_of
 
 REPLACED = "another server has served under its address since"
 LONGEST_IDLE = 0.9  # of the grace period: after that another server may have served; clocks differ

@@ -16,20 +16,13 @@ from typing import Any, TypeVar
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.clock import Platform, Turn
-from celery_redlock.lock.nodes import (
-    CUT,
-    LONGEST_RECONNECT,
-    PAUSE,
-    PAUSES,
-    Command,
-    Entry,
-    Node,
-    Unheard,
-    Wire,
-)
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.threads import Turn
+from celery_redlock.lock.transport.command import Command, Entry, Unheard
+from celery_redlock.lock.transport.connection import CUT, Wire
+from celery_redlock.lock.transport.encoding import UnexpectedReplyError
+from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, PAUSE, PAUSES, Node
 from celery_redlock.lock.transport.poller import PollerPool
-from celery_redlock.lock.votes import UnexpectedReplyError
 
 T = TypeVar("T")
 

@@ -11,19 +11,14 @@ from typing import Any, Generic, TypeVar, cast
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.clock import Platform, gevent_here
-from celery_redlock.lock.nodes import (
-    PAUSES,
-    PING,
-    Address,
-    Command,
-    Entry,
-    Node,
-    Peer,
-    TransportOptions,
-    Unheard,
-)
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.greenlets import gevent_here
+from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.command import PING, Command, Entry, Unheard
+from celery_redlock.lock.transport.connection import Peer
 from celery_redlock.lock.transport.dispatcher import Dispatcher
+from celery_redlock.lock.transport.node_client import PAUSES, Node
+from celery_redlock.lock.transport.owner import TransportOptions
 from celery_redlock.lock.transport.round import Question, Round
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.nodes import Command
+from celery_redlock.lock.transport.command import Command
 
 
 class Round:

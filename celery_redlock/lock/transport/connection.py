@@ -1,0 +1,164 @@
+"""One connection: commands are written without waiting, and replies are read in their order."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hiredis
+
+from celery_redlock.lock.platform.gil import UnyieldingSocket, UnyieldingTlsSocket
+from celery_redlock.lock.transport.command import Entry
+
+CUT = "an exception struck in the middle of a command"
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
+_INCOMPLETE = object()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The server at the other end of a connection, as its handshake found it.
+
+    run_id: "" if the server does not name it. suffix: the bytes that every command flagged
+    `suffixed` ends with on this connection.
+    """
+
+    run_id: str = ""
+    suffix: bytes = b""
+
+
+class Wire:
+    """One live connection: what was written and is not answered yet, in order.
+
+    Written in the node's turn, read by one thread at a time. An exception in the middle of
+    either ends its use: nobody knows what left or came, and replies must not shift. A command is
+    in `pending` or in `answers`, or for a moment in both, until its handler has the answer.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_reader",
+        "_ways",
+        "answers",
+        "cut",
+        "discarded",
+        "is_tls",
+        "opened_at",
+        "pending",
+        "run_id",
+        "socket",
+        "struck",
+        "suffix",
+        "unsent",
+        "used_at",
+    )
+
+    def __init__(self, connection: Any, peer: Peer) -> None:
+        self._connection = connection
+        self.run_id, self.suffix = peer.run_id, peer.suffix
+        self.cut = False  # an exception from outside struck in the middle of a command
+        self.discarded = ""  # why no reply of this connection counts any more
+        self.opened_at = self.used_at = 0.0  # monotonic s: connected, last written to
+        self.socket = connection._sock
+        self.socket.setblocking(False)
+        # reading and writing share one TLS state, which two threads must not enter
+        self.is_tls = hasattr(self.socket, "pending")
+        self._ways = self.socket, _unyielding(self.socket)
+        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
+        self.pending: deque[Entry] = deque()
+        self.answers: deque[tuple[Entry, Any]] = deque()
+        self.struck: tuple[Entry, Any] | None = None  # an answer whose handler raised
+        self.unsent = b""
+
+    def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
+        """Hand commands to the socket; what it does not take stays in `unsent`.
+
+        keeps_gil: as of `Node.send`. Raises OSError; then, too, they are among those that are
+        pending.
+        """
+        try:
+            self.pending.extend(entries)
+            if self.cut:
+                self._refuse()
+            suffix = self.suffix
+            if len(entries) == 1:
+                command, _, text = entries[0]
+                data = text + suffix if command.suffixed else text
+            else:
+                data = b"".join([t + suffix if c.suffixed else t for c, _, t in entries])
+            if self.unsent:
+                data = self.unsent + data
+            try:
+                sent = self._ways[keeps_gil].send(data)
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                sent = 0
+            if sent < len(data) or self.unsent:
+                self.unsent = data[sent:]
+        except OSError:
+            raise
+        except BaseException:
+            self.cut = True
+            raise
+
+    def _refuse(self) -> None:
+        raise OSError(CUT)
+
+    def read(self, *, keeps_gil: bool = True) -> None:
+        """Move what has come to `answers`. Raises OSError at the connection's end."""
+        if self.cut:
+            self._refuse()
+        try:
+            reader, pending, done = self._reader, self.pending, self.answers.append
+            reader.feed(receive(self._ways[keeps_gil]))
+            gets = reader.gets
+            while (reply := gets()) is not _INCOMPLETE:
+                done((pending[0], reply))
+                pending.popleft()  # last: cut in between, it is answered and given up, not lost
+        except IndexError:
+            raise OSError("an answer that nobody asked for") from None
+        except OSError:
+            raise
+        except hiredis.ProtocolError as error:
+            raise OSError(f"not a Redis server: {error}") from error
+        except BaseException:
+            self.cut = True
+            raise
+
+    def close(self, *, reset: bool) -> None:
+        """End the connection; reset: throw away what has not left this machine."""
+        if reset:
+            with contextlib.suppress(OSError):  # a unix socket, or one closed already
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        self._connection.disconnect()
+        self.socket.close()  # where an exception has cut the line above, and this is done again
+
+
+def _unyielding(sock: Any) -> Any:
+    """Return a socket that keeps the GIL, or, of what is no socket of the system, itself."""
+    if hasattr(sock, "pending"):
+        return UnyieldingTlsSocket(sock)
+    return UnyieldingSocket(sock) if isinstance(sock, socket.socket) else sock
+
+
+def receive(sock: Any) -> bytes:
+    """Return what has come on a socket that does not block, b"" for nothing.
+
+    Raises OSError at the connection's end.
+    """
+    data: bytes | None = None
+    try:
+        data = sock.recv(65536)
+        if data and hasattr(sock, "pending"):  # TLS: decrypted already
+            while sock.pending():
+                data += sock.recv(65536)
+    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        return data or b""
+    if not data:
+        raise OSError("connection closed by the server")
+    return data
