@@ -26,7 +26,7 @@ from celery_redlock.lock.redlock import Redlock
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.server.scripts import load_script
 from celery_redlock.lock.session import Session, causes_of
-from celery_redlock.lock.transport.command import Command, Unheard
+from celery_redlock.lock.transport.command import Command, Round, Unheard
 from celery_redlock.lock.transport.encoding import (
     UnexpectedReplyError,
     bulk,
@@ -34,7 +34,6 @@ from celery_redlock.lock.transport.encoding import (
     request_of,
     text_of,
 )
-from celery_redlock.lock.transport.round import Round
 
 logger = logging.getLogger(__name__)
 

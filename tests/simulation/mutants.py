@@ -25,8 +25,7 @@ from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.session import Claim, Holding, Release, Session, Spot
-from celery_redlock.lock.transport.command import Command
-from celery_redlock.lock.transport.round import Round
+from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.script import Script
 from celery_redlock.tasks.uniqueness import Ballot, Standing
 from tests.simulation import faults as faults_module

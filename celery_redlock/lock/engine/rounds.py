@@ -14,9 +14,8 @@ from celery_redlock.lock.lease import ACQUIRING, HELD, LAST_TOKEN, Fence, Hold, 
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.server.error_hints import in_short
 from celery_redlock.lock.server.restart_guard import REPLACED
-from celery_redlock.lock.transport.command import Command
+from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
-from celery_redlock.lock.transport.round import Round
 from celery_redlock.lock.votes import FAILED, GRANTED, REFUSED, SILENT, Tally, Vote, is_split
 
 

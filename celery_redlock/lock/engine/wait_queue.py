@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.round import Round
+from celery_redlock.lock.transport.command import Round
 from celery_redlock.lock.transport.subscriber import Ear
 
 

@@ -17,12 +17,12 @@ from celery_redlock.lock.platform.threads import (
     Bell,
     Mutex,
     PerFlow,
-    Turn,
     get_ident,
     new_mutex,
     pause,
     start_thread,
 )
+from celery_redlock.lock.platform.turns import Turn
 
 
 class Clock(Protocol):

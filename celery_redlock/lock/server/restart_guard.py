@@ -27,10 +27,9 @@ from celery_redlock.lock.server.scripts import GUARD
 from celery_redlock.lock.server.tenures import Tenure, Tenures
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Command
-from celery_redlock.lock.transport.connection import Wire
+from celery_redlock.lock.transport.connection import TransportOptions, Wire
 from celery_redlock.lock.transport.node_client import BUSY, Node
 from celery_redlock.lock.transport.node_set import NodeSet
-from celery_redlock.lock.transport.owner import TransportOptions
 from celery_redlock.lock.votes import quorum_of
 
 REPLACED = "another server has served under its address since"

@@ -17,7 +17,7 @@ import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.threads import Turn
+from celery_redlock.lock.platform.turns import Turn
 from celery_redlock.lock.transport.command import Command, Entry, Unheard
 from celery_redlock.lock.transport.connection import CUT, Wire
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError

@@ -15,11 +15,10 @@ from redis.backoff import ExponentialBackoff
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import Alarm
+from celery_redlock.lock.platform.turns import SerialJobs
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Entry, still_wanted
-from celery_redlock.lock.transport.connection import Wire
-from celery_redlock.lock.transport.jobs import SerialJobs
-from celery_redlock.lock.transport.owner import NodeOwner, TransportOptions
+from celery_redlock.lock.transport.connection import NodeOwner, TransportOptions, Wire
 
 LONGEST_RECONNECT = 1.0  # s: between tries to reach a node that refuses us
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)

@@ -14,12 +14,10 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.greenlets import gevent_here
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.command import PING, Command, Entry, Unheard
-from celery_redlock.lock.transport.connection import Peer
+from celery_redlock.lock.transport.command import PING, Command, Entry, Question, Round, Unheard
+from celery_redlock.lock.transport.connection import Peer, TransportOptions
 from celery_redlock.lock.transport.dispatcher import Dispatcher
 from celery_redlock.lock.transport.node_client import PAUSES, Node
-from celery_redlock.lock.transport.owner import TransportOptions
-from celery_redlock.lock.transport.round import Question, Round
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Peer)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.transport.command import Round
 from celery_redlock.lock.transport.connection import CUT
 from celery_redlock.lock.transport.node_client import Node
-from celery_redlock.lock.transport.round import Round
 
 SPARE_SEATS, SPARED_FOR = 2, 3.0  # free pollers that are kept; seconds after which others go
 
