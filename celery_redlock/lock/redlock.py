@@ -52,7 +52,7 @@ from celery_redlock.lock.session import (
     Terms,
     causes_of,
 )
-from celery_redlock.lock.transport.address import masked, parse_address
+from celery_redlock.lock.transport.address import parse_address, redact_url
 
 logger = logging.getLogger(__name__)
 
@@ -841,7 +841,7 @@ os.register_at_fork(after_in_child=_forget_all)
 def check_nodes(level: str, name: str, nodes: Any, node_timeout: float) -> list[Any]:
     """Return the addresses of nodes, each named once; raises SettingsError."""
     if isinstance(nodes, (str, bytes)) or not isinstance(nodes, Iterable):
-        shown = repr(masked(nodes)) if isinstance(nodes, str) else f"a {type(nodes).__name__}"
+        shown = repr(redact_url(nodes)) if isinstance(nodes, str) else f"a {type(nodes).__name__}"
         raise SettingsError(level, name, shown, "must be a list of URLs or redis-py clients")
     addresses = [parse_address(node, level, name, node_timeout) for node in nodes]
     if not addresses:

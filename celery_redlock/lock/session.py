@@ -34,7 +34,7 @@ from celery_redlock.errors import (
 )
 from celery_redlock.lock.coroutines import Threads
 from celery_redlock.lock.engine.rounds import Batch, GrantRound, RenewRound
-from celery_redlock.lock.engine.wait_queue import Listener
+from celery_redlock.lock.engine.wait_queue import WaitQueue
 from celery_redlock.lock.keys import (
     broken_key,
     done_key,
@@ -46,14 +46,19 @@ from celery_redlock.lock.keys import (
 )
 from celery_redlock.lock.lease import HELD, LOST, MARGIN, Fence, Hold, proposal
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.server.error_hints import advised
+from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import Guard, ServerInfo
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
 from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW, SAY_NOTHING, Requests
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Command, Entry
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError, bulk, encoded, packed
-from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, Node
+from celery_redlock.lock.transport.encoding import (
+    UnexpectedReplyError,
+    encode_bulk,
+    encode_text,
+    encoded,
+)
+from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, NodeClient
 from celery_redlock.lock.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -230,7 +235,7 @@ class Session:
         self.watchdog: Watchdog[Holding] = Watchdog(
             platform, functools.partial(self.renew, native=True), self._tidy
         )
-        self.listener = Listener(addresses, timeout, platform)
+        self.listener = WaitQueue(addresses, timeout, platform)
         self.threads = Threads(platform)
 
     @property
@@ -444,7 +449,7 @@ class Session:
             return min(again, now + timeout)
         if self._is_ending:
             return self._close_when_done(now + timeout)
-        if any(node.wire for node in self.quorum.nodes):
+        if any(node.connection for node in self.quorum.nodes):
             return min(again, now + idle)
         return again
 
@@ -455,18 +460,18 @@ class Session:
         self.close()
         return math.inf
 
-    def _pay(self, node: Node, owed: dict[int, Debt], now: float) -> None:
+    def _pay(self, node: NodeClient, owed: dict[int, Debt], now: float) -> None:
         for key, debt in list(owed.items()):
             if debt.until <= now:
                 owed.pop(key, None)
                 debt.settle(node.index)
-            elif node.wire is not None:
+            elif node.connection is not None:
                 owed.pop(key, None)
                 self.quorum.send_to(node.index, debt.command())
         if owed:
             node.connect()
 
-    def _node_changed(self, node: Node, error: NodeError | None) -> None:
+    def _node_changed(self, node: NodeClient, error: NodeError | None) -> None:
         self.watchdog.tell(functools.partial(self._say_of_node, node.name, error))
 
     def _say_of_node(self, name: str, error: NodeError | None) -> None:
@@ -478,10 +483,10 @@ class Session:
             redlock.observer.node_recovered(redlock, name)
         else:
             told = {"event": "node_failed", "node": name}
-            logger.error("node %s gives no vote: %s", name, advised(error.cause), extra=told)
+            logger.error("node %s gives no vote: %s", name, with_hint(error.cause), extra=told)
             redlock.observer.node_failed(redlock, name, error.cause)
 
-    def _node_greeted(self, node: Node, greeting: ServerInfo) -> None:
+    def _node_greeted(self, node: NodeClient, greeting: ServerInfo) -> None:
         # a node that restarted is repaired while what it had promised is still true; no oftener
         # than once a second: a connection that each renewal breaks would else be its own cause
         now = self.clock.now()
@@ -506,7 +511,7 @@ class Session:
                 claim.hold.withdraw(node)
             self.watchdog.attend(holding)
 
-    def _log(self, event: str, level: int, text: str, node: Node) -> None:
+    def _log(self, event: str, level: int, text: str, node: NodeClient) -> None:
         extra = {"event": event, "node": node.name}
         log = functools.partial(logger.log, level, "node %s %s", node.name, text, extra=extra)
         self.watchdog.tell(log)
@@ -644,9 +649,9 @@ class Spot:
     def __init__(self, prefix: str, resource: str, permit: int, ttl: float) -> None:
         self.resource, self.permit = resource, permit
         self.key = lock_key(prefix, resource, permit)
-        self.packed_key = packed(self.key)
-        self.channel = packed(wake_channel(prefix, resource))
-        self.ttl_ms = bulk(b"%d" % math.ceil(ttl * 1000))
+        self.packed_key = encode_text(self.key)
+        self.channel = encode_text(wake_channel(prefix, resource))
+        self.ttl_ms = encode_bulk(b"%d" % math.ceil(ttl * 1000))
 
 
 class Claim:
@@ -678,7 +683,7 @@ class Claim:
         self.round = GrantRound(hold, nodes, quorum.send_to, fence)
         since_ms = session.clock.wall_us() // 1000
         self.value = value or value_of(session.platform.new_token(), since_ms, terms.label)
-        self._value = packed(self.value)
+        self._value = encode_text(self.value)
         self._release = self._renewal = b""
 
     def attempt(self) -> Refused | None:
@@ -726,7 +731,7 @@ class Claim:
         return requests.ask(spot.packed_key, self._value, spot.ttl_ms, least, self._mark_key(mark))
 
     def _mark_key(self, mark: Mark) -> bytes:
-        return packed(done_key(self.session.setup.prefix, mark.run))
+        return encode_text(done_key(self.session.setup.prefix, mark.run))
 
     def settle_fence(self, token: int, until: float) -> bool:
         """See to it that a quorum of nodes has reached a token, by the monotonic s `until`."""
@@ -1176,7 +1181,7 @@ class Renewal:
             own.append(plain)
         for node in self._lacking:
             self._claims[0].round.asked_anew(node)
-            entries[node][-1] = self._entry(packed(self._claims[0].broken_key))
+            entries[node][-1] = self._entry(encode_text(self._claims[0].broken_key))
 
     def _entry(self, note: bytes = b"") -> Entry:
         keys = [claim.spot.packed_key for claim in self._claims]
@@ -1232,7 +1237,7 @@ def causes_of(
         if node.index in silent:
             causes.append(f"{node.name}: {abstains(silent[node.index])}")
         elif error is not None:
-            causes.append(f"{node.name}: {advised(error.cause)}")
+            causes.append(f"{node.name}: {with_hint(error.cause)}")
         elif round_ and time_is_up and node.index not in voted:  # frozen, or cut off: no error yet
             causes.append(f"{node.name}: no answer in time")
     return causes or [f"{node.name}: no answer in time" for node in quorum.nodes]

@@ -62,7 +62,10 @@ class Watchdog(Generic[W]):
         self._tidy_at = math.inf  # for the thread that does it
         self._asked: deque[float] = deque()  # when else, by any thread
         self._news: deque[Callable[[], None]] = deque()
-        self._renewals, self._deadlines = self._platform.alarm(), self._platform.alarm()
+        self._renewals, self._deadlines = (
+            self._platform.deadline_timer(),
+            self._platform.deadline_timer(),
+        )
         self._threads: dict[str, object] = {}  # by what they do; of each the first alone goes on
         self._started = self._stopped = False
 

@@ -38,7 +38,7 @@ from celery_redlock.errors import LockLost, LockTaken, NotAcquired, RedlockError
 from celery_redlock.lock.keys import done_key, in_order, is_of_run
 from celery_redlock.lock.redlock import Lock, give_back, loss_of
 from celery_redlock.lock.session import AlreadyDoneError, Mark, Session, SupersededError, Terms
-from celery_redlock.lock.transport.encoding import read_text, request_of
+from celery_redlock.lock.transport.encoding import encode_command, read_text
 from celery_redlock.tasks import contention, runtime, signals, states
 from celery_redlock.tasks.children import was_ended
 from celery_redlock.tasks.contention import Contention, Defer, Past, RunUnlocked, Skip
@@ -535,8 +535,8 @@ def marks_of(session: Session, run: str) -> list[float | None]:
 
     s since 1970, below 0 where a later send has taken its place; None: nothing.
     """
-    request = request_of("GET", done_key(session.setup.prefix, run))
-    return list(session.quorum.ask(request, _read_mark).values())
+    request = encode_command("GET", done_key(session.setup.prefix, run))
+    return list(session.quorum.query(request, _read_mark).values())
 
 
 def _read_mark(reply: Any) -> float | None:

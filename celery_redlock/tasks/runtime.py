@@ -21,7 +21,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import worker_init, worker_process_init
 
 from celery_redlock.errors import LockLost
-from celery_redlock.lock.platform.threads import Alarm, start_thread
+from celery_redlock.lock.platform.threads import DeadlineTimer, start_thread
 from celery_redlock.lock.redlock import Lock, Redlock, loss_of
 from celery_redlock.tasks.settings import AppSettings, read_app
 
@@ -154,7 +154,7 @@ class Body:
 
     def _interrupt(self) -> None:
         """Try until it is struck or over; in a thread of its own."""
-        alarm, pause = Alarm(), FIRST_PAUSE
+        alarm, pause = DeadlineTimer(), FIRST_PAUSE
         while id(self) in _bodies and self.pending is not None:
             if not self.place.interrupt(self):
                 return

@@ -26,12 +26,12 @@ from celery_redlock.lock.redlock import Redlock
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.server.scripts import load_script
 from celery_redlock.lock.session import Session, causes_of
-from celery_redlock.lock.transport.command import Command, Round, Unheard
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round
 from celery_redlock.lock.transport.encoding import (
     UnexpectedReplyError,
-    bulk,
-    packed,
-    request_of,
+    encode_bulk,
+    encode_command,
+    encode_text,
     text_of,
 )
 
@@ -48,7 +48,7 @@ PUBLISHING = 1.0  # s: what a publish takes at most for what was packed before i
 SENDS, SENT = "sending", "sent"
 AWAITED = ("task_id", "link", "link_error", "chord", "group_id")
 
-UNIQUE, UNHEARD = load_script("unique"), Unheard()
+UNIQUE = load_script("unique")
 
 T = TypeVar("T")
 
@@ -322,7 +322,7 @@ class Window:
 
     def _change(self, believed: str, value: str) -> bytes:
         """Return a request, all but its ttl."""
-        return b"%b%b%b" % (self._call, packed(believed), packed(value))
+        return b"%b%b%b" % (self._call, encode_text(believed), encode_text(value))
 
     def _request(self, believed: str, value: str, seconds: float = 0.0) -> bytes:
         return self._change(believed, value) + _ttl(seconds)
@@ -361,11 +361,11 @@ class Window:
         left = self._opened_at + self._send.window - now
         if now > self._opened_at + PUBLISHING:
             self._confirmation = self._change(self._token, self._value(SENT))
-        confirmed = Command(self._confirmation + _ttl(left), UNHEARD, UNIQUE)
+        confirmed = Command(self._confirmation + _ttl(left), IGNORE_REPLY, UNIQUE)
         if left > 0 and len(changed) == every:
             quorum.broadcast(confirmed, now)
         else:
-            forgotten = Command(self._request(self._token, ""), UNHEARD, UNIQUE)
+            forgotten = Command(self._request(self._token, ""), IGNORE_REPLY, UNIQUE)
             for node in range(every):
                 is_known = left > 0 and node in changed
                 quorum.send_to(node, confirmed if is_known else forgotten, now)
@@ -394,7 +394,7 @@ class Window:
         for node, earlier in before.items():
             seconds = min(earlier.expires_in, LONGEST_WINDOW)
             request = self._request(self._token, earlier.value, seconds)
-            session.quorum.send_to(node, Command(request, UNHEARD, UNIQUE), now)
+            session.quorum.send_to(node, Command(request, IGNORE_REPLY, UNIQUE), now)
         elsewhere = set(self._ballots[-1].standing) | set(before)
         nodes = set(range(len(session.quorum.nodes))) - elsewhere
         Ending(session, self._request(self._token, "")).send(nodes)
@@ -403,7 +403,7 @@ class Window:
 
 def _ttl(seconds: float) -> bytes:
     """Return how long a value is good for, as the last argument of a request."""
-    return bulk(b"%d" % max(1, math.ceil(seconds * 1000)))
+    return encode_bulk(b"%d" % max(1, math.ceil(seconds * 1000)))
 
 
 class Ending(Round):
@@ -485,7 +485,7 @@ def supersede(session: Session, run: str, kept_for: float) -> Command:
     """
     key, now = done_key(session.setup.prefix, run), session.clock.wall_us() // 1000
     words = ("SET", key, str(-now), "PX", str(math.ceil(kept_for * 1000)), "NX")
-    return Command(request_of(*words), UNHEARD)
+    return Command(encode_command(*words), IGNORE_REPLY)
 
 
 def send_once(

@@ -30,7 +30,7 @@ from celery_redlock.lock.inspection import ask_nodes
 from celery_redlock.lock.keys import fence_key, lock_key, wake_channel
 from celery_redlock.lock.redlock import SPLIT_TRIES, give_back, holdings_of
 from celery_redlock.lock.session import Holding, Observer
-from celery_redlock.lock.transport.connection import Wire
+from celery_redlock.lock.transport.connection import Connection
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
@@ -334,7 +334,7 @@ class TestRelease:
         try:
             with redlock.lock("r", ttl=60):
                 value = eventually(lambda: nodes[0].client().get(KEY))
-            eventually(lambda: redlock.session.quorum.nodes[2].wire is None)
+            eventually(lambda: redlock.session.quorum.nodes[2].connection is None)
         finally:
             nodes[2].resume()
         eventually(lambda: not redlock.session.owes)
@@ -781,9 +781,9 @@ class TestExceptionsFromOutside:
 
     def test_no_request_follows_the_release_of_its_token(self, redlock: Redlock) -> None:
         written: list[tuple[int, str, str]] = []
-        write = Wire.write
+        write = Connection.write
 
-        def note(self: Wire, entries: Any, **how: bool) -> None:
+        def note(self: Connection, entries: Any, **how: bool) -> None:
             for command, _, _ in entries:
                 handler = command.handler
                 claims = getattr(handler, "_claims", None) or [handler]
@@ -793,7 +793,7 @@ class TestExceptionsFromOutside:
             write(self, entries, **how)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Wire, "write", note)
+            patch.setattr(Connection, "write", note)
             kept = [redlock.lock("r") for _ in range(200)]
             for lock in kept:  # kept, so that no two holds share an id
                 with lock:
@@ -875,8 +875,12 @@ class TestOneProcess:
         settle(redlock)
 
         def ports() -> set[int]:
-            wires = [node.wire for node in redlock.session.quorum.nodes]
-            return {wire.socket.getsockname()[1] for wire in wires if wire is not None}
+            connections = [node.connection for node in redlock.session.quorum.nodes]
+            return {
+                connection.socket.getsockname()[1]
+                for connection in connections
+                if connection is not None
+            }
 
         parents = ports()
         assert parents

@@ -25,7 +25,7 @@ from celery_redlock.lock.redlock import LONGEST_SPIN
 from celery_redlock.lock.session import Claim, Holding, Observer
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.lock.transport.address import parse_address
-from celery_redlock.lock.transport.subscriber import Ear
+from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, NODE_TIMEOUT, eventually, see_quorum, settle
 from tests.contract.contention import PROCESSES
@@ -317,7 +317,7 @@ def test_a_greenlet_that_waits_lets_the_others_run(nodes: list[EmbeddedNode]) ->
     assert (run.returncode, run.stdout) == (0, "each had it in turn\n"), run.stderr
 
 
-class Slow(Ear):
+class Slow(Subscriber):
     """An ear whose thread, once it has said that it ends, sees another one begin."""
 
     after: Callable[[], None] | None = None
@@ -375,11 +375,13 @@ def test_an_ear_that_ends_leaves_the_next_one_its_connection(
 
 
 @contextlib.contextmanager
-def listening(node: EmbeddedNode, *channels: str) -> Iterator[Ear]:
+def listening(node: EmbeddedNode, *channels: str) -> Iterator[Subscriber]:
     """Give an ear that was told to hear these channels."""
     address = parse_address(node.url, "test", "nodes", NODE_TIMEOUT)
     wanted = set(channels)
-    ear = Ear(address, NODE_TIMEOUT, Platform(SystemClock()), lambda: set(wanted), lambda *_: None)
+    ear = Subscriber(
+        address, NODE_TIMEOUT, Platform(SystemClock()), lambda: set(wanted), lambda *_: None
+    )
     with contextlib.closing(ear):
         ear.attend()
         yield ear

@@ -102,10 +102,10 @@ class Process:
             get_ident=lambda: id(running()),
             new_mutex=Mutex,
             new_poll=lambda native: Poll(self),
-            new_bell=lambda: Bell(self),
+            new_waker=lambda: Waker(self),
             new_local=PerThread,
             new_token=lambda: str(world.witness.new_token()),
-            new_subscriber=Ear,
+            new_subscriber=Subscriber,
         )
         self.addresses = [
             Address(node.name, node.name, None, self.platform, self, node, path)
@@ -276,7 +276,7 @@ class Mutex:
         self.release()
 
 
-class Bell:
+class Waker:
     """What a waiter is woken by, beside what it waits for: the pipe of the shipped one."""
 
     def __init__(self, process: Process) -> None:
@@ -330,7 +330,7 @@ class Poll:
         return ready
 
 
-class Ear:
+class Subscriber:
     """A subscriber connection: it hears of releases, late, and not while it is broken."""
 
     def __init__(

@@ -12,7 +12,7 @@ import hiredis
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.lease import ACQUIRING, HELD, LAST_TOKEN, Fence, Hold, expires_in
 from celery_redlock.lock.platform.clock import Clock
-from celery_redlock.lock.server.error_hints import in_short
+from celery_redlock.lock.server.error_hints import strip_args
 from celery_redlock.lock.server.restart_guard import REPLACED
 from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
@@ -117,7 +117,7 @@ class GrantRound(Round):
         None: the run is done, or not to be made, whatever the node's vote is.
         """
         if type(reply) is hiredis.ReplyError:
-            self.errors[node] = NodeError("", in_short(str(reply)))
+            self.errors[node] = NodeError("", strip_args(str(reply)))
             return FAILED
         vote, words = self._parsed(reply)
         if self.asks_since is not None and self._is_done(words[-1]):

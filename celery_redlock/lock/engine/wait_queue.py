@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Round
-from celery_redlock.lock.transport.subscriber import Ear
+from celery_redlock.lock.transport.subscriber import Subscriber
 
 
 class Waiter(Round):
@@ -35,7 +35,7 @@ class Waiter(Round):
         return rung
 
 
-class Listener:
+class WaitQueue:
     """Who waits in this process, and for what; hears of releases on every node.
 
     Of those that wait for one resource the first alone is rung, or the first of each limit: many
@@ -50,7 +50,7 @@ class Listener:
     def forget(self) -> None:
         """Start anew after a fork: threads and connections stay with the parent."""
         self._waiters: dict[int, Waiter] = {}  # in the order in which they came
-        self._made: dict[None, list[Ear]] = {}
+        self._made: dict[None, list[Subscriber]] = {}
 
     @contextlib.contextmanager
     def waiting(self, channels: Sequence[str], limit: int = 1) -> Iterator[Waiter]:
@@ -66,7 +66,7 @@ class Listener:
         self._waiters[id(waiter)] = waiter
         if not self._made:
             make = (self._timeout, self._platform, self.channels, self.heard)
-            new = self._platform.new_subscriber or Ear
+            new = self._platform.new_subscriber or Subscriber
             self._made.setdefault(None, [new(address, *make) for address in self._addresses])
         if all(map(self.hears, waiter.channels)):
             waiter.decide()  # subscribed before it came: something may have been missed
@@ -88,11 +88,11 @@ class Listener:
                 firsts[waiter.limit].decide()
 
     def _attend(self) -> None:
-        for ear in self._ears:
-            ear.attend()
+        for subscriber in self._subscribers:
+            subscriber.attend()
 
     @property
-    def _ears(self) -> list[Ear]:
+    def _subscribers(self) -> list[Subscriber]:
         return self._made.get(None, [])
 
     def line(self, channel: str) -> list[Waiter]:
@@ -109,7 +109,7 @@ class Listener:
 
     def subscriptions(self, channel: str) -> int:
         """Return how many nodes announce the releases on a channel to this process."""
-        return sum(channel in ear.confirmed for ear in self._ears)
+        return sum(channel in subscriber.confirmed for subscriber in self._subscribers)
 
     def heard(self, channel: str, word: str = "") -> None:
         """Ring the first that waits on a channel; word: which release it was does not matter."""
@@ -118,8 +118,8 @@ class Listener:
 
     def close(self) -> None:
         """Close the connections for good."""
-        for ear in self._ears:
-            ear.close()
+        for subscriber in self._subscribers:
+            subscriber.close()
 
 
 def _firsts(channel: str, line: Sequence[Waiter]) -> dict[int, Waiter]:

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from celery_redlock.lock.platform.gil import pause_keeping_gil
 from celery_redlock.lock.platform.greenlets import gevent_here, new_poll
 from celery_redlock.lock.platform.threads import (
-    Alarm,
-    Bell,
+    DeadlineTimer,
     Mutex,
     PerFlow,
+    Waker,
     get_ident,
     new_mutex,
     pause,
@@ -92,7 +92,7 @@ class Platform:
     get_ident: Callable[[], int] = get_ident
     new_mutex: Callable[[], Mutex] = new_mutex
     new_poll: Callable[[bool], Any] = new_poll
-    new_bell: Callable[[], Any] = Bell
+    new_waker: Callable[[], Any] = Waker
     new_local: Callable[[Callable[[], Any]], Any] = PerFlow
     new_token: Callable[[], str] = new_token
     new_subscriber: Callable[..., Any] | None = None  # None: the package's own connection
@@ -101,9 +101,9 @@ class Platform:
         """Return a new turn, which nobody has."""
         return Turn(self.get_ident)
 
-    def alarm(self) -> Alarm:
+    def deadline_timer(self) -> DeadlineTimer:
         """Return a new alarm, on which no thread sleeps."""
-        return Alarm(self.new_mutex)
+        return DeadlineTimer(self.new_mutex)
 
 
 _of_servers: dict[str, Platform] = {}  # empty except in tests

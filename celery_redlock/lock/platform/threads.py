@@ -90,7 +90,7 @@ def start_thread(run: Callable[[], None]) -> None:
     original("_thread", "start_new_thread")(run, ())
 
 
-class Alarm:
+class DeadlineTimer:
     """What one real thread sleeps on, and others wake it by.
 
     It wakes by itself at the earliest moment that anybody wanted, also where that one has lost
@@ -142,7 +142,7 @@ class Alarm:
         return self._bell.acquire(True, min(seconds, 86_400.0) if seconds > 0 else 0.0)
 
 
-class Bell:
+class Waker:
     """What a waiter polls together with its sockets, and others wake it by: a pipe of its own."""
 
     __slots__ = ("_write_end", "descriptor")

@@ -85,12 +85,12 @@ def is_of_a_replica(text: str) -> bool:
     return hint_of(text) == _NOT_A_PRIMARY
 
 
-def advised(text: str) -> str:
+def with_hint(text: str) -> str:
     """Return an error with the way out behind it, where there is one."""
     clause = hint_of(text)
     return f"{text} ({clause})" if clause else text
 
 
-def in_short(text: str) -> str:
+def strip_args(text: str) -> str:
     """Return a reply without the arguments of ours that a server repeats: a token is a secret."""
     return text.partition(", with args")[0]

@@ -14,7 +14,7 @@ import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.server.error_hints import hint_of, in_short, is_of_a_replica
+from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
 from celery_redlock.lock.server.handshake import (
     Guard,
     Notes,
@@ -27,8 +27,8 @@ from celery_redlock.lock.server.scripts import GUARD
 from celery_redlock.lock.server.tenures import Tenure, Tenures
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Command
-from celery_redlock.lock.transport.connection import TransportOptions, Wire
-from celery_redlock.lock.transport.node_client import BUSY, Node
+from celery_redlock.lock.transport.connection import Connection, TransportOptions
+from celery_redlock.lock.transport.node_client import BUSY, NodeClient
 from celery_redlock.lock.transport.node_set import NodeSet
 from celery_redlock.lock.votes import quorum_of
 
@@ -46,8 +46,8 @@ class NodeEvents:
     node whose server turns out to have been replaced for a while.
     """
 
-    changed: Callable[[Node, NodeError | None], None]
-    connected: Callable[[Node, ServerInfo], None]
+    changed: Callable[[NodeClient, NodeError | None], None]
+    connected: Callable[[NodeClient, ServerInfo], None]
     replaced: Callable[[int], None]
 
 
@@ -132,14 +132,14 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         self.hand_on_mail()
         self._events.connected(self.nodes[node], info)
 
-    def on_error_reply(self, node: Node, text: str) -> bool:
+    def on_error_reply(self, node: NodeClient, text: str) -> bool:
         """Say once of each node what it refuses; return whether it is a replica by now."""
-        cause = in_short(text)
+        cause = strip_args(text)
         if self._is_news(node.index, cause):
             self._events.changed(node, NodeError(node.name, cause))
         return is_of_a_replica(text)
 
-    def on_down(self, node: Node, error: NodeError) -> None:
+    def on_down(self, node: NodeClient, error: NodeError) -> None:
         """Say that a node is gone; what an operator must act on is said once."""
         if not hint_of(error.cause) or self._is_news(node.index, error.cause):
             super().on_down(node, error)
@@ -172,10 +172,10 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             raise
         self._introduce()
 
-    def _known_by(self, node: Node, wire: Wire) -> KnownServer | None:
+    def _known_by(self, node: NodeClient, connection: Connection) -> KnownServer | None:
         """Return what is known of the server at the end of a node's connection."""
         known = self._known[node.index]
-        return known if known is not None and known.run_id == wire.run_id else None
+        return known if known is not None and known.run_id == connection.run_id else None
 
     def _learn(self, index: int, notes: Notes) -> None:
         """Learn who serves where, and give up connections to servers that were replaced."""
@@ -183,21 +183,23 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         for other, tenure in zip(self._tenures.others(index), notes.others, strict=True):
             self._tenures.learn(other, tenure)
         for node in self.nodes:
-            wire = node.wire
-            known = None if wire is None else self._known_by(node, wire)
-            if wire is not None and known and self._tenures.ended(node.index, known.tenure):
-                self._give_up(node, wire)
+            connection = node.connection
+            known = None if connection is None else self._known_by(node, connection)
+            if connection is not None and known and self._tenures.ended(node.index, known.tenure):
+                self._give_up(node, connection)
 
-    def _give_up(self, node: Node, wire: Wire) -> None:
+    def _give_up(self, node: NodeClient, connection: Connection) -> None:
         """Drop a connection with the votes that came by it: its server has missed others' locks.
 
         On the next connection that server is told, and abstains.
         """
-        wire.discarded = REPLACED  # first: another thread may have its turn, and the drop wait
+        connection.discarded = (
+            REPLACED  # first: another thread may have its turn, and the drop wait
+        )
         self.replaced_at[node.index] = self.clock.now()
-        self.lose_answers(node, wire, REPLACED)
+        self.lose_answers(node, connection, REPLACED)
         self._events.replaced(node.index)
-        node.drop(wire, REPLACED)
+        node.drop(connection, REPLACED)
 
     def _introduce(self, every: float | None = None) -> None:
         """Exchange tenures with each connected node that lacks one, or after so many seconds."""
@@ -205,8 +207,8 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             return
         now = self.clock.now()
         for node in self.nodes:
-            wire, told = node.wire, self._tenures.words(node.index)
-            known = None if wire is None else self._known_by(node, wire)
+            connection, told = node.connection, self._tenures.words(node.index)
+            known = None if connection is None else self._known_by(node, connection)
             if known is None or not known.run_id:
                 continue
             # one that could note nothing, read-only or full, is asked again after a while
@@ -221,9 +223,9 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
 
     def _on_notes(self, index: int, notes: Notes, run_id: str) -> None:
         node = self.nodes[index]
-        wire = node.wire
-        if wire is not None and wire.run_id == run_id:
-            known = self._known_by(node, wire)
+        connection = node.connection
+        if connection is not None and connection.run_id == run_id:
+            known = self._known_by(node, connection)
             if known is not None:
                 known.tenure = notes.own
         self._learn(index, notes)

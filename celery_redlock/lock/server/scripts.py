@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from celery_redlock.lock.keys import fence_key, guard_keys
-from celery_redlock.lock.transport.encoding import bulk, packed
+from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
 from celery_redlock.lock.transport.script import Script
 
 
@@ -28,23 +28,25 @@ class Requests:
     """
 
     def __init__(self, prefix: str) -> None:
-        names = b"".join(map(packed, (*guard_keys(prefix), fence_key(prefix)))).replace(b"%", b"%%")
+        names = b"".join(map(encode_text, (*guard_keys(prefix), fence_key(prefix)))).replace(
+            b"%", b"%%"
+        )
         self._grant = b"*13\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
         self._asking = b"*14\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
         self._release = b"*6\r\n" + RELEASE.by_digest + b"$1\r\n1\r\n%b%b%b"
         self._last = b"*9\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b%b%b%b"
-        self._fence = packed(fence_key(prefix))
+        self._fence = encode_text(fence_key(prefix))
 
     def grant(self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None = None) -> bytes:
         """Return the request for a lock; all but the proposal (a fencing token) packed already."""
-        least = _NOTHING if proposal is None else bulk(b"%d" % proposal)
+        least = _NOTHING if proposal is None else encode_bulk(b"%d" % proposal)
         return self._grant % (key, value, ttl_ms, least)
 
     def ask(
         self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None, mark: bytes
     ) -> bytes:
         """Return the same request of a run that asks whether its end was marked; mark: the key."""
-        least = _NOTHING if proposal is None else bulk(b"%d" % proposal)
+        least = _NOTHING if proposal is None else encode_bulk(b"%d" % proposal)
         return self._asking % (key, mark, value, ttl_ms, least)
 
     def renewal(self, value: bytes, ttl_ms: bytes, token: int = 0) -> bytes:
@@ -52,7 +54,7 @@ class Requests:
 
         token: for fencing, 0 where the lock has none.
         """
-        return value + ttl_ms + (bulk(b"%d" % token) if token else _NOTHING)
+        return value + ttl_ms + (encode_bulk(b"%d" % token) if token else _NOTHING)
 
     def renew(self, keys: Sequence[bytes], renewals: Sequence[bytes], note: bytes = b"") -> bytes:
         """Return the request that renews these locks.
@@ -64,12 +66,12 @@ class Requests:
         head = b"*%d\r\n%b%b" % (
             3 + names + 3 * len(keys),
             RENEW.by_digest,
-            bulk(b"%d" % names),
+            encode_bulk(b"%d" % names),
         )
         return b"".join([head, *keys, self._fence, note, *renewals])
 
     def release(self, key: bytes, value: bytes, channel: bytes) -> bytes:
-        """Return the request that gives a lock back; channel: packed, `_NOTHING` to say nothing."""
+        """Return the request that gives a lock back; channel: encoded, or `SAY_NOTHING`."""
         return self._release % (key, value, channel)
 
     def release_done(
@@ -79,10 +81,10 @@ class Requests:
 
         at_ms: since 1970, when it was done. kept_ms: for how long the mark stays.
         """
-        times = bulk(b"%d" % at_ms), bulk(b"%d" % kept_ms)
+        times = encode_bulk(b"%d" % at_ms), encode_bulk(b"%d" % kept_ms)
         return self._last % (key, mark, value, channel, *times)
 
 
-_NOTHING = bulk(b"")
+_NOTHING = encode_bulk(b"")
 SAY_NOTHING = _NOTHING  # instead of a channel
 NO_GUARD = _NOTHING * 3

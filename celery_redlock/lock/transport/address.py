@@ -89,7 +89,7 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
     if not separator or scheme not in URL_SCHEMES:
         known = ", ".join(f"{s}://" for s in URL_SCHEMES)
         raise SettingsError(
-            level, name, repr(masked(node)), f"a node's URL starts with one of {known}"
+            level, name, repr(redact_url(node)), f"a node's URL starts with one of {known}"
         )
     try:
         if scheme == "sentinel":
@@ -101,10 +101,10 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
             "is not a URL of a node; in user and password, write special characters with a "
             "percent sign (%2F for /), and Sentinels as sentinel://host:port,host:port/name"
         )
-        raise SettingsError(level, name, repr(masked(node)), hint) from None
+        raise SettingsError(level, name, repr(redact_url(node)), hint) from None
 
 
-def masked(url: str) -> str:
+def redact_url(url: str) -> str:
     """Return a URL with user, password and query taken out, fit for a log."""
     scheme, separator, rest = url.partition("://")
     if not separator:

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.transport.encoding import request_of
+from celery_redlock.lock.transport.encoding import encode_command
 from celery_redlock.lock.transport.script import Script
 
-PING = request_of("PING")
+PING = encode_command("PING")
 
 
 class Handler(Protocol):
@@ -54,7 +54,7 @@ class Command:
         self.suffixed, self.dated = suffixed, dated
 
 
-class Unheard:
+class IgnoreReply:
     """The handler of a command whose answer nobody needs."""
 
     wanted = True
@@ -66,6 +66,7 @@ class Unheard:
         """Leave it at that."""
 
 
+IGNORE_REPLY = IgnoreReply()
 Entry = tuple[Command, float, bytes]  # a command, when it was sent, and as what
 
 

@@ -18,7 +18,7 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.gil import UnyieldingSocket, UnyieldingTlsSocket
 from celery_redlock.lock.transport.command import Entry
 
-CUT = "an exception struck in the middle of a command"
+POISONED = "an exception struck in the middle of a command"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
 _INCOMPLETE = object()
 
@@ -35,58 +35,58 @@ class Peer:
     suffix: bytes = b""
 
 
-class Wire:
+class Connection:
     """One live connection: what was written and is not answered yet, in order.
 
     Written in the node's turn, read by one thread at a time. An exception in the middle of
     either ends its use: nobody knows what left or came, and replies must not shift. A command is
-    in `pending` or in `answers`, or for a moment in both, until its handler has the answer.
+    in `in_flight` or in `answers`, or for a moment in both, until its handler has the answer.
     """
 
     __slots__ = (
-        "_connection",
+        "_dialled",
         "_reader",
         "_ways",
         "answers",
-        "cut",
         "discarded",
+        "in_flight",
         "is_tls",
         "opened_at",
-        "pending",
+        "poisoned",
         "run_id",
         "socket",
         "struck",
         "suffix",
-        "unsent",
         "used_at",
+        "write_buffer",
     )
 
-    def __init__(self, connection: Any, peer: Peer) -> None:
-        self._connection = connection
+    def __init__(self, dialled: Any, peer: Peer) -> None:
+        self._dialled = dialled
         self.run_id, self.suffix = peer.run_id, peer.suffix
-        self.cut = False  # an exception from outside struck in the middle of a command
+        self.poisoned = False  # an exception from outside struck in the middle of a command
         self.discarded = ""  # why no reply of this connection counts any more
         self.opened_at = self.used_at = 0.0  # monotonic s: connected, last written to
-        self.socket = connection._sock
+        self.socket = dialled._sock
         self.socket.setblocking(False)
         # reading and writing share one TLS state, which two threads must not enter
         self.is_tls = hasattr(self.socket, "pending")
         self._ways = self.socket, _unyielding(self.socket)
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
-        self.pending: deque[Entry] = deque()
+        self.in_flight: deque[Entry] = deque()
         self.answers: deque[tuple[Entry, Any]] = deque()
         self.struck: tuple[Entry, Any] | None = None  # an answer whose handler raised
-        self.unsent = b""
+        self.write_buffer = b""
 
     def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
-        """Hand commands to the socket; what it does not take stays in `unsent`.
+        """Hand commands to the socket; what it does not take stays in `write_buffer`.
 
-        keeps_gil: as of `Node.send`. Raises OSError; then, too, they are among those that are
+        keeps_gil: as of `NodeClient.send`. Raises OSError; then, too, they are among those that are
         pending.
         """
         try:
-            self.pending.extend(entries)
-            if self.cut:
+            self.in_flight.extend(entries)
+            if self.poisoned:
                 self._refuse()
             suffix = self.suffix
             if len(entries) == 1:
@@ -94,34 +94,34 @@ class Wire:
                 data = text + suffix if command.suffixed else text
             else:
                 data = b"".join([t + suffix if c.suffixed else t for c, _, t in entries])
-            if self.unsent:
-                data = self.unsent + data
+            if self.write_buffer:
+                data = self.write_buffer + data
             try:
                 sent = self._ways[keeps_gil].send(data)
             except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 sent = 0
-            if sent < len(data) or self.unsent:
-                self.unsent = data[sent:]
+            if sent < len(data) or self.write_buffer:
+                self.write_buffer = data[sent:]
         except OSError:
             raise
         except BaseException:
-            self.cut = True
+            self.poisoned = True
             raise
 
     def _refuse(self) -> None:
-        raise OSError(CUT)
+        raise OSError(POISONED)
 
     def read(self, *, keeps_gil: bool = True) -> None:
         """Move what has come to `answers`. Raises OSError at the connection's end."""
-        if self.cut:
+        if self.poisoned:
             self._refuse()
         try:
-            reader, pending, done = self._reader, self.pending, self.answers.append
+            reader, in_flight, done = self._reader, self.in_flight, self.answers.append
             reader.feed(receive(self._ways[keeps_gil]))
             gets = reader.gets
             while (reply := gets()) is not _INCOMPLETE:
-                done((pending[0], reply))
-                pending.popleft()  # last: cut in between, it is answered and given up, not lost
+                done((in_flight[0], reply))
+                in_flight.popleft()  # last: cut in between, it is answered and given up, not lost
         except IndexError:
             raise OSError("an answer that nobody asked for") from None
         except OSError:
@@ -129,7 +129,7 @@ class Wire:
         except hiredis.ProtocolError as error:
             raise OSError(f"not a Redis server: {error}") from error
         except BaseException:
-            self.cut = True
+            self.poisoned = True
             raise
 
     def close(self, *, reset: bool) -> None:
@@ -137,7 +137,7 @@ class Wire:
         if reset:
             with contextlib.suppress(OSError):  # a unix socket, or one closed already
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-        self._connection.disconnect()
+        self._dialled.disconnect()
         self.socket.close()  # where an exception has cut the line above, and this is done again
 
 
@@ -181,10 +181,12 @@ class TransportOptions:
 class NodeOwner(Protocol):
     """The set of nodes that a node is of. Every method is called from any thread."""
 
-    def report(self, node: int, entries: deque[Entry], error: NodeError, wire: Wire | None) -> None:
+    def report(
+        self, node: int, entries: deque[Entry], error: NodeError, connection: Connection | None
+    ) -> None:
         """Take word of a connection that broke or could not be made.
 
-        entries: the commands that get no reply. wire: to be closed, where nobody reads from it.
+        entries: the commands that get no reply. connection: to be closed by the turn of reading.
         """
 
     def rearm(self) -> None:

@@ -18,10 +18,10 @@ import hiredis
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.turns import Turn
-from celery_redlock.lock.transport.command import Command, Entry, Unheard
-from celery_redlock.lock.transport.connection import CUT, Wire
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Entry
+from celery_redlock.lock.transport.connection import POISONED, Connection
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError
-from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, PAUSE, PAUSES, Node
+from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, PAUSE, PAUSES, NodeClient
 from celery_redlock.lock.transport.poller import PollerPool
 
 T = TypeVar("T")
@@ -46,30 +46,30 @@ class Dispatcher:
         self,
         platform: Platform,
         timeout: float,
-        on_change: Callable[[Node, NodeError | None], None],
+        on_change: Callable[[NodeClient, NodeError | None], None],
     ) -> None:
         self._platform, self.clock, self.timeout = platform, platform.clock, timeout
         self._on_change = on_change
-        self.nodes: list[Node] = []
+        self.nodes: list[NodeClient] = []
 
     def reset(self) -> None:
         """Forget every connection, waiter and turn. An override extends it."""
         self._reading = self._platform.turn()
         self.pollers = PollerPool(self._platform)
-        self._mail: deque[tuple[int, deque[Entry], NodeError, Wire | None]] = deque()
+        self._mail: deque[tuple[int, deque[Entry], NodeError, Connection | None]] = deque()
         self._down: set[int] = set()
         self._closed = False
 
     # what a subclass may override
 
-    def on_error_reply(self, node: Node, text: str) -> bool:
+    def on_error_reply(self, node: NodeClient, text: str) -> bool:
         """Learn that a server answered with an error; called before the command's handler.
 
         Return whether the connection is to be made anew: the address may lead elsewhere by now.
         """
         return False
 
-    def on_down(self, node: Node, error: NodeError) -> None:
+    def on_down(self, node: NodeClient, error: NodeError) -> None:
         """Learn that a node stopped answering, once until it answers again."""
         self._on_change(node, error)
 
@@ -91,7 +91,7 @@ class Dispatcher:
         if self._reading.is_stuck(self.clock.now(), LONGEST_TURN, TURNS):
             self._reading = self._platform.turn()
             for node in self.nodes:
-                node.abandon(CUT)
+                node.abandon(POISONED)
 
     def read_from(self, nodes: Iterable[int]) -> None:
         """Read what some nodes have said by now. Never waits."""
@@ -104,12 +104,12 @@ class Dispatcher:
             node.go_on()
         if self.read(self.nodes, PAUSES):
             for node in self.nodes:
-                wire = node.wire
-                if wire is not None and node.overdue(now):
-                    node.drop(wire, f"no answer within {self.timeout:g} s")
+                connection = node.connection
+                if connection is not None and node.overdue(now):
+                    node.drop(connection, f"no answer within {self.timeout:g} s")
             self._deliver_mail()
 
-    def read(self, nodes: Sequence[Node], tries: int = 1, *, keeps_gil: bool = True) -> bool:
+    def read(self, nodes: Sequence[NodeClient], tries: int = 1, *, keeps_gil: bool = True) -> bool:
         """Read and hand on what nodes have said; False if others had the turn at each try."""
         if not nodes and not self._mail:
             return True
@@ -125,7 +125,7 @@ class Dispatcher:
                 return False
         return False
 
-    def _hand_on_all(self, reading: Turn, nodes: Sequence[Node], keeps_gil: bool) -> None:
+    def _hand_on_all(self, reading: Turn, nodes: Sequence[NodeClient], keeps_gil: bool) -> None:
         try:
             if self._mail:
                 self._deliver()  # first: a release may follow on the next connection
@@ -136,26 +136,26 @@ class Dispatcher:
             self.rearm()  # whoever waits looks at what was cut
             raise
 
-    def _hand_on(self, node: Node, *, keeps_gil: bool) -> None:
-        wire = node.receive(keeps_gil=keeps_gil)
-        if wire is None:
+    def _hand_on(self, node: NodeClient, *, keeps_gil: bool) -> None:
+        connection = node.receive(keeps_gil=keeps_gil)
+        if connection is None:
             return
-        demoted = self._hand_on_answers(node, wire)
-        if demoted and self.clock.now() - wire.opened_at > LONGEST_RECONNECT:
-            node.drop(wire, demoted)  # its name may lead to another server by now
-        if node.index in self._down and node.wire is not None:
+        demoted = self._hand_on_answers(node, connection)
+        if demoted and self.clock.now() - connection.opened_at > LONGEST_RECONNECT:
+            node.drop(connection, demoted)  # its name may lead to another server by now
+        if node.index in self._down and node.connection is not None:
             self._down.discard(node.index)
             self._on_change(node, None)
 
-    def _hand_on_answers(self, node: Node, wire: Wire) -> str:
+    def _hand_on_answers(self, node: NodeClient, connection: Connection) -> str:
         """Tell handlers what has come; returns what a server said that is no primary any more.
 
         An answer is taken out once its handler is through with it. If an exception from outside
         cuts that, it is handed on again; a second time, the handler itself is at fault.
         """
-        answers, index, run_id, demoted = wire.answers, node.index, wire.run_id, ""
-        if wire.discarded and answers:
-            self.lose_answers(node, wire, wire.discarded)
+        answers, index, run_id, demoted = connection.answers, node.index, connection.run_id, ""
+        if connection.discarded and answers:
+            self.lose_answers(node, connection, connection.discarded)
         try:
             while answers:
                 found = (command, sent, text), reply = answers[0]
@@ -168,16 +168,16 @@ class Dispatcher:
                 if answers and answers[0] is found:  # else the connection was given up
                     answers.popleft()
         except UnexpectedReplyError as error:
-            self._distrust(node, wire, str(error))
+            self._distrust(node, connection, str(error))
         except BaseException:
-            if answers and wire.struck is answers[0]:
+            if answers and connection.struck is answers[0]:
                 answers.popleft()
             elif answers:
-                wire.struck = answers[0]
+                connection.struck = answers[0]
             raise
         return demoted
 
-    def _hand_on_error(self, node: Node, entry: Entry, reply: Any, run_id: str) -> str:
+    def _hand_on_error(self, node: NodeClient, entry: Entry, reply: Any, run_id: str) -> str:
         """Tell a handler of an error; returns it if the connection is to be made anew."""
         command, sent, _ = entry
         text = str(reply)
@@ -185,18 +185,18 @@ class Dispatcher:
         command.handler.answered(node.index, sent, reply, run_id)
         return demoted
 
-    def _distrust(self, node: Node, wire: Wire, cause: str) -> None:
+    def _distrust(self, node: NodeClient, connection: Connection, cause: str) -> None:
         """Give up a connection whose replies are not those of its commands: none behind counts."""
-        self.lose_answers(node, wire, cause)
-        node.drop(wire, cause)
+        self.lose_answers(node, connection, cause)
+        node.drop(connection, cause)
 
-    def lose_answers(self, node: Node, wire: Wire, cause: str) -> None:
+    def lose_answers(self, node: NodeClient, connection: Connection, cause: str) -> None:
         """Report the replies that are not handed on yet as lost: none of them counts."""
-        entries = deque(entry for entry, _ in wire.answers)
+        entries = deque(entry for entry, _ in connection.answers)
         self.report(node.index, entries, NodeError(node.name, cause, lost=True), None)
-        wire.answers.clear()
+        connection.answers.clear()
 
-    def _send_source(self, node: Node, command: Command, sent: float) -> None:
+    def _send_source(self, node: NodeClient, command: Command, sent: float) -> None:
         """Send a script that a server has forgotten, after a flush, or a restart behind a proxy."""
         script = command.script
         if script is None:
@@ -206,7 +206,7 @@ class Dispatcher:
         if command.handler.wanted:
             node.send([(command, sent, script.with_source(command.request))])
         else:  # else a node that is always the last to answer would never get it back
-            node.send([(Command(script.load, Unheard()), sent, script.load)])
+            node.send([(Command(script.load, IGNORE_REPLY), sent, script.load)])
 
     def hand_on_mail(self) -> None:
         """Tell handlers of connections that broke, where that is still due. Never waits."""
@@ -220,10 +220,10 @@ class Dispatcher:
     def _deliver(self) -> None:
         while self._mail:
             # kept until it is delivered: an exception from outside must lose no release
-            mail = index, entries, error, wire = self._mail[0]
-            if wire is not None:
-                self._hand_on_answers(self.nodes[index], wire)  # those that somebody has read
-                wire.close(reset=True)
+            mail = index, entries, error, connection = self._mail[0]
+            if connection is not None:
+                self._hand_on_answers(self.nodes[index], connection)  # those that somebody has read
+                connection.close(reset=True)
                 self.rearm()  # its descriptor is a stranger's from now on
             if index not in self._down and not self._closed:
                 self._down.add(index)
@@ -234,9 +234,11 @@ class Dispatcher:
                 _take_out(entries, entry)
             _take_out(self._mail, mail)
 
-    def report(self, node: int, entries: deque[Entry], error: NodeError, wire: Wire | None) -> None:
+    def report(
+        self, node: int, entries: deque[Entry], error: NodeError, connection: Connection | None
+    ) -> None:
         """Take word of a broken connection, in any thread; whoever reads next hands it on."""
-        self._mail.append((node, entries, error, wire))
+        self._mail.append((node, entries, error, connection))
         self.rearm()
 
     def rearm(self) -> None:

@@ -22,22 +22,22 @@ def decoded(name: bytes) -> str:
         return name.decode(errors="replace")
 
 
-def bulk(word: bytes) -> bytes:
+def encode_bulk(word: bytes) -> bytes:
     """Return a word as a RESP bulk string."""
     return b"$%d\r\n%b\r\n" % (len(word), word)
 
 
-def packed(text: str) -> bytes:
+def encode_text(text: str) -> bytes:
     """Return a text as a RESP bulk string."""
-    return bulk(encoded(text))
+    return encode_bulk(encoded(text))
 
 
 def encode_words(words: Iterable[str]) -> bytes:
     """Return texts as RESP bulk strings, one behind the other."""
-    return b"".join(map(packed, words))
+    return b"".join(map(encode_text, words))
 
 
-def request_of(*words: str) -> bytes:
+def encode_command(*words: str) -> bytes:
     """Return a command as a request."""
     return b"*%d\r\n%b" % (len(words), encode_words(words))
 

@@ -14,11 +14,11 @@ from redis.backoff import ExponentialBackoff
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.threads import Alarm
+from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.platform.turns import SerialJobs
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Entry, still_wanted
-from celery_redlock.lock.transport.connection import NodeOwner, TransportOptions, Wire
+from celery_redlock.lock.transport.connection import Connection, NodeOwner, TransportOptions
 
 LONGEST_RECONNECT = 1.0  # s: between tries to reach a node that refuses us
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
@@ -27,7 +27,7 @@ PAUSE, PAUSES = 0.0001, 1000  # s, and how many, for which one waits for another
 LINGER = 30.0  # s that a thread waits for the next time that its node is to be connected
 
 
-class Node(SerialJobs):
+class NodeClient(SerialJobs):
     """The one ordered connection of this process to one node, made again when it breaks.
 
     All that changes it is a job of `SerialJobs`, and no caller waits.
@@ -52,11 +52,11 @@ class Node(SerialJobs):
     def forget(self) -> None:
         """Start anew without a connection, as a forked child must: the old one is its parent's."""
         self.reset_jobs(self._platform.turn())
-        self.wire: Wire | None = None
+        self.connection: Connection | None = None
         self.run_id = ""
         self.error: NodeError | None = None
         self._connecting = self._closed = False
-        self._connector: Alarm | None = (
+        self._connector: DeadlineTimer | None = (
             None  # rung for the thread that connects, while there is one
         )
         self._tries, self._retry_at = 0, 0.0
@@ -70,13 +70,13 @@ class Node(SerialJobs):
     @property
     def outstanding(self) -> bool:
         """Whether a command waits for its answer, or a job for its turn."""
-        wire = self.wire
-        return bool(self._queued or self.jobs or (wire is not None and wire.pending))
+        connection = self.connection
+        return bool(self._queued or self.jobs or (connection is not None and connection.in_flight))
 
     @property
     def is_used(self) -> bool:
         """Whether it has a connection, or a thread that makes one."""
-        return self.wire is not None or self._connector is not None
+        return self.connection is not None or self._connector is not None
 
     def send(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
         """Write commands in order, or keep them until the connection under way stands.
@@ -90,43 +90,43 @@ class Node(SerialJobs):
         if self.jobs:
             self._do_all()
 
-    def receive(self, *, keeps_gil: bool = True) -> Wire | None:
-        """Read what has come and return the wire, whose `answers` are to be handed on in order.
+    def receive(self, *, keeps_gil: bool = True) -> Connection | None:
+        """Read what has come; return the connection, whose `answers` are to be handed on.
 
         keeps_gil: as of `send`. Never waits. None where there is no connection, or another thread
         is at it.
         """
-        wire = self.wire
-        if wire is None:
+        connection = self.connection
+        if connection is None:
             return None
         try:
-            if wire.is_tls:
-                if not self._turn.run(functools.partial(wire.read, keeps_gil=keeps_gil)):
+            if connection.is_tls:
+                if not self._turn.run(functools.partial(connection.read, keeps_gil=keeps_gil)):
                     return None
             else:
-                wire.read(keeps_gil=keeps_gil)
+                connection.read(keeps_gil=keeps_gil)
         except OSError as error:
-            self.drop(wire, self._cause(error))
-        if wire.unsent:
+            self.drop(connection, self._cause(error))
+        if connection.write_buffer:
             self._do(self._flush)
         elif self.jobs:
             self._do_all()
-        return wire
+        return connection
 
     def overdue(self, now: float) -> bool:
         """Tell whether the oldest command has waited for longer than a node may take."""
-        wire = self.wire
-        if wire is None or not wire.pending:
+        connection = self.connection
+        if connection is None or not connection.in_flight:
             return False
         try:
             latest = now - self.timeout  # that it may have been sent at
-            return wire.pending[0][1] < latest and wire.opened_at < latest
+            return connection.in_flight[0][1] < latest and connection.opened_at < latest
         except IndexError:  # another thread has read it meanwhile
             return False
 
-    def drop(self, wire: Wire, cause: str) -> None:
+    def drop(self, connection: Connection, cause: str) -> None:
         """Give a connection up and report every command that it takes along."""
-        self._do(functools.partial(self._give_up, wire, cause))
+        self._do(functools.partial(self._give_up, connection, cause))
 
     def abandon(self, cause: str) -> None:
         """Give the connection up without touching what one who may still read from it holds."""
@@ -138,27 +138,31 @@ class Node(SerialJobs):
 
     def connect(self) -> None:
         """Begin to connect in the background where there is no connection and one may be tried."""
-        if self.wire is None and not self._connecting:
+        if self.connection is None and not self._connecting:
             self._do(self._begin_to_connect)
 
     # the jobs: each does no harm if it is done twice
 
     def _write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
-        wire = self.wire
-        if wire is not None and entries and entries[-1][1] - wire.used_at > self._longest_idle:
+        connection = self.connection
+        if (
+            connection is not None
+            and entries
+            and entries[-1][1] - connection.used_at > self._longest_idle
+        ):
             cause = "idle for so long that another server may have served meanwhile"
-            self._give_up(wire, cause)
-            wire = None
+            self._give_up(connection, cause)
+            connection = None
         wanted = still_wanted(entries)
-        if wire is not None:
+        if connection is not None:
             try:
                 if wanted:
-                    wire.write(wanted, keeps_gil=keeps_gil)
-                    wire.used_at = wanted[-1][1]
+                    connection.write(wanted, keeps_gil=keeps_gil)
+                    connection.used_at = wanted[-1][1]
             except OSError as error:
-                self._give_up(wire, self._cause(error))
+                self._give_up(connection, self._cause(error))
             else:
-                if wire.unsent:
+                if connection.write_buffer:
                     self._wake()
         elif self._connecting or self._start_connecting():
             self._queued += wanted
@@ -167,65 +171,65 @@ class Node(SerialJobs):
             self._report(self.index, deque(entries), why, None)
 
     def _flush(self) -> None:
-        wire = self.wire
-        if wire is not None and wire.unsent:
+        connection = self.connection
+        if connection is not None and connection.write_buffer:
             try:
-                wire.write(())
+                connection.write(())
             except OSError as error:
-                self._give_up(wire, self._cause(error))
+                self._give_up(connection, self._cause(error))
 
-    def _give_up(self, wire: Wire, cause: str) -> None:
-        if self.wire is not wire:
+    def _give_up(self, connection: Connection, cause: str) -> None:
+        if self.connection is not connection:
             return
         error = NodeError(self.name, cause, lost=True)
         # emptied and closed where nobody reads: a reader with an answer in its hands would
         # else find the next command in front, and one at the socket a stranger's descriptor.
         # And first: cut after it, the connection is given up twice, but no command forgotten
-        self._report(self.index, wire.pending, error, wire)
-        self.wire, self.error, self._retry_at = None, error, 0.0
+        self._report(self.index, connection.in_flight, error, connection)
+        self.connection, self.error, self._retry_at = None, error, 0.0
 
     def _abandon(self, cause: str) -> None:
-        wire = self.wire
-        if wire is None:
+        connection = self.connection
+        if connection is None:
             return
-        wire.cut = True
+        connection.poisoned = True
         error = self.error = NodeError(self.name, cause, lost=True)
-        entries = deque(entry for entry, _ in wire.answers.copy())
-        entries.extend(wire.pending.copy())
+        entries = deque(entry for entry, _ in connection.answers.copy())
+        entries.extend(connection.in_flight.copy())
         self._report(self.index, entries, error, None)
-        self.wire, self._retry_at = None, 0.0
+        self.connection, self._retry_at = None, 0.0
 
     def _close(self) -> None:
-        wire = self.wire
-        if wire is not None:
-            wire.close(reset=False)
-        self.wire, self._closed = None, True
+        connection = self.connection
+        if connection is not None:
+            connection.close(reset=False)
+        self.connection, self._closed = None, True
         self._queued.clear()
         if self._connector is not None:  # last: its thread ends
             self._connector.ring()
 
     def _begin_to_connect(self) -> None:
-        if self.wire is None and not self._connecting:
+        if self.connection is None and not self._connecting:
             self._start_connecting()
 
     def _start_connecting(self) -> bool:
         if self._closed or self._clock.now() < self._retry_at:
             return False
         if self._connector is None:
-            connector = self._platform.alarm()
+            connector = self._platform.deadline_timer()
             self._platform.start_thread(functools.partial(self._serve_connects, connector))
             self._connector = connector
         self._connector.ring()  # first: cut in between, it is one connect too many, not none
         self._connecting = True
         return True
 
-    def _use(self, wire: Wire) -> None:
+    def _use(self, connection: Connection) -> None:
         self._connecting, self._tries, self.error = False, 0, None
         if self._closed:
-            wire.close(reset=False)
+            connection.close(reset=False)
             return
-        wire.opened_at = wire.used_at = self._clock.now()
-        self.wire, self.run_id = wire, wire.run_id
+        connection.opened_at = connection.used_at = self._clock.now()
+        self.connection, self.run_id = connection, connection.run_id
         if self._queued:
             self._write(self._queued)
         self._queued = []
@@ -238,7 +242,7 @@ class Node(SerialJobs):
         self._connecting, self.error = False, error
         self._tries, self._retry_at = min(self._tries + 1, 16), self._clock.now() + rest
 
-    def _end_connector(self, connector: Alarm) -> None:
+    def _end_connector(self, connector: DeadlineTimer) -> None:
         if self._connector is connector:
             self._connector = None
             if self._connecting:  # asked for just now
@@ -247,7 +251,7 @@ class Node(SerialJobs):
 
     # the thread that connects
 
-    def _serve_connects(self, connector: Alarm) -> None:
+    def _serve_connects(self, connector: DeadlineTimer) -> None:
         """Connect whenever that is asked for, in a thread of its own.
 
         It lingers: under gevent each new thread would cost an event loop.
@@ -255,37 +259,37 @@ class Node(SerialJobs):
         while connector.sleep(LINGER):
             if self._closed:
                 return
-            if self.wire is None:
+            if self.connection is None:
                 self._connect()
         self._do(functools.partial(self._end_connector, connector))
 
-    def _begin_to_use(self, wire: Wire) -> None:
+    def _begin_to_use(self, connection: Connection) -> None:
         """Use a connection; not as a job, which may be done when it is not admitted any more."""
         for number in range(PAUSES):
             if number:
                 self._platform.pause(PAUSE)
-            if self._turn.run(self._use, wire):
+            if self._turn.run(self._use, connection):
                 self.go_on()
                 return
         raise NodeError(self.name, BUSY)
 
-    def adopt(self, connection: Any, info: Any) -> None:
+    def adopt(self, dialled: Any, info: Any) -> None:
         """Use a connection whose handshake is done, if the owner admits it.
 
-        connection: as of `Address.dial`. info: the `Peer` of the handshake. Raises NodeError.
+        dialled: as of `Address.dial`. info: the `Peer` of the handshake. Raises NodeError.
         """
-        wire = Wire(connection, info)
-        self._owner.admit(self.index, info, functools.partial(self._begin_to_use, wire))
+        connection = Connection(dialled, info)
+        self._owner.admit(self.index, info, functools.partial(self._begin_to_use, connection))
 
     def _connect(self) -> None:
         """Connect, and send what has been queued meanwhile."""
-        connection = None
+        dialled = None
         try:
-            connection = self.address.dial(self.timeout)
-            self.adopt(connection, self._owner.handshake(connection, self.index))
+            dialled = self.address.dial(self.timeout)
+            self.adopt(dialled, self._owner.handshake(dialled, self.index))
         except Exception as error:  # also what a user's credential provider raises
-            if connection is not None:
-                connection.disconnect()
+            if dialled is not None:
+                dialled.disconnect()
             if not isinstance(error, NodeError):
                 error = NodeError(self.name, self._cause(error))
             self._do(functools.partial(self._connect_failed, error))

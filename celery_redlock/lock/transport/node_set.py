@@ -14,10 +14,17 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.greenlets import gevent_here
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.command import PING, Command, Entry, Question, Round, Unheard
+from celery_redlock.lock.transport.command import (
+    IGNORE_REPLY,
+    PING,
+    Command,
+    Entry,
+    Question,
+    Round,
+)
 from celery_redlock.lock.transport.connection import Peer, TransportOptions
 from celery_redlock.lock.transport.dispatcher import Dispatcher
-from celery_redlock.lock.transport.node_client import PAUSES, Node
+from celery_redlock.lock.transport.node_client import PAUSES, NodeClient
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Peer)
@@ -37,11 +44,12 @@ class NodeSet(Dispatcher, Generic[P]):
         addresses: Sequence[Address],
         options: TransportOptions,
         platform: Platform,
-        on_change: Callable[[Node, NodeError | None], None],
+        on_change: Callable[[NodeClient, NodeError | None], None],
     ) -> None:
         super().__init__(platform, options.timeout, on_change)
         self.nodes = [
-            Node(index, address, options, platform, self) for index, address in enumerate(addresses)
+            NodeClient(index, address, options, platform, self)
+            for index, address in enumerate(addresses)
         ]
         self.needed = len(self.nodes)
         self.reset()
@@ -68,7 +76,7 @@ class NodeSet(Dispatcher, Generic[P]):
 
     def reconnect(self) -> bool:
         """Begin to connect to every node that is not connected; True where there is one."""
-        gone = [node for node in self.nodes if node.wire is None]
+        gone = [node for node in self.nodes if node.connection is None]
         for node in gone:
             node.connect()
         return bool(gone)
@@ -102,7 +110,7 @@ class NodeSet(Dispatcher, Generic[P]):
         sent = self.clock.now() if sent is None else sent
         self.nodes[node].send([(command, sent, command.request)])
 
-    def ask(
+    def query(
         self,
         request: bytes,
         read: Callable[[Any], T],
@@ -129,9 +137,9 @@ class NodeSet(Dispatcher, Generic[P]):
         """Ask every node that has been left alone for so many s whether it is still there."""
         now = self.clock.now()
         for node in self.nodes:
-            wire = node.wire
-            if wire is not None and now - wire.used_at > idle:
-                node.send([(Command(PING, Unheard()), now, PING)])
+            connection = node.connection
+            if connection is not None and now - connection.used_at > idle:
+                node.send([(Command(PING, IGNORE_REPLY), now, PING)])
 
     def wait(self, round_: Round, until: float, *, native: bool = False) -> None:
         """Return when a round is decided, or at the monotonic second `until`.
@@ -146,21 +154,21 @@ class NodeSet(Dispatcher, Generic[P]):
             return
         by_poll = native or gevent_here() is None
         pollers = self.pollers
-        seat = pollers.take(native=by_poll)
-        round_.wake = seat.wake
+        poller = pollers.take(native=by_poll)
+        round_.wake = poller.wake
         try:
             if self._mail:
                 self._deliver_mail()
-            while not seat.rests_on(round_):
+            while not poller.rests_on(round_):
                 left = until - self.clock.now()
-                ready = seat.poll(self.nodes, pollers.topology, max(0.0, left))
+                ready = poller.poll(self.nodes, pollers.topology, max(0.0, left))
                 nodes = self.nodes if native else ready
                 self.read(nodes, PAUSES if left <= 0 else 2, keeps_gil=native)
                 if left <= 0:  # that was the last look: others' answers must not keep us here
                     return
         finally:
             round_.wake = None
-            pollers.give_back(seat)
+            pollers.give_back(poller)
 
     def wait_keeping_gil(self, round_: Round) -> None:
         """Return when a round is decided, or after some ms in which no other Python thread runs.

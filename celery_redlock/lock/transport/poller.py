@@ -9,13 +9,13 @@ from typing import Any
 
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.transport.command import Round
-from celery_redlock.lock.transport.connection import CUT
-from celery_redlock.lock.transport.node_client import Node
+from celery_redlock.lock.transport.connection import POISONED
+from celery_redlock.lock.transport.node_client import NodeClient
 
 SPARE_SEATS, SPARED_FOR = 2, 3.0  # free pollers that are kept; seconds after which others go
 
 
-class Seat:
+class Poller:
     """What one waiter polls with: every node's socket, and a pipe of its own to be woken by.
 
     native: made for a real thread, also where greenlets are in use.
@@ -23,26 +23,26 @@ class Seat:
 
     def __init__(self, platform: Platform, *, native: bool) -> None:
         self._platform, self.native = platform, native
-        self._bell = platform.new_bell()
+        self._waker = platform.new_waker()
         self._topology = -1
         self._poll: Any = None
-        self._by_descriptor: dict[int, Node] = {}
+        self._by_descriptor: dict[int, NodeClient] = {}
         self._resting = False
 
     def wake(self) -> None:
         """Let the waiter look up; nothing happens while it does so anyway."""
         if self._resting:
-            self._bell.ring()
+            self._waker.ring()
 
     def rests_on(self, round_: Round) -> bool:
-        """Tell whether a round is decided; if not, whoever decides it now wakes this seat.
+        """Tell whether a round is decided; if not, whoever decides it now wakes this poller.
 
         The flag goes up before the look, as in Dekker's algorithm: one of the two sees the other.
         """
         self._resting = True
         return round_.decided
 
-    def poll(self, nodes: Sequence[Node], topology: int, seconds: float) -> list[Node]:
+    def poll(self, nodes: Sequence[NodeClient], topology: int, seconds: float) -> list[NodeClient]:
         """Return the nodes that have something to say, after so many s at the most.
 
         topology: counts the changes among the connections, for the poll object to be made anew.
@@ -54,28 +54,30 @@ class Seat:
         self._resting = False
         found = [self._by_descriptor[fd] for fd, _ in ready if fd in self._by_descriptor]
         if len(found) < len(ready):
-            self._bell.hush()
+            self._waker.hush()
         return found
 
-    def _arrange(self, nodes: Sequence[Node]) -> bool:
+    def _arrange(self, nodes: Sequence[NodeClient]) -> bool:
         """Make the poll object anew; True where it stays right until the connections change."""
         lasts = True
         self._poll = self._platform.new_poll(self.native)
-        self._poll.register(self._bell.descriptor, select.POLLIN)
+        self._poll.register(self._waker.descriptor, select.POLLIN)
         self._by_descriptor = {}
         for node in nodes:
             if node.jobs:
                 node.go_on()
-            wire = node.wire
-            if wire is None:
+            connection = node.connection
+            if connection is None:
                 continue
-            descriptor = wire.socket.fileno()
-            if wire.cut or descriptor < 0:
-                node.drop(wire, CUT)
+            descriptor = connection.socket.fileno()
+            if connection.poisoned or descriptor < 0:
+                node.drop(connection, POISONED)
                 continue
             self._by_descriptor[descriptor] = node
-            self._poll.register(descriptor, select.POLLIN | (select.POLLOUT if wire.unsent else 0))
-            if wire.unsent:
+            self._poll.register(
+                descriptor, select.POLLIN | (select.POLLOUT if connection.write_buffer else 0)
+            )
+            if connection.write_buffer:
                 lasts = False  # look again whether it still is
         return lasts
 
@@ -89,33 +91,33 @@ class PollerPool:
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
         self.topology = 0
-        self._taken: dict[int, Seat] = {}
-        self._free: dict[bool, list[Seat]] = {False: [], True: []}  # by `native`
+        self._taken: dict[int, Poller] = {}
+        self._free: dict[bool, list[Poller]] = {False: [], True: []}  # by `native`
         self._unneeded = {False: 0, True: 0}  # how many of them were free all the time, lately
         self._spared_until = 0.0  # monotonic seconds
 
-    def take(self, *, native: bool) -> Seat:
+    def take(self, *, native: bool) -> Poller:
         """Return a poller that nobody else uses."""
         free = self._free[native]
         try:
-            seat = free.pop()
+            poller = free.pop()
         except IndexError:
-            seat = Seat(self._platform, native=native)
+            poller = Poller(self._platform, native=native)
         if len(free) < self._unneeded[native]:
             self._unneeded[native] = len(free)
-        self._taken[id(seat)] = seat
-        return seat
+        self._taken[id(poller)] = poller
+        return poller
 
-    def give_back(self, seat: Seat) -> None:
+    def give_back(self, poller: Poller) -> None:
         """Take a poller back that is not used any more."""
-        self._taken.pop(id(seat), None)
-        self._free[seat.native].append(seat)
+        self._taken.pop(id(poller), None)
+        self._free[poller.native].append(poller)
 
     def rearm(self) -> None:
         """Make every waiter look at the connections anew."""
         self.topology += 1
-        for seat in list(self._taken.values()):
-            seat.wake()
+        for poller in list(self._taken.values()):
+            poller.wake()
 
     def drop_spare(self, now: float) -> float:
         """Drop the pollers that a peak of waiters has left; returns the moment to look again.

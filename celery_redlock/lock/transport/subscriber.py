@@ -14,13 +14,13 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.greenlets import original
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.connection import receive
-from celery_redlock.lock.transport.encoding import request_of, text_of
+from celery_redlock.lock.transport.encoding import encode_command, text_of
 from celery_redlock.lock.transport.node_client import RECONNECT
 
 LINGER = 30.0  # s that a connection is kept when nobody waits, or asked for when nothing comes
 
 
-class Ear:
+class Subscriber:
     """The subscriber connection to one node, in a thread that lives while somebody waits.
 
     channels: returns what is to be subscribed to. heard: called with a channel and what was said
@@ -39,7 +39,7 @@ class Ear:
         self._address, self._timeout = address, timeout
         self._platform, self._clock = platform, platform.clock
         self._channels, self._heard = channels, heard
-        self._bell = platform.new_bell()
+        self._waker = platform.new_waker()
         self._turn, self._calls = platform.turn(), deque[None]()  # to attend, and not looked at yet
         self._running = self._closed = False
         self._connection: Any = None
@@ -54,7 +54,7 @@ class Ear:
         """Look again at what is wanted."""
         self._calls.append(None)
         self._look()
-        self._bell.ring()
+        self._waker.ring()
 
     def _look(self) -> None:
         while self._calls and self._turn.run(self._start):
@@ -69,7 +69,7 @@ class Ear:
     def close(self) -> None:
         """End the connection and the thread."""
         self._closed = True
-        self._bell.ring()
+        self._waker.ring()
 
     def _run(self) -> None:
         while not self._closed:
@@ -140,7 +140,7 @@ class Ear:
     def _send(self, command: str, words: Iterable[str]) -> None:
         """Send all of it: many channels at once are more than a connection takes at once."""
         words = list(words)
-        data = request_of(command, *words) if words else b""
+        data = encode_command(command, *words) if words else b""
         while data:
             try:
                 data = data[self._connection._sock.send(data) :]
@@ -161,12 +161,12 @@ class Ear:
 
     def _rest(self, seconds: float) -> bool:
         """Return when something comes, when somebody rings, or after so many s; False for that."""
-        awaited = [(self._bell.descriptor, select.POLLIN)]
+        awaited = [(self._waker.descriptor, select.POLLIN)]
         if self._connection is not None:
             awaited.append((self._connection._sock.fileno(), select.POLLIN))
         ready = _poll(awaited, seconds)
-        if any(descriptor == self._bell.descriptor for descriptor, _ in ready):
-            self._bell.hush()
+        if any(descriptor == self._waker.descriptor for descriptor, _ in ready):
+            self._waker.hush()
         return bool(ready)
 
     def _drop(self) -> None:

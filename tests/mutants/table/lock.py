@@ -291,7 +291,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release before the subscription of who waits is missed",
-        "lock.transport.subscriber:Ear._take",
+        "lock.transport.subscriber:Subscriber._take",
         '            self._heard(channel, "")\n',
         "",
         (f"{CONTRACT}/test_wakeup.py",),
@@ -299,7 +299,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release between the refusal and the wait is missed",
-        "lock.engine.wait_queue:Listener._join",
+        "lock.engine.wait_queue:WaitQueue._join",
         "waiter.decide()",
         "pass",
         (f"{CONTRACT}/test_wakeup.py",),
