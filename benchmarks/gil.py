@@ -17,8 +17,9 @@ from time import monotonic, sleep
 
 from benchmarks.figures import table
 from celery_redlock import Redlock
-from celery_redlock.lock import nodes, watchdog
-from celery_redlock.lock.quorum import Quorum
+from celery_redlock.lock import watchdog
+from celery_redlock.lock.transport import connection
+from celery_redlock.lock.transport.node_set import NodeSet
 from celery_redlock.testing import embedded_nodes
 
 TTL = 3.0  # s
@@ -58,8 +59,8 @@ def count_kept(way: str, share: float, ttls: int, urls: Sequence[str]) -> int:
 def keeps_its_lock(way: str, share: float, ttls: int, urls: Sequence[str]) -> bool:
     """Keep the GIL for a share of the ttl, again and again; returns whether the lock is held."""
     if way != "ours":
-        nodes._unyielding = lambda sock: sock
-        Quorum.wait_keeping_gil = lambda self, round_: None  # type: ignore[method-assign]
+        connection._unyielding = lambda sock: sock
+        NodeSet.wait_keeping_gil = lambda self, round_: None  # type: ignore[method-assign]
         watchdog.HEAD_START = 0.0
     logging.disable()
     usleep = ctypes.PyDLL(None).usleep

@@ -171,7 +171,7 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
     wanted.add("pytest_celery_redlock.py")  # beside it: pytest imports that at each of its starts
     assert names == wanted
     assert "celery_redlock/py.typed" in names
-    assert "celery_redlock/lock/lua/grant.lua" in names
+    assert "celery_redlock/lock/server/lua/grant.lua" in names
 
 
 def test_the_sdist_has_what_its_tests_need(built: Path, tmp_path: Path) -> None:

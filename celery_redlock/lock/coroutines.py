@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from celery_redlock.lock.clock import Platform, original
-from celery_redlock.lock.wakeup import Waiter
+from celery_redlock.lock.engine.wait_queue import Waiter
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.greenlets import original
 
 FEW_THREADS, MOST_THREADS = 2, 32  # of one `Redlock`
 SLOW = 0.005  # s: if less than one call ends in that time, the threads mostly wait for slow nodes

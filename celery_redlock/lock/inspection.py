@@ -17,7 +17,6 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.session import one_server
 from celery_redlock.lock.keys import (
     broken_key,
-    encoded,
     guard_keys,
     label_of,
     lock_key,
@@ -26,20 +25,18 @@ from celery_redlock.lock.keys import (
     wake_channel,
 )
 from celery_redlock.lock.model.lease import grace_period
-from celery_redlock.lock.nodes import (
-    Address,
-    names_on,
-    read_info,
+from celery_redlock.lock.server.admin import names_on, say_trusted, strike, trust_node
+from celery_redlock.lock.server.error_hints import with_hint
+from celery_redlock.lock.server.handshake import read_info
+from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.encoding import (
+    encode_command,
+    encoded,
     read_list,
     read_number,
     read_text,
-    request_of,
-    say_trusted,
-    strike,
     text_of,
-    trust_node,
 )
-from celery_redlock.lock.votes import advised
 
 PATIENCE = 1.0  # s that a node may take for each step, if not more: people wait longer than locks
 ASKED_AT_ONCE = 500  # keys
@@ -83,7 +80,7 @@ def ask_nodes(redlock: Redlock) -> NodeReport:
     causes = [str(node.error or NodeError(node.name, "no answer in time")) for node in failing]
     _, quiet = guard_keys(redlock.prefix)
     # ms, below 0 where it is not silent
-    left = quorum.ask(request_of("PTTL", quiet), read_number, nodes=answering)
+    left = quorum.query(encode_command("PTTL", quiet), read_number, nodes=answering)
     silent = {quorum.nodes[index].name: ms / 1000 for index, ms in left.items() if ms > 0}
     return NodeReport(len(quorum.nodes), quorum.size, tuple(causes), silent)
 
@@ -96,8 +93,8 @@ def exchange_terms(redlock: Redlock) -> Mapping[str, list[str]]:
     Raises SettingsError for nodes that turn out to be one server.
     """
     quorum, answering = redlock.session.quorum, _connect(redlock)
-    request = request_of("SET", _terms_key(redlock), terms_of(redlock), "GET")
-    noted = quorum.ask(request, _read_terms, nodes=answering)
+    request = encode_command("SET", _terms_key(redlock), terms_of(redlock), "GET")
+    noted = quorum.query(request, _read_terms, nodes=answering)
     return _differing(redlock, {quorum.nodes[index].name: text for index, text in noted.items()})
 
 
@@ -360,7 +357,7 @@ def _ask_each(
         try:
             return address.ask(timeout, ask), ""
         except Exception as error:  # also what a user's credential provider raises
-            return None, advised(address.without_secrets(str(error) or type(error).__name__))
+            return None, with_hint(address.without_secrets(str(error) or type(error).__name__))
 
     with ThreadPoolExecutor(len(asked) or 1) as pool:
         results = dict(zip((a.name for a in asked), pool.map(one, asked), strict=True))

@@ -5,25 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from celery_redlock.lock.transport.encoding import encoded
+
 # A permit's key ends with "#<number>"; a resource that ends like one gets one "#" more.
 _LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*\Z")  # "$" would match before a last newline, too
 _IS_A_PERMIT = re.compile(r"(.*)#([1-9][0-9]{0,8})", re.DOTALL)
-
-
-def encoded(text: str) -> bytes:
-    """Return a text as it stands on the nodes, each text as bytes of its own.
-
-    UTF-8; also of lone surrogates, as `os.fsdecode` makes them of a file name that is no UTF-8.
-    """
-    return text.encode("utf-8", "surrogatepass")
-
-
-def decoded(name: bytes) -> str:
-    """Return the text of what stands on a node; of what no program of ours wrote, something."""
-    try:
-        return name.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return name.decode(errors="replace")
 
 
 def lock_key(prefix: str, resource: str, permit: int = 0) -> str:

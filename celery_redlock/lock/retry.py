@@ -12,12 +12,12 @@ from celery_redlock.lock.coroutines import Errand, rest
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.engine.wait_queue import Waiter
 from celery_redlock.lock.keys import wake_channel
 from celery_redlock.lock.model.acquisition import Acquisition, LockKey, Owner
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.interrupts import uninterruptible
-from celery_redlock.lock.votes import is_misconfigured, is_of_a_replica
-from celery_redlock.lock.wakeup import Waiter
+from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_replica
 
 # all of these in seconds, except SPLIT_TRIES
 FIRST_SPIN, LONGEST_SPIN = 0.05, 1.0  # between tries while the caller waits for the lock

@@ -12,7 +12,7 @@ from typing import Any
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
 from celery_redlock.lock.keys import in_order
-from celery_redlock.lock.nodes import masked, parse_address
+from celery_redlock.lock.transport.address import parse_address, redact_url
 
 RESTART_GUARDS = ("auto", "strict", "on", "off")
 
@@ -73,7 +73,7 @@ def check_guard(level: str, name: str, guard: object) -> str:
 def check_nodes(level: str, name: str, nodes: Any, node_timeout: float) -> list[Any]:
     """Return the addresses of nodes, each named once; raises SettingsError."""
     if isinstance(nodes, (str, bytes)) or not isinstance(nodes, Iterable):
-        shown = repr(masked(nodes)) if isinstance(nodes, str) else f"a {type(nodes).__name__}"
+        shown = repr(redact_url(nodes)) if isinstance(nodes, str) else f"a {type(nodes).__name__}"
         raise SettingsError(level, name, shown, "must be a list of URLs or redis-py clients")
     addresses = [parse_address(node, level, name, node_timeout) for node in nodes]
     if not addresses:

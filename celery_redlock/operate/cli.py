@@ -28,7 +28,6 @@ from rich.text import Text
 
 from celery_redlock.errors import SettingsError, abstains, in_person
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.clock import SystemClock
 from celery_redlock.lock.inspection import (
     NodeStatus,
     Sight,
@@ -40,6 +39,7 @@ from celery_redlock.lock.inspection import (
     terms_of,
     trust_nodes,
 )
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.operate.control import Holder, in_iso
 from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, facts_of, lint
 from celery_redlock.tasks.runtime import redlock_of, settings_of

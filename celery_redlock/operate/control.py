@@ -14,8 +14,8 @@ from typing import Any
 from celery.worker.control import inspect_command
 
 from celery_redlock.errors import RUN
-from celery_redlock.lock.clock import SystemClock
 from celery_redlock.lock.keys import label_of, since_of
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children import held_by_children
 from celery_redlock.tasks.deferral import Slip
 from celery_redlock.tasks.runtime import redlock_of

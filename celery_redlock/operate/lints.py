@@ -18,7 +18,7 @@ from celery._state import connect_on_app_finalize
 from celery.signals import worker_ready
 
 from celery_redlock.errors import SettingsError
-from celery_redlock.lock.nodes import parse_address
+from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.tasks.gate import ENTRY, plan_of
 from celery_redlock.tasks.routes import has_quorum_queues
 from celery_redlock.tasks.runtime import settings_of

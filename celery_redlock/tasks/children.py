@@ -33,12 +33,13 @@ from celery.signals import worker_init, worker_shutdown
 
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.client import Redlock, session_of
-from celery_redlock.lock.clock import Alarm, Bell, new_mutex, new_poll, start_thread
 from celery_redlock.lock.engine.releaser import OrphanedKey
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.keys import label_of
 from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
+from celery_redlock.lock.platform.greenlets import new_poll
+from celery_redlock.lock.platform.threads import DeadlineTimer, Waker, new_mutex, start_thread
 from celery_redlock.tasks.runtime import redlock_of, settings_of
 from celery_redlock.tasks.signals import SignalObserver, tell_released
 
@@ -263,7 +264,7 @@ class Children:
     """
 
     def __init__(self) -> None:
-        self.bell, self.working = Bell(), new_mutex()
+        self.bell, self.working = Waker(), new_mutex()
         self.slots: list[Slot] = []
         self.processes: dict[Slot, Process] = {}
         self.is_watched = False
@@ -438,7 +439,7 @@ class Watch:
                 # a thread that ended here would leave every dead child's locks to their ttl
                 text = "watching the pool's processes failed; trying again in a moment"
                 logger.exception(text, extra={"event": "watch_failed"})
-                Alarm().sleep(PAUSE)
+                DeadlineTimer().sleep(PAUSE)
 
     def _wait(self) -> set[int]:
         """Return which descriptors are readable, after a child's first word or its end."""

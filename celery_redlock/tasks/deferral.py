@@ -37,7 +37,7 @@ from kombu.pools import producers
 from kombu.serialization import registry
 
 from celery_redlock.errors import RedlockError
-from celery_redlock.lock.clock import SystemClock
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.contention import Past
 from celery_redlock.tasks.routes import CAME_BACK, QUEUE, Address, destination, driver_of
 from celery_redlock.tasks.states import fields, ignores_result, show_lost

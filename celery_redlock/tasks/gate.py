@@ -40,7 +40,7 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.keys import completion_key, in_order, is_of_run
 from celery_redlock.lock.lock import Lock, loss_of, release_all
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
-from celery_redlock.lock.nodes import read_text, request_of
+from celery_redlock.lock.transport.encoding import encode_command, read_text
 from celery_redlock.tasks import contention, runtime, signals, states
 from celery_redlock.tasks.children import was_ended
 from celery_redlock.tasks.contention import Contention, Defer, Past, RunUnlocked, Skip
@@ -541,8 +541,8 @@ def marks_of(session: Session, run: str) -> list[float | None]:
 
     s since 1970, below 0 where a later send has taken its place; None: nothing.
     """
-    request = request_of("GET", completion_key(session.options.prefix, run))
-    return list(session.quorum.ask(request, _read_mark).values())
+    request = encode_command("GET", completion_key(session.options.prefix, run))
+    return list(session.quorum.query(request, _read_mark).values())
 
 
 def _read_mark(reply: Any) -> float | None:

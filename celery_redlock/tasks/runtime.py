@@ -22,9 +22,9 @@ from celery.signals import worker_init, worker_process_init
 
 from celery_redlock.errors import LockLost
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.clock import Alarm, start_thread
 from celery_redlock.lock.lock import Lock, loss_of
 from celery_redlock.lock.platform.interrupts import is_uninterruptible
+from celery_redlock.lock.platform.threads import DeadlineTimer, start_thread
 from celery_redlock.tasks.settings import AppSettings, read_app
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # s: between tries to tell a body that is not to be struck
@@ -155,7 +155,7 @@ class Body:
 
     def _interrupt(self) -> None:
         """Try until it is struck or over; in a thread of its own."""
-        alarm, pause = Alarm(), FIRST_PAUSE
+        alarm, pause = DeadlineTimer(), FIRST_PAUSE
         while id(self) in _bodies and self.pending is not None:
             if not self.place.interrupt(self):
                 return

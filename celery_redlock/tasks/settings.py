@@ -28,7 +28,8 @@ from urllib.parse import urlsplit, urlunsplit
 from celery_redlock.errors import ArgumentsError, SettingsError
 from celery_redlock.lock.backoff import Backoff
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
-from celery_redlock.lock.keys import encoded, in_order
+from celery_redlock.lock.keys import in_order
+from celery_redlock.lock.transport.encoding import encoded
 from celery_redlock.lock.validation import (
     check_drift,
     check_guard,

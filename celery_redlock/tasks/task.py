@@ -33,15 +33,7 @@ from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.validation import check_wait
 from celery_redlock.tasks.children import watch_children
 from celery_redlock.tasks.deferral import HEADER, Slip, own_headers, utc_now
-from celery_redlock.tasks.gate import (
-    ENTRY,
-    gated,
-    is_gate,
-    lock_of,
-    noted,
-    passage_of,
-    plan_of,
-)
+from celery_redlock.tasks.gate import ENTRY, gated, is_gate, lock_of, noted, passage_of, plan_of
 from celery_redlock.tasks.routes import Address, queue_of
 from celery_redlock.tasks.runtime import name_of as name_of_app
 from celery_redlock.tasks.runtime import redlock_of, settings_of

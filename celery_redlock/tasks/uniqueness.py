@@ -6,7 +6,7 @@ message that was never sent, however its sender ended. A send is dropped only wh
 one earlier send that was published; in any other doubt it goes out, since the lock orders the runs.
 
 A window may be replaced: the new send takes the key over, and once it is published the earlier one
-is marked as superseded, which its own run reads with its lock (see lock/lua/grant.lua).
+is marked as superseded, which its own run reads with its lock (see lock/server/lua/grant.lua).
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.rounds import causes_of
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.keys import completion_key, name_of_all, unique_key
-from celery_redlock.lock.nodes import (
-    Command,
-    Script,
-    Unheard,
-    bulk,
-    packed,
-    request_of,
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet
+from celery_redlock.lock.server.scripts import load_script
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round
+from celery_redlock.lock.transport.encoding import (
+    UnexpectedReplyError,
+    encode_bulk,
+    encode_command,
+    encode_text,
     text_of,
 )
-from celery_redlock.lock.quorum import Quorum, Round
-from celery_redlock.lock.votes import UnexpectedReplyError
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ PUBLISHING = 1.0  # s: what a publish takes at most for what was packed before i
 SENDS, SENT = "sending", "sent"
 AWAITED = ("task_id", "link", "link_error", "chord", "group_id")
 
-UNIQUE, UNHEARD = Script("unique"), Unheard()
+UNIQUE = load_script("unique")
 
 T = TypeVar("T")
 
@@ -143,7 +142,7 @@ class Ballot(Round):
 
     __slots__ = ("_again", "_quorum", "_standing", "changed", "empty", "errors", "wanted")
 
-    def __init__(self, quorum: Quorum) -> None:
+    def __init__(self, quorum: GuardedNodeSet) -> None:
         self.decided, self.wake = False, None
         self.wanted = True
         self.changed: set[int] = set()
@@ -322,7 +321,7 @@ class Window:
 
     def _change(self, believed: str, value: str) -> bytes:
         """Return a request, all but its ttl."""
-        return b"%b%b%b" % (self._call, packed(believed), packed(value))
+        return b"%b%b%b" % (self._call, encode_text(believed), encode_text(value))
 
     def _request(self, believed: str, value: str, seconds: float = 0.0) -> bytes:
         return self._change(believed, value) + _ttl(seconds)
@@ -361,11 +360,11 @@ class Window:
         left = self._opened_at + self._send.window - now
         if now > self._opened_at + PUBLISHING:
             self._confirmation = self._change(self._token, self._value(SENT))
-        confirmed = Command(self._confirmation + _ttl(left), UNHEARD, UNIQUE)
+        confirmed = Command(self._confirmation + _ttl(left), IGNORE_REPLY, UNIQUE)
         if left > 0 and len(changed) == every:
             quorum.broadcast(confirmed, now)
         else:
-            forgotten = Command(self._request(self._token, ""), UNHEARD, UNIQUE)
+            forgotten = Command(self._request(self._token, ""), IGNORE_REPLY, UNIQUE)
             for node in range(every):
                 is_known = left > 0 and node in changed
                 quorum.send_to(node, confirmed if is_known else forgotten, now)
@@ -394,7 +393,7 @@ class Window:
         for node, earlier in before.items():
             seconds = min(earlier.expires_in, LONGEST_WINDOW)
             request = self._request(self._token, earlier.value, seconds)
-            session.quorum.send_to(node, Command(request, UNHEARD, UNIQUE), now)
+            session.quorum.send_to(node, Command(request, IGNORE_REPLY, UNIQUE), now)
         elsewhere = set(self._ballots[-1].standing) | set(before)
         nodes = set(range(len(session.quorum.nodes))) - elsewhere
         Ending(session, self._request(self._token, "")).send(nodes)
@@ -403,7 +402,7 @@ class Window:
 
 def _ttl(seconds: float) -> bytes:
     """Return how long a value is good for, as the last argument of a request."""
-    return bulk(b"%d" % max(1, math.ceil(seconds * 1000)))
+    return encode_bulk(b"%d" % max(1, math.ceil(seconds * 1000)))
 
 
 class Ending(Round):
@@ -485,7 +484,7 @@ def supersede(session: Session, run: str, kept_for: float) -> Command:
     """
     key, now = completion_key(session.options.prefix, run), session.clock.wall_us() // 1000
     words = ("SET", key, str(-now), "PX", str(math.ceil(kept_for * 1000)), "NX")
-    return Command(request_of(*words), UNHEARD)
+    return Command(encode_command(*words), IGNORE_REPLY)
 
 
 def send_once(

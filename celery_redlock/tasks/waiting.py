@@ -33,9 +33,10 @@ from celery import bootsteps
 from celery.signals import task_received, worker_init
 
 from celery_redlock.errors import RedlockError
-from celery_redlock.lock.clock import Bell, SystemClock, new_mutex
 from celery_redlock.lock.keys import votes_channel, wake_channel
-from celery_redlock.lock.wakeup import Ear
+from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.platform.threads import Waker, new_mutex
+from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.tasks.deferral import CLOCKS_DIFFER, Slip, utc_now
 from celery_redlock.tasks.routes import CAME_BACK
 from celery_redlock.tasks.runtime import Place, here, redlock_of, settings_of
@@ -201,8 +202,8 @@ class Room(bootsteps.StartStopStep):
         self._hearing = new_mutex()
         self._apply: Callable[[Any], object] = parent.apply_eta_task
         parent.apply_eta_task = self._due
-        self._ears: list[Ear] = []
-        self._bell = Bell()
+        self._ears: list[Subscriber] = []
+        self._bell = Waker()
         self._place: Place | None = None  # of the greenlets, where there are any
         self._looks: Any = None
         self._leaves: Any = None  # in the timer, where somebody is to make way
@@ -336,7 +337,7 @@ class Room(bootsteps.StartStopStep):
                 lambda: self._lines.channels(),
                 self.on_release_message,
             )
-            self._ears = [Ear(node.address, *make) for node in nodes]
+            self._ears = [Subscriber(node.address, *make) for node in nodes]
         for ear in self._ears:
             ear.attend()
 

@@ -21,17 +21,15 @@ import hiredis
 from redis import Redis
 
 from celery_redlock.lock.client import sessions
-from celery_redlock.lock.clock import (
-    Bell,
+from celery_redlock.lock.platform.clock import (
     Platform,
     SystemClock,
     install_platform,
-    new_mutex,
-    original,
-    start_thread,
     uninstall_platform,
 )
-from celery_redlock.lock.nodes import bulk
+from celery_redlock.lock.platform.greenlets import original
+from celery_redlock.lock.platform.threads import Waker, new_mutex, start_thread
+from celery_redlock.lock.transport.encoding import encode_bulk
 from celery_redlock.testing.model import Server, library
 from celery_redlock.testing.servers import claim_port
 
@@ -207,7 +205,7 @@ class Memory(Server):
         """Send a message to who has subscribed to a channel."""
         heard = [client for client in self.clients.values() if channel in client.channels]
         for client in heard:
-            client.send(b"*3\r\n" + b"".join(map(bulk, (b"message", channel, message))))
+            client.send(b"*3\r\n" + b"".join(map(encode_bulk, (b"message", channel, message))))
         return len(heard)
 
 
@@ -299,7 +297,7 @@ class Serving:
 
     def __init__(self, port: int, clock: VirtualClock) -> None:
         self._clock, self._memory = clock, Memory(clock)
-        self._bell, self._over = Bell(), new_mutex()
+        self._bell, self._over = Waker(), new_mutex()
         self._ended = self._paused = False
         self._listener = socket.socket()
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -371,7 +369,7 @@ class Serving:
         if verb in (b"SUBSCRIBE", b"UNSUBSCRIBE"):
             return b"".join(subscribed(client, verb, channel) for channel in words[1:])
         if verb == b"PING" and client.channels:
-            return b"*2\r\n" + bulk(b"pong") + bulk(b"".join(words[1:]))
+            return b"*2\r\n" + encode_bulk(b"pong") + encode_bulk(b"".join(words[1:]))
         if verb in WELCOME:
             return b"+OK\r\n"
         with _one_lua:
@@ -387,7 +385,7 @@ def subscribed(client: Client, verb: bytes, channel: bytes) -> bytes:
         client.channels[channel] = None
     else:
         client.channels.pop(channel, None)
-    words = bulk(verb.lower()) + bulk(channel)
+    words = encode_bulk(verb.lower()) + encode_bulk(channel)
     return b"*3\r\n%b:%d\r\n" % (words, len(client.channels))
 
 

@@ -12,16 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from celery_redlock.lock.nodes import (
-    BREAK,
-    GRANT,
-    GUARD,
-    RELEASE,
-    RENEW,
-    TRUST,
-    Script,
-    bulk,
-)
+from celery_redlock.lock.server.scripts import BREAK, GRANT, GUARD, RELEASE, RENEW, TRUST
+from celery_redlock.lock.transport.encoding import encode_bulk
+from celery_redlock.lock.transport.script import Script
 from celery_redlock.tasks.uniqueness import UNIQUE
 
 SCRIPTS = (GRANT, RENEW, RELEASE, GUARD, TRUST, BREAK, UNIQUE)
@@ -182,7 +175,7 @@ class Server:
         if verb == b"SCRIPT":
             return FOREIGN if self._by_source(words[-1]) is None else b"$2\r\nok\r\n"
         if verb == b"INFO":
-            return bulk(self._info())
+            return encode_bulk(self._info())
         if verb in (b"SCAN", b"KEYS"):
             return self._names(verb, words)
         engine = self._engine
@@ -209,7 +202,7 @@ class Server:
             pattern = words[1]
         elif b"MATCH" in words:
             pattern = words[words.index(b"MATCH") + 1]
-        found = [bulk(name) for name in self.keys() if name and fits(name, pattern)]
+        found = [encode_bulk(name) for name in self.keys() if name and fits(name, pattern)]
         listed = b"*%d\r\n%b" % (len(found), b"".join(found))
         return listed if verb == b"KEYS" else b"*2\r\n$1\r\n0\r\n" + listed
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from celery_redlock import Lock, NotAcquired, Redlock
-from celery_redlock.lock.clock import SystemClock
+from celery_redlock.lock.platform.clock import SystemClock
 from tests.conftest import eventually
 
 RESOURCE = "counter"

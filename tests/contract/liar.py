@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import hiredis
 
-from celery_redlock.lock.nodes import Script, bulk
+from celery_redlock.lock.transport.encoding import encode_bulk
+from celery_redlock.lock.transport.script import Script
 from celery_redlock.testing import EmbeddedNode
 
 
@@ -71,7 +72,7 @@ def _name_of(about: Script | bytes) -> bytes:
 
 
 def _answer(node: socket.socket, words: list[bytes]) -> bytes:
-    node.sendall(b"*%d\r\n" % len(words) + b"".join(map(bulk, words)))
+    node.sendall(b"*%d\r\n" % len(words) + b"".join(map(encode_bulk, words)))
     reader, said = hiredis.Reader(), b""
     while reader.gets() is False:
         data = node.recv(65536)

@@ -22,9 +22,6 @@ from tests.conftest import FREED, NODE_TIMEOUT
 from tests.contract.points import interrupt
 
 FILES = (
-    "clock.py", "nodes.py", "quorum.py", "lock.py", "retry.py", "session.py", "acquirer.py",
-    "releaser.py", "acquisition.py", "watchdog.py",
-)
     "clock.py",
     "nodes.py",
     "quorum.py",

@@ -18,7 +18,8 @@ from celery_redlock.lock.inspection import (
     trust_nodes,
 )
 from celery_redlock.lock.keys import broken_key, fence_key, lock_key
-from celery_redlock.lock.nodes import RENEW, text_of
+from celery_redlock.lock.server.scripts import RENEW
+from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import TTL, eventually, is_free, settle
 

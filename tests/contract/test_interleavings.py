@@ -22,7 +22,8 @@ from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.fencing import Fence
 from celery_redlock.lock.model.lease import Lease
-from celery_redlock.lock.nodes import PING, Command, packed
+from celery_redlock.lock.transport.command import PING, Command
+from celery_redlock.lock.transport.encoding import encode_text
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
@@ -65,7 +66,9 @@ def echoes(count: int, seen: list[tuple[int, Any]]) -> Iterator[list[Command]]:
     """Give batches of commands without end, each with a number of its own."""
     for first in itertools.count(0, count):
         numbers = range(first, first + count)
-        yield [Command(b"*2\r\n$4\r\nECHO\r\n" + packed(str(n)), Echo(n, seen)) for n in numbers]
+        yield [
+            Command(b"*2\r\n$4\r\nECHO\r\n" + encode_text(str(n)), Echo(n, seen)) for n in numbers
+        ]
 
 
 def for_seconds(
@@ -107,9 +110,9 @@ def test_answers_stay_with_their_commands_while_connections_break(
 
         def break_off() -> None:
             time.sleep(0.003)
-            wire = node.wire
-            if wire is not None and wire.pending:
-                node.drop(wire, "no answer within 5 s")
+            connection = node.connection
+            if connection is not None and connection.in_flight:
+                node.drop(connection, "no answer within 5 s")
 
         drain = session.quorum.drain
         for_seconds(8, write, drain, drain, break_off, enough=lambda: len(seen) > 1000)
@@ -165,9 +168,9 @@ def test_a_name_that_led_to_another_nodes_server_for_a_while_is_a_node_again(
 
     def lead_to(address: Any) -> None:
         last.address = address
-        wire = last.wire
-        if wire is not None:
-            last.drop(wire, "the name leads elsewhere")
+        connection = last.connection
+        if connection is not None:
+            last.drop(connection, "the name leads elsewhere")
 
     lead_to(dataclasses.replace(first.address, name=own.name))
     with pytest.raises(SettingsError, match="one server"):
@@ -279,9 +282,9 @@ def test_a_connection_that_each_renewal_breaks_does_not_make_them_oftener(
 
     def break_off() -> None:
         time.sleep(0.01)
-        wire = broken.wire
-        if wire is not None:
-            broken.drop(wire, "broken by a test")
+        connection = broken.connection
+        if connection is not None:
+            broken.drop(connection, "broken by a test")
 
     def scripts() -> int:
         stats = nodes[1].client().info("commandstats")
@@ -369,8 +372,8 @@ def test_no_answer_counts_of_a_server_that_was_found_to_be_replaced(redlock: Red
     quorum, seen = redlock.session.quorum, list[tuple[int, Any]]()
     node, now, writing = quorum.nodes[0], redlock.session.clock.now(), Writing()
     settle(redlock)
-    assert node.wire is not None
-    descriptor = node.wire.socket.fileno()
+    assert node.connection is not None
+    descriptor = node.connection.socket.fileno()
     node.send([(Command(PING, Echo(1, seen)), now, PING)])
     other = threading.Thread(
         target=node.send, args=([(Command(PING, writing), now, PING)],), daemon=True
@@ -378,7 +381,7 @@ def test_no_answer_counts_of_a_server_that_was_found_to_be_replaced(redlock: Red
     other.start()
     assert writing.began.wait(60)
     assert select.select([descriptor], [], [], 60)[0], "the answer has come"
-    quorum._give_up(node, node.wire)  # which has to wait for the turn of the other thread
+    quorum._give_up(node, node.connection)  # which has to wait for the turn of the other thread
     quorum.read_from([0])
     writing.go.set()
     other.join(60)

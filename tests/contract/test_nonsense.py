@@ -12,7 +12,7 @@ from celery_redlock import LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.inspection import ask_nodes, look_at_locks, look_at_nodes, look_at_terms
 from celery_redlock.lock.keys import completion_key
 from celery_redlock.lock.lock import acquisitions_of
-from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW
+from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW
 from celery_redlock.tasks.gate import marks_of
 from celery_redlock.tasks.uniqueness import UNIQUE, Ticket
 from celery_redlock.testing import EmbeddedNode

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from celery_redlock import LockLost, Redlock
-from celery_redlock.lock.clock import SystemClock
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually, settle
 from tests.contract.contention import NODE_TIMEOUT, PROCESSES, TTL

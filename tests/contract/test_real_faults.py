@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from celery_redlock import Redlock
-from celery_redlock.lock.clock import SystemClock
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR, WallClock
 from tests.conftest import eventually, see_renewal, trust_nodes

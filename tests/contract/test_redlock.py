@@ -31,8 +31,8 @@ from celery_redlock.lock.inspection import ask_nodes
 from celery_redlock.lock.keys import fence_key, lock_key, wake_channel
 from celery_redlock.lock.lock import acquisitions_of, release_all
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.nodes import Wire
 from celery_redlock.lock.retry import SPLIT_TRIES
+from celery_redlock.lock.transport.connection import Connection
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
@@ -336,7 +336,7 @@ class TestRelease:
         try:
             with redlock.lock("r", ttl=60):
                 value = eventually(lambda: nodes[0].client().get(KEY))
-            eventually(lambda: redlock.session.quorum.nodes[2].wire is None)
+            eventually(lambda: redlock.session.quorum.nodes[2].connection is None)
         finally:
             nodes[2].resume()
         eventually(lambda: redlock.session.outbox.is_empty)
@@ -783,9 +783,9 @@ class TestExceptionsFromOutside:
 
     def test_no_request_follows_the_release_of_its_token(self, redlock: Redlock) -> None:
         written: list[tuple[int, str, str]] = []
-        write = Wire.write
+        write = Connection.write
 
-        def note(self: Wire, entries: Any, **how: bool) -> None:
+        def note(self: Connection, entries: Any, **how: bool) -> None:
             for command, _, _ in entries:
                 handler = command.handler
                 leases = getattr(handler, "_leases", None)
@@ -795,7 +795,7 @@ class TestExceptionsFromOutside:
             write(self, entries, **how)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Wire, "write", note)
+            patch.setattr(Connection, "write", note)
             kept = [redlock.lock("r") for _ in range(200)]
             for lock in kept:  # kept, so that no two holds share an id
                 with lock:
@@ -877,8 +877,12 @@ class TestOneProcess:
         settle(redlock)
 
         def ports() -> set[int]:
-            wires = [node.wire for node in redlock.session.quorum.nodes]
-            return {wire.socket.getsockname()[1] for wire in wires if wire is not None}
+            connections = [node.connection for node in redlock.session.quorum.nodes]
+            return {
+                connection.socket.getsockname()[1]
+                for connection in connections
+                if connection is not None
+            }
 
         parents = ports()
         assert parents

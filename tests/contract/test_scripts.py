@@ -15,7 +15,7 @@ from celery_redlock.lock.keys import (
     lock_key,
     tenure_key,
 )
-from celery_redlock.lock.nodes import (
+from celery_redlock.lock.server.scripts import (
     BREAK,
     GRANT,
     GUARD,
@@ -25,10 +25,9 @@ from celery_redlock.lock.nodes import (
     SAY_NOTHING,
     TRUST,
     Requests,
-    Script,
-    bulk,
-    packed,
 )
+from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
+from celery_redlock.lock.transport.script import Script
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
 
@@ -435,7 +434,7 @@ class TestRequests:
     """What is packed by hand says the same as what a client library would send."""
 
     REQUESTS = Requests("redlock")
-    WORDS = packed(KEY), packed("mine"), bulk(b"30000")
+    WORDS = encode_text(KEY), encode_text("mine"), encode_bulk(b"30000")
 
     def sent(self, client: Redis, request: bytes) -> Any:
         connection = client.connection_pool.make_connection()
@@ -454,18 +453,20 @@ class TestRequests:
     def test_a_grant_and_its_release(self, client: Redis) -> None:
         assert self.sent(client, self.REQUESTS.grant(*self.WORDS) + NO_GUARD) == 1
         assert client.get(KEY) == "mine"
-        assert self.sent(client, self.REQUESTS.release(*self.WORDS[:2], packed(CHANNEL))) == 1
+        assert self.sent(client, self.REQUESTS.release(*self.WORDS[:2], encode_text(CHANNEL))) == 1
         assert self.sent(client, self.REQUESTS.release(*self.WORDS[:2], SAY_NOTHING)) == 0
 
     def test_a_grant_with_a_fencing_token_and_a_guard(self, client: Redis) -> None:
         client.set(RUN, "run-2")
-        guard = b"".join(map(packed, TestGuard.NEW))
+        guard = b"".join(map(encode_text, TestGuard.NEW))
         assert self.sent(client, self.REQUESTS.grant(*self.WORDS, 1000) + guard) == [1, 1000]
 
     def test_a_grant_that_asks_and_a_release_that_marks(self, client: Redis) -> None:
-        words, mark = self.WORDS, packed(DONE)
+        words, mark = self.WORDS, encode_text(DONE)
         assert self.sent(client, self.REQUESTS.ask(*words, None, mark) + NO_GUARD) == [1, 0, 0]
-        last = self.REQUESTS.release_done(*words[:2], packed(CHANNEL), mark, 1700000000000, 500000)
+        last = self.REQUESTS.release_done(
+            *words[:2], encode_text(CHANNEL), mark, 1700000000000, 500000
+        )
         assert self.sent(client, last) == 1
         told = [1, 7, 1700000000000]
         assert self.sent(client, self.REQUESTS.ask(*words, 7, mark) + NO_GUARD) == told
@@ -479,13 +480,13 @@ class TestRequests:
     def test_a_renewal_of_several(self, client: Redis) -> None:
         client.set(KEY, "mine", px=10_000)
         words = self.REQUESTS.renewal(*self.WORDS[1:], 1000)
-        keys = [packed(OTHER), *self.WORDS[:1]]
+        keys = [encode_text(OTHER), *self.WORDS[:1]]
         assert self.sent(client, self.REQUESTS.renew(keys, [words] * 2)) == [0, [1, 1000]]
 
     @pytest.mark.parametrize(("token", "reply"), [(0, 1), (1000, [1, 1000])])
     def test_a_repair(self, client: Redis, token: int, reply: object) -> None:
         words = self.REQUESTS.renewal(*self.WORDS[1:], token)
-        request = self.REQUESTS.renew(self.WORDS[:1], [words], packed(BROKEN))
+        request = self.REQUESTS.renew(self.WORDS[:1], [words], encode_text(BROKEN))
         assert self.sent(client, request) == [reply]
         assert client.get(KEY) == "mine"
 
@@ -493,9 +494,11 @@ class TestRequests:
     def test_by_digest_and_by_source_differ_in_the_script_alone(self, script: Script) -> None:
         by_digest = script.call([KEY], "mine", "1")
         by_source, load = script.with_source(by_digest), script.load
-        assert load.endswith(bulk(b"LOAD") + bulk(script.source))
+        assert load.endswith(encode_bulk(b"LOAD") + encode_bulk(script.source))
         assert by_digest.count(b"EVALSHA") == 1
-        assert bulk(script.source) in by_source
-        tail = b"".join([b"$1\r\n1\r\n", bulk(KEY.encode()), bulk(b"mine"), bulk(b"1")])
+        assert encode_bulk(script.source) in by_source
+        tail = b"".join(
+            [b"$1\r\n1\r\n", encode_bulk(KEY.encode()), encode_bulk(b"mine"), encode_bulk(b"1")]
+        )
         assert by_digest.endswith(tail)
         assert by_source.endswith(tail)

@@ -27,8 +27,8 @@ import pytest
 import redis
 
 from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
-from celery_redlock.lock.nodes import GRANT
-from celery_redlock.lock.votes import hint_of, is_misconfigured
+from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
+from celery_redlock.lock.server.scripts import GRANT
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from celery_redlock.testing.servers import claim_port
 from tests.conftest import (

@@ -22,15 +22,8 @@ from celery_redlock.lock.keys import (
     lock_key,
     tenure_key,
 )
-from celery_redlock.lock.nodes import (
-    BREAK,
-    GRANT,
-    GUARD,
-    RELEASE,
-    RENEW,
-    TRUST,
-    Script,
-)
+from celery_redlock.lock.server.scripts import BREAK, GRANT, GUARD, RELEASE, RENEW, TRUST
+from celery_redlock.lock.transport.script import Script
 from celery_redlock.tasks.uniqueness import UNIQUE
 from celery_redlock.testing import EmbeddedNode
 from tests.simulation.nodes import Node, library

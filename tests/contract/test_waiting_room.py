@@ -19,8 +19,8 @@ from kombu.asynchronous import Hub
 from kombu.common import QoS
 
 from celery_redlock import Redlock
-from celery_redlock.lock import wakeup
 from celery_redlock.lock.keys import wake_channel
+from celery_redlock.lock.transport import subscriber
 from celery_redlock.tasks import waiting as waiting_module
 from celery_redlock.tasks.deferral import CLOCKS_DIFFER, Slip, utc_now
 from celery_redlock.tasks.runtime import redlock_of
@@ -322,7 +322,7 @@ def test_a_worker_does_not_listen_for_ever_for_what_nobody_waits_for(
 ) -> None:
     monkeypatch.setattr(waiting_module, "LOOK", 0.02)
     monkeypatch.setattr(waiting_module, "LINGER", 0.0)
-    monkeypatch.setattr(wakeup, "LINGER", 0.1)
+    monkeypatch.setattr(subscriber, "LINGER", 0.1)
     stage, channel = make_stage(nodes), wake_channel("redlock", "a")
 
     def listening() -> list[int]:

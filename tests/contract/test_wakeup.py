@@ -19,14 +19,14 @@ from multiprocessing.connection import Connection
 import pytest
 
 from celery_redlock import Redlock
-from celery_redlock.lock import wakeup
-from celery_redlock.lock.clock import Platform, SystemClock
 from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.keys import wake_channel
 from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
-from celery_redlock.lock.nodes import parse_address
+from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.retry import LONGEST_SPIN
-from celery_redlock.lock.wakeup import Ear
+from celery_redlock.lock.transport import subscriber
+from celery_redlock.lock.transport.address import parse_address
+from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, NODE_TIMEOUT, eventually, see_quorum, settle
 from tests.contract.contention import PROCESSES
@@ -318,7 +318,7 @@ def test_a_greenlet_that_waits_lets_the_others_run(nodes: list[EmbeddedNode]) ->
     assert (run.returncode, run.stdout) == (0, "each had it in turn\n"), run.stderr
 
 
-class Slow(Ear):
+class Slow(Subscriber):
     """An ear whose thread, once it has said that it ends, sees another one begin."""
 
     after: Callable[[], None] | None = None
@@ -349,7 +349,7 @@ def test_who_comes_to_a_subscription_that_stands_looks_at_once_whether_it_missed
 def test_an_ear_that_ends_leaves_the_next_one_its_connection(
     nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wakeup, "LINGER", 0.1)
+    monkeypatch.setattr(subscriber, "LINGER", 0.1)
     wanted, heard = {"a"}, Counter[str]()
     address = parse_address(nodes[0].url, "test", "nodes", NODE_TIMEOUT)
 
@@ -361,7 +361,7 @@ def test_an_ear_that_ends_leaves_the_next_one_its_connection(
 
     def wait_anew() -> None:
         wanted.add("b")
-        monkeypatch.setattr(wakeup, "LINGER", WAIT)
+        monkeypatch.setattr(subscriber, "LINGER", WAIT)
         ear.attend()
         eventually(lambda: heard["b"])
 
@@ -376,11 +376,13 @@ def test_an_ear_that_ends_leaves_the_next_one_its_connection(
 
 
 @contextlib.contextmanager
-def listening(node: EmbeddedNode, *channels: str) -> Iterator[Ear]:
+def listening(node: EmbeddedNode, *channels: str) -> Iterator[Subscriber]:
     """Give an ear that was told to hear these channels."""
     address = parse_address(node.url, "test", "nodes", NODE_TIMEOUT)
     wanted = set(channels)
-    ear = Ear(address, NODE_TIMEOUT, Platform(SystemClock()), lambda: set(wanted), lambda *_: None)
+    ear = Subscriber(
+        address, NODE_TIMEOUT, Platform(SystemClock()), lambda: set(wanted), lambda *_: None
+    )
     with contextlib.closing(ear):
         ear.attend()
         yield ear
@@ -390,7 +392,7 @@ def test_an_ear_that_is_told_of_channels_all_the_time_finds_out_that_its_node_is
     mortal_nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that is gone ends no connection, and whoever comes to wait rings."""
-    monkeypatch.setattr(wakeup, "LINGER", 0.1)
+    monkeypatch.setattr(subscriber, "LINGER", 0.1)
     with listening(mortal_nodes[0], "a") as ear:
         eventually(lambda: ear.confirmed)
         mortal_nodes[0].pause()

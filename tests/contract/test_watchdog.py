@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from celery_redlock.lock.clock import Platform, SystemClock
 from celery_redlock.lock.engine.watchdog import Watchdog
+from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.testing import EmbeddedNode
 
 LONG = 600.0  # s: longer than any test

@@ -34,7 +34,8 @@ from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
 from celery_redlock import Backoff, Contention, LockedTask, LockLost, current_lock
-from celery_redlock.signals import (
+from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.signals import (
     LockExtendedEvent,
     LockReleasedEvent,
     lock_acquired,
@@ -43,7 +44,6 @@ from celery_redlock.signals import (
     lock_released,
     lock_skipped,
 )
-from celery_redlock.tasks.runtime import redlock_of
 
 LOG = Path(os.environ.get("TEST_LOG", os.devnull))
 NODES = os.environ.get("TEST_NODES", "redis://nowhere")

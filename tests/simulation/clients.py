@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from celery_redlock.lock import nodes as nodes_module
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.clock import Platform
 from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
-from celery_redlock.lock.nodes import Address as ShippedAddress
-from celery_redlock.lock.nodes import Greeting, Guard, Notes
-from celery_redlock.lock.tenures import KEPT_MS, Tenures, tenure_of
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.server.handshake import Notes, ServerInfo
+from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
+from celery_redlock.lock.transport.address import Address as ShippedAddress
+from celery_redlock.lock.transport.encoding import encode_words
 from celery_redlock.tasks import uniqueness as uniqueness_module
 from celery_redlock.tasks.uniqueness import Standing, Window
 from tests.simulation.network import Link, Path
@@ -103,10 +103,10 @@ class Process:
             get_ident=lambda: id(running()),
             new_mutex=Mutex,
             new_poll=lambda native: Poll(self),
-            new_bell=lambda: Bell(self),
+            new_waker=lambda: Waker(self),
             new_local=PerThread,
             new_token=lambda: str(world.witness.new_token()),
-            new_subscriber=Ear,
+            new_subscriber=Subscriber,
         )
         self.addresses = [
             Address(node.name, node.name, None, self.platform, self, node, path)
@@ -116,9 +116,25 @@ class Process:
 
     def connect(self) -> None:
         """Be connected to every node when the schedule begins."""
-        with patched(nodes_module, greet=_known):
-            for node in self.redlock.session.quorum.nodes:
-                node._connect()
+        for node in self.redlock.session.quorum.nodes:
+            connection = node.address.dial(node.timeout)
+            node.adopt(connection, self._knows(node.index))
+
+    def _knows(self, node: int) -> ServerInfo:
+        """Return what a handshake learns of a node that knows this prefix and has all scripts.
+
+        Without the handshake itself: that is faster, for many worlds.
+        """
+        guard, servers = self.redlock.session.options.guard, [one.node for one in self.addresses]
+        run_id = servers[node].run_id
+        notes = None
+        if guard.word != "off":
+            servers.insert(0, servers.pop(node))  # its own tenure is named first
+            texts = [server.tenure(guard.prefix).decode() for server in servers]
+            own, *others = map(tenure_of, texts)
+            notes = Notes((texts[0], str(KEPT_MS), *texts[1:]), 0.0, own, others)
+        arguments = guard.arguments(run_id, 0.0)
+        return ServerInfo(run_id, encode_words(arguments), arguments, notes=notes)
 
     def thread(self, run: Callable[[], object]) -> Thread:
         """Start a thread."""
@@ -261,7 +277,7 @@ class Mutex:
         self.release()
 
 
-class Bell:
+class Waker:
     """What a waiter is woken by, beside what it waits for: the pipe of the shipped one."""
 
     def __init__(self, process: Process) -> None:
@@ -315,7 +331,7 @@ class Poll:
         return ready
 
 
-class Ear:
+class Subscriber:
     """A subscriber connection: it hears of releases, late, and not while it is broken."""
 
     def __init__(
@@ -459,18 +475,6 @@ class Log(logging.Handler):
             thread.process.world.witness.failed(record.exc_info[1])
         else:
             thread.process.said.append(record.getMessage())
-
-
-def _known(link: Link, guard: Guard, tenures: Tenures, node: int) -> Greeting:
-    """Greet a node that knows this prefix, and has all scripts: faster, for many worlds."""
-    run_id = link.node.run_id
-    notes = None
-    if guard.word != "off":
-        nodes = [address.node for address in link.process.addresses]
-        texts = [nodes[i].tenure(guard.prefix).decode() for i in (node, *tenures.others(node))]
-        own, *others = map(tenure_of, texts)
-        notes = Notes((texts[0], str(KEPT_MS), *texts[1:]), 0.0, own, others)
-    return Greeting(run_id, guard.arguments(run_id, 0.0), notes=notes)
 
 
 def _passes_for_all(seconds: float) -> None:

@@ -36,7 +36,7 @@ import hiredis
 
 from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
 from celery_redlock.lock.model.lease import MARGIN, State
-from celery_redlock.lock.nodes import GRANT, RELEASE, RENEW
+from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW
 from celery_redlock.lock.votes import quorum_of
 from celery_redlock.testing.model import digest_of
 from tests.simulation.nodes import Node

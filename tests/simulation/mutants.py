@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from celery_redlock.lock import client as client_module
-from celery_redlock.lock import quorum as quorum_module
 from celery_redlock.lock import votes as votes_module
 from celery_redlock.lock.engine import acquirer as acquirer_module
 from celery_redlock.lock.engine import rounds as rounds_module
@@ -26,9 +25,13 @@ from celery_redlock.lock.model import lease as lease_module
 from celery_redlock.lock.model.acquisition import Acquisition, KeyLease, LockKey
 from celery_redlock.lock.model.fencing import Fence
 from celery_redlock.lock.model.lease import UNKNOWN, Lease, Probation, State
-from celery_redlock.lock.nodes import GRANT, GUARD, RELEASE, RENEW, Command, Guard, Script
-from celery_redlock.lock.quorum import Quorum
-from celery_redlock.lock.tenures import Tenures
+from celery_redlock.lock.server import restart_guard as guard_module
+from celery_redlock.lock.server.handshake import Guard
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet
+from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
+from celery_redlock.lock.server.tenures import Tenures
+from celery_redlock.lock.transport.command import Command, Round
+from celery_redlock.lock.transport.script import Script
 from celery_redlock.tasks.uniqueness import Ballot, Standing
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
@@ -132,7 +135,7 @@ def half_quorum() -> Iterator[None]:
 
     with (
         patched(votes_module, quorum_of=half),
-        patched(quorum_module, quorum_of=half),
+        patched(guard_module, quorum_of=half),
         patched(rounds_module, quorum_of=half),
     ):
         yield
@@ -162,7 +165,7 @@ def late_clear() -> Iterator[None]:
         self._watchdog.unwatch(release.acquisition)
         nodes.broadcast(release.command(), self.clock.now())
         until = self.clock.now() + self.servers.options.node_timeout / 2
-        nodes.wait(quorum_module.Round(), until)
+        nodes.wait(Round(), until)
         release.key_lease.lease.end()
         self._unwritten.pop(id(release), None)
 
@@ -346,10 +349,10 @@ def own_note_though_seen() -> Iterator[None]:
 def votes_are_kept() -> Iterator[None]:
     """A vote stays good though a note that comes after it says that its server is behind."""
 
-    def drop_alone(self: Quorum, node: Any, wire: Any) -> None:
+    def drop_alone(self: GuardedNodeSet, node: Any, wire: Any) -> None:
         node.drop(wire, "replaced")
 
-    with patched(Quorum, _give_up=drop_alone):
+    with patched(GuardedNodeSet, _give_up=drop_alone):
         yield
 
 

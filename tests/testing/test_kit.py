@@ -26,7 +26,7 @@ from celery_redlock import (
     RedlockError,
     current_lock,
 )
-from celery_redlock.signals import LockLostEvent, lock_lost
+from celery_redlock.tasks.signals import LockLostEvent, lock_lost
 from celery_redlock.testing import (
     FakeNode,
     assert_released,

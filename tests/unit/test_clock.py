@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from celery_redlock.lock.clock import SystemClock
+from celery_redlock.lock.platform.clock import SystemClock
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.votes import hint_of, is_misconfigured
+from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
 
 WRAPPED = "ERR Error running script (call to f_53e2): @user_script:10: @user_script: 10: -"
 

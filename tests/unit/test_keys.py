@@ -4,10 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.clock import new_token
 from celery_redlock.lock.keys import (
-    decoded,
-    encoded,
     label_of,
     lock_key,
     name_of_all,
@@ -16,6 +13,8 @@ from celery_redlock.lock.keys import (
     value_of,
     wake_channel,
 )
+from celery_redlock.lock.platform.clock import new_token
+from celery_redlock.lock.transport.encoding import decoded, encoded
 
 # any text at all: with lone surrogates, as of a file name that is no UTF-8; and what looks alike
 any_text = st.text(

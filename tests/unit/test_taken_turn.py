@@ -1,8 +1,8 @@
 """A turn of reading that is taken from one that keeps it for too long."""
 
 from celery_redlock import NodeError, Redlock
-from celery_redlock.lock.clock import SystemClock
-from celery_redlock.lock.nodes import PING, Command
+from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.transport.command import PING, Command
 
 
 class Leaping(SystemClock):

@@ -3,14 +3,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from celery_redlock.lock.clock import Platform, SystemClock
-from celery_redlock.lock.wakeup import Listener, Waiter
+from celery_redlock.lock.engine.wait_queue import Waiter, WaitQueue
+from celery_redlock.lock.platform.clock import Platform, SystemClock
 
 
 @contextlib.contextmanager
-def line(*channels: list[str]) -> Iterator[tuple[Listener, list[Waiter]]]:
+def line(*channels: list[str]) -> Iterator[tuple[WaitQueue, list[Waiter]]]:
     """Give a listener without nodes, and waiters in the order in which they came."""
-    listener = Listener([], 1.0, Platform(SystemClock()))
+    listener = WaitQueue([], 1.0, Platform(SystemClock()))
     with contextlib.ExitStack() as stack:
         yield listener, [stack.enter_context(listener.waiting(some)) for some in channels]
 
@@ -36,7 +36,7 @@ def test_one_that_waits_for_several_hears_of_each() -> None:
 
 
 def test_the_first_of_each_limit_is_woken() -> None:
-    listener = Listener([], 1.0, Platform(SystemClock()))
+    listener = WaitQueue([], 1.0, Platform(SystemClock()))
     with contextlib.ExitStack() as stack:
         waiters = [stack.enter_context(listener.waiting(["a"], limit)) for limit in (1, 1, 3, 3)]
         listener.heard("a")
@@ -55,7 +55,7 @@ def test_one_that_was_refused_something_else_holds_up_nobody() -> None:
 
 
 def test_a_word_that_one_leaves_behind_is_the_next_ones() -> None:
-    listener = Listener([], 1.0, Platform(SystemClock()))
+    listener = WaitQueue([], 1.0, Platform(SystemClock()))
     with contextlib.ExitStack() as first:
         first.enter_context(listener.waiting(["a"]))
         with listener.waiting(["a"]) as second:

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 
 from celery_redlock.errors import LockTaken, QuorumUnreachable, RedlockError
-from celery_redlock.lock.clock import Platform
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
@@ -21,7 +20,10 @@ from celery_redlock.lock.model.acquisition import Acquisition, KeyLease, LockKey
 from celery_redlock.lock.model.fencing import Fence, proposal
 from celery_redlock.lock.model.lease import MARGIN, Lease
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.lock.nodes import GRANT, Command, packed
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.server.scripts import GRANT
+from celery_redlock.lock.transport.command import Command
+from celery_redlock.lock.transport.encoding import encode_text
 
 ROUNDS_IN_TTL = 4  # a ttl leaves time for so many rounds
 
@@ -145,7 +147,7 @@ class Acquirer:
         sent = key_lease.sent = clock.now()
         least = None if key_lease.fence is None else proposal(clock.wall_us())
         request = self._request(key_lease, options, least)
-        command = Command(request, round_, GRANT, guarded=True, dated=bool(least))
+        command = Command(request, round_, GRANT, suffixed=True, dated=bool(least))
         nodes.broadcast(command, sent)
         self._releaser.pack(key_lease)  # while the nodes think
         until = sent + min(servers.options.node_timeout, lease.ttl / ROUNDS_IN_TTL)
@@ -165,7 +167,7 @@ class Acquirer:
         requests, key, marker = self._servers.requests, key_lease.key, options.marker
         if marker is None or marker.asks_since is None:
             return requests.grant(key.packed_name, key_lease.packed_value, key.ttl_ms, least)
-        marker_key = packed(completion_key(self._servers.options.prefix, marker.run))
+        marker_key = encode_text(completion_key(self._servers.options.prefix, marker.run))
         return requests.ask(key.packed_name, key_lease.packed_value, key.ttl_ms, least, marker_key)
 
     def _failed(self, round_: AcquireRound, key_lease: KeyLease, *, time_is_up: bool) -> Failure:

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from celery_redlock.errors import NodeError, abstains
 from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
-from celery_redlock.lock.nodes import Greeting, Node
-from celery_redlock.lock.votes import advised
+from celery_redlock.lock.server.error_hints import with_hint
+from celery_redlock.lock.server.handshake import ServerInfo
+from celery_redlock.lock.transport.node_client import NodeClient
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class Events:
         client = self._client()
         client.observer.lost(client, acquisition, reason)
 
-    def node_changed(self, node: Node, error: NodeError | None) -> None:
+    def node_changed(self, node: NodeClient, error: NodeError | None) -> None:
         """Tell that a node stopped answering, or, without an error, that it answers again."""
         self._teller.tell(functools.partial(self._tell_of_node, node.name, error))
 
@@ -154,10 +155,10 @@ class Events:
             client.observer.node_recovered(client, name)
         else:
             extra = {"event": "node_failed", "node": name}
-            logger.error("node %s gives no vote: %s", name, advised(error.cause), extra=extra)
+            logger.error("node %s gives no vote: %s", name, with_hint(error.cause), extra=extra)
             client.observer.node_failed(client, name, error.cause)
 
-    def node_connected(self, node: Node, greeting: Greeting) -> None:
+    def node_connected(self, node: NodeClient, greeting: ServerInfo) -> None:
         """Warn of a node that abstains, or that may evict keys."""
         silent_for = 0.0 if greeting.notes is None else greeting.notes.silent_for
         if silent_for > 0:
@@ -170,7 +171,7 @@ class Events:
             text = f"has maxmemory-policy {greeting.evicts}: {hint}"
             self._log("node_evicts", logging.ERROR, text, node)
 
-    def _log(self, event: str, level: int, text: str, node: Node) -> None:
+    def _log(self, event: str, level: int, text: str, node: NodeClient) -> None:
         extra = {"event": event, "node": node.name}
         log = functools.partial(logger.log, level, "node %s %s", node.name, text, extra=extra)
         self._teller.tell(log)

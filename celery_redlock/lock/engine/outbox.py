@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from celery_redlock.lock.nodes import Command
-from celery_redlock.lock.quorum import Quorum
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet
+from celery_redlock.lock.transport.command import Command
 
 
 class OutboxItem(Protocol):
@@ -25,7 +25,7 @@ class OutboxItem(Protocol):
 class Outbox:
     """Delivers items to nodes once these are connected. One dictionary a node."""
 
-    def __init__(self, quorum: Quorum) -> None:
+    def __init__(self, quorum: GuardedNodeSet) -> None:
         self._quorum = quorum
         self.forget()
 
@@ -49,7 +49,7 @@ class Outbox:
                 if item.until <= now:
                     items.pop(key, None)
                     item.settle(node.index)
-                elif node.wire is not None:
+                elif node.connection is not None:
                     items.pop(key, None)
                     self._quorum.send_to(node.index, item.command())
             if items:

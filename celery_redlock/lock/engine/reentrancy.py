@@ -6,9 +6,9 @@ import asyncio
 import os
 from asyncio.events import _get_running_loop
 
-from celery_redlock.lock.clock import Platform
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
 from celery_redlock.lock.model.options import LockOptions
+from celery_redlock.lock.platform.clock import Platform
 
 
 class Flow:

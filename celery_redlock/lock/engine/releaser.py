@@ -23,9 +23,10 @@ from celery_redlock.lock.keys import completion_key
 from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
 from celery_redlock.lock.model.lease import HELD
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.lock.nodes import RELEASE, SAY_NOTHING, Command, packed
 from celery_redlock.lock.platform.interrupts import uninterruptible
-from celery_redlock.lock.votes import UnexpectedReplyError
+from celery_redlock.lock.server.scripts import RELEASE, SAY_NOTHING
+from celery_redlock.lock.transport.command import Command
+from celery_redlock.lock.transport.encoding import UnexpectedReplyError, encode_text
 
 DELIVERED_FOR = 1.5  # ttls for which a node that cannot be told may still keep a key of ours
 REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
@@ -195,7 +196,7 @@ class Releaser:
         return min((due for due, _ in self._orphans), default=math.inf)
 
     def pack(self, key_lease: KeyLease) -> bytes:
-        """Return the plain request that releases a key and tells the waiters; packed once."""
+        """Return the plain request that releases a key and tells the waiters; encode_text once."""
         if not key_lease.packed_release:
             key, value = key_lease.key, key_lease.packed_value
             release = self.servers.requests.release
@@ -214,7 +215,7 @@ class Releaser:
         channel = key.channel if publish else SAY_NOTHING
         if ended_at and marker is not None:
             times = int(ended_at * 1000), math.ceil(marker.kept_for * 1000)
-            marker_key = packed(completion_key(self.servers.options.prefix, marker.run))
+            marker_key = encode_text(completion_key(self.servers.options.prefix, marker.run))
             value = key_lease.packed_value
             return requests.release_done(key.packed_name, value, channel, marker_key, *times)
         if not publish:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.rounds import RenewRound, RoundGroup, Servers
 from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
-from celery_redlock.lock.nodes import RENEW, Command, Entry, packed
+from celery_redlock.lock.server.scripts import RENEW
+from celery_redlock.lock.transport.command import Command, Entry
+from celery_redlock.lock.transport.encoding import encode_text
 
 SHORTEST_RENEWAL = 0.05  # seconds between renewals of a lock that could not be renewed
 RENEWED_AT_ONCE = 100  # keys a request: a node serves nobody else meanwhile
@@ -80,7 +82,7 @@ class Renewer:
         for node in part.lacking:
             (key_lease,) = part.key_leases
             key_lease.reclaiming(node)
-            entries[node][-1] = self._entry(part, round_, sent, packed(key_lease.broken_key))
+            entries[node][-1] = self._entry(part, round_, sent, encode_text(key_lease.broken_key))
         return part, round_
 
     def _entry(self, part: Part, round_: RenewRound, sent: float, note: bytes = b"") -> Entry:
@@ -90,7 +92,7 @@ class Renewer:
         return Command(request, round_, RENEW), sent, request
 
     def _renewal(self, key_lease: KeyLease) -> bytes:
-        """Return what a renew request has of a key lease behind the keys; packed once."""
+        """Return what a renew request has of a key lease behind the keys; encode_text once."""
         if key_lease.packed_renewal:
             return key_lease.packed_renewal
         requests, ttl_ms, fence = self._servers.requests, key_lease.key.ttl_ms, key_lease.fence

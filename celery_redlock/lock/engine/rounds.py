@@ -10,23 +10,23 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError, abstains
-from celery_redlock.lock.clock import Clock
 from celery_redlock.lock.model.acquisition import KeyLease
 from celery_redlock.lock.model.fencing import LAST_TOKEN
 from celery_redlock.lock.model.lease import ACQUIRING, HELD, expires_in
 from celery_redlock.lock.model.options import ClientOptions, CompletionMarker
-from celery_redlock.lock.nodes import Command, Requests, text_of
-from celery_redlock.lock.quorum import REPLACED, Quorum, Round
+from celery_redlock.lock.platform.clock import Clock
+from celery_redlock.lock.server.error_hints import strip_args, with_hint
+from celery_redlock.lock.server.restart_guard import REPLACED, GuardedNodeSet
+from celery_redlock.lock.server.scripts import Requests
+from celery_redlock.lock.transport.command import Command, Round
+from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
 from celery_redlock.lock.votes import (
     FAILED,
     GRANTED,
     REFUSED,
     SILENT,
     Tally,
-    UnexpectedReplyError,
     Vote,
-    advised,
-    in_short,
     is_split,
     quorum_of,
 )
@@ -36,7 +36,7 @@ from celery_redlock.lock.votes import (
 class Servers:
     """The nodes of one `Redlock`, how they are asked, and what all its locks share."""
 
-    nodes: Quorum
+    nodes: GuardedNodeSet
     requests: Requests
     options: ClientOptions
 
@@ -135,7 +135,7 @@ class AcquireRound(Round):
         None: the run has ended, or is not to be made, whatever the node's vote is.
         """
         if type(reply) is hiredis.ReplyError:
-            self.errors[node] = NodeError("", in_short(str(reply)))
+            self.errors[node] = NodeError("", strip_args(str(reply)))
             return FAILED
         vote, words = self._parsed(reply)
         if self._marker is not None and self._has_ended(words[-1]):
@@ -227,14 +227,14 @@ class AcquireRound(Round):
         values = [other.value for other in self.held_by.values()]
         return max(values, key=values.count, default="")
 
-    def causes(self, nodes: Quorum, *, time_is_up: bool) -> list[str]:
+    def causes(self, nodes: GuardedNodeSet, *, time_is_up: bool) -> list[str]:
         """Return one text for each node that gave no vote; time_is_up: every node had its time."""
         voted = {*self._key_lease.granted, *self._held_by} if time_is_up else None
         return causes_of(nodes, self.errors, self.abstaining, voted)
 
 
 def causes_of(
-    nodes: Quorum,
+    nodes: GuardedNodeSet,
     errors: dict[int, NodeError] | None = None,
     abstaining: dict[int, float] | None = None,
     voted: set[int] | None = None,
@@ -249,7 +249,7 @@ def causes_of(
         if node.index in abstaining:
             causes.append(f"{node.name}: {abstains(abstaining[node.index])}")
         elif error is not None:
-            causes.append(f"{node.name}: {advised(error.cause)}")
+            causes.append(f"{node.name}: {with_hint(error.cause)}")
         elif voted is not None and node.index not in voted:  # frozen, or cut off: no error yet
             causes.append(f"{node.name}: no answer in time")
     return causes or [f"{node.name}: no answer in time" for node in nodes.nodes]

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from weakref import ref
 
 from celery_redlock.errors import SettingsError
-from celery_redlock.lock.clock import Platform
 from celery_redlock.lock.coroutines import Threads
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.events import Events, Observer
@@ -22,13 +21,17 @@ from celery_redlock.lock.engine.reentrancy import Reentrancy
 from celery_redlock.lock.engine.releaser import OrphanedKey, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import Servers
+from celery_redlock.lock.engine.wait_queue import WaitQueue
 from celery_redlock.lock.engine.watchdog import Watchdog
-from celery_redlock.lock.keys import encoded
 from celery_redlock.lock.model.acquisition import Acquisition, LockKey, Owner
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
-from celery_redlock.lock.nodes import LONGEST_RECONNECT, Address, Greeting, Node, Requests
-from celery_redlock.lock.quorum import Quorum
-from celery_redlock.lock.wakeup import Listener
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.server.handshake import ServerInfo
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
+from celery_redlock.lock.server.scripts import Requests
+from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.encoding import encoded
+from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, NodeClient
 
 EXCHANGED_EVERY = 1 / 3  # of a grace period: notes about which server serves where
 IDLE = 30.0  # seconds after which an unused connection is asked whether it still stands
@@ -71,11 +74,9 @@ class Session:
             platform, self._renew_due, self._run_maintenance, self._check_deadline
         )
         self.events = Events(self.client, self.watchdog)
-        self.quorum = Quorum(
-            addresses, options.node_timeout, platform,
-            self.events.node_changed, self._node_connected, self._node_replaced, options.guard,
-        )  # fmt: skip
-        self.wait_queue = Listener(addresses, options.node_timeout, platform)
+        told = NodeEvents(self.events.node_changed, self._node_connected, self._node_replaced)
+        self.quorum = GuardedNodeSet(addresses, options.node_timeout, platform, options.guard, told)
+        self.wait_queue = WaitQueue(addresses, options.node_timeout, platform)
         self.threads = Threads(platform)
         self.reentrancy = Reentrancy(platform)
         self.outbox = Outbox(self.quorum)
@@ -234,13 +235,13 @@ class Session:
         idle = min(IDLE, self.exchanged_every)
         self.quorum.keep_alive(idle)
         gone = self.watchdog.watches and self.quorum.reconnect()
-        again = min(self.quorum.drop_spare_seats(), self.releaser.repeats_at)
+        again = min(self.quorum.drop_spare_pollers(), self.releaser.repeats_at)
         # asked last: what broken connections carried may have added to it
         if gone or self.quorum.outstanding or self.releaser.is_writing:
             return min(again, now + timeout)
         if self._is_ending:
             return self._close_when_done(now + timeout)
-        if any(node.wire for node in self.quorum.nodes):
+        if any(node.connection for node in self.quorum.nodes):
             return min(again, now + idle)
         return again
 
@@ -253,7 +254,7 @@ class Session:
 
     # what the connections tell
 
-    def _node_connected(self, node: Node, greeting: Greeting) -> None:
+    def _node_connected(self, node: NodeClient, greeting: ServerInfo) -> None:
         # a key that a restarted node lost is reclaimed while the promise is still true; no more
         # often than once a second: a connection that each renewal breaks would else be its own
         # cause

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from redis.backoff import ExponentialBackoff
 
-from celery_redlock.lock.clock import Platform
+from celery_redlock.lock.platform.clock import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,10 @@ class Watchdog(Generic[W]):
         self._maintenance_at = math.inf  # for the thread that does it
         self._asked: deque[float] = deque()  # when else, by any thread
         self._news: deque[Callable[[], None]] = deque()
-        self._renewals, self._deadlines = self._platform.alarm(), self._platform.alarm()
+        self._renewals, self._deadlines = (
+            self._platform.deadline_timer(),
+            self._platform.deadline_timer(),
+        )
         self._threads: dict[str, object] = {}  # by what they do; of each the first alone goes on
         self._started = self._stopped = False
 

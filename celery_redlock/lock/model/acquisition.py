@@ -16,7 +16,7 @@ from celery_redlock.lock.keys import broken_key, is_of_run, lock_key, wake_chann
 from celery_redlock.lock.model.fencing import Fence
 from celery_redlock.lock.model.lease import HELD, LOST, Lease
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.lock.nodes import bulk, packed
+from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
 
 RENEWED_TOGETHER = 10  # of a ttl: what is due within one such part is renewed in one batch
 # who acquires: the process, its thread or greenlet (a `reentrancy.Flow`), and its asyncio task
@@ -35,9 +35,9 @@ class LockKey:
     def __init__(self, prefix: str, resource: str, permit: int, ttl: float) -> None:
         self.resource, self.permit = resource, permit
         self.name = lock_key(prefix, resource, permit)
-        self.packed_name = packed(self.name)
-        self.channel = packed(wake_channel(prefix, resource))
-        self.ttl_ms = bulk(b"%d" % math.ceil(ttl * 1000))
+        self.packed_name = encode_text(self.name)
+        self.channel = encode_text(wake_channel(prefix, resource))
+        self.ttl_ms = encode_bulk(b"%d" % math.ceil(ttl * 1000))
 
 
 def lock_keys(prefix: str, options: LockOptions) -> list[LockKey]:
@@ -66,8 +66,8 @@ class KeyLease:
         self.granted: set[int] = set()
         self.never_asked: set[int] = set()
         self.asked_again: set[int] = set()
-        self.packed_value = packed(value)
-        self.packed_release = self.packed_renewal = b""  # packed once, when first needed
+        self.packed_value = encode_text(value)
+        self.packed_release = self.packed_renewal = b""  # encode_text once, when first needed
 
     @property
     def broken_key(self) -> str:

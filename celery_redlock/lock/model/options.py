@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from celery_redlock.lock.nodes import Guard
+from celery_redlock.lock.server.handshake import Guard
 
 
 @dataclass(frozen=True)

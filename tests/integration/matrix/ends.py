@@ -96,7 +96,7 @@ def both(state: str, bodies: int = 1, freed: str = RUN) -> Pair:
 
 
 # the worker never hears of the end: a late message is given back when the worker itself ends
-UNHEARD = After("PENDING"), After("SUCCESS", 2, heir=True)
+IGNORE_REPLY = After("PENDING"), After("SUCCESS", 2, heir=True)
 # the body is cut, and a late message given back
 CUT = After("RETRY"), After("SUCCESS", 2, heir=True)
 # the worker may end before RETRY is stored, which nobody waits for
@@ -119,7 +119,7 @@ ENDS = (
     End("MemoryError", MEMORY, alone=("prefork", "solo"), apart=("prefork", "solo")),
     *(
         End(
-            error, UNHEARD, other={"prefork": both("FAILURE")},
+            error, IGNORE_REPLY, other={"prefork": both("FAILURE")},
             before={"prefork": both("PENDING")}, alone=("solo",), apart=("solo",),
         )
         for error in ("SystemExit", "KeyboardInterrupt")
@@ -139,7 +139,7 @@ ENDS = (
         "on_failure of the user's raises", both("FAILURE"), alone=("solo",), apart=("solo",)
     ),
     End(
-        "the result backend fails", UNHEARD, alone=("solo",), apart=("solo",),
+        "the result backend fails", IGNORE_REPLY, alone=("solo",), apart=("solo",),
         other={
             "prefork": both("PENDING"),
             # its loop takes the error for the broker's, connects anew and gets the message again

@@ -1,145 +1,26 @@
-"""Word of a release, for those of this process that wait for a lock.
-
-A message is a hint and nothing else: whoever is woken makes a round like any other, and whoever
-never hears one tries again by itself, at the end of the lease that refused it at the latest. One
-subscriber connection a node and process, made when somebody waits, each with a thread of its own,
-so that a stalled node delays nobody.
-"""
+"""One subscriber connection to a node, with a thread of its own: a stalled node delays nobody."""
 
 from __future__ import annotations
 
-import contextlib
 import select
 import ssl
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import hiredis
 
-from celery_redlock.lock.clock import Platform, original
-from celery_redlock.lock.nodes import RECONNECT, Address, receive, request_of, text_of
-from celery_redlock.lock.quorum import Round
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.greenlets import original
+from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.connection import receive
+from celery_redlock.lock.transport.encoding import encode_command, text_of
+from celery_redlock.lock.transport.node_client import RECONNECT
 
 LINGER = 30.0  # s that a connection is kept when nobody waits, or asked for when nothing comes
 
 
-class Waiter(Round):
-    """One that waits until something may be free.
-
-    channels: where that is said. limit: by which it asks; what is taken to one may be free to
-    another. awaits: the one channel of what refused it last, "" where it may be any.
-    """
-
-    awaits = ""
-
-    def __init__(self, channels: Sequence[str], limit: int = 1) -> None:
-        super().__init__()
-        self.channels, self.limit = channels, limit
-
-    def take(self) -> bool:
-        """Return whether it has been rung since the last time."""
-        rung, self.decided = self.decided, False
-        return rung
-
-
-class Listener:
-    """Who waits in this process, and for what; hears of releases on every node.
-
-    Of those that wait for one resource the first alone is rung, or the first of each limit: many
-    would only collide. Each change is one step, and needs no mutex: a finalizer or a signal handler
-    may come in between, and wait, too.
-    """
-
-    def __init__(self, addresses: Sequence[Address], timeout: float, platform: Platform) -> None:
-        self._addresses, self._timeout, self._platform = addresses, timeout, platform
-        self.forget()
-
-    def forget(self) -> None:
-        """Start anew after a fork: threads and connections stay with the parent."""
-        self._waiters: dict[int, Waiter] = {}  # in the order in which they came
-        self._made: dict[None, list[Ear]] = {}
-
-    @contextlib.contextmanager
-    def waiting(self, channels: Sequence[str], limit: int = 1) -> Iterator[Waiter]:
-        """Wait on channels; the waiter is rung once one is subscribed to, and at each message."""
-        waiter = Waiter(channels, limit)
-        try:
-            self._join(waiter)
-            yield waiter
-        finally:
-            self._leave(waiter)
-
-    def _join(self, waiter: Waiter) -> None:
-        self._waiters[id(waiter)] = waiter
-        if not self._made:
-            make = (self._timeout, self._platform, self.channels, self.heard)
-            new = self._platform.new_subscriber or Ear
-            self._made.setdefault(None, [new(address, *make) for address in self._addresses])
-        if all(map(self.hears, waiter.channels)):
-            waiter.decide()  # subscribed before it came: something may have been missed
-        self._attend()
-
-    def _leave(self, waiter: Waiter) -> None:
-        self._waiters.pop(id(waiter), None)
-        if waiter.decided:  # a word that it did not use is the next one's
-            for channel in waiter.channels:
-                self.heard(channel)
-        self._attend()
-
-    def pass_on(self, waiter: Waiter) -> None:
-        """Ring who waits behind a waiter for the same: one word may have been for both."""
-        lines = [(channel, self.line(channel)) for channel in waiter.channels]
-        behind = [_firsts(c, line[line.index(waiter) + 1 :]) for c, line in lines if waiter in line]
-        for firsts in behind:
-            if waiter.limit in firsts:
-                firsts[waiter.limit].decide()
-
-    def _attend(self) -> None:
-        for ear in self._ears:
-            ear.attend()
-
-    @property
-    def _ears(self) -> list[Ear]:
-        return self._made.get(None, [])
-
-    def line(self, channel: str) -> list[Waiter]:
-        """Return who waits on a channel, in the order in which they came."""
-        return [one for one in list(self._waiters.values()) if channel in one.channels]
-
-    def channels(self) -> set[str]:
-        """Return the channels that somebody waits on."""
-        return {channel for one in list(self._waiters.values()) for channel in one.channels}
-
-    def hears(self, channel: str) -> bool:
-        """Tell whether a node has confirmed that it will say what is published there."""
-        return self.subscriptions(channel) > 0
-
-    def subscriptions(self, channel: str) -> int:
-        """Return how many nodes announce the releases on a channel to this process."""
-        return sum(channel in ear.confirmed for ear in self._ears)
-
-    def heard(self, channel: str, word: str = "") -> None:
-        """Ring the first that waits on a channel; word: which release it was does not matter."""
-        for first in _firsts(channel, self.line(channel)).values():
-            first.decide()
-
-    def close(self) -> None:
-        """Close the connections for good."""
-        for ear in self._ears:
-            ear.close()
-
-
-def _firsts(channel: str, line: Sequence[Waiter]) -> dict[int, Waiter]:
-    """Return the first of each limit in a line that a word on this channel may be for."""
-    firsts: dict[int, Waiter] = {}
-    for waiter in line:
-        if waiter.awaits in ("", channel):
-            firsts.setdefault(waiter.limit, waiter)
-    return firsts
-
-
-class Ear:
+class Subscriber:
     """The subscriber connection to one node, in a thread that lives while somebody waits.
 
     channels: returns what is to be subscribed to. heard: called with a channel and what was said
@@ -158,7 +39,7 @@ class Ear:
         self._address, self._timeout = address, timeout
         self._platform, self._clock = platform, platform.clock
         self._channels, self._heard = channels, heard
-        self._bell = platform.new_bell()
+        self._waker = platform.new_waker()
         self._turn, self._calls = platform.turn(), deque[None]()  # to attend, and not looked at yet
         self._running = self._closed = False
         self._connection: Any = None
@@ -173,7 +54,7 @@ class Ear:
         """Look again at what is wanted."""
         self._calls.append(None)
         self._look()
-        self._bell.ring()
+        self._waker.ring()
 
     def _look(self) -> None:
         while self._calls and self._turn.run(self._start):
@@ -188,7 +69,7 @@ class Ear:
     def close(self) -> None:
         """End the connection and the thread."""
         self._closed = True
-        self._bell.ring()
+        self._waker.ring()
 
     def _run(self) -> None:
         while not self._closed:
@@ -259,7 +140,7 @@ class Ear:
     def _send(self, command: str, words: Iterable[str]) -> None:
         """Send all of it: many channels at once are more than a connection takes at once."""
         words = list(words)
-        data = request_of(command, *words) if words else b""
+        data = encode_command(command, *words) if words else b""
         while data:
             try:
                 data = data[self._connection._sock.send(data) :]
@@ -280,12 +161,12 @@ class Ear:
 
     def _rest(self, seconds: float) -> bool:
         """Return when something comes, when somebody rings, or after so many s; False for that."""
-        awaited = [(self._bell.descriptor, select.POLLIN)]
+        awaited = [(self._waker.descriptor, select.POLLIN)]
         if self._connection is not None:
             awaited.append((self._connection._sock.fileno(), select.POLLIN))
         ready = _poll(awaited, seconds)
-        if any(descriptor == self._bell.descriptor for descriptor, _ in ready):
-            self._bell.hush()
+        if any(descriptor == self._waker.descriptor for descriptor, _ in ready):
+            self._waker.hush()
         return bool(ready)
 
     def _drop(self) -> None:

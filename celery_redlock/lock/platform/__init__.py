@@ -1,0 +1,5 @@
+"""What the lock takes from the interpreter and the operating system: time, threads, wake-ups.
+
+Not here: sockets, servers and locks. This folder imports nothing else of the package. Read
+`clock.py` first: a `Platform` is one value, so that a simulation can hand in its own.
+"""

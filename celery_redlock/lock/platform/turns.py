@@ -1,0 +1,103 @@
+"""Work that one caller at a time may do, while nobody waits for another."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from celery_redlock.lock.platform.threads import get_ident
+
+
+class Turn:
+    """What one caller at a time may have, and nobody waits for.
+
+    A finalizer or a signal handler that interrupts whoever has it would wait for itself, for ever,
+    if this were a mutex. Here it is turned away, and leaves its work to the one that it interrupts.
+    """
+
+    __slots__ = ("_get_ident", "_looked_at", "_looks", "_seen", "taken")
+
+    def __init__(self, get_ident: Callable[[], int] = get_ident) -> None:
+        self._get_ident = get_ident
+        self.taken: dict[None, list[int]] = {}  # by nobody, or what the one made that has it
+        self._seen: list[int] | None = None
+        self._looks, self._looked_at = 0, 0.0
+
+    def run(self, work: Callable[..., object], *arguments: object) -> bool:
+        """Call a function in the turn; False, without a call, if another has it."""
+        taken, mine = self.taken, [self._get_ident()]
+        try:
+            if taken.setdefault(None, mine) is not mine:  # in one step: one caller is first
+                return False
+            work(*arguments)
+        finally:  # without a call: no exception from outside strikes here
+            try:
+                if taken[None] is mine:
+                    del taken[None]
+            except KeyError:  # it was cut before it took the turn
+                pass
+        return True
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the caller interrupts the one that has it, and so keeps it from going on."""
+        owner = self.taken.get(None)
+        return owner is not None and owner[0] == self._get_ident()
+
+    def is_stuck(self, now: float, seconds: float, looks: int) -> bool:
+        """Tell whether one caller had it at so many looks, each so many s after the last one.
+
+        now: monotonic s. By looks as well: a process that was stopped has used up one of them.
+        """
+        owner = self.taken.get(None)
+        if owner is None or owner is not self._seen:
+            self._seen, self._looks, self._looked_at = owner, 0, now
+        elif now - self._looked_at >= seconds:
+            self._looks, self._looked_at = self._looks + 1, now
+        return self._looks >= looks
+
+
+class SerialJobs:
+    """Jobs in order, each done by the caller that has the turn.
+
+    A caller that finds the turn taken leaves its job behind and goes on: the other one looks for
+    more at its end. So a finalizer or a signal handler may add a job in the middle of another.
+    jobs: what is left to do. wake: called if an exception cuts a job, so that someone goes on.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def reset_jobs(self, turn: Turn) -> None:
+        """Start anew without jobs; turn: one that nobody has."""
+        self._turn = turn
+        self.jobs: deque[Callable[[], None]] = deque()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the caller interrupts its own thread as that changes the connection."""
+        return self._turn.is_interrupted
+
+    def go_on(self) -> None:
+        """Do what is left to do; an exception from outside may have cut who was at it."""
+        if self.jobs:
+            self._do_all()
+
+    def _do(self, job: Callable[[], None]) -> None:
+        """Do a job now, or leave it to the one that does another: it looks for more at its end."""
+        self.jobs.append(job)
+        self._do_all()
+
+    def _do_all(self) -> None:
+        try:
+            while self.jobs and self._turn.run(self._work):
+                pass  # once more: a job may have come as the turn ended
+        except BaseException:
+            self._wake()  # whoever waits goes on with it
+            raise
+
+    def _work(self) -> None:
+        jobs = self.jobs
+        while jobs:
+            jobs[0]()
+            jobs.popleft()  # last: a job that is cut is done again, and none is lost

@@ -1,0 +1,74 @@
+"""What operators ask of a node beside its locks: trust it, list its keys, break a lock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import redis
+
+from celery_redlock.lock.keys import guard_keys, lock_key, pattern_of, tenure_key, votes_channel
+from celery_redlock.lock.server.handshake import read_info
+from celery_redlock.lock.server.scripts import BREAK, TRUST
+from celery_redlock.lock.transport.encoding import (
+    encoded,
+    read_list,
+    read_number,
+    read_text,
+    text_of,
+)
+
+
+def trust_node(connection: Any, prefix: str) -> str:
+    """Let a node vote that does not know this prefix, on an operator's word.
+
+    connection: as of `Address.dial`. Returns the name of one lock that stands there, "" where none
+    does. Raises redis.RedisError, OSError.
+    """
+    facts = read_info(connection)
+    if "run_id" not in facts:
+        raise redis.ResponseError(facts.get("error", "INFO names no run_id"))
+    names = (*guard_keys(prefix), tenure_key(prefix))
+    keys = map(encoded, names)
+    connection.send_command("EVAL", TRUST.source, str(len(names)), *keys, facts["run_id"])
+    connection.read_response()
+    return _any_lock(connection, prefix)
+
+
+def say_trusted(connection: Any, prefix: str, word: str) -> None:
+    """Tell those who wait for a quorum that nodes were trusted; word: the same on each node.
+
+    connection: as of `Address.dial`. Raises redis.RedisError, OSError.
+    """
+    connection.send_command("PUBLISH", encoded(votes_channel(prefix)), word)
+    connection.read_response()
+
+
+def _any_lock(connection: Any, prefix: str) -> str:
+    return next(map(text_of, names_on(connection, lock_key(prefix, ""))), "")
+
+
+def names_on(connection: Any, beginning: str) -> Iterator[Any]:
+    """Yield the names of a node's keys that begin with a text, as it replies them, some twice.
+
+    Looks through the whole database in parts, and so keeps nobody waiting.
+    """
+    cursor, pattern = b"0", encoded(f"{pattern_of(beginning)}*")
+    while True:
+        connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", "1000")
+        cursor, names = read_list(connection.read_response(), 2)
+        for name in read_list(names, len(names) if isinstance(names, list) else -1):
+            read_text(name)
+            yield name
+        if text_of(cursor) == "0":
+            return
+
+
+def strike(connection: Any, keys: Sequence[Any], value: Any, *rest: Any) -> bool:
+    """Delete a lock on an operator's word, if this value stands there; tells whether it did.
+
+    connection: as of `Address.dial`. keys, value, rest: as in `lua/break.lua`. Raises
+    redis.RedisError, OSError.
+    """
+    connection.send_command("EVAL", BREAK.source, str(len(keys)), *keys, value, *rest)
+    return bool(read_number(connection.read_response()))

@@ -1,0 +1,96 @@
+"""What an error of a node means: whether it ends by itself, and what an operator must do."""
+
+from __future__ import annotations
+
+import re
+
+_NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
+_IN_A_CLUSTER = "a cluster member: name a server that stands alone"
+_RIGHTS = (
+    "its user needs ~{prefix}:* &{prefix}:wake:* +get +set +del "
+    "+time +pexpire +pttl +exists +publish "
+    "+subscribe +unsubscribe +eval +evalsha +script +info +ping"
+)
+# How an error is recognized (a regular expression), and the way out of it. Beside the codes stand
+# the servers' sentences, for redis-py takes some codes off the replies to its own commands.
+_TEMPORARY = {  # costs a vote in this round; some of them end by an operator's hand alone
+    "Connection refused|No route to host|[Nn]etwork is unreachable": "",
+    "No such file or directory|Timeout connecting|No master found": "",
+    "[Nn]ame or service not known|name resolution|nodename nor servname": "",
+    "LOADING|is loading the dataset|TRYAGAIN|BUSY|NOSCRIPT": "",
+    "max number of clients": "raise its maxclients",
+    "CLUSTERDOWN": _IN_A_CLUSTER,
+    "NOREPLICAS": "bring back as many replicas as its min-replicas-to-write asks for",
+    "MISCONF": "it cannot save to disk: its log says why",
+    "OOM|when used memory >": "its memory is full: raise its maxmemory",
+    "no answer (?:within|in time)|timed out|Timeout (?:reading|writing)": "",
+    "[Cc]onnection (?:closed|reset)|Broken pipe|EOF occurred": "",
+    "nobody asked for|in the middle of a command": "",
+    "not a reply of its script": "see what answers there: a proxy, or another program",
+}
+_MISCONFIGURED = {  # no vote before somebody changes a setting
+    "READONLY|read only replica|previous master": _NOT_A_PRIMARY,
+    "MASTERDOWN|Link with MASTER": _NOT_A_PRIMARY,
+    "NOAUTH|Authentication required": "name a user and a password in its URL",
+    "WRONGPASS|invalid (?:password|username)": "correct user and password in its URL",
+    "any password configured|no password is set": "it has no password: name none in its URL",
+    "DENIED|protected mode": "give it a password, or set its protected-mode to no",
+    "NOPERM|[Nn]o permissions": _RIGHTS,
+    "ACL failure|user executing the script": _RIGHTS,
+    "MOVED|ASK|CROSSSLOT|in cluster mode": _IN_A_CLUSTER,
+    "DB index|Invalid Database": "name a database in its URL that it has",
+    "WRONGTYPE": "another program uses the key: delete it, or choose another prefix",
+    "NOPROTO|[Uu]nknown (?:Redis )?(?:sub)?command": (
+        "a server before Redis 6.2, or one whose commands are renamed: name another"
+    ),
+    "FENCE|:fence": "its clock or another program spoiled {prefix}:fence: correct both",
+    "certificate verify failed": "name the CA of its certificate in its URL, as ssl_ca_certs",
+    "WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE": "no TLS there: name its TLS port, or redis://",
+    "not a Redis server|reply type byte": "another kind of server listens there",
+}
+_SIGNS = {**_TEMPORARY, **_MISCONFIGURED}
+_MEANINGS = [(sign in _MISCONFIGURED, hint) for sign, hint in _SIGNS.items()]
+_KNOWN = re.compile("|".join(rf"((?<!\w)(?:{sign})(?!\w))" for sign in _SIGNS))
+
+
+def _meaning(text: str) -> tuple[bool, str]:
+    """Return whether the first known words of a text mean a wrong setting, and the way out."""
+    # wherever they stand: servers before 7 wrap what a script raised in an ERR of their own. And
+    # no later ones, which may be an argument of ours that a server repeats
+    found = _KNOWN.search(text)
+    if found is None or found.lastindex is None:
+        return False, ""
+    return _MEANINGS[found.lastindex - 1]
+
+
+def is_misconfigured(text: str) -> bool:
+    """Return whether an error means that a node cannot vote before somebody changes a setting.
+
+    text: a server's reply, or the system's or redis-py's words on a connection. Raises nothing.
+    """
+    return _meaning(text)[0]
+
+
+def hint_of(text: str) -> str:
+    """Return what an operator must do about an error, as a short clause; "" where there is nothing.
+
+    text: as for `is_misconfigured`. Every misconfiguration has one, and so have temporary
+    errors that do not end by themselves, as a full memory.
+    """
+    return _meaning(text)[1]
+
+
+def is_of_a_replica(text: str) -> bool:
+    """Tell whether a reply says that the server is no primary, or not any more."""
+    return hint_of(text) == _NOT_A_PRIMARY
+
+
+def with_hint(text: str) -> str:
+    """Return an error with the way out behind it, where there is one."""
+    clause = hint_of(text)
+    return f"{text} ({clause})" if clause else text
+
+
+def strip_args(text: str) -> str:
+    """Return a reply without the arguments of ours that a server repeats: a token is a secret."""
+    return text.partition(", with args")[0]

@@ -1,0 +1,153 @@
+"""The handshake of a new connection: scripts are loaded, and the server notes its own run.
+
+A server that restarted may have forgotten what it granted. So it is told its run id and the time
+for which a new run must not vote, and it notes both before the first vote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from celery_redlock.lock.keys import guard_keys, tenure_key
+from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
+from celery_redlock.lock.server.tenures import Tenure, Tenures, tenure_of
+from celery_redlock.lock.transport.connection import Peer
+from celery_redlock.lock.transport.encoding import (
+    encode_words,
+    encoded,
+    read_list,
+    read_number,
+    read_text,
+    text_of,
+)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What keeps a node from voting that may have forgotten what it granted.
+
+    word: "strict": one that does not know this prefix is silent, unless an operator trusted
+    it; "on": unless it has been up for longer than the silence; "off". prefix: of its notes.
+    silence: s.
+    """
+
+    word: str
+    prefix: str
+    silence: float
+
+    def arguments(self, run_id: str, uptime: float) -> tuple[str, ...]:
+        """Return what a server is told of itself: its run id, and ms of silence if it is new to us.
+
+        uptime: s, whole ones, as a server says it.
+        """
+        if self.word == "off":
+            return ("", "", "")
+        changed = math.ceil(self.silence * 1000)
+        known_for = 0 if self.word == "strict" else max(0, math.floor((uptime - 1) * 1000))
+        return run_id, str(max(0, changed - known_for)), str(changed)
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a node noted when it was told about tenures.
+
+    told: the words of `Tenures.words`. silent_for: s for which it does not vote. own: its tenure.
+    others: the newest tenures that it knows under the addresses of the other nodes, in order.
+    """
+
+    told: tuple[str, ...]
+    silent_for: float
+    own: Tenure | None
+    others: Sequence[Tenure | None]
+
+
+@dataclass(frozen=True)
+class ServerInfo(Peer):
+    """What the restart guard learned of a server in the handshake.
+
+    arguments: of `Guard.arguments`; the suffix of each grant is made of them. evicts: the server's
+    eviction policy, "" if it evicts nothing. notes: what the server noted about tenures.
+    """
+
+    arguments: tuple[str, ...] = ("", "", "")
+    evicts: str = ""
+    notes: Notes | None = None
+
+
+def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> ServerInfo:
+    """Load the scripts on a new connection, and let the server note which run of it this is.
+
+    tenures: of the nodes, of which this is one. Raises redis.ResponseError where it does not say
+    which, though the guard needs it.
+    """
+    connection.send_command("PING")
+    with contextlib.suppress(redis.exceptions.NoPermissionError):
+        connection.read_response()  # before more is written: a server that refuses us hangs up
+    scripts = (GRANT, RENEW, RELEASE)
+    for script in scripts:
+        connection.send_command("SCRIPT", "LOAD", script.source)
+    for _ in scripts:
+        with contextlib.suppress(redis.ResponseError):  # refused by an ACL: EVAL carries the text
+            connection.read_response()
+    facts = read_info(connection)
+    run_id = facts.get("run_id", "")
+    if guard.word != "off" and not run_id:
+        raise redis.ResponseError(
+            f"{facts.get('error') or 'INFO names no run_id'}: without INFO the restart guard "
+            'cannot tell a restart; allow it (ACL: +info), or set redlock_restart_guard = "off"'
+        )
+    arguments = guard.arguments(run_id, float(facts.get("uptime_in_seconds", 0)))
+    evicts = facts.get("maxmemory_policy", "noeviction")
+    return ServerInfo(
+        run_id,
+        encode_words(arguments),
+        arguments,
+        evicts if facts.get("maxmemory", "0") != "0" and evicts != "noeviction" else "",
+        None if guard.word == "off" else _note_run(connection, guard, arguments, tenures, node),
+    )
+
+
+def read_info(connection: Any, sections: Sequence[str] = ("server", "memory")) -> dict[str, str]:
+    """Return what sections of INFO say of a server; its refusal as "error"."""
+    facts: dict[str, str] = {}
+    for section in sections:
+        try:
+            connection.send_command("INFO", section)
+            reply = connection.read_response()
+        except redis.ResponseError as error:
+            return {"error": str(error)}
+        pairs = (line.partition(":") for line in text_of(reply).splitlines())
+        facts |= {name: value.strip() for name, colon, value in pairs if colon}
+    return facts
+
+
+def _note_run(
+    connection: Any, guard: Guard, arguments: Sequence[str], tenures: Tenures, node: int
+) -> Notes | None:
+    """Return what a server noted; its silence begins now and not with the first grant."""
+    names, words = noted_keys(guard.prefix, tenures, node), tenures.words(node)
+    keys = map(encoded, names)
+    try:
+        connection.send_command("EVAL", GUARD.source, str(len(names)), *keys, *arguments, *words)
+        return notes_of(words, connection.read_response())
+    except redis.ResponseError:
+        return None  # a replica, no memory, no right: each grant is refused by the same words
+
+
+def noted_keys(prefix: str, tenures: Tenures, node: int) -> tuple[str, ...]:
+    """Return the keys of the script `guard` for one of the nodes."""
+    others = (tenure_key(prefix, tenures.addresses[other]) for other in tenures.others(node))
+    return *guard_keys(prefix), tenure_key(prefix), *others
+
+
+def notes_of(told: tuple[str, ...], reply: Any) -> Notes:
+    """Return the reply of the script `guard` in our words; raises UnexpectedReplyError."""
+    left, *texts = read_list(reply, len(told))
+    own, *others = (tenure_of(read_text(text)) for text in texts)
+    return Notes(told, read_number(left) / 1000, own, others)

@@ -1,0 +1,202 @@
+"""One connection: commands are written without waiting, and replies are read in their order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import ssl
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import hiredis
+
+from celery_redlock.errors import NodeError
+from celery_redlock.lock.platform.gil import UnyieldingSocket, UnyieldingTlsSocket
+from celery_redlock.lock.transport.command import Entry
+
+POISONED = "an exception struck in the middle of a command"
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
+_INCOMPLETE = object()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The server at the other end of a connection, as its handshake found it.
+
+    run_id: "" if the server does not name it. suffix: the bytes that every command flagged
+    `suffixed` ends with on this connection.
+    """
+
+    run_id: str = ""
+    suffix: bytes = b""
+
+
+class Connection:
+    """One live connection: what was written and is not answered yet, in order.
+
+    Written in the node's turn, read by one thread at a time. An exception in the middle of
+    either ends its use: nobody knows what left or came, and replies must not shift. A command is
+    in `in_flight` or in `answers`, or for a moment in both, until its handler has the answer.
+    """
+
+    __slots__ = (
+        "_dialled",
+        "_reader",
+        "_ways",
+        "answers",
+        "discarded",
+        "in_flight",
+        "is_tls",
+        "opened_at",
+        "poisoned",
+        "run_id",
+        "socket",
+        "struck",
+        "suffix",
+        "used_at",
+        "write_buffer",
+    )
+
+    def __init__(self, dialled: Any, peer: Peer) -> None:
+        self._dialled = dialled
+        self.run_id, self.suffix = peer.run_id, peer.suffix
+        self.poisoned = False  # an exception from outside struck in the middle of a command
+        self.discarded = ""  # why no reply of this connection counts any more
+        self.opened_at = self.used_at = 0.0  # monotonic s: connected, last written to
+        self.socket = dialled._sock
+        self.socket.setblocking(False)
+        # reading and writing share one TLS state, which two threads must not enter
+        self.is_tls = hasattr(self.socket, "pending")
+        self._ways = self.socket, _unyielding(self.socket)
+        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
+        self.in_flight: deque[Entry] = deque()
+        self.answers: deque[tuple[Entry, Any]] = deque()
+        self.struck: tuple[Entry, Any] | None = None  # an answer whose handler raised
+        self.write_buffer = b""
+
+    def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
+        """Hand commands to the socket; what it does not take stays in `write_buffer`.
+
+        keeps_gil: as of `NodeClient.send`. Raises OSError; then, too, they are among those that are
+        pending.
+        """
+        try:
+            self.in_flight.extend(entries)
+            if self.poisoned:
+                self._refuse()
+            suffix = self.suffix
+            if len(entries) == 1:
+                command, _, text = entries[0]
+                data = text + suffix if command.suffixed else text
+            else:
+                data = b"".join([t + suffix if c.suffixed else t for c, _, t in entries])
+            if self.write_buffer:
+                data = self.write_buffer + data
+            try:
+                sent = self._ways[keeps_gil].send(data)
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                sent = 0
+            if sent < len(data) or self.write_buffer:
+                self.write_buffer = data[sent:]
+        except OSError:
+            raise
+        except BaseException:
+            self.poisoned = True
+            raise
+
+    def _refuse(self) -> None:
+        raise OSError(POISONED)
+
+    def read(self, *, keeps_gil: bool = True) -> None:
+        """Move what has come to `answers`. Raises OSError at the connection's end."""
+        if self.poisoned:
+            self._refuse()
+        try:
+            reader, in_flight, done = self._reader, self.in_flight, self.answers.append
+            reader.feed(receive(self._ways[keeps_gil]))
+            gets = reader.gets
+            while (reply := gets()) is not _INCOMPLETE:
+                done((in_flight[0], reply))
+                in_flight.popleft()  # last: cut in between, it is answered and given up, not lost
+        except IndexError:
+            raise OSError("an answer that nobody asked for") from None
+        except OSError:
+            raise
+        except hiredis.ProtocolError as error:
+            raise OSError(f"not a Redis server: {error}") from error
+        except BaseException:
+            self.poisoned = True
+            raise
+
+    def close(self, *, reset: bool) -> None:
+        """End the connection; reset: throw away what has not left this machine."""
+        if reset:
+            with contextlib.suppress(OSError):  # a unix socket, or one closed already
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        self._dialled.disconnect()
+        self.socket.close()  # where an exception has cut the line above, and this is done again
+
+
+def _unyielding(sock: Any) -> Any:
+    """Return a socket that keeps the GIL, or, of what is no socket of the system, itself."""
+    if hasattr(sock, "pending"):
+        return UnyieldingTlsSocket(sock)
+    return UnyieldingSocket(sock) if isinstance(sock, socket.socket) else sock
+
+
+def receive(sock: Any) -> bytes:
+    """Return what has come on a socket that does not block, b"" for nothing.
+
+    Raises OSError at the connection's end.
+    """
+    data: bytes | None = None
+    try:
+        data = sock.recv(65536)
+        if data and hasattr(sock, "pending"):  # TLS: decrypted already
+            while sock.pending():
+                data += sock.recv(65536)
+    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        return data or b""
+    if not data:
+        raise OSError("connection closed by the server")
+    return data
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """Times in seconds.
+
+    timeout: for a connect and for a reply. longest_idle: after that long without a write, a
+    connection is made anew before it is used.
+    """
+
+    timeout: float
+    longest_idle: float = math.inf
+
+
+class NodeOwner(Protocol):
+    """The set of nodes that a node is of. Every method is called from any thread."""
+
+    def report(
+        self, node: int, entries: deque[Entry], error: NodeError, connection: Connection | None
+    ) -> None:
+        """Take word of a connection that broke or could not be made.
+
+        entries: the commands that get no reply. connection: to be closed by the turn of reading.
+        """
+
+    def rearm(self) -> None:
+        """Hear that there is something new to poll for."""
+
+    def handshake(self, connection: Any, node: int) -> Any:
+        """Greet the server of a new connection; returns its `Peer`. Raises what refuses it."""
+
+    def admit(self, node: int, info: Any, use: Callable[[], None]) -> None:
+        """Call `use` to let a connection be used, or raise NodeError to refuse it.
+
+        info: what `handshake` returned.
+        """

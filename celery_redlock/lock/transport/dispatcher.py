@@ -1,0 +1,246 @@
+"""Reading from all nodes, and handing on what has come to the handlers of the commands.
+
+Many threads and greenlets of a process share the connections. Whoever finds something to read hands
+on whatever has come, also what others wait for, and wakes them. So nothing stands between a lone
+caller and its sockets, and nobody depends on another to go on. Handlers are called in one turn in
+which nothing waits: they do arithmetic. A reply stays with its connection until its handler is
+through with it, so a handler may be told the same twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import hiredis
+
+from celery_redlock.errors import NodeError
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.turns import Turn
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Entry
+from celery_redlock.lock.transport.connection import POISONED, Connection
+from celery_redlock.lock.transport.encoding import UnexpectedReplyError
+from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, PAUSE, PAUSES, NodeClient
+from celery_redlock.lock.transport.poller import PollerPool
+
+T = TypeVar("T")
+
+LONGEST_TURN, TURNS = 1.0, 3  # seconds, and how many, for which one thread may read and hand on
+
+
+def _take_out(queue: deque[T], done: T) -> None:
+    """Take out what is done, unless another has: the turn is taken from one that keeps it long."""
+    if queue and queue[0] is done:
+        queue.popleft()
+
+
+class Dispatcher:
+    """The connections to some nodes, and the one turn in which replies are read and handed on.
+
+    on_change: called as (node, error) when a node stops answering, with None when it is back. Must
+    not wait.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        timeout: float,
+        on_change: Callable[[NodeClient, NodeError | None], None],
+    ) -> None:
+        self._platform, self.clock, self.timeout = platform, platform.clock, timeout
+        self._on_change = on_change
+        self.nodes: list[NodeClient] = []
+
+    def reset(self) -> None:
+        """Forget every connection, waiter and turn. An override extends it."""
+        self._reading = self._platform.turn()
+        self.pollers = PollerPool(self._platform)
+        self._mail: deque[tuple[int, deque[Entry], NodeError, Connection | None]] = deque()
+        self._down: set[int] = set()
+        self._closed = False
+
+    # what a subclass may override
+
+    def on_error_reply(self, node: NodeClient, text: str) -> bool:
+        """Learn that a server answered with an error; called before the command's handler.
+
+        Return whether the connection is to be made anew: the address may lead elsewhere by now.
+        """
+        return False
+
+    def on_down(self, node: NodeClient, error: NodeError) -> None:
+        """Learn that a node stopped answering, once until it answers again."""
+        self._on_change(node, error)
+
+    def run_in_turn(self, work: Callable[..., object], *arguments: object) -> bool:
+        """Call a function while nobody reads or hands on; False if others were at it too long."""
+        for number in range(PAUSES):
+            if number:
+                self._platform.pause(PAUSE)
+            if self._reading.run(work, *arguments):
+                return True
+        return False
+
+    def mend(self) -> None:
+        """Take the turn from one that keeps it for too long; called by the watchdog's thread.
+
+        Reading and handing on is some arithmetic, but a finalizer or a signal handler may interrupt
+        it, and sleep. No connection is trusted any more that it may read from when it goes on.
+        """
+        if self._reading.is_stuck(self.clock.now(), LONGEST_TURN, TURNS):
+            self._reading = self._platform.turn()
+            for node in self.nodes:
+                node.abandon(POISONED)
+
+    def read_from(self, nodes: Iterable[int]) -> None:
+        """Read what some nodes have said by now. Never waits."""
+        self.read([self.nodes[node] for node in nodes])
+
+    def drain(self) -> None:
+        """Read what has come without waiting, and give up nodes that owe an answer for too long."""
+        now = self.clock.now()  # before reading: an answer may have come while we were paused
+        for node in self.nodes:
+            node.go_on()
+        if self.read(self.nodes, PAUSES):
+            for node in self.nodes:
+                connection = node.connection
+                if connection is not None and node.overdue(now):
+                    node.drop(connection, f"no answer within {self.timeout:g} s")
+            self._deliver_mail()
+
+    def read(self, nodes: Sequence[NodeClient], tries: int = 1, *, keeps_gil: bool = True) -> bool:
+        """Read and hand on what nodes have said; False if others had the turn at each try."""
+        if not nodes and not self._mail:
+            return True
+        for number in range(tries):
+            if number:
+                self._platform.pause(PAUSE)
+            reading = self._reading
+            if reading.run(self._hand_on_all, reading, nodes, keeps_gil):
+                if self._mail:
+                    self._deliver_mail()
+                return True
+            if reading.is_interrupted:
+                return False
+        return False
+
+    def _hand_on_all(self, reading: Turn, nodes: Sequence[NodeClient], keeps_gil: bool) -> None:
+        try:
+            if self._mail:
+                self._deliver()  # first: a release may follow on the next connection
+            for node in nodes:
+                if self._reading is reading:  # else it was taken from us
+                    self._hand_on(node, keeps_gil=keeps_gil)
+        except BaseException:
+            self.rearm()  # whoever waits looks at what was cut
+            raise
+
+    def _hand_on(self, node: NodeClient, *, keeps_gil: bool) -> None:
+        connection = node.receive(keeps_gil=keeps_gil)
+        if connection is None:
+            return
+        demoted = self._hand_on_answers(node, connection)
+        if demoted and self.clock.now() - connection.opened_at > LONGEST_RECONNECT:
+            node.drop(connection, demoted)  # its name may lead to another server by now
+        if node.index in self._down and node.connection is not None:
+            self._down.discard(node.index)
+            self._on_change(node, None)
+
+    def _hand_on_answers(self, node: NodeClient, connection: Connection) -> str:
+        """Tell handlers what has come; returns what a server said that is no primary any more.
+
+        An answer is taken out once its handler is through with it. If an exception from outside
+        cuts that, it is handed on again; a second time, the handler itself is at fault.
+        """
+        answers, index, run_id, demoted = connection.answers, node.index, connection.run_id, ""
+        if connection.discarded and answers:
+            self.lose_answers(node, connection, connection.discarded)
+        try:
+            while answers:
+                found = (command, sent, text), reply = answers[0]
+                if type(reply) is not hiredis.ReplyError:
+                    command.handler.answered(index, sent, reply, run_id)
+                elif text is command.request and str(reply).startswith("NOSCRIPT"):
+                    self._send_source(node, command, sent)
+                else:
+                    demoted = self._hand_on_error(node, found[0], reply, run_id) or demoted
+                if answers and answers[0] is found:  # else the connection was given up
+                    answers.popleft()
+        except UnexpectedReplyError as error:
+            self._distrust(node, connection, str(error))
+        except BaseException:
+            if answers and connection.struck is answers[0]:
+                answers.popleft()
+            elif answers:
+                connection.struck = answers[0]
+            raise
+        return demoted
+
+    def _hand_on_error(self, node: NodeClient, entry: Entry, reply: Any, run_id: str) -> str:
+        """Tell a handler of an error; returns it if the connection is to be made anew."""
+        command, sent, _ = entry
+        text = str(reply)
+        demoted = text if self.on_error_reply(node, text) else ""
+        command.handler.answered(node.index, sent, reply, run_id)
+        return demoted
+
+    def _distrust(self, node: NodeClient, connection: Connection, cause: str) -> None:
+        """Give up a connection whose replies are not those of its commands: none behind counts."""
+        self.lose_answers(node, connection, cause)
+        node.drop(connection, cause)
+
+    def lose_answers(self, node: NodeClient, connection: Connection, cause: str) -> None:
+        """Report the replies that are not handed on yet as lost: none of them counts."""
+        entries = deque(entry for entry, _ in connection.answers)
+        self.report(node.index, entries, NodeError(node.name, cause, lost=True), None)
+        connection.answers.clear()
+
+    def _send_source(self, node: NodeClient, command: Command, sent: float) -> None:
+        """Send a script that a server has forgotten, after a flush, or a restart behind a proxy."""
+        script = command.script
+        if script is None:
+            return
+        if not command.dated:
+            sent = self.clock.now()
+        if command.handler.wanted:
+            node.send([(command, sent, script.with_source(command.request))])
+        else:  # else a node that is always the last to answer would never get it back
+            node.send([(Command(script.load, IGNORE_REPLY), sent, script.load)])
+
+    def hand_on_mail(self) -> None:
+        """Tell handlers of connections that broke, where that is still due. Never waits."""
+        if self._mail:
+            self._deliver_mail()
+
+    def _deliver_mail(self) -> None:
+        while self._mail and self._reading.run(self._deliver):
+            pass  # once more: some may have come as the turn ended
+
+    def _deliver(self) -> None:
+        while self._mail:
+            # kept until it is delivered: an exception from outside must lose no release
+            mail = index, entries, error, connection = self._mail[0]
+            if connection is not None:
+                self._hand_on_answers(self.nodes[index], connection)  # those that somebody has read
+                connection.close(reset=True)
+                self.rearm()  # its descriptor is a stranger's from now on
+            if index not in self._down and not self._closed:
+                self._down.add(index)
+                self.on_down(self.nodes[index], error)
+            while entries:
+                entry = entries[0]
+                entry[0].handler.failed(index, entry[0], error)
+                _take_out(entries, entry)
+            _take_out(self._mail, mail)
+
+    def report(
+        self, node: int, entries: deque[Entry], error: NodeError, connection: Connection | None
+    ) -> None:
+        """Take word of a broken connection, in any thread; whoever reads next hands it on."""
+        self._mail.append((node, entries, error, connection))
+        self.rearm()
+
+    def rearm(self) -> None:
+        """Make every waiter look at the connections anew."""
+        self.pollers.rearm()

@@ -1,0 +1,300 @@
+"""One node: its one ordered connection, made again when it breaks.
+
+One connection means that a release can never overtake a straggling grant.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from redis.backoff import ExponentialBackoff
+
+from celery_redlock.errors import NodeError
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.threads import DeadlineTimer
+from celery_redlock.lock.platform.turns import SerialJobs
+from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.command import Entry, still_wanted
+from celery_redlock.lock.transport.connection import Connection, NodeOwner, TransportOptions
+
+LONGEST_RECONNECT = 1.0  # s: between tries to reach a node that refuses us
+RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
+BUSY = "another thread was at its connection for too long"
+PAUSE, PAUSES = 0.0001, 1000  # s, and how many, for which one waits for another's turn to end
+LINGER = 30.0  # s that a thread waits for the next time that its node is to be connected
+
+
+class NodeClient(SerialJobs):
+    """The one ordered connection of this process to one node, made again when it breaks.
+
+    All that changes it is a job of `SerialJobs`, and no caller waits.
+    index: its place in the list of nodes. owner: the set of nodes that it is of.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        address: Address,
+        options: TransportOptions,
+        platform: Platform,
+        owner: NodeOwner,
+    ) -> None:
+        self.index, self.address, self.timeout = index, address, options.timeout
+        self._longest_idle = options.longest_idle
+        self._platform, self._clock = platform, platform.clock
+        self._owner, self._report = owner, owner.report
+        super().__init__(owner.rearm)
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew without a connection, as a forked child must: the old one is its parent's."""
+        self.reset_jobs(self._platform.turn())
+        self.connection: Connection | None = None
+        self.run_id = ""
+        self.error: NodeError | None = None
+        self._connecting = self._closed = False
+        self._connector: DeadlineTimer | None = (
+            None  # rung for the thread that connects, while there is one
+        )
+        self._tries, self._retry_at = 0, 0.0
+        self._queued: list[Entry] = []
+
+    @property
+    def name(self) -> str:
+        """Its address, without credentials."""
+        return self.address.name
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether a command waits for its answer, or a job for its turn."""
+        connection = self.connection
+        return bool(self._queued or self.jobs or (connection is not None and connection.in_flight))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has a connection, or a thread that makes one."""
+        return self.connection is not None or self._connector is not None
+
+    def send(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
+        """Write commands in order, or keep them until the connection under way stands.
+
+        keeps_gil: next to C code that keeps it, each call that gives it up waits for that code;
+        not for what is to be fast otherwise. Never waits. What cannot be written is reported, what
+        is not wanted any more is left out.
+        """
+        if self.jobs or not self._turn.run(self._write, entries, keeps_gil):
+            self.jobs.append(functools.partial(self._write, entries))
+        if self.jobs:
+            self._do_all()
+
+    def receive(self, *, keeps_gil: bool = True) -> Connection | None:
+        """Read what has come; return the connection, whose `answers` are to be handed on.
+
+        keeps_gil: as of `send`. Never waits. None where there is no connection, or another thread
+        is at it.
+        """
+        connection = self.connection
+        if connection is None:
+            return None
+        try:
+            if connection.is_tls:
+                if not self._turn.run(functools.partial(connection.read, keeps_gil=keeps_gil)):
+                    return None
+            else:
+                connection.read(keeps_gil=keeps_gil)
+        except OSError as error:
+            self.drop(connection, self._cause(error))
+        if connection.write_buffer:
+            self._do(self._flush)
+        elif self.jobs:
+            self._do_all()
+        return connection
+
+    def overdue(self, now: float) -> bool:
+        """Tell whether the oldest command has waited for longer than a node may take."""
+        connection = self.connection
+        if connection is None or not connection.in_flight:
+            return False
+        try:
+            latest = now - self.timeout  # that it may have been sent at
+            return connection.in_flight[0][1] < latest and connection.opened_at < latest
+        except IndexError:  # another thread has read it meanwhile
+            return False
+
+    def drop(self, connection: Connection, cause: str) -> None:
+        """Give a connection up and report every command that it takes along."""
+        self._do(functools.partial(self._give_up, connection, cause))
+
+    def abandon(self, cause: str) -> None:
+        """Give the connection up without touching what one who may still read from it holds."""
+        self._do(functools.partial(self._abandon, cause))
+
+    def close(self) -> None:
+        """Close the connection for good; what is under way is not reported."""
+        self._do(self._close)
+
+    def connect(self) -> None:
+        """Begin to connect in the background where there is no connection and one may be tried."""
+        if self.connection is None and not self._connecting:
+            self._do(self._begin_to_connect)
+
+    # the jobs: each does no harm if it is done twice
+
+    def _write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
+        connection = self.connection
+        if (
+            connection is not None
+            and entries
+            and entries[-1][1] - connection.used_at > self._longest_idle
+        ):
+            cause = "idle for so long that another server may have served meanwhile"
+            self._give_up(connection, cause)
+            connection = None
+        wanted = still_wanted(entries)
+        if connection is not None:
+            try:
+                if wanted:
+                    connection.write(wanted, keeps_gil=keeps_gil)
+                    connection.used_at = wanted[-1][1]
+            except OSError as error:
+                self._give_up(connection, self._cause(error))
+            else:
+                if connection.write_buffer:
+                    self._wake()
+        elif self._connecting or self._start_connecting():
+            self._queued += wanted
+        else:
+            why = self.error or NodeError(self.name, "not connected")
+            self._report(self.index, deque(entries), why, None)
+
+    def _flush(self) -> None:
+        connection = self.connection
+        if connection is not None and connection.write_buffer:
+            try:
+                connection.write(())
+            except OSError as error:
+                self._give_up(connection, self._cause(error))
+
+    def _give_up(self, connection: Connection, cause: str) -> None:
+        if self.connection is not connection:
+            return
+        error = NodeError(self.name, cause, lost=True)
+        # emptied and closed where nobody reads: a reader with an answer in its hands would
+        # else find the next command in front, and one at the socket a stranger's descriptor.
+        # And first: cut after it, the connection is given up twice, but no command forgotten
+        self._report(self.index, connection.in_flight, error, connection)
+        self.connection, self.error, self._retry_at = None, error, 0.0
+
+    def _abandon(self, cause: str) -> None:
+        connection = self.connection
+        if connection is None:
+            return
+        connection.poisoned = True
+        error = self.error = NodeError(self.name, cause, lost=True)
+        entries = deque(entry for entry, _ in connection.answers.copy())
+        entries.extend(connection.in_flight.copy())
+        self._report(self.index, entries, error, None)
+        self.connection, self._retry_at = None, 0.0
+
+    def _close(self) -> None:
+        connection = self.connection
+        if connection is not None:
+            connection.close(reset=False)
+        self.connection, self._closed = None, True
+        self._queued.clear()
+        if self._connector is not None:  # last: its thread ends
+            self._connector.ring()
+
+    def _begin_to_connect(self) -> None:
+        if self.connection is None and not self._connecting:
+            self._start_connecting()
+
+    def _start_connecting(self) -> bool:
+        if self._closed or self._clock.now() < self._retry_at:
+            return False
+        if self._connector is None:
+            connector = self._platform.deadline_timer()
+            self._platform.start_thread(functools.partial(self._serve_connects, connector))
+            self._connector = connector
+        self._connector.ring()  # first: cut in between, it is one connect too many, not none
+        self._connecting = True
+        return True
+
+    def _use(self, connection: Connection) -> None:
+        self._connecting, self._tries, self.error = False, 0, None
+        if self._closed:
+            connection.close(reset=False)
+            return
+        connection.opened_at = connection.used_at = self._clock.now()
+        self.connection, self.run_id = connection, connection.run_id
+        if self._queued:
+            self._write(self._queued)
+        self._queued = []
+        self._wake()
+
+    def _connect_failed(self, error: NodeError) -> None:
+        rest = RECONNECT.compute(self._tries)
+        self._report(self.index, deque(self._queued), error, None)
+        self._queued = []
+        self._connecting, self.error = False, error
+        self._tries, self._retry_at = min(self._tries + 1, 16), self._clock.now() + rest
+
+    def _end_connector(self, connector: DeadlineTimer) -> None:
+        if self._connector is connector:
+            self._connector = None
+            if self._connecting:  # asked for just now
+                self._connecting = False
+                self._start_connecting()
+
+    # the thread that connects
+
+    def _serve_connects(self, connector: DeadlineTimer) -> None:
+        """Connect whenever that is asked for, in a thread of its own.
+
+        It lingers: under gevent each new thread would cost an event loop.
+        """
+        while connector.sleep(LINGER):
+            if self._closed:
+                return
+            if self.connection is None:
+                self._connect()
+        self._do(functools.partial(self._end_connector, connector))
+
+    def _begin_to_use(self, connection: Connection) -> None:
+        """Use a connection; not as a job, which may be done when it is not admitted any more."""
+        for number in range(PAUSES):
+            if number:
+                self._platform.pause(PAUSE)
+            if self._turn.run(self._use, connection):
+                self.go_on()
+                return
+        raise NodeError(self.name, BUSY)
+
+    def adopt(self, dialled: Any, info: Any) -> None:
+        """Use a connection whose handshake is done, if the owner admits it.
+
+        dialled: as of `Address.dial`. info: the `Peer` of the handshake. Raises NodeError.
+        """
+        connection = Connection(dialled, info)
+        self._owner.admit(self.index, info, functools.partial(self._begin_to_use, connection))
+
+    def _connect(self) -> None:
+        """Connect, and send what has been queued meanwhile."""
+        dialled = None
+        try:
+            dialled = self.address.dial(self.timeout)
+            self.adopt(dialled, self._owner.handshake(dialled, self.index))
+        except Exception as error:  # also what a user's credential provider raises
+            if dialled is not None:
+                dialled.disconnect()
+            if not isinstance(error, NodeError):
+                error = NodeError(self.name, self._cause(error))
+            self._do(functools.partial(self._connect_failed, error))
+
+    def _cause(self, error: BaseException) -> str:
+        """Return an error in the words of the server or the system, without credentials."""
+        text = str(error).strip().rstrip(".") or type(error).__name__
+        return self.address.without_secrets(text)

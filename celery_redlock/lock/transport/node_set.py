@@ -1,0 +1,207 @@
+"""Commands to all nodes: write to each, then poll all of them until a round is decided.
+
+Nobody waits but in `wait`, and there each caller polls for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import hiredis
+
+from celery_redlock.errors import NodeError
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.greenlets import gevent_here
+from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.command import (
+    IGNORE_REPLY,
+    PING,
+    Command,
+    Entry,
+    Question,
+    Round,
+)
+from celery_redlock.lock.transport.connection import Peer, TransportOptions
+from celery_redlock.lock.transport.dispatcher import Dispatcher
+from celery_redlock.lock.transport.node_client import PAUSES, NodeClient
+
+T = TypeVar("T")
+P = TypeVar("P", bound=Peer)
+
+LOOKS, LOOK = 15, 0.0002  # how often, and seconds after which, what holds up all threads looks
+
+
+class NodeSet(Dispatcher, Generic[P]):
+    """The connections of one process to some nodes: broadcast, query, wait.
+
+    A subclass may override `handshake`, `admit`, `on_error_reply`, `on_down`, `reset` and
+    `keep_alive`. needed: from how many nodes replies make a round useful.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        options: TransportOptions,
+        platform: Platform,
+        on_change: Callable[[NodeClient, NodeError | None], None],
+    ) -> None:
+        super().__init__(platform, options.timeout, on_change)
+        self.nodes = [
+            NodeClient(index, address, options, platform, self)
+            for index, address in enumerate(addresses)
+        ]
+        self.needed = len(self.nodes)
+        self.reset()
+
+    def forget(self) -> None:
+        """Start anew after a fork: connections, waiters and turns stay with the parent."""
+        for node in self.nodes:
+            node.forget()
+        self.reset()
+
+    def handshake(self, connection: Any, node: int) -> P:
+        """Greet the server of a new connection, before any command is written.
+
+        connection: as of `Address.dial`; the call may wait. Raises what refuses the connection.
+        """
+        return cast("P", Peer())
+
+    def admit(self, node: int, info: P, use: Callable[[], None]) -> None:
+        """Call `use` to let a connection be used, or raise NodeError to refuse it.
+
+        info: what `handshake` returned.
+        """
+        use()
+
+    def reconnect(self) -> bool:
+        """Begin to connect to every node that is not connected; True where there is one."""
+        gone = [node for node in self.nodes if node.connection is None]
+        for node in gone:
+            node.connect()
+        return bool(gone)
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether anything has been written that is not answered yet."""
+        return bool(self._mail) or any(node.outstanding for node in self.nodes)
+
+    def broadcast(self, command: Command, sent: float) -> None:
+        """Write one command to every node. Never waits.
+
+        sent: monotonic s, read before this call, and before what the request says of the time.
+        """
+        entries = ((command, sent, command.request),)
+        for node in self.nodes:
+            if node.overdue(sent):
+                self.drain()  # before it is judged: the answer may lie unread in the socket
+            node.send(entries, keeps_gil=False)
+
+    def scatter(self, entries: Sequence[Sequence[Entry]], sent: float) -> None:
+        """Write to each node entries of its own, in one batch. Never waits."""
+        for node, own in zip(self.nodes, entries, strict=True):
+            if node.overdue(sent):
+                self.drain()
+            if own:
+                node.send(own)
+
+    def send_to(self, node: int, command: Command, sent: float | None = None) -> None:
+        """Write one command to one node; sent: monotonic s, where it is a repetition."""
+        sent = self.clock.now() if sent is None else sent
+        self.nodes[node].send([(command, sent, command.request)])
+
+    def query(
+        self,
+        request: bytes,
+        read: Callable[[Any], T],
+        *,
+        nodes: Collection[int] | None = None,
+    ) -> Mapping[int, T]:
+        """Return what nodes reply within one node timeout, by index; an error is no reply.
+
+        read: as for `Question`. nodes: by index; all where None.
+        """
+        asked, sent = range(len(self.nodes)) if nodes is None else nodes, self.clock.now()
+        question = Question(asked, read)
+        command = Command(request, question)
+        if nodes is None:
+            self.broadcast(command, sent)
+        for node in nodes or ():
+            self.send_to(node, command, sent)
+        if asked:
+            self.wait(question, sent + self.timeout)
+        replies = question.replies.items()
+        return {node: reply for node, reply in replies if type(reply) is not hiredis.ReplyError}
+
+    def keep_alive(self, idle: float) -> None:
+        """Ask every node that has been left alone for so many s whether it is still there."""
+        now = self.clock.now()
+        for node in self.nodes:
+            connection = node.connection
+            if connection is not None and now - connection.used_at > idle:
+                node.send([(Command(PING, IGNORE_REPLY), now, PING)])
+
+    def wait(self, round_: Round, until: float, *, native: bool = False) -> None:
+        """Return when a round is decided, or at the monotonic second `until`.
+
+        What has come by then is counted, however late the caller is: it may have been paused.
+        Returns at once in a finalizer or a signal handler that keeps its own thread from reading,
+        or from writing to so many nodes that there is no quorum.
+        native: the caller is a thread of ours, real also where greenlets are in use. What it waits
+        for is to come as soon next to code that keeps the GIL, so once it has that, it reads all.
+        """
+        if (self._reading.taken or [node for node in self.nodes if node.jobs]) and self._is_cut_off:
+            return
+        by_poll = native or gevent_here() is None
+        pollers = self.pollers
+        poller = pollers.take(native=by_poll)
+        round_.wake = poller.wake
+        try:
+            if self._mail:
+                self._deliver_mail()
+            while not poller.rests_on(round_):
+                left = until - self.clock.now()
+                ready = poller.poll(self.nodes, pollers.topology, max(0.0, left))
+                nodes = self.nodes if native else ready
+                self.read(nodes, PAUSES if left <= 0 else 2, keeps_gil=native)
+                if left <= 0:  # that was the last look: others' answers must not keep us here
+                    return
+        finally:
+            round_.wake = None
+            pollers.give_back(poller)
+
+    def wait_keeping_gil(self, round_: Round) -> None:
+        """Return when a round is decided, or after some ms in which no other Python thread runs.
+
+        For a caller that C code has kept waiting for the GIL: once given up, it is gone as long
+        again. Nodes nearby answer meanwhile. Python itself lets any thread keep it for 5 ms.
+        """
+        for _ in range(LOOKS):
+            self.read(self.nodes)
+            if round_.decided:
+                return
+            self._platform.pause_keeping_gil(LOOK)
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether the caller keeps its own thread from going on, and so each round from its end."""
+        if self._reading.is_interrupted:
+            return True
+        return len([n for n in self.nodes if n.is_interrupted]) > len(self.nodes) - self.needed
+
+    def drop_spare_pollers(self) -> float:
+        """Drop the pollers that a peak of waiters has left; returns the moment to look again."""
+        return self.pollers.drop_spare(self.clock.now())
+
+    def connect(self, until: float) -> set[int]:
+        """Connect to every node; returns those that answer by the monotonic second `until`."""
+        pinged = Question(range(len(self.nodes)), lambda reply: reply)
+        self.broadcast(Command(PING, pinged), self.clock.now())
+        self.wait(pinged, until)
+        return set(pinged.replies)
+
+    def close(self) -> None:
+        """Close every connection for good."""
+        self._closed = True
+        for node in self.nodes:
+            node.close()

@@ -1,0 +1,133 @@
+"""What a waiter polls with: the sockets of all nodes, and a waker of its own."""
+
+from __future__ import annotations
+
+import math
+import select
+from collections.abc import Sequence
+from typing import Any
+
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.transport.command import Round
+from celery_redlock.lock.transport.connection import POISONED
+from celery_redlock.lock.transport.node_client import NodeClient
+
+SPARE_SEATS, SPARED_FOR = 2, 3.0  # free pollers that are kept; seconds after which others go
+
+
+class Poller:
+    """What one waiter polls with: every node's socket, and a pipe of its own to be woken by.
+
+    native: made for a real thread, also where greenlets are in use.
+    """
+
+    def __init__(self, platform: Platform, *, native: bool) -> None:
+        self._platform, self.native = platform, native
+        self._waker = platform.new_waker()
+        self._topology = -1
+        self._poll: Any = None
+        self._by_descriptor: dict[int, NodeClient] = {}
+        self._resting = False
+
+    def wake(self) -> None:
+        """Let the waiter look up; nothing happens while it does so anyway."""
+        if self._resting:
+            self._waker.ring()
+
+    def rests_on(self, round_: Round) -> bool:
+        """Tell whether a round is decided; if not, whoever decides it now wakes this poller.
+
+        The flag goes up before the look, as in Dekker's algorithm: one of the two sees the other.
+        """
+        self._resting = True
+        return round_.decided
+
+    def poll(self, nodes: Sequence[NodeClient], topology: int, seconds: float) -> list[NodeClient]:
+        """Return the nodes that have something to say, after so many s at the most.
+
+        topology: counts the changes among the connections, for the poll object to be made anew.
+        """
+        if topology != self._topology:
+            self._topology = -1  # where an exception from outside cuts it, it is done again
+            self._topology = topology if self._arrange(nodes) else -1
+        ready = self._poll.poll(math.ceil(seconds * 1000))
+        self._resting = False
+        found = [self._by_descriptor[fd] for fd, _ in ready if fd in self._by_descriptor]
+        if len(found) < len(ready):
+            self._waker.hush()
+        return found
+
+    def _arrange(self, nodes: Sequence[NodeClient]) -> bool:
+        """Make the poll object anew; True where it stays right until the connections change."""
+        lasts = True
+        self._poll = self._platform.new_poll(self.native)
+        self._poll.register(self._waker.descriptor, select.POLLIN)
+        self._by_descriptor = {}
+        for node in nodes:
+            if node.jobs:
+                node.go_on()
+            connection = node.connection
+            if connection is None:
+                continue
+            descriptor = connection.socket.fileno()
+            if connection.poisoned or descriptor < 0:
+                node.drop(connection, POISONED)
+                continue
+            self._by_descriptor[descriptor] = node
+            self._poll.register(
+                descriptor, select.POLLIN | (select.POLLOUT if connection.write_buffer else 0)
+            )
+            if connection.write_buffer:
+                lasts = False  # look again whether it still is
+        return lasts
+
+
+class PollerPool:
+    """The pollers of a set of nodes: in use, or free.
+
+    topology: counts the changes among the connections; a poller arranges itself anew after one.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self.topology = 0
+        self._taken: dict[int, Poller] = {}
+        self._free: dict[bool, list[Poller]] = {False: [], True: []}  # by `native`
+        self._unneeded = {False: 0, True: 0}  # how many of them were free all the time, lately
+        self._spared_until = 0.0  # monotonic seconds
+
+    def take(self, *, native: bool) -> Poller:
+        """Return a poller that nobody else uses."""
+        free = self._free[native]
+        try:
+            poller = free.pop()
+        except IndexError:
+            poller = Poller(self._platform, native=native)
+        if len(free) < self._unneeded[native]:
+            self._unneeded[native] = len(free)
+        self._taken[id(poller)] = poller
+        return poller
+
+    def give_back(self, poller: Poller) -> None:
+        """Take a poller back that is not used any more."""
+        self._taken.pop(id(poller), None)
+        self._free[poller.native].append(poller)
+
+    def rearm(self) -> None:
+        """Make every waiter look at the connections anew."""
+        self.topology += 1
+        for poller in list(self._taken.values()):
+            poller.wake()
+
+    def drop_spare(self, now: float) -> float:
+        """Drop the pollers that a peak of waiters has left; returns the moment to look again.
+
+        Only those that were free since the last look: who waits often makes none anew.
+        """
+        if now >= self._spared_until:
+            for native, free in self._free.items():
+                del free[: max(0, self._unneeded[native] - SPARE_SEATS)]
+                self._unneeded[native] = len(free)
+            self._spared_until = now + SPARED_FOR
+        has_spare = any(len(free) > SPARE_SEATS for free in self._free.values())
+        return self._spared_until if has_spare else math.inf
