@@ -16,9 +16,9 @@ from celery_redlock.errors import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock.backoff import Backoff
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.lock import Lock
+from celery_redlock.tasks.backoff import Backoff
 from celery_redlock.tasks.contention import Contention
 from celery_redlock.tasks.task import LockedTask, current_lock, install, send_unique
 

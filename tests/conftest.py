@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 
 from celery_redlock import Lock, Redlock
-from celery_redlock.lock.inspection import ask_nodes
+from celery_redlock.lock.node_status import ask_nodes
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from tests.clocks import WallClock
 from tests.reruns import limit_reruns

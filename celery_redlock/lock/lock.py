@@ -16,13 +16,15 @@ from celery_redlock.errors import (
     QuorumUnreachable,
     RedlockError,
 )
-from celery_redlock.lock.coroutines import Errand
 from celery_redlock.lock.engine.rounds import causes_of
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.acquisition import Acquisition, Owner, lock_keys
+from celery_redlock.lock.hold import Hold
+from celery_redlock.lock.model.acquisition import Acquisition, Owner
+from celery_redlock.lock.model.key_lease import lock_keys
 from celery_redlock.lock.model.options import LockOptions
+from celery_redlock.lock.platform.coroutines import Errand
 from celery_redlock.lock.platform.interrupts import uninterruptible
-from celery_redlock.lock.retry import Attempts, Hold, acquire_with_retry
+from celery_redlock.lock.retry import Attempts, acquire_with_retry
 from celery_redlock.lock.validation import check_wait
 
 logger = logging.getLogger(__name__)
@@ -299,35 +301,3 @@ class Lock:
                 f"the lock on {self.resource!r} belongs to another thread, greenlet or task: make "
                 "one Lock for each"
             )
-
-
-def release_all(lock: Lock, *, ended: bool = False) -> None:
-    """Release a lock as often as it has been acquired; for a caller that was cut and cannot know.
-
-    ended: what ran under it has ended, and is marked so, also if the lock was released or lost.
-    """
-    session, last = lock._session, lock._last
-    if ended and last is not None:
-        own = [one for one in last.acquisitions if one.options is lock._options]
-        for acquisition in own:  # and not those around it, whose end is not this one's
-            session.mark_ended(acquisition)
-            if last not in lock._holds:
-                session.releaser.release(acquisition, publish=False)
-    while lock._holds:
-        before = len(lock._holds)
-        lock.release()
-        if len(lock._holds) == before:  # a child's, or never more than begun
-            return
-
-
-def acquisitions_of(lock: Lock) -> list[Acquisition]:
-    """Return what a lock relies on now: its own acquisition, and those around it."""
-    return lock._acquisitions()
-
-
-def loss_of(lock: Lock) -> LockLost | None:
-    """Return the error that tells of a lock's loss; None if it is held, or released."""
-    now = lock._clock.now()
-    if any(one.lost(now) for one in acquisitions_of(lock)):
-        return LockLost(lock.resource, lock._why())
-    return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
-from celery_redlock.lock.keys import in_order
+from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.transport.address import parse_address, redact_url
 
 RESTART_GUARDS = ("auto", "strict", "on", "off")

@@ -28,12 +28,9 @@ from rich.text import Text
 
 from celery_redlock.errors import SettingsError, abstains, in_person
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.inspection import (
+from celery_redlock.lock.held_locks import Sight, Standing, break_lock, look_at_locks
+from celery_redlock.lock.node_status import (
     NodeStatus,
-    Sight,
-    Standing,
-    break_lock,
-    look_at_locks,
     look_at_nodes,
     look_at_terms,
     terms_of,

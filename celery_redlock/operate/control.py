@@ -14,7 +14,7 @@ from typing import Any
 from celery.worker.control import inspect_command
 
 from celery_redlock.errors import RUN
-from celery_redlock.lock.keys import label_of, since_of
+from celery_redlock.lock.model.keys import label_of, since_of
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children import held_by_children
 from celery_redlock.tasks.deferral import Slip

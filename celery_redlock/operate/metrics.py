@@ -28,7 +28,7 @@ from typing import Any
 from billiard.process import current_process
 from celery.signals import worker_init, worker_ready, worker_shutdown
 
-from celery_redlock.lock.inspection import look_at_nodes
+from celery_redlock.lock.node_status import look_at_nodes
 from celery_redlock.operate.control import holds_of
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.children import forks_children

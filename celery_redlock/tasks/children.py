@@ -35,8 +35,9 @@ from celery_redlock.errors import RedlockError
 from celery_redlock.lock.client import Redlock, session_of
 from celery_redlock.lock.engine.releaser import OrphanedKey
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.keys import label_of
-from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.keys import label_of
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.greenlets import new_poll
 from celery_redlock.lock.platform.threads import DeadlineTimer, Waker, new_mutex, start_thread

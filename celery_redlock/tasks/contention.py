@@ -14,7 +14,7 @@ from celery_redlock.errors import (
     in_person,
     in_short,
 )
-from celery_redlock.lock.backoff import Backoff
+from celery_redlock.tasks.backoff import Backoff
 from celery_redlock.tasks.settings import Rules
 
 WORDS = ("defer", "skip", "fail")

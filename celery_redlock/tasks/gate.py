@@ -37,9 +37,10 @@ from celery.signals import (
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, RedlockError, SettingsError
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.keys import completion_key, in_order, is_of_run
-from celery_redlock.lock.lock import Lock, loss_of, release_all
+from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.model.keys import completion_key, in_order, is_of_run
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
+from celery_redlock.lock.release import loss_of, release_all
 from celery_redlock.lock.transport.encoding import encode_command, read_text
 from celery_redlock.tasks import contention, runtime, signals, states
 from celery_redlock.tasks.children import was_ended

@@ -22,9 +22,10 @@ from celery.signals import worker_init, worker_process_init
 
 from celery_redlock.errors import LockLost
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.lock import Lock, loss_of
+from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.platform.interrupts import is_uninterruptible
 from celery_redlock.lock.platform.threads import DeadlineTimer, start_thread
+from celery_redlock.lock.release import loss_of
 from celery_redlock.tasks.settings import AppSettings, read_app
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # s: between tries to tell a body that is not to be struck

@@ -26,9 +26,8 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from celery_redlock.errors import ArgumentsError, SettingsError
-from celery_redlock.lock.backoff import Backoff
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
-from celery_redlock.lock.keys import in_order
+from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.transport.encoding import encoded
 from celery_redlock.lock.validation import (
     check_drift,
@@ -41,6 +40,7 @@ from celery_redlock.lock.validation import (
     check_ttl,
     check_wait,
 )
+from celery_redlock.tasks.backoff import Backoff
 
 DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # s
 DEFAULT_PREFIX = "redlock"

@@ -27,10 +27,10 @@ from celery_redlock.errors import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock.backoff import Backoff
-from celery_redlock.lock.inspection import NodeReport, ask_nodes, exchange_terms, terms_of
 from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.node_status import NodeReport, ask_nodes, exchange_terms, terms_of
 from celery_redlock.lock.validation import check_wait
+from celery_redlock.tasks.backoff import Backoff
 from celery_redlock.tasks.children import watch_children
 from celery_redlock.tasks.deferral import HEADER, Slip, own_headers, utc_now
 from celery_redlock.tasks.gate import ENTRY, gated, is_gate, lock_of, noted, passage_of, plan_of

@@ -24,7 +24,7 @@ from celery_redlock.errors import NodeError, QuorumUnreachable
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.rounds import causes_of
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.keys import completion_key, name_of_all, unique_key
+from celery_redlock.lock.model.keys import completion_key, name_of_all, unique_key
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.server.scripts import load_script
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round

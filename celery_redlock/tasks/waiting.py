@@ -33,7 +33,7 @@ from celery import bootsteps
 from celery.signals import task_received, worker_init
 
 from celery_redlock.errors import RedlockError
-from celery_redlock.lock.keys import votes_channel, wake_channel
+from celery_redlock.lock.model.keys import votes_channel, wake_channel
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.threads import Waker, new_mutex
 from celery_redlock.lock.transport.subscriber import Subscriber

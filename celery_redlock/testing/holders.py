@@ -15,7 +15,7 @@ from celery import current_app
 from celery_redlock.errors import in_person
 from celery_redlock.lock.client import Redlock, sessions
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.inspection import Sight, Standing, break_lock, look_at_locks
+from celery_redlock.lock.held_locks import Sight, Standing, break_lock, look_at_locks
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.platform.clock import SystemClock

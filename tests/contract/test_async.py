@@ -24,11 +24,11 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock.coroutines import FEW_THREADS, Step
 from celery_redlock.lock.engine.events import Observer
-from celery_redlock.lock.keys import wake_channel
 from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.platform.coroutines import FEW_THREADS, Step
 from celery_redlock.lock.retry import LONGEST_SPIN
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (

@@ -10,14 +10,9 @@ from pathlib import Path
 import pytest
 
 from celery_redlock import Lock, Redlock
-from celery_redlock.lock.inspection import (
-    Standing,
-    break_lock,
-    look_at_locks,
-    look_at_nodes,
-    trust_nodes,
-)
-from celery_redlock.lock.keys import broken_key, fence_key, lock_key
+from celery_redlock.lock.held_locks import Standing, break_lock, look_at_locks
+from celery_redlock.lock.model.keys import broken_key, fence_key, lock_key
+from celery_redlock.lock.node_status import look_at_nodes, trust_nodes
 from celery_redlock.lock.server.scripts import RENEW
 from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.testing import EmbeddedNode

@@ -13,7 +13,8 @@ from celery_redlock import LockTaken, Redlock
 from celery_redlock.lock.client import session_of
 from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.engine.releaser import REPEATED_AFTER, OrphanedKey
-from celery_redlock.lock.model.acquisition import Acquisition, KeyLease, lock_keys
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.key_lease import KeyLease, lock_keys
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks import children, runtime
 from celery_redlock.testing import EmbeddedNode

@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
-from celery_redlock.lock.inspection import ask_nodes, look_at_locks, look_at_nodes, look_at_terms
-from celery_redlock.lock.keys import completion_key
-from celery_redlock.lock.lock import acquisitions_of
+from celery_redlock.lock.held_locks import look_at_locks
+from celery_redlock.lock.model.keys import completion_key
+from celery_redlock.lock.node_status import ask_nodes, look_at_nodes, look_at_terms
+from celery_redlock.lock.release import acquisitions_of
 from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW
 from celery_redlock.tasks.gate import marks_of
 from celery_redlock.tasks.uniqueness import UNIQUE, Ticket

@@ -27,11 +27,11 @@ from celery_redlock import (
 )
 from celery_redlock.lock import retry as retry_module
 from celery_redlock.lock.engine.events import Observer
-from celery_redlock.lock.inspection import ask_nodes
-from celery_redlock.lock.keys import fence_key, lock_key, wake_channel
-from celery_redlock.lock.lock import acquisitions_of, release_all
+from celery_redlock.lock.hold import SPLIT_TRIES
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.retry import SPLIT_TRIES
+from celery_redlock.lock.model.keys import fence_key, lock_key, wake_channel
+from celery_redlock.lock.node_status import ask_nodes
+from celery_redlock.lock.release import acquisitions_of, release_all
 from celery_redlock.lock.transport.connection import Connection
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (

@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 
 from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
-from celery_redlock.lock.keys import guard_keys
+from celery_redlock.lock.model.keys import guard_keys
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from tests.conftest import (
     NODE_TIMEOUT,

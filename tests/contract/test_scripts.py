@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from redis import Redis, ResponseError
 
-from celery_redlock.lock.keys import (
+from celery_redlock.lock.model.keys import (
     broken_key,
     completion_key,
     fence_key,

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis, ResponseError
 
-from celery_redlock.lock.keys import (
+from celery_redlock.lock.model.keys import (
     broken_key,
     completion_key,
     fence_key,

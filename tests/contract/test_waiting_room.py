@@ -19,7 +19,7 @@ from kombu.asynchronous import Hub
 from kombu.common import QoS
 
 from celery_redlock import Redlock
-from celery_redlock.lock.keys import wake_channel
+from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.tasks import waiting as waiting_module
 from celery_redlock.tasks.deferral import CLOCKS_DIFFER, Slip, utc_now

@@ -20,8 +20,9 @@ import pytest
 
 from celery_redlock import Redlock
 from celery_redlock.lock.engine.events import Observer
-from celery_redlock.lock.keys import wake_channel
-from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.retry import LONGEST_SPIN
 from celery_redlock.lock.transport import subscriber

@@ -21,7 +21,7 @@ SHORT = 6.0  # s: a ttl
 HOLDS_THE_GIL = f"""
 import ctypes, sys, time
 from celery_redlock import Redlock
-from celery_redlock.lock.inspection import ask_nodes
+from celery_redlock.lock.node_status import ask_nodes
 usleep = ctypes.PyDLL(None).usleep
 with Redlock(sys.argv[2:], node_timeout={SHORT / 4}) as redlock:
     with redlock.lock(sys.argv[1], ttl={SHORT}, wait=60) as lock:

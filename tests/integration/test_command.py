@@ -22,7 +22,7 @@ from kombu import Queue
 from redis import Redis
 
 from celery_redlock import LockedTask, LockLost, Redlock, SettingsError
-from celery_redlock.lock.keys import lock_key
+from celery_redlock.lock.model.keys import lock_key
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from tests.conftest import PATIENCE, eventually
 from tests.integration.conftest import PASSWORD, ROOT, Stage

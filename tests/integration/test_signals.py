@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from celery_redlock import Redlock, signals
-from celery_redlock.lock.keys import lock_key
+from celery_redlock.lock.model.keys import lock_key
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, TTL, eventually
 from tests.integration.conftest import Line, Stage

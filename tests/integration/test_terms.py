@@ -9,7 +9,7 @@ from celery.bin.celery import celery
 from click.testing import CliRunner, Result
 
 from celery_redlock import Redlock
-from celery_redlock.lock.inspection import exchange_terms, terms_of
+from celery_redlock.lock.node_status import exchange_terms, terms_of
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually
 from tests.integration.conftest import Stage

@@ -10,7 +10,8 @@ import pytest
 
 from celery_redlock import LockTaken, Redlock
 from celery_redlock.lock.engine.events import Observer
-from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import NODE_TIMEOUT, TTL, eventually
 from tests.integration.conftest import Stage, slow_but

@@ -15,7 +15,8 @@ from typing import Any
 
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.events import Observer
-from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.server.handshake import Notes, ServerInfo
 from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of

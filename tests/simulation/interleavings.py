@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from celery_redlock.lock.keys import tenure_key
+from celery_redlock.lock.model.keys import tenure_key
 from tests.simulation.stage import Stage
 
 # ttl 100 s, a silence of 101 s, an answer within 25 s

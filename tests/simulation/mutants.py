@@ -13,17 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from celery_redlock.lock import client as client_module
-from celery_redlock.lock import votes as votes_module
 from celery_redlock.lock.engine import acquirer as acquirer_module
 from celery_redlock.lock.engine import rounds as rounds_module
 from celery_redlock.lock.engine.acquirer import Acquirer
 from celery_redlock.lock.engine.releaser import KeyRelease, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound, RenewRound
-from celery_redlock.lock.keys import value_of
 from celery_redlock.lock.model import lease as lease_module
-from celery_redlock.lock.model.acquisition import Acquisition, KeyLease, LockKey
+from celery_redlock.lock.model import votes as votes_module
+from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.fencing import Fence
+from celery_redlock.lock.model.key_lease import KeyLease, LockKey
+from celery_redlock.lock.model.keys import value_of
 from celery_redlock.lock.model.lease import UNKNOWN, Lease, Probation, State
 from celery_redlock.lock.server import restart_guard as guard_module
 from celery_redlock.lock.server.handshake import Guard

@@ -9,8 +9,9 @@ from typing import Any
 
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, QuorumUnreachable
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
-from celery_redlock.lock.lock import Lock, acquisitions_of, release_all
+from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.options import CompletionMarker
+from celery_redlock.lock.release import acquisitions_of, release_all
 from celery_redlock.tasks.uniqueness import Send, Standing, Ticket, send_once
 from tests.simulation.clients import Process, SoftTimeLimit
 from tests.simulation.faults import TTL, Faults, Profile, guard_silence, options_of

@@ -23,7 +23,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from celery_redlock.lock.client import Redlock, session_of
-from celery_redlock.lock.model.acquisition import Acquisition, LockKey
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks import children, runtime
 from celery_redlock.tasks.children import (

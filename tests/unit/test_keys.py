@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.keys import (
+from celery_redlock.lock.model.keys import (
     label_of,
     lock_key,
     name_of_all,

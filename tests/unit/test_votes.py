@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.votes import Tally, Vote, is_split, quorum_of
+from celery_redlock.lock.model.votes import Tally, Vote, is_split, quorum_of
 
 rounds = st.integers(1, 9).flatmap(
     lambda nodes: st.tuples(st.just(nodes), st.lists(st.sampled_from(Vote), max_size=nodes))

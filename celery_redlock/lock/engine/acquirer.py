@@ -15,9 +15,10 @@ from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound, Servers, causes_of
-from celery_redlock.lock.keys import completion_key, label_of, value_of
-from celery_redlock.lock.model.acquisition import Acquisition, KeyLease, LockKey
+from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.fencing import Fence, proposal
+from celery_redlock.lock.model.key_lease import KeyLease, LockKey
+from celery_redlock.lock.model.keys import completion_key, label_of, value_of
 from celery_redlock.lock.model.lease import MARGIN, Lease
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.clock import Platform

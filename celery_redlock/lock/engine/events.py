@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from celery_redlock.errors import NodeError, abstains
-from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.transport.node_client import NodeClient

@@ -19,8 +19,9 @@ from celery_redlock.lock.engine.outbox import Outbox
 from celery_redlock.lock.engine.reentrancy import Reentrancy
 from celery_redlock.lock.engine.rounds import Servers
 from celery_redlock.lock.engine.watchdog import Watchdog
-from celery_redlock.lock.keys import completion_key
-from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.model.lease import HELD
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.interrupts import uninterruptible

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.rounds import RenewRound, RoundGroup, Servers
-from celery_redlock.lock.model.acquisition import Acquisition, KeyLease
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.server.scripts import RENEW
 from celery_redlock.lock.transport.command import Command, Entry
 from celery_redlock.lock.transport.encoding import encode_text

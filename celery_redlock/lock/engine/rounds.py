@@ -10,17 +10,11 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError, abstains
-from celery_redlock.lock.model.acquisition import KeyLease
 from celery_redlock.lock.model.fencing import LAST_TOKEN
+from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.lease import ACQUIRING, HELD, expires_in
 from celery_redlock.lock.model.options import ClientOptions, CompletionMarker
-from celery_redlock.lock.platform.clock import Clock
-from celery_redlock.lock.server.error_hints import strip_args, with_hint
-from celery_redlock.lock.server.restart_guard import REPLACED, GuardedNodeSet
-from celery_redlock.lock.server.scripts import Requests
-from celery_redlock.lock.transport.command import Command, Round
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
-from celery_redlock.lock.votes import (
+from celery_redlock.lock.model.votes import (
     FAILED,
     GRANTED,
     REFUSED,
@@ -30,6 +24,12 @@ from celery_redlock.lock.votes import (
     is_split,
     quorum_of,
 )
+from celery_redlock.lock.platform.clock import Clock
+from celery_redlock.lock.server.error_hints import strip_args, with_hint
+from celery_redlock.lock.server.restart_guard import REPLACED, GuardedNodeSet
+from celery_redlock.lock.server.scripts import Requests
+from celery_redlock.lock.transport.command import Command, Round
+from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from weakref import ref
 
 from celery_redlock.errors import SettingsError
-from celery_redlock.lock.coroutines import Threads
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.events import Events, Observer
 from celery_redlock.lock.engine.outbox import Outbox
@@ -23,9 +22,11 @@ from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import Servers
 from celery_redlock.lock.engine.wait_queue import WaitQueue
 from celery_redlock.lock.engine.watchdog import Watchdog
-from celery_redlock.lock.model.acquisition import Acquisition, LockKey, Owner
+from celery_redlock.lock.model.acquisition import Acquisition, Owner
+from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.coroutines import Threads
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
 from celery_redlock.lock.server.scripts import Requests

@@ -7,7 +7,13 @@ from typing import Any
 
 import redis
 
-from celery_redlock.lock.keys import guard_keys, lock_key, pattern_of, tenure_key, votes_channel
+from celery_redlock.lock.model.keys import (
+    guard_keys,
+    lock_key,
+    pattern_of,
+    tenure_key,
+    votes_channel,
+)
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.server.scripts import BREAK, TRUST
 from celery_redlock.lock.transport.encoding import (

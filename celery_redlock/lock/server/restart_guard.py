@@ -13,6 +13,7 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
+from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
 from celery_redlock.lock.server.handshake import (
@@ -30,7 +31,6 @@ from celery_redlock.lock.transport.command import Command
 from celery_redlock.lock.transport.connection import Connection, TransportOptions
 from celery_redlock.lock.transport.node_client import BUSY, NodeClient
 from celery_redlock.lock.transport.node_set import NodeSet
-from celery_redlock.lock.votes import quorum_of
 
 REPLACED = "another server has served under its address since"
 LONGEST_IDLE = 0.9  # of the grace period: after that another server may have served; clocks differ

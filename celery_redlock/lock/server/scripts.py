@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.resources import files
 
-from celery_redlock.lock.keys import fence_key, guard_keys
+from celery_redlock.lock.model.keys import fence_key, guard_keys
 from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
 from celery_redlock.lock.transport.script import Script
 

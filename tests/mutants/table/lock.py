@@ -14,14 +14,14 @@ MUTANTS = (
     ),
     Mutant(
         "half of the nodes are a quorum",
-        "lock.votes:quorum_of",
+        "lock.model.votes:quorum_of",
         "return nodes // 2 + 1",
         "return (nodes + 1) // 2",
         (f"{UNIT}/test_votes.py",),
     ),
     Mutant(
         "one node's vote gives a lock",
-        "lock.votes:Tally.reached",
+        "lock.model.votes:Tally.reached",
         "return self.granted >= self.quorum",
         "return self.granted > 0",
         (f"{UNIT}/test_votes.py",),
@@ -179,7 +179,7 @@ MUTANTS = (
     ),
     Mutant(
         "two that name several resources in opposite orders block each other",
-        "lock.keys:in_order",
+        "lock.model.keys:in_order",
         "return tuple(sorted(set(resources), key=encoded))",
         "return tuple(dict.fromkeys(resources))",
         (f"{CONTRACT}/test_several.py",),
@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     Mutant(
         "one more than the limit hold permits at once",
-        "lock.model.acquisition:lock_keys",
+        "lock.model.key_lease:lock_keys",
         "for permit in range(options.limit)",
         "for permit in range(options.limit + (options.limit > 1))",
         (f"{CONTRACT}/test_several.py",),
@@ -195,7 +195,7 @@ MUTANTS = (
     ),
     Mutant(
         "the release of a nested acquire frees the lock around it",
-        "lock.retry:Hold.release",
+        "lock.hold:Hold.release",
         "if not acquisition.users:",
         "if True:",
         (f"{CONTRACT}/test_several.py",),
@@ -243,7 +243,7 @@ MUTANTS = (
     ),
     Mutant(
         "a coroutine that waits for a lock is woken by no release",
-        "lock.coroutines:rest",
+        "lock.platform.coroutines:rest",
         "    waiter.wake = functools.partial(_call_in, loop, functools.partial(_settle, over))\n",
         "",
         (f"{CONTRACT}/test_async.py",),
@@ -251,7 +251,7 @@ MUTANTS = (
     ),
     Mutant(
         "an async acquire blocks its event loop",
-        "lock.coroutines:Errand.do",
+        "lock.platform.coroutines:Errand.do",
         "self._threads.add(step)",
         "step.run()",
         (f"{CONTRACT}/test_async.py",),
@@ -267,7 +267,7 @@ MUTANTS = (
     ),
     Mutant(
         "a task that is cancelled twice in a round leaves the lock behind",
-        "lock.coroutines:Step.run",
+        "lock.platform.coroutines:Step.run",
         "        self._do_behind()\n",
         "",
         (f"{CONTRACT}/test_async.py",),

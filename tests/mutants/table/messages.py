@@ -321,14 +321,14 @@ MUTANTS = (
     ),
     Mutant(
         "messages that were refused together try again together",
-        "lock.backoff:Backoff.delay",
+        "tasks.backoff:Backoff.delay",
         'return grown if self.jitter == "none" else uniform(0.0, grown)',
         "return grown",
         (f"{UNIT}/test_backoff.py",),
     ),
     Mutant(
         "a backoff grows past its cap",
-        "lock.backoff:Backoff.delay",
+        "tasks.backoff:Backoff.delay",
         "grown = min(self.cap, self.first * self.factor**attempt)",
         "grown = self.first * self.factor**attempt",
         (f"{UNIT}/test_backoff.py",),

@@ -1,31 +1,21 @@
-"""What stands on the nodes and what they say of themselves, read for people.
+"""What the nodes say of themselves, read for people.
 
-Apart from the connections that locks are taken by: a node is asked over a connection of its own,
-so that asking disturbs nobody, and shows what a new client would see.
+A node is asked over a connection of its own, so that asking disturbs nobody, and shows what a new
+client would see.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.session import one_server
-from celery_redlock.lock.keys import (
-    broken_key,
-    guard_keys,
-    label_of,
-    lock_key,
-    resource_of,
-    since_of,
-    wake_channel,
-)
-from celery_redlock.lock.model.lease import grace_period
-from celery_redlock.lock.server.admin import names_on, say_trusted, strike, trust_node
+from celery_redlock.lock.model.keys import guard_keys
+from celery_redlock.lock.server.admin import say_trusted, trust_node
 from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.transport.address import Address
@@ -35,13 +25,9 @@ from celery_redlock.lock.transport.encoding import (
     read_list,
     read_number,
     read_text,
-    text_of,
 )
 
 PATIENCE = 1.0  # s that a node may take for each step, if not more: people wait longer than locks
-ASKED_AT_ONCE = 500  # keys
-GONE = -2  # Source: the Redis command PTTL
-
 T = TypeVar("T")
 
 
@@ -107,9 +93,9 @@ def look_at_terms(redlock: Redlock) -> Mapping[str, list[str]]:
 
     def look(connection: Any) -> tuple[str | None, str]:
         run_id = read_info(connection).get("run_id", "")
-        return _read_terms(_reply(connection, "GET", encoded(_terms_key(redlock)))), run_id
+        return _read_terms(reply_of(connection, "GET", encoded(_terms_key(redlock)))), run_id
 
-    found, _ = _ask_each(redlock, look)
+    found, _ = ask_each(redlock, look)
     seen: dict[str, str] = {}
     for node, (_, run_id) in found.items():
         if run_id and run_id in seen:
@@ -179,43 +165,6 @@ class NodeStatus:
         return not self.error and self.role == "master" and knows_us and self.silent_for <= 0
 
 
-@dataclass(frozen=True)
-class Standing:
-    """A lock as it stands on nodes: one value under one key.
-
-    permit: of a semaphore, which. holder: its label. since: s since 1970 by the holder's clock,
-    None where a stranger wrote it. votes: by node, for how many s more; inf: it never expires.
-    needed: a quorum.
-    """
-
-    resource: str
-    permit: int
-    holder: str
-    since: float | None
-    votes: Mapping[str, float]
-    needed: int
-    key: Any = field(repr=False)
-    value: Any = field(repr=False)
-
-    @property
-    def held(self) -> bool:
-        """Whether a quorum has it; else it is on its way, or a rest that ends with its ttl."""
-        return len(self.votes) >= self.needed
-
-    @property
-    def valid_for(self) -> float:
-        """S for which a quorum keeps it if nothing renews it; 0.0 where none does."""
-        return sorted(self.votes.values(), reverse=True)[self.needed - 1] if self.held else 0.0
-
-
-@dataclass(frozen=True)
-class Sight:
-    """What stands on the nodes that answer. failing: of the others, by node, why not."""
-
-    locks: tuple[Standing, ...]
-    failing: Mapping[str, str]
-
-
 def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
     """Return what each node says of itself, in the order of the setting."""
     clock, guard = redlock.session.clock, redlock.session.options.guard
@@ -223,12 +172,12 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
 
     def look(connection: Any) -> NodeStatus:
         asked = clock.now()
-        _reply(connection, "PING")
+        reply_of(connection, "PING")
         latency = clock.now() - asked
-        seconds, microseconds = map(int, read_list(_reply(connection, "TIME"), 2))
+        seconds, microseconds = map(int, read_list(reply_of(connection, "TIME"), 2))
         ahead = seconds + microseconds / 1e6 - clock.wall_us() / 1e6
         facts = read_info(connection, ("server", "memory", "replication"))
-        run, left = _reply(connection, "GET", keys[0]), _reply(connection, "PTTL", keys[1])
+        run, left = reply_of(connection, "GET", keys[0]), reply_of(connection, "PTTL", keys[1])
         uptime, run_id = float(facts.get("uptime_in_seconds", 0)), facts.get("run_id", "")
         _, new, _ = guard.arguments(run_id, uptime)  # ms of grace_period of one that knows nobody
         knows_us = new == "0" if run is None else read_text(run) == run_id
@@ -244,7 +193,7 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
             knows_us=knows_us,
         )
 
-    found, failing = _ask_each(redlock, look)
+    found, failing = ask_each(redlock, look)
     names = [node.name for node in redlock.session.quorum.nodes]
     return tuple(
         NodeStatus(node=name, error=failing[name])
@@ -252,57 +201,6 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
         else replace(found[name], node=name)
         for name in names
     )
-
-
-def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
-    """Return the locks that stand on the nodes; all, or those of a resource.
-
-    What else the nodes hold is looked through in parts, which keeps nobody waiting.
-    """
-    prefix, needed = redlock.prefix, redlock.session.quorum.size
-    beginning = lock_key(prefix, "")
-
-    def look(connection: Any) -> list[tuple[Any, Any, float]]:
-        return list(_values(connection, list(set(names_on(connection, beginning)))))
-
-    found, failing = _ask_each(redlock, look)
-    votes: dict[tuple[Any, Any], dict[str, float]] = {}
-    for node, values in found.items():
-        for key, value, left in values:
-            votes.setdefault((key, value), {})[node] = left
-    standing = [_standing(prefix, key, value, on, needed) for (key, value), on in votes.items()]
-    of_it = [lock for lock in standing if resource in (None, lock.resource)]
-    return Sight(
-        tuple(sorted(of_it, key=lambda lock: (lock.resource, lock.permit, -len(lock.votes)))),
-        failing,
-    )
-
-
-def _standing(
-    prefix: str, key: Any, value: Any, votes: Mapping[str, float], needed: int
-) -> Standing:
-    resource, permit = resource_of(prefix, text_of(key))
-    text = "" if value is None else text_of(value)
-    holder = label_of(text) if text else "no lock, but a key of another type"
-    return Standing(resource, permit, holder, since_of(text), votes, needed, key, value)
-
-
-def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Mapping[str, str]]:
-    """Take a lock from its holder, and let none of its repairs bring it back.
-
-    The holder learns of it at its next renewal; until then it goes on, maybe beside another one.
-    What stands there by now instead of it is left alone. Returns by node whether it stood there,
-    and why the others could not be told.
-    """
-    keys = (lock.key, encoded(broken_key(text_of(lock.key), text_of(lock.value))))
-    # no holder reclaims for longer than a lease
-    lasting = str(int(grace_period(redlock.max_ttl) * 1000))
-    channel = wake_channel(redlock.prefix, lock.resource)
-
-    def break_it(connection: Any) -> bool:
-        return strike(connection, keys, lock.value, lasting, encoded(channel))
-
-    return _ask_each(redlock, break_it)
 
 
 def trust_nodes(
@@ -313,35 +211,20 @@ def trust_nodes(
     Returns by node the name of one lock that stands there, "" for none, and why the others could
     not be told.
     """
-    found = _ask_each(redlock, lambda connection: trust_node(connection, redlock.prefix), names)
+    found = ask_each(redlock, lambda connection: trust_node(connection, redlock.prefix), names)
     # to all nodes, once these vote: a client that hears it tries at once
     word = redlock.session.platform.new_token()
-    _ask_each(redlock, lambda connection: say_trusted(connection, redlock.prefix, word))
+    ask_each(redlock, lambda connection: say_trusted(connection, redlock.prefix, word))
     return found
 
 
-def _values(connection: Any, names: Sequence[Any]) -> Iterator[tuple[Any, Any, float]]:
-    """Yield of each key that stands there its name, its value, and its ttl in s."""
-    for first in range(0, len(names), ASKED_AT_ONCE):
-        part = names[first : first + ASKED_AT_ONCE]
-        connection.send_packed_command(
-            connection.pack_commands([("MGET", *part), *(("PTTL", name) for name in part)])
-        )
-        values = read_list(connection.read_response(), len(part))
-        left = [read_number(connection.read_response()) for _ in part]
-        for name, value, ms in zip(part, values, left, strict=True):
-            if ms != GONE:
-                if value is not None:
-                    read_text(value)
-                yield name, value, math.inf if ms < 0 else ms / 1000
-
-
-def _reply(connection: Any, *words: Any) -> Any:
+def reply_of(connection: Any, *words: Any) -> Any:
+    """Return what a node replies to one command."""
     connection.send_command(*words)
     return connection.read_response()
 
 
-def _ask_each(
+def ask_each(
     redlock: Redlock, ask: Callable[[Any], T], names: Collection[str] | None = None
 ) -> tuple[dict[str, T], dict[str, str]]:
     """Call a function with a new connection to each node, at the same time.

@@ -1,8 +1,8 @@
-"""Acquiring from a coroutine: each try runs in a thread, each pause in the event loop.
+"""Runs steps of a coroutine in threads, and its pauses in the event loop.
 
-A try waits for nodes, so it would block the event loop. It is short, and a waiting coroutine holds
-no thread, so a few threads serve any number of coroutines and no waiter starves a holder. A release
-waits for nothing and runs in the event loop.
+A try to acquire waits for nodes, so it would block the event loop. It is short, and a waiting
+coroutine holds no thread, so a few threads serve any number of coroutines and no waiter starves a
+holder. A release waits for nothing and runs in the event loop.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import functools
 import queue
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from celery_redlock.lock.engine.wait_queue import Waiter
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.greenlets import original
 
 FEW_THREADS, MOST_THREADS = 2, 32  # of one `Redlock`
 SLOW = 0.005  # s: if less than one call ends in that time, the threads mostly wait for slow nodes
 LINGER = 10.0  # s that a thread is kept when there is nothing to do
-
 T = TypeVar("T")
 
 
@@ -174,7 +172,14 @@ class Errand:
             self._step.then(do)
 
 
-async def rest(waiter: Waiter, seconds: float) -> None:
+class Wakeable(Protocol):
+    """What a coroutine rests on. decided: set before `wake` is called, in any thread."""
+
+    decided: bool
+    wake: Callable[[], None] | None
+
+
+async def rest(waiter: Wakeable, seconds: float) -> None:
     """Wait until the waiter is rung, for at most the given seconds."""
     loop = asyncio.get_running_loop()
     over = loop.create_future()

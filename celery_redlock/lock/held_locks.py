@@ -1,0 +1,135 @@
+"""Which locks stand on the nodes, who holds them since when, and how an operator takes one away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.model.keys import (
+    broken_key,
+    label_of,
+    lock_key,
+    resource_of,
+    since_of,
+    wake_channel,
+)
+from celery_redlock.lock.model.lease import grace_period
+from celery_redlock.lock.node_status import ask_each
+from celery_redlock.lock.server.admin import names_on, strike
+from celery_redlock.lock.transport.encoding import (
+    encoded,
+    read_list,
+    read_number,
+    read_text,
+    text_of,
+)
+
+ASKED_AT_ONCE = 500  # keys
+GONE = -2  # Source: the Redis command PTTL
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A lock as it stands on nodes: one value under one key.
+
+    permit: of a semaphore, which. holder: its label. since: s since 1970 by the holder's clock,
+    None where a stranger wrote it. votes: by node, for how many s more; inf: it never expires.
+    needed: a quorum.
+    """
+
+    resource: str
+    permit: int
+    holder: str
+    since: float | None
+    votes: Mapping[str, float]
+    needed: int
+    key: Any = field(repr=False)
+    value: Any = field(repr=False)
+
+    @property
+    def held(self) -> bool:
+        """Whether a quorum has it; else it is on its way, or a rest that ends with its ttl."""
+        return len(self.votes) >= self.needed
+
+    @property
+    def valid_for(self) -> float:
+        """S for which a quorum keeps it if nothing renews it; 0.0 where none does."""
+        return sorted(self.votes.values(), reverse=True)[self.needed - 1] if self.held else 0.0
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What stands on the nodes that answer. failing: of the others, by node, why not."""
+
+    locks: tuple[Standing, ...]
+    failing: Mapping[str, str]
+
+
+def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
+    """Return the locks that stand on the nodes; all, or those of a resource.
+
+    What else the nodes hold is looked through in parts, which keeps nobody waiting.
+    """
+    prefix, needed = redlock.prefix, redlock.session.quorum.size
+    beginning = lock_key(prefix, "")
+
+    def look(connection: Any) -> list[tuple[Any, Any, float]]:
+        return list(_values(connection, list(set(names_on(connection, beginning)))))
+
+    found, failing = ask_each(redlock, look)
+    votes: dict[tuple[Any, Any], dict[str, float]] = {}
+    for node, values in found.items():
+        for key, value, left in values:
+            votes.setdefault((key, value), {})[node] = left
+    standing = [_standing(prefix, key, value, on, needed) for (key, value), on in votes.items()]
+    of_it = [lock for lock in standing if resource in (None, lock.resource)]
+    return Sight(
+        tuple(sorted(of_it, key=lambda lock: (lock.resource, lock.permit, -len(lock.votes)))),
+        failing,
+    )
+
+
+def _standing(
+    prefix: str, key: Any, value: Any, votes: Mapping[str, float], needed: int
+) -> Standing:
+    resource, permit = resource_of(prefix, text_of(key))
+    text = "" if value is None else text_of(value)
+    holder = label_of(text) if text else "no lock, but a key of another type"
+    return Standing(resource, permit, holder, since_of(text), votes, needed, key, value)
+
+
+def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Mapping[str, str]]:
+    """Take a lock from its holder, and let none of its repairs bring it back.
+
+    The holder learns of it at its next renewal; until then it goes on, maybe beside another one.
+    What stands there by now instead of it is left alone. Returns by node whether it stood there,
+    and why the others could not be told.
+    """
+    keys = (lock.key, encoded(broken_key(text_of(lock.key), text_of(lock.value))))
+    # no holder reclaims for longer than a lease
+    lasting = str(int(grace_period(redlock.max_ttl) * 1000))
+    channel = wake_channel(redlock.prefix, lock.resource)
+
+    def break_it(connection: Any) -> bool:
+        return strike(connection, keys, lock.value, lasting, encoded(channel))
+
+    return ask_each(redlock, break_it)
+
+
+def _values(connection: Any, names: Sequence[Any]) -> Iterator[tuple[Any, Any, float]]:
+    """Yield of each key that stands there its name, its value, and its ttl in s."""
+    for first in range(0, len(names), ASKED_AT_ONCE):
+        part = names[first : first + ASKED_AT_ONCE]
+        connection.send_packed_command(
+            connection.pack_commands([("MGET", *part), *(("PTTL", name) for name in part)])
+        )
+        values = read_list(connection.read_response(), len(part))
+        left = [read_number(connection.read_response()) for _ in part]
+        for name, value, ms in zip(part, values, left, strict=True):
+            if ms != GONE:
+                if value is not None:
+                    read_text(value)
+                yield name, value, math.inf if ms < 0 else ms / 1000

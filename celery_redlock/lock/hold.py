@@ -1,0 +1,69 @@
+"""One acquire that is not released yet."""
+
+from __future__ import annotations
+
+import random
+
+from celery_redlock.lock.engine.acquirer import Acquirer, Failure
+from celery_redlock.lock.engine.releaser import Releaser
+from celery_redlock.lock.model.acquisition import Acquisition, Owner
+from celery_redlock.lock.platform.interrupts import uninterruptible
+
+SPLIT_TRIES = 6  # if rivals that came at once share the nodes, and none has got the lock
+LONGEST_SPLIT = 0.25  # the widest range of a pause between those
+
+
+class Hold:
+    """One acquire that is not released yet: its own acquisition, and those around it.
+
+    owner: who acquires. splits: its tries in a row that rivals shared the nodes at. took: seconds,
+    of its last try.
+    """
+
+    __slots__ = ("__weakref__", "acquisitions", "owner", "splits", "took")
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.acquisitions: list[Acquisition] = []
+        self.splits, self.took = 0, 0.0
+
+    def pause_of_split(self) -> float | None:
+        """Return the seconds until the next try if rivals share the nodes, None if that is over.
+
+        Drawn from a range that doubles, so that one of them is soon alone. After some such tries
+        they are no rivals that came at once, and are waited for like any holder.
+        """
+        if not 0 < self.splits < SPLIT_TRIES:
+            return None
+        return random.uniform(0, min(LONGEST_SPLIT, self.took * 2**self.splits))  # noqa: S311
+
+    def join(self, acquisition: Acquisition) -> None:
+        """Rely on an acquisition from now on."""
+        if acquisition not in self.acquisitions:
+            self.acquisitions.append(acquisition)
+            acquisition.join(self)
+
+    def leave(self, acquisition: Acquisition) -> None:
+        """Rely on an acquisition no more, which is over."""
+        self.acquisitions.remove(acquisition)
+        acquisition.part(self)
+
+    def confirm_fencing_token(self, acquirer: Acquirer) -> Failure | None:
+        """Have one fencing token confirmed for all; return None if it may be used."""
+        token = max(one.fencing_token for one in self.acquisitions)
+        failures = (acquirer.confirm_fencing_token(one, token) for one in self.acquisitions)
+        return next((failure for failure in failures if failure is not None), None)
+
+    @uninterruptible
+    def release(self, releaser: Releaser) -> None:
+        """Release what no other hold relies on; twice does no harm."""
+        for acquisition in self.acquisitions:
+            acquisition.part(self)
+            if not acquisition.users:
+                releaser.release(acquisition)
+
+    @uninterruptible
+    def release_anywhere(self, releaser: Releaser) -> None:
+        """Release in any thread, while the owner may be about to take the same lock again."""
+        for acquisition in self.acquisitions:
+            releaser.release_if_unused(acquisition, self)

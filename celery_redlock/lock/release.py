@@ -1,0 +1,39 @@
+"""Ends a lock from outside: for a run that was cut and cannot know what it holds."""
+
+from __future__ import annotations
+
+from celery_redlock.errors import LockLost
+from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.model.acquisition import Acquisition
+
+
+def release_all(lock: Lock, *, ended: bool = False) -> None:
+    """Release a lock as often as it has been acquired; for a caller that was cut and cannot know.
+
+    ended: what ran under it has ended, and is marked so, also if the lock was released or lost.
+    """
+    session, last = lock._session, lock._last
+    if ended and last is not None:
+        own = [one for one in last.acquisitions if one.options is lock._options]
+        for acquisition in own:  # and not those around it, whose end is not this one's
+            session.mark_ended(acquisition)
+            if last not in lock._holds:
+                session.releaser.release(acquisition, publish=False)
+    while lock._holds:
+        before = len(lock._holds)
+        lock.release()
+        if len(lock._holds) == before:  # a child's, or never more than begun
+            return
+
+
+def acquisitions_of(lock: Lock) -> list[Acquisition]:
+    """Return what a lock relies on now: its own acquisition, and those around it."""
+    return lock._acquisitions()
+
+
+def loss_of(lock: Lock) -> LockLost | None:
+    """Return the error that tells of a lock's loss; None if it is held, or released."""
+    now = lock._clock.now()
+    if any(one.lost(now) for one in acquisitions_of(lock)):
+        return LockLost(lock.resource, lock._why())
+    return None
