@@ -128,7 +128,7 @@ class Redlock:
         Raises QuorumUnreachable where no node could be told.
         """
         causes = []
-        nodes, timeout = self.session.quorum.nodes, max(self.node_timeout, TRUST_TIMEOUT)
+        nodes, timeout = self.session.node_set.nodes, max(self.node_timeout, TRUST_TIMEOUT)
         for node in nodes:
             try:
                 held = node.address.ask(timeout, functools.partial(trust_node, prefix=self.prefix))
@@ -170,7 +170,7 @@ class Redlock:
         self.close()
 
     def __repr__(self) -> str:
-        names = ", ".join(node.name for node in self.session.quorum.nodes)
+        names = ", ".join(node.name for node in self.session.node_set.nodes)
         return f"<{type(self).__name__} {names}>"
 
 
@@ -184,7 +184,7 @@ def _end_dropped(session: Session) -> None:
     with contextlib.suppress(RuntimeError):  # the interpreter ends
         session.platform.start_thread(session.end)
     if session.warns:
-        names = ", ".join(node.name for node in session.quorum.nodes)
+        names = ", ".join(node.name for node in session.node_set.nodes)
         warnings.warn(f"unclosed <Redlock {names}>", ResourceWarning, stacklevel=2)
 
 

@@ -73,7 +73,7 @@ def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
 
     What else the nodes hold is looked through in parts, which keeps nobody waiting.
     """
-    prefix, needed = redlock.prefix, redlock.session.quorum.size
+    prefix, needed = redlock.prefix, redlock.session.node_set.size
     beginning = lock_key(prefix, "")
 
     def look(connection: Any) -> list[tuple[Any, Any, float]]:

@@ -170,7 +170,7 @@ class Lock:
         reached = self._session.renew(self._acquisitions())
         self.ensure()
         if not reached:
-            nodes = self._session.quorum
+            nodes = self._session.node_set
             raise QuorumUnreachable(self.resource, causes_of(nodes), nodes.size)
 
     @uninterruptible

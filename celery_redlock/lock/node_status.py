@@ -60,7 +60,7 @@ def ask_nodes(redlock: Redlock) -> NodeReport:
 
     Raises SettingsError for nodes that turn out to be one server.
     """
-    quorum = redlock.session.quorum
+    quorum = redlock.session.node_set
     answering = _connect(redlock)
     failing = [node for node in quorum.nodes if node.index not in answering]
     causes = [str(node.error or NodeError(node.name, "no answer in time")) for node in failing]
@@ -78,7 +78,7 @@ def exchange_terms(redlock: Redlock) -> Mapping[str, list[str]]:
     noted last stays, so a change that all clients follow is told of by each of them once.
     Raises SettingsError for nodes that turn out to be one server.
     """
-    quorum, answering = redlock.session.quorum, _connect(redlock)
+    quorum, answering = redlock.session.node_set, _connect(redlock)
     request = encode_command("SET", _terms_key(redlock), terms_of(redlock), "GET")
     noted = quorum.query(request, _read_terms, nodes=answering)
     return _differing(redlock, {quorum.nodes[index].name: text for index, text in noted.items()})
@@ -126,14 +126,14 @@ def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> Mapping[str
 
 def terms_of(redlock: Redlock) -> str:
     """Return what all clients of a prefix must agree on, for people; times in s."""
-    options, nodes = redlock.session.options, len(redlock.session.quorum.nodes)
+    options, nodes = redlock.session.options, len(redlock.session.node_set.nodes)
     return f"max_ttl={redlock.max_ttl:g} restart_guard={options.guard.word} nodes={nodes}"
 
 
 def _connect(redlock: Redlock) -> Collection[int]:
     """Return the nodes that answer within two node timeouts."""
     session = redlock.session
-    answering = session.quorum.connect(session.clock.now() + 2 * session.quorum.timeout)
+    answering = session.node_set.connect(session.clock.now() + 2 * session.node_set.timeout)
     session.check_distinct()
     return answering
 
@@ -194,7 +194,7 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
         )
 
     found, failing = ask_each(redlock, look)
-    names = [node.name for node in redlock.session.quorum.nodes]
+    names = [node.name for node in redlock.session.node_set.nodes]
     return tuple(
         NodeStatus(node=name, error=failing[name])
         if name in failing
@@ -233,7 +233,7 @@ def ask_each(
     asked, by node.
     """
     timeout = max(PATIENCE, redlock.node_timeout)
-    addresses = [node.address for node in redlock.session.quorum.nodes]
+    addresses = [node.address for node in redlock.session.node_set.nodes]
     asked = [address for address in addresses if names is None or address.name in names]
 
     def one(address: Address) -> tuple[T | None, str]:

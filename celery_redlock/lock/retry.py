@@ -48,8 +48,8 @@ class Attempts:
         self._session, self._options, self._hold = session, options, hold
         self._clock = session.clock
         self._started = session.clock.now()
-        self._outer = self._join_outer()
         self._keys = keys
+        self._outer = self._join_outer()
         if self._outer:
             self._keys = [key for key in keys if key.resource not in self._outer]
 
@@ -64,11 +64,6 @@ class Attempts:
                 del outer[resource]
         return outer
 
-    @property
-    def _confirms_token(self) -> bool:
-        """Whether one fencing token must be confirmed for what is held and what is tried."""
-        return self._options.fencing and bool(self._outer)
-
     def run(self, timeout: float) -> None:
         """Try, and wait if others hold the lock; as `acquire_with_retry`."""
         if not self._keys:
@@ -79,7 +74,7 @@ class Attempts:
                 failure = self._wait(failure, self._started + timeout)
             else:
                 failure = self._try_while_split(failure)
-        if failure is None and self._confirms_token:
+        if failure is None and self._outer and self._options.fencing:
             failure = self._hold.confirm_fencing_token(self._session.acquirer)
         self._check_acquired(failure)
 
@@ -96,7 +91,7 @@ class Attempts:
                 break
             await asyncio.sleep(pause)
             failure = await errand.do(self._try)
-        if failure is None and self._confirms_token:
+        if failure is None and self._outer and self._options.fencing:
             confirm = functools.partial(self._hold.confirm_fencing_token, self._session.acquirer)
             failure = await errand.do(confirm)
         self._check_acquired(failure)
@@ -141,7 +136,7 @@ class Attempts:
         schedule = RetrySchedule(session, self._hold, self._keys, limit, until)
         with session.wait_queue.waiting(schedule.channels, limit) as waiter:
             while failure is not None and (moment := schedule.next_try(failure)) is not None:
-                session.quorum.wait(waiter, moment)
+                session.node_set.wait(waiter, moment)
                 if waiter.take():
                     self._clock.sleep(schedule.woken())
                     schedule.share(waiter)
@@ -240,7 +235,7 @@ class RetrySchedule:
         """Return whether no quorum can come about before somebody changes a setting."""
         if isinstance(failure, LockTaken):
             return False
-        quorum = self._session.quorum
+        quorum = self._session.node_set
         wrong = [cause for cause in failure.causes if is_misconfigured(cause)]
         lasting = [cause for cause in wrong if not is_of_a_replica(cause)]  # a failover ends that
         return len(lasting) > len(quorum.nodes) - quorum.size

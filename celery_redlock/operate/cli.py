@@ -232,7 +232,7 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
     worker runs.
     """
     made = _redlock(ctx)
-    known = [node.name for node in made.session.quorum.nodes]
+    known = [node.name for node in made.session.node_set.nodes]
     for name in nodes:
         if name not in known:
             hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
@@ -335,7 +335,7 @@ class View:
         """Ask them."""
         session = redlock.session
         guard = session.options.guard
-        return cls(look_at_nodes(redlock), guard.word, session.quorum.size, guard.silence)
+        return cls(look_at_nodes(redlock), guard.word, session.node_set.size, guard.silence)
 
     @property
     def voting(self) -> int:

@@ -225,7 +225,7 @@ class Exporter:
         self._serves = True
         app = consumer.app
         own = [task.name for task in locked_tasks(app)]
-        self._metrics.begin(own, [node.name for node in redlock_of(app).session.quorum.nodes])
+        self._metrics.begin(own, [node.name for node in redlock_of(app).session.node_set.nodes])
         if self._forks:
             MultiProcessCollector(self.registry)
         self.registry.register(Present(consumer))

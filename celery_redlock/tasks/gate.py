@@ -543,7 +543,7 @@ def marks_of(session: Session, run: str) -> list[float | None]:
     s since 1970, below 0 where a later send has taken its place; None: nothing.
     """
     request = encode_command("GET", completion_key(session.options.prefix, run))
-    return list(session.quorum.query(request, _read_mark).values())
+    return list(session.node_set.query(request, _read_mark).values())
 
 
 def _read_mark(reply: Any) -> float | None:

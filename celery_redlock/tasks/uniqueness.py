@@ -281,7 +281,7 @@ class Window:
             if self._send.on_duplicate != "replace":
                 self.give_up()
                 return earlier
-            others = set(range(len(self._session.quorum.nodes))) - ballot.changed
+            others = set(range(len(self._session.node_set.nodes))) - ballot.changed
             self._before = {node: ballot.standing.get(node, earlier) for node in others}
             second = self._ask(earlier.token)
             if second.reached:
@@ -291,7 +291,7 @@ class Window:
             self.is_open = True
             return False
         self.give_up()
-        quorum = self._session.quorum
+        quorum = self._session.node_set
         if ballot.voted < quorum.size:
             causes = causes_of(quorum)
             raise QuorumUnreachable(self._send.name, causes, quorum.size)
@@ -301,13 +301,13 @@ class Window:
     def _ask(self, believed: str) -> Ballot:
         """Have every node note this send, where what it knows begins like this ('': nothing)."""
         session = self._session
-        ballot, sent = Ballot(session.quorum), session.clock.now()
+        ballot, sent = Ballot(session.node_set), session.clock.now()
         self._ballots.append(ballot)
         request = self._request(believed, self._value(SENDS), self._lease)
-        session.quorum.broadcast(Command(request, ballot, UNIQUE), sent)
+        session.node_set.broadcast(Command(request, ballot, UNIQUE), sent)
         # packed while the nodes think
         self._confirmation = self._change(self._token, self._value(SENT, PUBLISHING))
-        session.quorum.wait(ballot, sent + session.options.node_timeout)
+        session.node_set.wait(ballot, sent + session.options.node_timeout)
         ballot.decided = True
         session.check_distinct()
         return ballot
@@ -351,7 +351,7 @@ class Window:
         come after the end of the run.
         """
         session = self._session
-        quorum, every = session.quorum, len(session.quorum.nodes)
+        quorum, every = session.node_set, len(session.node_set.nodes)
         changed = self._changed
         if len(changed) < every:
             quorum.read_from(set(range(every)) - changed)  # what has come meanwhile
@@ -393,9 +393,9 @@ class Window:
         for node, earlier in before.items():
             seconds = min(earlier.expires_in, LONGEST_WINDOW)
             request = self._request(self._token, earlier.value, seconds)
-            session.quorum.send_to(node, Command(request, IGNORE_REPLY, UNIQUE), now)
+            session.node_set.send_to(node, Command(request, IGNORE_REPLY, UNIQUE), now)
         elsewhere = set(self._ballots[-1].standing) | set(before)
-        nodes = set(range(len(session.quorum.nodes))) - elsewhere
+        nodes = set(range(len(session.node_set.nodes))) - elsewhere
         Ending(session, self._request(self._token, "")).send(nodes)
         self.is_open, self._ballots = False, []
 
@@ -426,7 +426,7 @@ class Ending(Round):
 
         A minority that knows of an earlier send drops nothing, so it is told for a while only.
         """
-        is_known = len(self._heard) >= self._session.quorum.size
+        is_known = len(self._heard) >= self._session.node_set.size
         return self._made_at + (OWED if is_known else max(OWED, self._left))
 
     def send(self, nodes: set[int] | None = None) -> None:
@@ -434,17 +434,17 @@ class Ending(Round):
         session, now = self._session, self._session.clock.now()
         command = self.command()
         if nodes is None:
-            session.quorum.broadcast(command, now)
+            session.node_set.broadcast(command, now)
         else:
             for node in nodes:
-                session.quorum.send_to(node, command, now)
+                session.node_set.send_to(node, command, now)
         session.watchdog.run_maintenance_by(now + session.options.node_timeout)
 
     def wait(self) -> bool:
         """Wait for a quorum to hear of it, no longer than a node may take; False where none did."""
         session = self._session
-        session.quorum.wait(self, session.clock.now() + session.options.node_timeout)
-        return len(self._heard) >= session.quorum.size
+        session.node_set.wait(self, session.clock.now() + session.options.node_timeout)
+        return len(self._heard) >= session.node_set.size
 
     def command(self) -> Command:
         """Return what to send; not kept, for it refers to this."""
@@ -465,7 +465,7 @@ class Ending(Round):
             session.watchdog.run_maintenance_by(session.clock.now() + session.options.node_timeout)
             return
         self._heard.add(node)
-        if not self.decided and len(self._heard) >= self._session.quorum.size:
+        if not self.decided and len(self._heard) >= self._session.node_set.size:
             self.decide()
 
     def failed(self, node: int, command: Command, error: NodeError) -> None:
@@ -560,7 +560,7 @@ class Ticket:
         if self.replaces:
             session = redlock.session
             mark = supersede(session, self.replaces, self.kept_for)
-            session.quorum.broadcast(mark, session.clock.now())
+            session.node_set.broadcast(mark, session.clock.now())
 
     def start(self, redlock: Redlock) -> None:
         """End the window where that is at the start, before the body reads anything.

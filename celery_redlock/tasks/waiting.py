@@ -329,8 +329,8 @@ class Room(bootsteps.StartStopStep):
     def _listen(self) -> None:
         if not self._ears:
             session = redlock_of(self._consumer.app).session
-            nodes, timeout = session.quorum.nodes, session.options.node_timeout
-            self._majority = session.quorum.size
+            nodes, timeout = session.node_set.nodes, session.options.node_timeout
+            self._majority = session.node_set.size
             make = (
                 timeout,
                 session.platform,

@@ -124,7 +124,7 @@ def assert_released(*resources: str, on: Any = None, within: float = 5.0) -> Non
         if _eventually(is_free, within):
             return
         now = redlock.session.clock.wall_us() / 1e6
-        total = len(redlock.session.quorum.nodes)
+        total = len(redlock.session.node_set.nodes)
         said = [told(lock, now, total) for sight in found for lock in sight.locks]
         failing = {node: cause for sight in found for node, cause in sight.failing.items()}
         said += [f"{node} cannot be asked: {cause}" for node, cause in failing.items()]
@@ -150,7 +150,7 @@ def addresses_of(nodes: Sequence[Any]) -> list[Any]:
 
 def _another(redlock: Redlock) -> Redlock:
     """Return a `Redlock` over the same nodes, which is to it what another process is."""
-    pools = [node.address.pool for node in redlock.session.quorum.nodes]
+    pools = [node.address.pool for node in redlock.session.node_set.nodes]
     return Redlock(
         [redis.Redis(connection_pool=pool) for pool in pools],
         prefix=redlock.prefix,

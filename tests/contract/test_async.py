@@ -453,7 +453,7 @@ class TestCancelled:
 
         async def body() -> None:
             task = asyncio.create_task(redlock.lock("r").acquire_async())
-            await come_true(lambda: redlock.session.quorum.outstanding)
+            await come_true(lambda: redlock.session.node_set.outstanding)
             for _ in range(cancellations):
                 task.cancel()
                 await asyncio.sleep(TICK)

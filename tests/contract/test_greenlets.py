@@ -84,7 +84,7 @@ def work(n):
 join([spawn(work, n) for n in range(40)])
 while ask_nodes(redlock).failing:  # two nodes suffice, and the locks may be over before the third
     pass
-ours = [node.connection.socket.getsockname()[1] for node in redlock.session.quorum.nodes]
+ours = [node.connection.socket.getsockname()[1] for node in redlock.session.node_set.nodes]
 told = {"held": len(held), "connections": len(set(ours))}
 """
     assert tell(GEVENT, story, nodes) == {"held": 40, "connections": 3}

@@ -101,7 +101,7 @@ def test_answers_stay_with_their_commands_while_connections_break(
     with Redlock([nodes[0].url], node_timeout=5.0) as redlock:
         settle(redlock)
         session = redlock.session
-        node = session.quorum.nodes[0]
+        node = session.node_set.nodes[0]
 
         def write() -> None:
             now = session.clock.now()
@@ -114,7 +114,7 @@ def test_answers_stay_with_their_commands_while_connections_break(
             if connection is not None and connection.in_flight:
                 node.drop(connection, "no answer within 5 s")
 
-        drain = session.quorum.drain
+        drain = session.node_set.drain
         for_seconds(8, write, drain, drain, break_off, enough=lambda: len(seen) > 1000)
     assert len(seen) > 1000
     assert [pair for pair in seen if pair[1] != str(pair[0]).encode()] == []
@@ -163,7 +163,7 @@ def test_a_prefix_may_have_any_letters(nodes: list[EmbeddedNode], prefix: str) -
 def test_a_name_that_led_to_another_nodes_server_for_a_while_is_a_node_again(
     redlock: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
-    first, _, last = redlock.session.quorum.nodes
+    first, _, last = redlock.session.node_set.nodes
     own = last.address
 
     def lead_to(address: Any) -> None:
@@ -278,7 +278,7 @@ def test_a_connection_that_each_renewal_breaks_does_not_make_them_oftener(
     redlock: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
     seconds = 4
-    broken = redlock.session.quorum.nodes[0]
+    broken = redlock.session.node_set.nodes[0]
 
     def break_off() -> None:
         time.sleep(0.01)
@@ -312,7 +312,7 @@ def test_one_who_sleeps_as_it_reads_does_not_keep_the_others_from_reading(
         over.wait(60)
 
     with ThreadPoolExecutor(1) as elsewhere:
-        elsewhere.submit(redlock.session.quorum._reading.run, sleep)
+        elsewhere.submit(redlock.session.node_set._reading.run, sleep)
         assert began.wait(60)
         with redlock.lock("r", wait=60) as lock:
             assert lock.held
@@ -369,7 +369,7 @@ class Writing(Echo):
 
 
 def test_no_answer_counts_of_a_server_that_was_found_to_be_replaced(redlock: Redlock) -> None:
-    quorum, seen = redlock.session.quorum, list[tuple[int, Any]]()
+    quorum, seen = redlock.session.node_set, list[tuple[int, Any]]()
     node, now, writing = quorum.nodes[0], redlock.session.clock.now(), Writing()
     settle(redlock)
     assert node.connection is not None

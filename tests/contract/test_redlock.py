@@ -153,7 +153,7 @@ class TestAcquireAndRelease:
 
         monkeypatch.setattr(Redlock, "observer", Counting())
         with redlock.session.wait_queue.waiting([wake_channel("redlock", "r")]) as other:
-            redlock.session.quorum.wait(other, redlock.session.clock.now() + WAIT)
+            redlock.session.node_set.wait(other, redlock.session.clock.now() + WAIT)
             assert other.take()  # it is heard already: what is said by that is no reason to try
             with redlock.lock("r", wait=WAIT):
                 assert len(tries) == SPLIT_TRIES
@@ -336,7 +336,7 @@ class TestRelease:
         try:
             with redlock.lock("r", ttl=60):
                 value = eventually(lambda: nodes[0].client().get(KEY))
-            eventually(lambda: redlock.session.quorum.nodes[2].connection is None)
+            eventually(lambda: redlock.session.node_set.nodes[2].connection is None)
         finally:
             nodes[2].resume()
         eventually(lambda: redlock.session.outbox.is_empty)
@@ -877,7 +877,7 @@ class TestOneProcess:
         settle(redlock)
 
         def ports() -> set[int]:
-            connections = [node.connection for node in redlock.session.quorum.nodes]
+            connections = [node.connection for node in redlock.session.node_set.nodes]
             return {
                 connection.socket.getsockname()[1]
                 for connection in connections

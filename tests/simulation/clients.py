@@ -117,7 +117,7 @@ class Process:
 
     def connect(self) -> None:
         """Be connected to every node when the schedule begins."""
-        for node in self.redlock.session.quorum.nodes:
+        for node in self.redlock.session.node_set.nodes:
             connection = node.address.dial(node.timeout)
             node.adopt(connection, self._knows(node.index))
 

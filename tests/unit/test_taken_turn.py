@@ -19,7 +19,7 @@ class Leaping(SystemClock):
 
 
 def test_who_lost_the_turn_goes_on_though_another_told_of_the_broken_connections() -> None:
-    quorum = Redlock([f"redis://127.0.0.1:{port}/0" for port in (1, 2, 3)]).session.quorum
+    quorum = Redlock([f"redis://127.0.0.1:{port}/0" for port in (1, 2, 3)]).session.node_set
     quorum.clock = Leaping()
     told: list[int] = []
 

@@ -79,8 +79,9 @@ class Acquirer:
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
         """Lock each key in order, or any one permit."""
         if acquisition.options.limit == 1:
-            own_run = self._own_run(acquisition) if acquisition.is_redelivery else []
-            return self._lock_all(acquisition, [*own_run, *acquisition.keys])
+            if acquisition.is_redelivery:
+                return self._lock_all(acquisition, [*self._own_run(acquisition), *acquisition.keys])
+            return self._lock_all(acquisition, acquisition.keys)
         failure = self._lock_all(acquisition, self._own_run(acquisition))
         return failure or self._lock_permit(acquisition)
 
@@ -154,7 +155,8 @@ class Acquirer:
         until = sent + min(servers.options.node_timeout, lease.ttl / ROUNDS_IN_TTL)
         nodes.wait(round_, until)
         time_is_up, round_.decided = not round_.decided, True
-        self._check_distinct()
+        if nodes.same_server is not None:
+            self._check_distinct()
         if round_.completed:
             error = SupersededError if round_.superseded else AlreadyCompletedError
             raise error(key_lease.key.resource)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
+from weakref import ref
 
 from celery_redlock.errors import NodeError, abstains
 from celery_redlock.lock.model.acquisition import Acquisition
@@ -71,46 +72,46 @@ class Teller(Protocol):
 class Events:
     """Tells the observer and the log of what happens to the locks and nodes of one `Redlock`.
 
-    client: returns the `Redlock`, or its class once it is gone. tells_of_new_nodes: a node that
-    abstains is worth a warning at its first contact, too, for nobody else says it.
+    client: the `Redlock`, kept weakly; once it is gone, its class stands for it.
+    tells_of_new_nodes: a node that abstains is worth a warning at its first contact, too, for
+    nobody else says it.
     """
 
     tells_of_new_nodes = True
 
-    def __init__(self, client: Callable[[], Any], teller: Teller) -> None:
-        self._client, self._teller = client, teller
+    def __init__(self, client: Any, teller: Teller) -> None:
+        self._client, self._class, self._teller = ref(client), type(client), teller
         self.forget()
 
     def forget(self) -> None:
         """Start anew in a forked child."""
         self._greeted: set[int] = set()  # nodes that this process has been connected to
 
-    @property
-    def observer(self) -> Observer:
-        """The observer of the `Redlock`."""
-        observer: Observer = self._client().observer
-        return observer
+    def settled(self, key_lease: KeyLease) -> None:
+        """Tell that no node keeps a key any more, or needs to be told of its end."""
+        (self._client() or self._class).observer.settled(key_lease)
 
     def claiming(self, acquisition: Acquisition, key_lease: KeyLease) -> None:
         """Tell that the request for a key is about to be written."""
-        client = self._client()
+        client = self._client() or self._class
         client.observer.claiming(client, acquisition, key_lease)
 
     def acquired(self, acquisition: Acquisition) -> None:
         """Tell that a lock is held."""
-        client = self._client()
+        client = self._client() or self._class
         client.observer.acquired(client, acquisition)
 
     def released(self, acquisition: Acquisition) -> None:
         """Tell that a lock is released."""
-        client = self._client()
+        client = self._client() or self._class
         client.observer.released(client, acquisition)
 
-    def extended(self, acquisition: Acquisition) -> None:
-        """Tell that a quorum renewed a lock."""
-        client = self._client()
-        if client.observer.hears_extensions:
-            self._teller.tell(functools.partial(client.observer.extended, client, acquisition))
+    def extended(self, acquisitions: Iterable[Acquisition]) -> None:
+        """Tell that a quorum renewed some locks."""
+        client = self._client() or self._class
+        observer = client.observer
+        for acquisition in acquisitions if observer.hears_extensions else ():
+            self._teller.tell(functools.partial(observer.extended, client, acquisition))
 
     def abandoned(self, acquisition: Acquisition) -> None:
         """Tell that a lock was released because nobody kept its `Lock`."""
@@ -141,7 +142,7 @@ class Events:
     def _tell_lost(self, acquisition: Acquisition, reason: str) -> None:
         extra = {"event": "lock_lost", "resource": acquisition.resource, "reason": reason}
         logger.error("lost %r: %s", acquisition.resource, reason, extra=extra)
-        client = self._client()
+        client = self._client() or self._class
         client.observer.lost(client, acquisition, reason)
 
     def node_changed(self, node: NodeClient, error: NodeError | None) -> None:
@@ -149,7 +150,7 @@ class Events:
         self._teller.tell(functools.partial(self._tell_of_node, node.name, error))
 
     def _tell_of_node(self, name: str, error: NodeError | None) -> None:
-        client = self._client()
+        client = self._client() or self._class
         if error is None:
             extra = {"event": "node_recovered", "node": name}
             logger.info("node %s answers again", name, extra=extra)

@@ -25,13 +25,13 @@ class OutboxItem(Protocol):
 class Outbox:
     """Delivers items to nodes once these are connected. One dictionary a node."""
 
-    def __init__(self, quorum: GuardedNodeSet) -> None:
-        self._quorum = quorum
+    def __init__(self, node_set: GuardedNodeSet) -> None:
+        self._node_set = node_set
         self.forget()
 
     def forget(self) -> None:
         """Start anew in a forked child: what the parent has to tell stays with it."""
-        self._items: list[dict[int, OutboxItem]] = [{} for _ in self._quorum.nodes]
+        self._items: list[dict[int, OutboxItem]] = [{} for _ in self._node_set.nodes]
 
     def put(self, node: int, item: OutboxItem) -> None:
         """Keep an item for a node; putting it twice does no harm."""
@@ -44,13 +44,13 @@ class Outbox:
 
     def flush(self, now: float) -> None:
         """Send what nodes can be told now, drop what is over, and connect to the other nodes."""
-        for node, items in zip(self._quorum.nodes, self._items, strict=True):
+        for node, items in zip(self._node_set.nodes, self._items, strict=True):
             for key, item in list(items.items()):
                 if item.until <= now:
                     items.pop(key, None)
                     item.settle(node.index)
                 elif node.connection is not None:
                     items.pop(key, None)
-                    self._quorum.send_to(node.index, item.command())
+                    self._node_set.send_to(node.index, item.command())
             if items:
                 node.connect()

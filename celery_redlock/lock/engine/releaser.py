@@ -325,4 +325,4 @@ class KeyRelease:
         """Note that a node needs to be told no more; after the last one, tell the observer."""
         self._unsettled &= ~(1 << node)
         if not self._unsettled:
-            self._releaser.events.observer.settled(self.key_lease)
+            self._releaser.events.settled(self.key_lease)

@@ -62,11 +62,13 @@ class Renewer:
             servers.nodes.wait_keeping_gil(group)
         servers.nodes.wait(group, sent + servers.options.node_timeout, native=native)
         unconfirmed = {part.owners[i] for part, round_ in written for i in round_.unconfirmed}
+        now = self._clock.now()
         for one in renewed:
-            now, reached = self._clock.now(), one not in unconfirmed
-            one.end_renewal(sent, now, reached=reached, soonest=SHORTEST_RENEWAL)
-            if reached:
-                self._events.extended(one)
+            if one in unconfirmed:
+                one.renewal_failed(now, SHORTEST_RENEWAL)
+            else:
+                one.renewal_reached(sent)
+        self._events.extended(one for one in renewed if one not in unconfirmed)
         return unconfirmed
 
     def _write(

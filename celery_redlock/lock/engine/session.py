@@ -65,23 +65,25 @@ class Session:
         self._client, self._class = ref(client), type(client)
         self.options, self.platform, self.clock = options, platform, platform.clock
         self.exchanged_every = options.guard.silence * EXCHANGED_EVERY  # seconds
-        self._build(addresses)
+        self._build(client, addresses)
         self._forget_own()
 
-    def _build(self, addresses: Sequence[Address]) -> None:
+    def _build(self, client: Client, addresses: Sequence[Address]) -> None:
         """Make the parts; no connection is made and no thread starts yet."""
         platform, options = self.platform, self.options
         self.watchdog: Watchdog[Acquisition] = Watchdog(
             platform, self._renew_due, self._run_maintenance, self._check_deadline
         )
-        self.events = Events(self.client, self.watchdog)
+        self.events = Events(client, self.watchdog)
         told = NodeEvents(self.events.node_changed, self._node_connected, self._node_replaced)
-        self.quorum = GuardedNodeSet(addresses, options.node_timeout, platform, options.guard, told)
+        self.node_set = GuardedNodeSet(
+            addresses, options.node_timeout, platform, options.guard, told
+        )
         self.wait_queue = WaitQueue(addresses, options.node_timeout, platform)
         self.threads = Threads(platform)
         self.reentrancy = Reentrancy(platform)
-        self.outbox = Outbox(self.quorum)
-        servers = Servers(self.quorum, Requests(options.prefix), options)
+        self.outbox = Outbox(self.node_set)
+        servers = Servers(self.node_set, Requests(options.prefix), options)
         self.releaser = Releaser(servers, self.events, self.outbox, self.watchdog, self.reentrancy)
         self.renewer = Renewer(servers, self.events, self.watchdog.reschedule)
         self.acquirer = Acquirer(
@@ -96,19 +98,19 @@ class Session:
     @property
     def is_used(self) -> bool:
         """Whether it has connections or threads."""
-        is_used = any(node.is_used for node in self.quorum.nodes)
+        is_used = any(node.is_used for node in self.node_set.nodes)
         return not self._closed and (is_used or self.watchdog.is_started)
 
     @functools.cached_property
     def identity(self) -> bytes:
         """8 bytes that are the same in each process for these nodes and this prefix."""
-        servers = sorted(node.address.server for node in self.quorum.nodes)
+        servers = sorted(node.address.server for node in self.node_set.nodes)
         text = "\n".join((self.options.prefix, *servers))
         return hashlib.blake2b(encoded(text), digest_size=8).digest()
 
     def forget(self) -> None:
         """Start anew in a forked child: nothing of the parent's is used or released there."""
-        self.quorum.forget()
+        self.node_set.forget()
         self.watchdog.forget()
         self.events.forget()
         self.wait_queue.forget()
@@ -138,7 +140,7 @@ class Session:
         self.watchdog.stop()
         self.wait_queue.close()
         self.threads.close()
-        self.quorum.close()
+        self.node_set.close()
 
     # what a `Lock` asks for
 
@@ -163,7 +165,7 @@ class Session:
         acquisition.acquired_at = started
         acquisition.plan_renewals(started)
         self.watchdog.watch(acquisition)
-        replaced_at = self.quorum.replaced_at
+        replaced_at = self.node_set.replaced_at
         if replaced_at:  # between the grant of the first key and now
             for one in acquisition.key_leases:
                 for node in one.replaced(replaced_at):
@@ -207,14 +209,14 @@ class Session:
 
     def check_distinct(self) -> None:
         """Raise SettingsError if two of the nodes are one server, which then would vote twice."""
-        pair = self.quorum.same_server
+        pair = self.node_set.same_server
         if pair is not None:
             raise one_server(self._class.__name__, pair)
 
     # what the watchdog's threads do
 
     def _renew_due(self, acquisitions: Sequence[Acquisition]) -> None:
-        self.quorum.mend()
+        self.node_set.mend()
         self.renew(acquisitions, native=True)
 
     def _check_deadline(self, acquisition: Acquisition, now: float) -> None:
@@ -230,19 +232,19 @@ class Session:
         Monotonic seconds.
         """
         now, timeout = self.clock.now(), self.options.node_timeout
-        self.quorum.mend()
-        self.quorum.drain()
+        self.node_set.mend()
+        self.node_set.drain()
         self.releaser.run_maintenance(now)
         idle = min(IDLE, self.exchanged_every)
-        self.quorum.keep_alive(idle)
-        gone = self.watchdog.watches and self.quorum.reconnect()
-        again = min(self.quorum.drop_spare_pollers(), self.releaser.repeats_at)
+        self.node_set.keep_alive(idle)
+        gone = self.watchdog.watches and self.node_set.reconnect()
+        again = min(self.node_set.drop_spare_pollers(), self.releaser.repeats_at)
         # asked last: what broken connections carried may have added to it
-        if gone or self.quorum.outstanding or self.releaser.is_writing:
+        if gone or self.node_set.outstanding or self.releaser.is_writing:
             return min(again, now + timeout)
         if self._is_ending:
             return self._close_when_done(now + timeout)
-        if any(node.connection for node in self.quorum.nodes):
+        if any(node.connection for node in self.node_set.nodes):
             return min(again, now + idle)
         return again
 

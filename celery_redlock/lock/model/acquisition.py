@@ -74,7 +74,11 @@ class Acquisition:
     @property
     def has_user(self) -> bool:
         """Whether anybody relies on it and could still release it."""
-        return any(user() is not None for user in self._users)
+        # no generator: called for each lock at each renewal
+        for user in self._users:  # noqa: SIM110
+            if user() is not None:
+                return True
+        return False
 
     def abandon(self) -> bool:
         """Let its owner not take it again, if it has no users; return whether it has none.
@@ -92,6 +96,8 @@ class Acquisition:
     @property
     def resource(self) -> str:
         """What is held, for people."""
+        if len(self.keys) == 1:
+            return self.keys[0].resource
         return ", ".join(dict.fromkeys(key.resource for key in self.keys))
 
     def held(self, now: float) -> bool:
@@ -219,17 +225,15 @@ class Acquisition:
         self._reclaim_at = math.inf
         return True
 
-    def end_renewal(self, sent: float, now: float, *, reached: bool, soonest: float) -> None:
-        """Set the next renewal after one that was sent at the monotonic second `sent`.
+    def renewal_reached(self, sent: float) -> None:
+        """Set the next renewal after one that a quorum confirmed. sent: monotonic seconds."""
+        self._at_risk_told = False
+        self._schedule(sent + self.options.ttl / 3)
 
-        reached: a quorum confirmed all of it. soonest: seconds, else.
-        """
-        ttl = self.options.ttl
-        if reached:
-            self._at_risk_told = False
-            self._schedule(sent + ttl / 3)
-        else:
-            self._schedule(now + min(ttl / 3, max(soonest, self.remaining(now) / 4)))
+    def renewal_failed(self, now: float, soonest: float) -> None:
+        """Set the next renewal after one that no quorum confirmed. soonest: seconds from now."""
+        pause = min(self.options.ttl / 3, max(soonest, self.remaining(now) / 4))
+        self._schedule(now + pause)
 
     def reclaim_by(self, moment: float) -> None:
         """Renew by a monotonic second if a node lacks a key that may be set again by then."""
