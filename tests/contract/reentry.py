@@ -19,9 +19,9 @@ import redis
 
 from celery_redlock import Lock, LockTaken, NotAcquired, QuorumUnreachable, Redlock
 from tests.conftest import FREED, NODE_TIMEOUT
-from tests.contract.points import interrupt
+from tests.contract.points import files_below_the_engine, interrupt
 
-FILES = ("clock.py", "nodes.py", "quorum.py", "session.py", "redlock.py", "watchdog.py")
+FILES = (*files_below_the_engine(), "session.py", "redlock.py", "watchdog.py")
 SECONDS = 3.0  # of turns
 DEADLINE = 120.0  # s after which the process stands still; it needs some
 TICK = 0.005  # s from a signal's handler to the next signal, at most
