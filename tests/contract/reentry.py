@@ -19,20 +19,9 @@ import redis
 
 from celery_redlock import Lock, LockTaken, NotAcquired, QuorumUnreachable, Redlock
 from tests.conftest import FREED, NODE_TIMEOUT
-from tests.contract.points import interrupt
+from tests.contract.points import files_below_the_engine, files_of_the_engine, interrupt
 
-FILES = (
-    "clock.py",
-    "nodes.py",
-    "quorum.py",
-    "lock.py",
-    "retry.py",
-    "session.py",
-    "acquirer.py",
-    "releaser.py",
-    "acquisition.py",
-    "watchdog.py",
-)
+FILES = (*files_below_the_engine(), *files_of_the_engine())
 SECONDS = 3.0  # of turns
 DEADLINE = 120.0  # s after which the process stands still; it needs some
 TICK = 0.005  # s from a signal's handler to the next signal, at most

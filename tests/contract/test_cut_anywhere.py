@@ -10,11 +10,10 @@ import pytest
 from celery_redlock import Lock, Redlock
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, see_freed, settle
-from tests.contract.points import interrupt
+from tests.contract.points import files_below_the_engine, files_of_the_engine, interrupt
 
 LASTING = 600.0  # s
-BELOW = ("clock.py", "nodes.py", "quorum.py")
-ABOVE = ("lock.py", "retry.py", "releaser.py", "reentrancy.py", "acquisition.py", "watchdog.py")
+BELOW, ABOVE = files_below_the_engine(), files_of_the_engine()
 
 
 class Struck(Exception):  # noqa: N818 - as billiard names it

@@ -1,0 +1,1 @@
+"""The transport over socket pairs: real sockets, and a server that says what a test wants."""
