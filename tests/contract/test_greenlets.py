@@ -41,7 +41,7 @@ def tell(patch: str, story: str, nodes: Sequence[EmbeddedNode | Proxy]) -> Any:
     urls = [node.url for node in nodes]
     frame = (
         f"{patch}\nimport json, os, random, time\nfrom celery_redlock import Redlock, LockTaken\n"
-        "from celery_redlock.lock.inspection import ask_nodes\n"
+        "from celery_redlock.lock.node_status import ask_nodes\n"
         f"TTL = {TTL}\nwith Redlock({urls}, node_timeout={NODE_TIMEOUT}) as redlock:\n"
     )
     body = "".join(f"    {line}\n" for line in story.splitlines())
