@@ -16,7 +16,6 @@ from celery_redlock.errors import (
     QuorumUnreachable,
     RedlockError,
 )
-from celery_redlock.lock.engine.rounds import causes_of
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
@@ -25,6 +24,7 @@ from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import Errand
 from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.retry import Attempts, acquire_with_retry
+from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.validation import check_wait
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class Lock:
         self.ensure()
         if not reached:
             nodes = self._session.node_set
-            raise QuorumUnreachable(self.resource, causes_of(nodes), nodes.size)
+            raise QuorumUnreachable(self.resource, causes_of(nodes.nodes), nodes.size)
 
     @uninterruptible
     def release(self) -> None:
@@ -211,10 +211,9 @@ class Lock:
             events.lost_soon(acquisition, acquisition.reason)
 
     async def release_async(self) -> None:
-        """Release the lock, in the asyncio task that has acquired it.
+        """Release the lock, in the asyncio task that has acquired it; raises as `release` does.
 
-        The release is written to the nodes at once, without waiting for replies, so a cancellation
-        cannot interrupt it. Raises what `release` raises.
+        The release is written at once, without waiting, so a cancellation cannot interrupt it.
         """
         self.release()
 
@@ -281,10 +280,8 @@ class Lock:
         if self._last is None:
             return NEVER_ACQUIRED
         acquisitions = self._acquisitions()
-        if self._holds and not acquisitions:
-            return OF_THE_PARENT
         if not acquisitions:
-            return RELEASED
+            return OF_THE_PARENT if self._holds else RELEASED
         now = self._clock.now()
         return next((one.reason for one in acquisitions if one.lost(now)), RELEASED)
 

@@ -335,7 +335,7 @@ class View:
         """Ask them."""
         session = redlock.session
         guard = session.options.guard
-        return cls(look_at_nodes(redlock), guard.word, session.node_set.size, guard.silence)
+        return cls(look_at_nodes(redlock), guard.word, session.node_set.size, guard.grace_period)
 
     @property
     def voting(self) -> int:

@@ -22,9 +22,9 @@ import hiredis
 
 from celery_redlock.errors import NodeError, QuorumUnreachable
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.engine.rounds import causes_of
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key, name_of_all, unique_key
+from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.server.scripts import load_script
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round
@@ -293,7 +293,7 @@ class Window:
         self.give_up()
         quorum = self._session.node_set
         if ballot.voted < quorum.size:
-            causes = causes_of(quorum)
+            causes = causes_of(quorum.nodes)
             raise QuorumUnreachable(self._send.name, causes, quorum.size)
         sending = any(not standing.is_sent for standing in ballot.standing.values())
         return sending or earlier is not None

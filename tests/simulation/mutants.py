@@ -26,8 +26,8 @@ from celery_redlock.lock.model.fencing import Fence
 from celery_redlock.lock.model.key_lease import KeyLease, LockKey
 from celery_redlock.lock.model.keys import value_of
 from celery_redlock.lock.model.lease import UNKNOWN, Lease, Probation, State
+from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.server import restart_guard as guard_module
-from celery_redlock.lock.server.handshake import Guard
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenures
@@ -501,8 +501,7 @@ def write_back_not_awaited() -> Iterator[None]:
             key_lease.fence.choose(token)
             nodes, clock = self._servers.nodes, self._clock
             round_ = RenewRound([key_lease], len(nodes.nodes), clock, lambda number: None)
-            names, renewals = [key_lease.key.packed_name], [self._renewal(key_lease)]
-            request = self._servers.requests.renew(names, renewals)
+            request = self._servers.requests.renew([key_lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
         return True
 

@@ -14,17 +14,18 @@ from celery_redlock.errors import LockTaken, QuorumUnreachable, RedlockError
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
-from celery_redlock.lock.engine.rounds import AcquireRound, Servers, causes_of
+from celery_redlock.lock.engine.rounds import AcquireRound
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.fencing import Fence, proposal
 from celery_redlock.lock.model.key_lease import KeyLease, LockKey
-from celery_redlock.lock.model.keys import completion_key, label_of, value_of
+from celery_redlock.lock.model.keys import label_of, value_of
 from celery_redlock.lock.model.lease import MARGIN, Lease
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.server.error_hints import causes_of
+from celery_redlock.lock.server.key_requests import Servers
 from celery_redlock.lock.server.scripts import GRANT
 from celery_redlock.lock.transport.command import Command
-from celery_redlock.lock.transport.encoding import encode_text
 
 ROUNDS_IN_TTL = 4  # a ttl leaves time for so many rounds
 
@@ -148,10 +149,10 @@ class Acquirer:
         nodes = servers.nodes
         sent = key_lease.sent = clock.now()
         least = None if key_lease.fence is None else proposal(clock.wall_us())
-        request = self._request(key_lease, options, least)
+        request = servers.requests.acquire(key_lease, options, least)
         command = Command(request, round_, GRANT, suffixed=True, dated=bool(least))
         nodes.broadcast(command, sent)
-        self._releaser.pack(key_lease)  # while the nodes think
+        servers.requests.release(key_lease)  # packed while the nodes think
         until = sent + min(servers.options.node_timeout, lease.ttl / ROUNDS_IN_TTL)
         nodes.wait(round_, until)
         time_is_up, round_.decided = not round_.decided, True
@@ -166,20 +167,15 @@ class Acquirer:
             return None
         return self._failed(round_, key_lease, time_is_up=time_is_up)
 
-    def _request(self, key_lease: KeyLease, options: LockOptions, least: int | None) -> bytes:
-        requests, key, marker = self._servers.requests, key_lease.key, options.marker
-        if marker is None or marker.asks_since is None:
-            return requests.grant(key.packed_name, key_lease.packed_value, key.ttl_ms, least)
-        marker_key = encode_text(completion_key(self._servers.options.prefix, marker.run))
-        return requests.ask(key.packed_name, key_lease.packed_value, key.ttl_ms, least, marker_key)
-
     def _failed(self, round_: AcquireRound, key_lease: KeyLease, *, time_is_up: bool) -> Failure:
         for node, other in round_.held_by.items():
             self._releaser.release_late_grant(node, other.value)
         resource, nodes = key_lease.key.resource, self._servers.nodes
         if round_.tally.taken(time_is_up=time_is_up):
             return LockTaken(resource, label_of(round_.holder()), round_.expires_in())
-        return QuorumUnreachable(resource, round_.causes(nodes, time_is_up=time_is_up), nodes.size)
+        return QuorumUnreachable(
+            resource, round_.causes(nodes.nodes, time_is_up=time_is_up), nodes.size
+        )
 
     def confirm_fencing_token(self, acquisition: Acquisition, token: int) -> Failure | None:
         """Have a token confirmed under each key; return None if it may be used, else why not.
@@ -191,7 +187,7 @@ class Acquirer:
         for key_lease in acquisition.key_leases:
             until = self._clock.now() + servers.options.node_timeout
             if not self._renewer.confirm_fencing_token(key_lease, token, until):
-                causes = causes_of(servers.nodes)
+                causes = causes_of(servers.nodes.nodes)
                 return QuorumUnreachable(key_lease.key.resource, causes, servers.nodes.size)
         return None
 

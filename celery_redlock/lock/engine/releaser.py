@@ -17,17 +17,15 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.outbox import Outbox
 from celery_redlock.lock.engine.reentrancy import Reentrancy
-from celery_redlock.lock.engine.rounds import Servers
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
-from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.model.lease import HELD
-from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.interrupts import uninterruptible
-from celery_redlock.lock.server.scripts import RELEASE, SAY_NOTHING
+from celery_redlock.lock.server.key_requests import Servers
+from celery_redlock.lock.server.scripts import RELEASE
 from celery_redlock.lock.transport.command import Command
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError, encode_text
+from celery_redlock.lock.transport.encoding import UnexpectedReplyError
 
 DELIVERED_FOR = 1.5  # ttls for which a node that cannot be told may still keep a key of ours
 REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
@@ -196,33 +194,6 @@ class Releaser:
         """The monotonic second at which an orphan is released once more; inf if none is."""
         return min((due for due, _ in self._orphans), default=math.inf)
 
-    def pack(self, key_lease: KeyLease) -> bytes:
-        """Return the plain request that releases a key and tells the waiters; encode_text once."""
-        if not key_lease.packed_release:
-            key, value = key_lease.key, key_lease.packed_value
-            release = self.servers.requests.release
-            key_lease.packed_release = release(key.packed_name, value, key.channel)
-        return key_lease.packed_release
-
-    def request(
-        self, key_lease: KeyLease, options: LockOptions, *, publish: bool, ended_at: float
-    ) -> bytes:
-        """Return the request that releases a key.
-
-        publish: it tells the waiters. ended_at: seconds since 1970 at which the run ended, which it
-        then notes; 0.0: it has not, or nothing is to be noted.
-        """
-        requests, key, marker = self.servers.requests, key_lease.key, options.marker
-        channel = key.channel if publish else SAY_NOTHING
-        if ended_at and marker is not None:
-            times = int(ended_at * 1000), math.ceil(marker.kept_for * 1000)
-            marker_key = encode_text(completion_key(self.servers.options.prefix, marker.run))
-            value = key_lease.packed_value
-            return requests.release_done(key.packed_name, value, channel, marker_key, *times)
-        if not publish:
-            return requests.release(key.packed_name, key_lease.packed_value, channel)
-        return self.pack(key_lease)
-
 
 class KeyRelease:
     """One release of one key, on its way to every node. An outbox item and a reply handler.
@@ -231,21 +202,9 @@ class KeyRelease:
     completion marker, which so precedes the release on every connection, however often it is sent.
     """
 
-    __slots__ = (
-        "_ended_at",
-        "_ends",
-        "_heard",
-        "_missing",
-        "_publish",
-        "_releaser",
-        "_taken_away",
-        "_unsettled",
-        "_was_held",
-        "acquisition",
-        "key_lease",
-        "made_at",
-        "until",
-    )
+    __slots__ = ("_ended_at", "_ends", "_heard", "_missing", "_publish", "_releaser",
+                 "_taken_away", "_unsettled", "_was_held", "acquisition", "key_lease", "made_at",
+                 "until")  # fmt: skip
     wanted = True
 
     def __init__(
@@ -273,8 +232,9 @@ class KeyRelease:
 
     def command(self) -> Command:
         """Return what to send; not kept, for it refers to this."""
-        request = self._releaser.request(
-            self.key_lease, self.acquisition.options, publish=self._publish, ended_at=self._ended_at
+        requests, options = self._releaser.servers.requests, self.acquisition.options
+        request = requests.release_ended(
+            self.key_lease, options, self._ended_at, publish=self._publish
         )
         return Command(request, self, RELEASE)
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from celery_redlock.lock.engine.events import Events
-from celery_redlock.lock.engine.rounds import RenewRound, RoundGroup, Servers
+from celery_redlock.lock.engine.rounds import RenewRound
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.server.key_requests import Servers
 from celery_redlock.lock.server.scripts import RENEW
-from celery_redlock.lock.transport.command import Command, Entry
+from celery_redlock.lock.transport.command import Command, Entry, RoundGroup
 from celery_redlock.lock.transport.encoding import encode_text
 
 SHORTEST_RENEWAL = 0.05  # seconds between renewals of a lock that could not be renewed
@@ -89,20 +90,8 @@ class Renewer:
         return part, round_
 
     def _entry(self, part: Part, round_: RenewRound, sent: float, note: bytes = b"") -> Entry:
-        names = [one.key.packed_name for one in part.key_leases]
-        renewals = [self._renewal(one) for one in part.key_leases]
-        request = self._servers.requests.renew(names, renewals, note)
+        request = self._servers.requests.renew(part.key_leases, note)
         return Command(request, round_, RENEW), sent, request
-
-    def _renewal(self, key_lease: KeyLease) -> bytes:
-        """Return what a renew request has of a key lease behind the keys; encode_text once."""
-        if key_lease.packed_renewal:
-            return key_lease.packed_renewal
-        requests, ttl_ms, fence = self._servers.requests, key_lease.key.ttl_ms, key_lease.fence
-        if fence is not None:  # its token may grow
-            return requests.renewal(key_lease.packed_value, ttl_ms, fence.token)
-        key_lease.packed_renewal = requests.renewal(key_lease.packed_value, ttl_ms)
-        return key_lease.packed_renewal
 
     def _on_missing(self, owners: Sequence[Acquisition], number: int) -> None:
         """Look at the deadline again, and reclaim soon: once the round that told of it is over."""
@@ -120,8 +109,7 @@ class Renewer:
         if not fence.usable:
             nodes, clock = self._servers.nodes, self._clock
             round_ = RenewRound([key_lease], len(nodes.nodes), clock, lambda number: None)
-            names, renewals = [key_lease.key.packed_name], [self._renewal(key_lease)]
-            request = self._servers.requests.renew(names, renewals)
+            request = self._servers.requests.renew([key_lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
             nodes.wait(round_, until)
         if not fence.usable:

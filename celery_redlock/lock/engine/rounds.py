@@ -4,57 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import hiredis
 
-from celery_redlock.errors import NodeError, abstains
+from celery_redlock.errors import NodeError
 from celery_redlock.lock.model.fencing import LAST_TOKEN
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.lease import ACQUIRING, HELD, expires_in
-from celery_redlock.lock.model.options import ClientOptions, CompletionMarker
+from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.model.votes import (
     FAILED,
     GRANTED,
     REFUSED,
     SILENT,
+    HeldByOther,
     Tally,
     Vote,
     is_split,
     quorum_of,
 )
 from celery_redlock.lock.platform.clock import Clock
-from celery_redlock.lock.server.error_hints import strip_args, with_hint
-from celery_redlock.lock.server.restart_guard import REPLACED, GuardedNodeSet
-from celery_redlock.lock.server.scripts import Requests
+from celery_redlock.lock.server.error_hints import causes_of, strip_args
+from celery_redlock.lock.server.restart_guard import REPLACED
 from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
-
-
-@dataclass(frozen=True)
-class Servers:
-    """The nodes of one `Redlock`, how they are asked, and what all its locks share."""
-
-    nodes: GuardedNodeSet
-    requests: Requests
-    options: ClientOptions
-
-    @property
-    def clock(self) -> Clock:
-        """The clock that leases are counted by."""
-        return self.nodes.clock
-
-
-@dataclass(frozen=True)
-class HeldByOther:
-    """A node's reply that another client holds the lock.
-
-    value: that stands there. expires_in: seconds, inf if it never expires.
-    """
-
-    value: str
-    expires_in: float
+from celery_redlock.lock.transport.node_client import NodeClient
 
 
 class AcquireRound(Round):
@@ -67,18 +42,8 @@ class AcquireRound(Round):
     says that a later send has replaced it.
     """
 
-    __slots__ = (
-        "_due",
-        "_held_by",
-        "_key_lease",
-        "_marker",
-        "_resend",
-        "abstaining",
-        "completed",
-        "errors",
-        "superseded",
-        "tally",
-    )
+    __slots__ = ("_due", "_held_by", "_key_lease", "_marker", "_resend", "abstaining",
+                 "completed", "errors", "superseded", "tally")  # fmt: skip
 
     def __init__(
         self,
@@ -227,32 +192,10 @@ class AcquireRound(Round):
         values = [other.value for other in self.held_by.values()]
         return max(values, key=values.count, default="")
 
-    def causes(self, nodes: GuardedNodeSet, *, time_is_up: bool) -> list[str]:
+    def causes(self, nodes: Sequence[NodeClient], *, time_is_up: bool) -> list[str]:
         """Return one text for each node that gave no vote; time_is_up: every node had its time."""
         voted = {*self._key_lease.granted, *self._held_by} if time_is_up else None
         return causes_of(nodes, self.errors, self.abstaining, voted)
-
-
-def causes_of(
-    nodes: GuardedNodeSet,
-    errors: dict[int, NodeError] | None = None,
-    abstaining: dict[int, float] | None = None,
-    voted: set[int] | None = None,
-) -> list[str]:
-    """Return one text for each node that gave no vote.
-
-    errors, abstaining: by index; seconds. voted: the other nodes had all the time that they get.
-    """
-    errors, abstaining, causes = errors or {}, abstaining or {}, []
-    for node in nodes.nodes:
-        error = errors.get(node.index) or node.error
-        if node.index in abstaining:
-            causes.append(f"{node.name}: {abstains(abstaining[node.index])}")
-        elif error is not None:
-            causes.append(f"{node.name}: {with_hint(error.cause)}")
-        elif voted is not None and node.index not in voted:  # frozen, or cut off: no error yet
-            causes.append(f"{node.name}: no answer in time")
-    return causes or [f"{node.name}: no answer in time" for node in nodes.nodes]
 
 
 class RenewRound(Round):
@@ -263,17 +206,8 @@ class RenewRound(Round):
     is not usable yet decides in its key's place.
     """
 
-    __slots__ = (
-        "_clock",
-        "_doubted",
-        "_due",
-        "_key_leases",
-        "_leases",
-        "_on_missing",
-        "_quorum",
-        "_renewed",
-        "_unsettled",
-    )
+    __slots__ = ("_clock", "_doubted", "_due", "_key_leases", "_leases", "_on_missing", "_quorum",
+                 "_renewed", "_unsettled")  # fmt: skip
 
     def __init__(
         self,
@@ -370,26 +304,4 @@ class RenewRound(Round):
         else:
             enough = self._all_confirmed
         if enough or not self._due:
-            self.decide()
-
-
-class RoundGroup(Round):
-    """Several rounds that one caller waits for together; decided when all of them are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open = 1  # itself, until it is closed
-
-    def add(self, round_: Round) -> None:
-        """Wait for a round, too; before it is sent."""
-        self._open += 1
-        round_.wake = self._one_less
-
-    def close(self) -> None:
-        """Say that all rounds are in it."""
-        self._one_less()
-
-    def _one_less(self) -> None:
-        self._open -= 1
-        if self._open == 0:
             self.decide()

@@ -19,7 +19,6 @@ from celery_redlock.lock.engine.outbox import Outbox
 from celery_redlock.lock.engine.reentrancy import Reentrancy
 from celery_redlock.lock.engine.releaser import OrphanedKey, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
-from celery_redlock.lock.engine.rounds import Servers
 from celery_redlock.lock.engine.wait_queue import WaitQueue
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
@@ -28,8 +27,8 @@ from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import Threads
 from celery_redlock.lock.server.handshake import ServerInfo
+from celery_redlock.lock.server.key_requests import KeyRequests, Servers
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
-from celery_redlock.lock.server.scripts import Requests
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.encoding import encoded
 from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, NodeClient
@@ -64,7 +63,7 @@ class Session:
     ) -> None:
         self._client, self._class = ref(client), type(client)
         self.options, self.platform, self.clock = options, platform, platform.clock
-        self.exchanged_every = options.guard.silence * EXCHANGED_EVERY  # seconds
+        self.exchanged_every = options.guard.grace_period * EXCHANGED_EVERY  # seconds
         self._build(client, addresses)
         self._forget_own()
 
@@ -83,7 +82,7 @@ class Session:
         self.threads = Threads(platform)
         self.reentrancy = Reentrancy(platform)
         self.outbox = Outbox(self.node_set)
-        servers = Servers(self.node_set, Requests(options.prefix), options)
+        servers = Servers(self.node_set, KeyRequests(options.prefix), options)
         self.releaser = Releaser(servers, self.events, self.outbox, self.watchdog, self.reentrancy)
         self.renewer = Renewer(servers, self.events, self.watchdog.reschedule)
         self.acquirer = Acquirer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class Vote(enum.Enum):
@@ -83,3 +84,14 @@ class Tally:
         voted = self.granted + self.refused
         able = voted if time_is_up else voted + self.unheard
         return self.refused > 0 and able >= self.quorum
+
+
+@dataclass(frozen=True)
+class HeldByOther:
+    """A node's reply that another client holds the lock.
+
+    value: that stands there. expires_in: seconds, inf if it never expires.
+    """
+
+    value: str
+    expires_in: float

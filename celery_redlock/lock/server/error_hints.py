@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+from celery_redlock.errors import NodeError, abstains
+from celery_redlock.lock.transport.node_client import NodeClient
 
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
 _IN_A_CLUSTER = "a cluster member: name a server that stands alone"
@@ -94,3 +98,25 @@ def with_hint(text: str) -> str:
 def strip_args(text: str) -> str:
     """Return a reply without the arguments of ours that a server repeats: a token is a secret."""
     return text.partition(", with args")[0]
+
+
+def causes_of(
+    nodes: Sequence[NodeClient],
+    errors: dict[int, NodeError] | None = None,
+    abstaining: dict[int, float] | None = None,
+    voted: set[int] | None = None,
+) -> list[str]:
+    """Return one text for each node that gave no vote.
+
+    errors, abstaining: by index; seconds. voted: the other nodes had all the time that they get.
+    """
+    errors, abstaining, causes = errors or {}, abstaining or {}, []
+    for node in nodes:
+        error = errors.get(node.index) or node.error
+        if node.index in abstaining:
+            causes.append(f"{node.name}: {abstains(abstaining[node.index])}")
+        elif error is not None:
+            causes.append(f"{node.name}: {with_hint(error.cause)}")
+        elif voted is not None and node.index not in voted:  # frozen, or cut off: no error yet
+            causes.append(f"{node.name}: no answer in time")
+    return causes or [f"{node.name}: no answer in time" for node in nodes]

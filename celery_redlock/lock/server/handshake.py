@@ -7,7 +7,6 @@ for which a new run must not vote, and it notes both before the first vote.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import redis
 
 from celery_redlock.lock.model.keys import guard_keys, tenure_key
+from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenure, Tenures, tenure_of
 from celery_redlock.lock.transport.connection import Peer
@@ -26,31 +26,6 @@ from celery_redlock.lock.transport.encoding import (
     read_text,
     text_of,
 )
-
-
-@dataclass(frozen=True)
-class Guard:
-    """What keeps a node from voting that may have forgotten what it granted.
-
-    word: "strict": one that does not know this prefix is silent, unless an operator trusted
-    it; "on": unless it has been up for longer than the silence; "off". prefix: of its notes.
-    silence: s.
-    """
-
-    word: str
-    prefix: str
-    silence: float
-
-    def arguments(self, run_id: str, uptime: float) -> tuple[str, ...]:
-        """Return what a server is told of itself: its run id, and ms of silence if it is new to us.
-
-        uptime: s, whole ones, as a server says it.
-        """
-        if self.word == "off":
-            return ("", "", "")
-        changed = math.ceil(self.silence * 1000)
-        known_for = 0 if self.word == "strict" else max(0, math.floor((uptime - 1) * 1000))
-        return run_id, str(max(0, changed - known_for)), str(changed)
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,11 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
+from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
-from celery_redlock.lock.server.handshake import (
-    Guard,
-    Notes,
-    ServerInfo,
-    handshake,
-    noted_keys,
-    notes_of,
-)
+from celery_redlock.lock.server.handshake import Notes, ServerInfo, handshake, noted_keys, notes_of
 from celery_redlock.lock.server.scripts import GUARD
 from celery_redlock.lock.server.tenures import Tenure, Tenures
 from celery_redlock.lock.transport.address import Address
@@ -99,7 +93,7 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         if guard.word == "off":
             options = TransportOptions(timeout)
         else:
-            options = TransportOptions(timeout, LONGEST_IDLE * guard.silence)
+            options = TransportOptions(timeout, LONGEST_IDLE * guard.grace_period)
         super().__init__(addresses, options, platform, events.changed)
         self.needed = self.size = quorum_of(len(self.nodes))
 

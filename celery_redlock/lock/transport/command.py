@@ -134,3 +134,25 @@ class Question(Round):
         self._due.discard(node)
         if not self._due:
             self.decide()
+
+
+class RoundGroup(Round):
+    """Several rounds that one caller waits for together; decided when all of them are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open = 1  # itself, until it is closed
+
+    def add(self, round_: Round) -> None:
+        """Wait for a round, too; before it is sent."""
+        self._open += 1
+        round_.wake = self._one_less
+
+    def close(self) -> None:
+        """Say that all rounds are in it."""
+        self._one_less()
+
+    def _one_less(self) -> None:
+        self._open -= 1
+        if self._open == 0:
+            self.decide()

@@ -1,0 +1,88 @@
+"""The requests for the keys of a lock: acquire, renew, release."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.keys import completion_key
+from celery_redlock.lock.model.options import ClientOptions, LockOptions
+from celery_redlock.lock.platform.clock import Clock
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet
+from celery_redlock.lock.server.scripts import SAY_NOTHING, Requests
+from celery_redlock.lock.transport.encoding import encode_text
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The nodes of one `Redlock`, how they are asked for keys, and what all its locks share."""
+
+    nodes: GuardedNodeSet
+    requests: KeyRequests
+    options: ClientOptions
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that leases are counted by."""
+        return self.nodes.clock
+
+
+class KeyRequests:
+    """The requests for keys under one prefix. What never changes of a key lease is packed once."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._requests = prefix, Requests(prefix)
+
+    def acquire(self, key_lease: KeyLease, options: LockOptions, least: int | None) -> bytes:
+        """Return the request for a key; least: the proposal of a fencing token, if there is one."""
+        requests, key, marker = self._requests, key_lease.key, options.marker
+        if marker is None or marker.asks_since is None:
+            return requests.grant(key.packed_name, key_lease.packed_value, key.ttl_ms, least)
+        marker_key = encode_text(completion_key(self._prefix, marker.run))
+        return requests.ask(key.packed_name, key_lease.packed_value, key.ttl_ms, least, marker_key)
+
+    def renew(self, key_leases: Sequence[KeyLease], note: bytes = b"") -> bytes:
+        """Return the request that renews keys; note: as of `Requests.renew`."""
+        names = [one.key.packed_name for one in key_leases]
+        return self._requests.renew(names, [self._renewal(one) for one in key_leases], note)
+
+    def _renewal(self, key_lease: KeyLease) -> bytes:
+        """Return what a renew request has of a key lease behind the keys."""
+        if key_lease.packed_renewal:
+            return key_lease.packed_renewal
+        ttl_ms, fence = key_lease.key.ttl_ms, key_lease.fence
+        if fence is not None:  # its token may grow
+            return self._requests.renewal(key_lease.packed_value, ttl_ms, fence.token)
+        key_lease.packed_renewal = self._requests.renewal(key_lease.packed_value, ttl_ms)
+        return key_lease.packed_renewal
+
+    def release(self, key_lease: KeyLease) -> bytes:
+        """Return the request that releases a key and tells the waiters."""
+        if not key_lease.packed_release:
+            key, value = key_lease.key, key_lease.packed_value
+            key_lease.packed_release = self._requests.release(key.packed_name, value, key.channel)
+        return key_lease.packed_release
+
+    def release_quietly(self, key_lease: KeyLease) -> bytes:
+        """Return the request that releases a key and tells nobody."""
+        key, value = key_lease.key, key_lease.packed_value
+        return self._requests.release(key.packed_name, value, SAY_NOTHING)
+
+    def release_ended(
+        self, key_lease: KeyLease, options: LockOptions, ended_at: float, *, publish: bool
+    ) -> bytes:
+        """Return the request that notes the end of a run and releases its key.
+
+        ended_at: seconds since 1970. publish: it tells the waiters. If nothing is to be noted, the
+        request just releases.
+        """
+        marker = options.marker
+        if marker is None or not ended_at:
+            return self.release(key_lease) if publish else self.release_quietly(key_lease)
+        key, value = key_lease.key, key_lease.packed_value
+        channel = key.channel if publish else SAY_NOTHING
+        marker_key = encode_text(completion_key(self._prefix, marker.run))
+        times = int(ended_at * 1000), math.ceil(marker.kept_for * 1000)
+        return self._requests.release_done(key.packed_name, value, channel, marker_key, *times)
