@@ -72,10 +72,8 @@ class AcquireRound(Round):
         """Count one node's vote. Raises UnexpectedReplyError."""
         key_lease = self._key_lease
         is_plain = key_lease.fence is None and self._marker is None
-        if reply == 1 and type(reply) is int and is_plain:
-            vote: Vote | None = GRANTED
-        else:
-            vote = self._vote(node, reply)
+        is_granted = reply == 1 and type(reply) is int and is_plain
+        vote = GRANTED if is_granted else self._vote(node, reply)
         if vote is None:
             self.completed = True
             self.decide()
@@ -264,17 +262,14 @@ class RenewRound(Round):
 
     def _check(self, reply: Any) -> None:
         """Raise UnexpectedReplyError unless each word is as in lua/renew.lua."""
-        if type(reply) is list and len(reply) == len(self._key_leases):
-            for number, word in enumerate(reply):
-                if type(word) is int and -1 <= word <= 1:
-                    continue
-                if self._key_leases[number].fence is None or type(word) is not list:
-                    break
-                if [type(part) for part in word] != [int, int] or word[0] != 1:
-                    break
-            else:
-                return
-        raise UnexpectedReplyError(reply)
+        if type(reply) is not list or len(reply) != len(self._key_leases):
+            raise UnexpectedReplyError(reply)
+        for number, word in enumerate(reply):
+            if type(word) is int and -1 <= word <= 1:
+                continue
+            has_token = self._key_leases[number].fence is not None and type(word) is list
+            if not has_token or [type(part) for part in word] != [int, int] or word[0] != 1:
+                raise UnexpectedReplyError(reply)
 
     def _look_closer(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
         """Take a reply on one key that is not just yes, or is of a node on probation."""
@@ -286,9 +281,9 @@ class RenewRound(Round):
         self._doubted[number] = self._doubted.get(number, 0) + 1
         if word == 0:
             one.lease.missing(node, now, run_id)
-            self._on_missing(number)
         elif word == -1:
             one.lease.denied(node, now)
+        if word in (0, -1):
             self._on_missing(number)
 
     def failed(self, node: int, command: Command, error: NodeError) -> None:
@@ -299,9 +294,6 @@ class RenewRound(Round):
         self._due &= ~(1 << node)
         if self.decided:
             return
-        if self._unsettled:
-            enough = all(fence.usable for fence in self._unsettled)
-        else:
-            enough = self._all_confirmed
-        if enough or not self._due:
+        fences = self._unsettled
+        if not self._due or (all(f.usable for f in fences) if fences else self._all_confirmed):
             self.decide()
