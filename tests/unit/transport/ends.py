@@ -17,7 +17,7 @@ from celery_redlock.lock.transport.connection import TransportOptions
 from celery_redlock.lock.transport.encoding import encode_command
 from celery_redlock.lock.transport.node_set import NodeSet
 
-PATIENCE = 60.0  # seconds in which even a busy machine brings a byte from one end to the other
+PATIENCE = 20.0  # seconds in which even a busy machine brings a byte from one end to the other
 Words = list[bytes]
 
 

@@ -165,6 +165,9 @@ class TestErrors:
         nodes.send(echo("a", handler))
         settled(nodes, handler)
         assert handler.errors == [(0, "not this one")]
+        nodes.send(echo("b", handler))
+        settled(nodes, handler, 2)
+        assert nodes.changes == [(0, "broken by a test")], "told once until it answers again"
         nodes.close()
 
 
@@ -232,8 +235,8 @@ class TestSeveralNodes:
         cause = f"no answer within {SHORT:g} s"
         assert [handler.replies for handler in handlers] == [[(0, 1)], [(0, 2)]]
         assert [handler.errors for handler in handlers] == [[(1, cause)], [(1, cause)]]
-        assert two.changes == [(1, cause)]
         two.addresses[1].servers[0].wait_closed()
+        assert two.changes == [(1, cause)]
 
     def test_each_node_is_written_its_own_batch(self) -> None:
         nodes, handler = Nodes(2), Kept()
