@@ -575,7 +575,7 @@ class Release:
         request = self.claim.release_request(publish=self._publish, done_at=self._done_at)
         return Command(request, self, RELEASE)
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Take note of nodes where the key was not ours any more.
 
         Raises UnexpectedReplyError.
@@ -610,7 +610,7 @@ class Release:
             reason = "at its release its key was no longer ours"
             session.watchdog.tell(functools.partial(self.holding.say_lost, reason))
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Try again when the node is back, where it may hold a key of ours."""
         session = self.holding.session
         self._heard.add(node)

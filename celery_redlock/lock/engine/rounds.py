@@ -87,7 +87,7 @@ class GrantRound(Round):
         state = self.hold.state
         return state is ACQUIRING or state is HELD
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count one node's vote. Raises UnexpectedReplyError."""
         if reply == 1 and type(reply) is int and self.fence is None and self.asks_since is None:
             vote: Vote | None = GRANTED
@@ -164,7 +164,7 @@ class GrantRound(Round):
             return True
         return at_ms > 0 and self.asks_since is not None and at_ms / 1000 >= self.asks_since
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Ask once more on a new connection where one broke, else count a failed vote."""
         first = node not in self.asked_again
         if error.lost:
@@ -279,7 +279,7 @@ class RenewRound(Round):
         renewing = self._renewed.bit_count()
         return renewing - max(self._doubted.values(), default=0) >= self._quorum
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Renew the node's deadline of each lock, or stop counting it.
 
         Raises UnexpectedReplyError, and then none of it counts.
@@ -323,7 +323,7 @@ class RenewRound(Round):
             claim.hold.denied(node, now)
             self._changed(number)
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Leave the deadlines as they were: no answer is not a no."""
         self._heard(node)
 

@@ -24,10 +24,10 @@ class Handler(Protocol):
         So a command never follows one that was sent after the flag went down.
         """
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Take a reply. sent: monotonic seconds before the write; run_id: of the server."""
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """No reply will come. The command may have run, or may still run later."""
 
 
@@ -58,10 +58,10 @@ class IgnoreReply:
 
     wanted = True
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Do nothing."""
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Do nothing."""
 
 
@@ -119,13 +119,13 @@ class Question(Round):
         """A copy of the replies so far, by node: another thread may add a late one."""
         return self._replies.copy()
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Keep the reply."""
         is_error = type(reply) is hiredis.ReplyError
         self._replies[node] = reply if is_error else self._read(reply)
         self._heard(node)
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Count the node as heard: it will not answer."""
         self._heard(node)
 

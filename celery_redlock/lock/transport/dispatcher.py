@@ -160,7 +160,7 @@ class Dispatcher:
             while answers:
                 found = (command, sent, text), reply = answers[0]
                 if type(reply) is not hiredis.ReplyError:
-                    command.handler.answered(index, sent, reply, run_id)
+                    command.handler.on_reply(index, sent, reply, run_id)
                 elif text is command.request and str(reply).startswith("NOSCRIPT"):
                     self._send_source(node, command, sent)
                 else:
@@ -182,7 +182,7 @@ class Dispatcher:
         command, sent, _ = entry
         text = str(reply)
         demoted = text if self.on_error_reply(node, text) else ""
-        command.handler.answered(node.index, sent, reply, run_id)
+        command.handler.on_reply(node.index, sent, reply, run_id)
         return demoted
 
     def _distrust(self, node: NodeClient, connection: Connection, cause: str) -> None:
@@ -230,7 +230,7 @@ class Dispatcher:
                 self.on_down(self.nodes[index], error)
             while entries:
                 entry = entries[0]
-                entry[0].handler.failed(index, entry[0], error)
+                entry[0].handler.on_error(index, entry[0], error)
                 _take_out(entries, entry)
             _take_out(self._mail, mail)
 

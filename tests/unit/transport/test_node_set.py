@@ -100,8 +100,8 @@ class TestErrors:
 
     def test_a_reply_of_the_wrong_kind_takes_the_replies_behind_it_along(self, node: Nodes) -> None:
         class Picky(Kept):
-            def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-                super().answered(node, sent, read_number(reply), run_id)
+            def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+                super().on_reply(node, sent, read_number(reply), run_id)
 
         before, picky, behind = Kept(), Picky(), Kept()
         node.send(echo("a", before), echo("b", picky), echo("c", behind))
@@ -134,8 +134,8 @@ class TestErrors:
         self, node: Nodes
     ) -> None:
         class Faulty(Kept):
-            def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-                super().answered(node, sent, reply, run_id)
+            def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+                super().on_reply(node, sent, reply, run_id)
                 raise ZeroDivisionError
 
         faulty, behind = Faulty(), Kept()
@@ -300,10 +300,10 @@ class TestReentry:
                 node.send(echo("last", Kept()))
 
         class Collecting(Kept):
-            def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+            def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
                 Finalized()
                 gc.collect()
-                super().answered(node, sent, reply, run_id)
+                super().on_reply(node, sent, reply, run_id)
 
         handler, server = Collecting(), node.server()
         node.send(echo("first", handler))
@@ -315,10 +315,10 @@ class TestReentry:
         began: list[float] = []
 
         class Waiting(Kept):
-            def answered(self, index: int, sent: float, reply: Any, run_id: str) -> None:
+            def on_reply(self, index: int, sent: float, reply: Any, run_id: str) -> None:
                 began.append(node.clock.now())
                 node.wait(Round(), node.clock.now() + 1e6)  # only this thread could end it
-                super().answered(index, sent, reply, run_id)
+                super().on_reply(index, sent, reply, run_id)
 
         handler = Waiting()
         node.send(echo("a", handler))
