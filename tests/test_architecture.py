@@ -148,9 +148,18 @@ def test_the_transport_stands_alone() -> None:
 
 
 @pytest.mark.parametrize("folder", ["platform", "transport", "server"])
-def test_a_file_of_a_finished_folder_is_short(folder: str) -> None:
-    for path in (PACKAGE / "lock" / folder).glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 300, path
+def test_a_finished_folder_has_few_files_and_short_functions(folder: str) -> None:
+    paths = [path for path in (PACKAGE / "lock" / folder).glob("*.py") if path.stem != "__init__"]
+    assert 0 < len(paths) <= 10
+    for path in paths:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 300, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+                names += [a.arg for a in node.args.kwonlyargs]
+                assert len([name for name in names if name != "self"]) <= 6, (path, node.name)
+                assert (node.end_lineno or 0) - node.lineno < 40, (path, node.name)
 
 
 def test_only_the_clock_knows_the_time() -> None:

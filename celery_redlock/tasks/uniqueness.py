@@ -151,7 +151,7 @@ class Ballot(Round):
         self.errors: dict[int, NodeError] = {}
         self._quorum, self._again = quorum, set[int]()
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Take down what a node says. Raises UnexpectedReplyError."""
         if type(reply) is hiredis.ReplyError:
             self.errors[node] = NodeError("", str(reply))
@@ -171,7 +171,7 @@ class Ballot(Round):
         """What stands on which node, as of now: any thread may bring in a late answer."""
         return self._standing.copy()
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Ask once more on a new connection where one broke: asking twice does no harm."""
         if error.lost and not self.decided and node not in self._again:
             self._again.add(node)
@@ -450,7 +450,7 @@ class Ending(Round):
         """Return what to send; not kept, for it refers to this."""
         return Command(self._request, self, UNIQUE)
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Tell a node again that cannot just now: loading, busy, no disk.
 
         And one where another send is about to take the place of this one: if that fails, what
@@ -468,7 +468,7 @@ class Ending(Round):
         if not self.decided and len(self._heard) >= self._session.node_set.size:
             self.decide()
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Tell it when the node is back."""
         if self._session.clock.now() < self.until:
             self._session.outbox.put(node, self)

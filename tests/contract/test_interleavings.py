@@ -46,10 +46,10 @@ class Echo:
     def __init__(self, number: int, seen: list[tuple[int, Any]]) -> None:
         self.number, self._seen = number, seen
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         self._seen.append((self.number, reply))
 
-    def failed(self, node: int, command: Command, error: Exception) -> None:
+    def on_error(self, node: int, command: Command, error: Exception) -> None:
         """Leave it at that: a connection broke."""
 
 

@@ -145,15 +145,15 @@ def half_quorum() -> Iterator[None]:
 @mutant("ends_are_promised", profile="lossy")
 def timeout_counts() -> Iterator[None]:
     """A renewal that was not answered counts as done."""
-    failed = RenewRound.failed
+    on_error = RenewRound.on_error
 
     def renewed(self: RenewRound, node: int, command: Command, error: Any) -> None:
         now = here().clock.now()
         for lease in self._leases:
             lease.renewed(node, now - faults_module.NODE_TIMEOUT, now)
-        failed(self, node, command, error)
+        on_error(self, node, command, error)
 
-    with patched(RenewRound, failed=renewed):
+    with patched(RenewRound, on_error=renewed):
         yield
 
 

@@ -26,10 +26,10 @@ def test_who_lost_the_turn_goes_on_though_another_told_of_the_broken_connections
     class Interrupted:
         wanted = True
 
-        def answered(self, node: int, sent: float, reply: object, run_id: str) -> None:
+        def on_reply(self, node: int, sent: float, reply: object, run_id: str) -> None:
             raise AssertionError(reply)
 
-        def failed(self, node: int, command: Command, error: NodeError) -> None:
+        def on_error(self, node: int, command: Command, error: NodeError) -> None:
             told.append(node)
             if len(told) == 1:  # here a signal handler keeps the turn for long, and it is taken
                 for _ in range(6):

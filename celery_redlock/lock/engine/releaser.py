@@ -238,7 +238,7 @@ class KeyRelease:
         )
         return Command(request, self, RELEASE)
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Note whether the node still had the key. Raises UnexpectedReplyError."""
         is_error = type(reply) is ReplyError
         if not is_error and (type(reply) is not int or reply not in (0, 1)):
@@ -270,7 +270,7 @@ class KeyRelease:
             reason = "at its release its key was no longer ours"
             self._releaser.events.lost_soon(self.acquisition, reason)
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Try again when the node is back, if it may keep a key of ours."""
         self._heard.add(node)
         if error.lost:

@@ -68,7 +68,7 @@ class AcquireRound(Round):
         state = self._key_lease.lease.state
         return state is ACQUIRING or state is HELD
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count one node's vote. Raises UnexpectedReplyError."""
         key_lease = self._key_lease
         is_plain = key_lease.fence is None and self._marker is None
@@ -152,7 +152,7 @@ class AcquireRound(Round):
                 self.errors[node] = NodeError("", REPLACED)
             self._key_lease.withdraw(node)
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Ask once more on a new connection if one broke, else count a failed vote."""
         key_lease = self._key_lease
         first = node not in key_lease.asked_again
@@ -245,7 +245,7 @@ class RenewRound(Round):
         renewing = self._renewed.bit_count()
         return renewing - max(self._doubted.values(), default=0) >= self._quorum
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Extend the node's deadline of each lease, or stop counting the node.
 
         Raises UnexpectedReplyError, and then none of it counts.
@@ -286,7 +286,7 @@ class RenewRound(Round):
         if word in (0, -1):
             self._on_missing(number)
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Leave the deadlines as they were: no reply is not a no."""
         self._heard(node)
 

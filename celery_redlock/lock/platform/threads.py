@@ -61,10 +61,10 @@ class Mutex(Protocol):
     """A lock of the operating system, as `_thread.allocate_lock` gives it."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it; False where it was not free (in time)."""
+        """Acquire; return False if it was not free in time."""
 
     def release(self) -> None:
-        """Give it back; RuntimeError where nobody had it."""
+        """Release; RuntimeError if nobody had it."""
 
     def __enter__(self) -> bool: ...
 
@@ -81,7 +81,7 @@ get_ident: Callable[[], int] = original("_thread", "get_ident")  # of the real t
 
 
 def pause(seconds: float) -> None:
-    """Let other real threads run for so many s, and no other greenlets of this one."""
+    """Let other real threads run for this many seconds, but no greenlets of this one."""
     original("time", "sleep")(seconds)
 
 
@@ -91,11 +91,10 @@ def start_thread(run: Callable[[], None]) -> None:
 
 
 class DeadlineTimer:
-    """What one real thread sleeps on, and others wake it by.
+    """A timer that one real thread sleeps on, and other threads move to an earlier moment.
 
-    It wakes by itself at the earliest moment that anybody wanted, also where that one has lost
-    interest since. So of many short holds only the first costs a system call: those that come
-    later want later moments, and find the thread's waking early enough.
+    The thread wakes at the earliest moment that was requested, also if that request is obsolete. So
+    of many short locks only the first costs a system call: the later ones request later moments.
     """
 
     __slots__ = ("_bell", "_due", "_wanted")
@@ -106,25 +105,25 @@ class DeadlineTimer:
         self._due = self._wanted = float("inf")
 
     def by(self, moment: float) -> None:
-        """See to it that the thread looks around at the monotonic second `moment`."""
+        """Let the thread wake at the monotonic second `moment` at the latest."""
         if moment < self._wanted:
             self._wanted = moment
         if moment < self._due:
             self.ring()
 
     def look(self, now: float) -> None:
-        """Begin to look around; whoever wants something from now on rings."""
+        """Begin a pass over the work: each request from now on rings."""
         self._due = float("inf")
         if self._wanted <= now:
             self._wanted = float("inf")
 
     def rest(self, until: float, now: float) -> None:
-        """Sleep until rung, or until the earliest moment that is wanted, `until` at the latest."""
+        """Sleep until rung, or until the earliest requested moment, `until` at the latest."""
         self._due = min(until, self._wanted)
         self.sleep(self._due - now)
 
     def is_late(self, now: float) -> bool:
-        """Return whether the thread was to look around before `now`: it waits for the GIL."""
+        """Return whether the thread should have woken before `now`: it waits for the GIL."""
         return self._due < now
 
     def ring(self) -> None:
@@ -135,7 +134,7 @@ class DeadlineTimer:
             return  # it rings already
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until rung, or for so many s (inf: until rung); True where it was rung.
+        """Sleep until rung, or for this many seconds (inf: until rung); return whether it was rung.
 
         Not for longer than a day at a time: what a platform can wait for has a limit.
         """
@@ -143,7 +142,7 @@ class DeadlineTimer:
 
 
 class Waker:
-    """What a waiter polls together with its sockets, and others wake it by: a pipe of its own."""
+    """A pipe that a waiter polls together with its sockets, so that other threads can wake it."""
 
     __slots__ = ("_write_end", "descriptor")
 
@@ -158,7 +157,7 @@ class Waker:
             os.write(self._write_end, b"!")
 
     def hush(self) -> None:
-        """Take note of all rings so far. Never waits."""
+        """Clear all rings so far. Never waits."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
 

@@ -9,10 +9,10 @@ from celery_redlock.lock.platform.threads import get_ident
 
 
 class Turn:
-    """What one caller at a time may have, and nobody waits for.
+    """Mutual exclusion without waiting: one caller at a time runs its function, others are refused.
 
-    A finalizer or a signal handler that interrupts whoever has it would wait for itself, for ever,
-    if this were a mutex. Here it is turned away, and leaves its work to the one that it interrupts.
+    With a mutex, a finalizer or a signal handler that interrupts the owner would wait for itself.
+    Here it is refused, and leaves its work to the owner.
     """
 
     __slots__ = ("_get_ident", "_looked_at", "_looks", "_seen", "taken")
@@ -24,7 +24,7 @@ class Turn:
         self._looks, self._looked_at = 0, 0.0
 
     def run(self, work: Callable[..., object], *arguments: object) -> bool:
-        """Call a function in the turn; False, without a call, if another has it."""
+        """Call a function in the turn; return False, without a call, if another has the turn."""
         taken, mine = self.taken, [self._get_ident()]
         try:
             if taken.setdefault(None, mine) is not mine:  # in one step: one caller is first

@@ -26,10 +26,10 @@ from celery_redlock.lock.transport.encoding import (
 
 
 def trust_node(connection: Any, prefix: str) -> str:
-    """Let a node vote that does not know this prefix, on an operator's word.
+    """Let a node vote at once that does not know this prefix, because an operator says so.
 
-    connection: as of `Address.dial`. Returns the name of one lock that stands there, "" where none
-    does. Raises redis.RedisError, OSError.
+    connection: as of `Address.dial`. Returns the name of one lock on the node, "" if it has none.
+    Raises redis.RedisError, OSError.
     """
     facts = read_info(connection)
     if "run_id" not in facts:
@@ -42,7 +42,7 @@ def trust_node(connection: Any, prefix: str) -> str:
 
 
 def say_trusted(connection: Any, prefix: str, word: str) -> None:
-    """Tell those who wait for a quorum that nodes were trusted; word: the same on each node.
+    """Tell clients that wait for a quorum of trusted nodes; word: the same on each node.
 
     connection: as of `Address.dial`. Raises redis.RedisError, OSError.
     """
@@ -55,9 +55,9 @@ def _any_lock(connection: Any, prefix: str) -> str:
 
 
 def names_on(connection: Any, beginning: str) -> Iterator[Any]:
-    """Yield the names of a node's keys that begin with a text, as it replies them, some twice.
+    """Yield the names of a node's keys that begin with a text, some of them twice.
 
-    Looks through the whole database in parts, and so keeps nobody waiting.
+    Scans the database in parts, so that no other client waits.
     """
     cursor, pattern = b"0", encoded(f"{pattern_of(beginning)}*")
     while True:
@@ -71,7 +71,7 @@ def names_on(connection: Any, beginning: str) -> Iterator[Any]:
 
 
 def strike(connection: Any, keys: Sequence[Any], value: Any, *rest: Any) -> bool:
-    """Delete a lock on an operator's word, if this value stands there; tells whether it did.
+    """Delete a lock for an operator if the key has this value; return whether it had.
 
     connection: as of `Address.dial`. keys, value, rest: as in `lua/break.lua`. Raises
     redis.RedisError, OSError.

@@ -30,9 +30,9 @@ from celery_redlock.lock.transport.encoding import (
 
 @dataclass(frozen=True)
 class Notes:
-    """What a node noted when it was told about tenures.
+    """What a node has noted about tenures.
 
-    told: the words of `Tenures.words`. silent_for: s for which it does not vote. own: its tenure.
+    told: the words of `Tenures.words`. silent_for: seconds for which it abstains. own: its tenure.
     others: the newest tenures that it knows under the addresses of the other nodes, in order.
     """
 
@@ -56,10 +56,10 @@ class ServerInfo(Peer):
 
 
 def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> ServerInfo:
-    """Load the scripts on a new connection, and let the server note which run of it this is.
+    """Load the scripts on a new connection, and let the server note its own run.
 
-    tenures: of the nodes, of which this is one. Raises redis.ResponseError where it does not say
-    which, though the guard needs it.
+    tenures: of all nodes. Raises redis.ResponseError if the guard needs the run id and the server
+    does not name it.
     """
     connection.send_command("PING")
     with contextlib.suppress(redis.exceptions.NoPermissionError):
@@ -68,7 +68,7 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
     for script in scripts:
         connection.send_command("SCRIPT", "LOAD", script.source)
     for _ in scripts:
-        with contextlib.suppress(redis.ResponseError):  # refused by an ACL: EVAL carries the text
+        with contextlib.suppress(redis.ResponseError):  # refused by an ACL: EVAL sends the text
             connection.read_response()
     facts = read_info(connection)
     run_id = facts.get("run_id", "")
@@ -89,7 +89,7 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
 
 
 def read_info(connection: Any, sections: Sequence[str] = ("server", "memory")) -> dict[str, str]:
-    """Return what sections of INFO say of a server; its refusal as "error"."""
+    """Return the fields of some sections of INFO; if the server refuses: "error"."""
     facts: dict[str, str] = {}
     for section in sections:
         try:
@@ -105,24 +105,24 @@ def read_info(connection: Any, sections: Sequence[str] = ("server", "memory")) -
 def _note_run(
     connection: Any, guard: Guard, arguments: Sequence[str], tenures: Tenures, node: int
 ) -> Notes | None:
-    """Return what a server noted; its silence begins now and not with the first grant."""
+    """Let a server note its run, so that its grace period begins now; return its notes."""
     names, words = noted_keys(guard.prefix, tenures, node), tenures.words(node)
     keys = map(encoded, names)
     try:
         connection.send_command("EVAL", GUARD.source, str(len(names)), *keys, *arguments, *words)
         return notes_of(words, connection.read_response())
     except redis.ResponseError:
-        return None  # a replica, no memory, no right: each grant is refused by the same words
+        return None  # a replica, no memory, no permission: each grant gets the same error
 
 
 def noted_keys(prefix: str, tenures: Tenures, node: int) -> tuple[str, ...]:
-    """Return the keys of the script `guard` for one of the nodes."""
+    """Return the keys of the script `guard` for one node."""
     others = (tenure_key(prefix, tenures.addresses[other]) for other in tenures.others(node))
     return *guard_keys(prefix), tenure_key(prefix), *others
 
 
 def notes_of(told: tuple[str, ...], reply: Any) -> Notes:
-    """Return the reply of the script `guard` in our words; raises UnexpectedReplyError."""
+    """Return the reply of the script `guard` as a record; raises UnexpectedReplyError."""
     left, *texts = read_list(reply, len(told))
     own, *others = (tenure_of(read_text(text)) for text in texts)
     return Notes(told, read_number(left) / 1000, own, others)

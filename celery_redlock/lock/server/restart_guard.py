@@ -53,12 +53,12 @@ class Introduction:
     def __init__(self, learn: Callable[[int, Notes, str], None], told: tuple[str, ...]) -> None:
         self._learn, self._told = learn, told
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Learn what the node had noted. Raises UnexpectedReplyError."""
         if type(reply) is not hiredis.ReplyError:
             self._learn(node, notes_of(self._told, reply), run_id)
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Leave it: the next connection tells the node again."""
 
 

@@ -1,4 +1,4 @@
-"""A command, and its handler: who is told each node's reply."""
+"""A command, its handler, and a round: one request to several nodes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ PING = encode_command("PING")
 
 
 class Handler(Protocol):
-    """Whoever sent a command, and is told the end of it for each node, by one thread at a time."""
+    """Receives the end of a command for each node, from one thread at a time."""
 
     @property
     def wanted(self) -> bool:
-        """Whether the command may still be written; asked in the turn of the node.
+        """Whether the command may still be written. Read in the turn of the node.
 
-        So nothing that could set a key follows the release of its token: what ends the want comes
-        before the release.
+        So a command never follows one that was sent after the flag went down.
         """
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Take a node's reply; sent: monotonic s before the command left; run_id: whose it is."""
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """Take a reply. sent: monotonic seconds before the write; run_id: of the server."""
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
-        """Learn that no reply will come: the command may have run, or may run later."""
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
+        """No reply will come. The command may have run, or may still run later."""
 
 
 class Command:
-    """One request, the same for every node. script: what it calls, where a node may forget it.
+    """One request, the same for every node. script: sent again if a node has forgotten it.
 
     suffixed: it ends with the suffix of its connection (`Peer.suffix`), added as it is written.
-    dated: it says what time it is, so that it counts as sent when it was first, however often.
+    dated: the request contains a time, so a repetition keeps the time of the first write.
     """
 
     __slots__ = ("dated", "handler", "request", "script", "suffixed")
@@ -55,19 +54,19 @@ class Command:
 
 
 class IgnoreReply:
-    """The handler of a command whose answer nobody needs."""
+    """The handler of a command whose reply nobody needs."""
 
     wanted = True
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Leave it at that."""
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """Do nothing."""
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
-        """Leave it at that."""
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
+        """Do nothing."""
 
 
 IGNORE_REPLY = IgnoreReply()
-Entry = tuple[Command, float, bytes]  # a command, when it was sent, and as what
+Entry = tuple[Command, float, bytes]  # command, monotonic seconds of the write, request
 
 
 def still_wanted(entries: Sequence[Entry]) -> Sequence[Entry]:
@@ -79,9 +78,9 @@ def still_wanted(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 class Round:
-    """One request to all nodes that somebody waits for. A subclass decides it.
+    """One request that a caller waits for. A subclass decides it.
 
-    wake: set by whoever waits; called once the round is decided, in any thread.
+    wake: set by the waiter; called when the round is decided, from any thread.
     """
 
     __slots__ = ("decided", "wake")
@@ -93,7 +92,7 @@ class Round:
         self.wake = None
 
     def decide(self) -> None:
-        """Mark the round as over and wake the one that waits for it."""
+        """Mark the round as decided, and wake its waiter."""
         self.decided = True
         wake = self.wake
         if wake is not None:
@@ -101,10 +100,10 @@ class Round:
 
 
 class Question(Round):
-    """Asks some nodes, by index; decided when each has spoken.
+    """A question to some nodes, by index; decided when each has answered or failed.
 
-    An error is a reply as well: it comes from a server that is there. read: returns what any other
-    reply means; raises UnexpectedReplyError.
+    An error reply is an answer: the server is there. read: returns the value of any other reply;
+    raises UnexpectedReplyError.
     """
 
     wanted = True
@@ -117,17 +116,17 @@ class Question(Round):
 
     @property
     def replies(self) -> dict[int, Any]:
-        """What the nodes said, by index, as of now: any thread may bring in a late one."""
+        """A copy of the replies so far, by node: another thread may add a late one."""
         return self._replies.copy()
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Keep what it says."""
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """Keep the reply."""
         is_error = type(reply) is hiredis.ReplyError
         self._replies[node] = reply if is_error else self._read(reply)
         self._heard(node)
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
-        """Take note that it does not answer."""
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
+        """Count the node as heard: it will not answer."""
         self._heard(node)
 
     def _heard(self, node: int) -> None:

@@ -36,11 +36,11 @@ class Peer:
 
 
 class Connection:
-    """One live connection: what was written and is not answered yet, in order.
+    """One live connection, and the commands in flight, in order.
 
-    Written in the node's turn, read by one thread at a time. An exception in the middle of
-    either ends its use: nobody knows what left or came, and replies must not shift. A command is
-    in `in_flight` or in `answers`, or for a moment in both, until its handler has the answer.
+    Written in the turn of its node, read by one thread at a time. An exception in the middle of
+    either poisons the connection: bytes may be missing, and replies must not shift. A command is in
+    `in_flight` or in `answers`, or for a moment in both, until its handler has the reply.
     """
 
     __slots__ = (
@@ -64,9 +64,9 @@ class Connection:
     def __init__(self, dialled: Any, peer: Peer) -> None:
         self._dialled = dialled
         self.run_id, self.suffix = peer.run_id, peer.suffix
-        self.poisoned = False  # an exception from outside struck in the middle of a command
+        self.poisoned = False  # an exception struck in the middle of a write or a read
         self.discarded = ""  # why no reply of this connection counts any more
-        self.opened_at = self.used_at = 0.0  # monotonic s: connected, last written to
+        self.opened_at = self.used_at = 0.0  # monotonic seconds: connected, last written to
         self.socket = dialled._sock
         self.socket.setblocking(False)
         # reading and writing share one TLS state, which two threads must not enter
@@ -79,10 +79,9 @@ class Connection:
         self.write_buffer = b""
 
     def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
-        """Hand commands to the socket; what it does not take stays in `write_buffer`.
+        """Write commands; bytes that the socket does not take stay in `write_buffer`.
 
-        keeps_gil: as of `NodeClient.send`. Raises OSError; then, too, they are among those that are
-        pending.
+        keeps_gil: as of `NodeClient.send`. Raises OSError; then the commands are in flight, too.
         """
         try:
             self.in_flight.extend(entries)
@@ -112,7 +111,7 @@ class Connection:
         raise OSError(POISONED)
 
     def read(self, *, keeps_gil: bool = True) -> None:
-        """Move what has come to `answers`. Raises OSError at the connection's end."""
+        """Read, and move complete replies to `answers`. Raises OSError at the connection's end."""
         if self.poisoned:
             self._refuse()
         try:
@@ -121,7 +120,7 @@ class Connection:
             gets = reader.gets
             while (reply := gets()) is not _INCOMPLETE:
                 done((in_flight[0], reply))
-                in_flight.popleft()  # last: cut in between, it is answered and given up, not lost
+                in_flight.popleft()  # last: if interrupted here, the command is not lost
         except IndexError:
             raise OSError("an answer that nobody asked for") from None
         except OSError:
@@ -133,23 +132,23 @@ class Connection:
             raise
 
     def close(self, *, reset: bool) -> None:
-        """End the connection; reset: throw away what has not left this machine."""
+        """Close the connection; reset: discard bytes that have not left this machine."""
         if reset:
             with contextlib.suppress(OSError):  # a unix socket, or one closed already
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self._dialled.disconnect()
-        self.socket.close()  # where an exception has cut the line above, and this is done again
+        self.socket.close()  # again, if an exception interrupted the line above
 
 
 def _unyielding(sock: Any) -> Any:
-    """Return a socket that keeps the GIL, or, of what is no socket of the system, itself."""
+    """Return a socket that keeps the GIL; the same object if it is no system socket."""
     if hasattr(sock, "pending"):
         return UnyieldingTlsSocket(sock)
     return UnyieldingSocket(sock) if isinstance(sock, socket.socket) else sock
 
 
 def receive(sock: Any) -> bytes:
-    """Return what has come on a socket that does not block, b"" for nothing.
+    """Return the bytes that have come on a non-blocking socket, b"" if none have.
 
     Raises OSError at the connection's end.
     """

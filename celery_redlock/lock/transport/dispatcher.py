@@ -83,10 +83,10 @@ class Dispatcher:
         return False
 
     def mend(self) -> None:
-        """Take the turn from one that keeps it for too long; called by the watchdog's thread.
+        """Take the turn of reading from a thread that has kept it for too long.
 
-        Reading and handing on is some arithmetic, but a finalizer or a signal handler may interrupt
-        it, and sleep. No connection is trusted any more that it may read from when it goes on.
+        A finalizer or a signal handler may interrupt that thread, and sleep. It may still read from
+        its connections when it goes on, so all of them are given up. Called regularly.
         """
         if self._reading.is_stuck(self.clock.now(), LONGEST_TURN, TURNS):
             self._reading = self._platform.turn()
@@ -94,11 +94,11 @@ class Dispatcher:
                 node.abandon(POISONED)
 
     def read_from(self, nodes: Iterable[int]) -> None:
-        """Read what some nodes have said by now. Never waits."""
+        """Read the replies of some nodes, by index. Never waits."""
         self.read([self.nodes[node] for node in nodes])
 
     def drain(self) -> None:
-        """Read what has come without waiting, and give up nodes that owe an answer for too long."""
+        """Read from all nodes, and drop connections with an overdue reply. Never waits."""
         now = self.clock.now()  # before reading: an answer may have come while we were paused
         for node in self.nodes:
             node.go_on()
@@ -110,7 +110,7 @@ class Dispatcher:
             self._deliver_mail()
 
     def read(self, nodes: Sequence[NodeClient], tries: int = 1, *, keeps_gil: bool = True) -> bool:
-        """Read and hand on what nodes have said; False if others had the turn at each try."""
+        """Read and hand on replies; return False if others had the turn at each try."""
         if not nodes and not self._mail:
             return True
         for number in range(tries):
@@ -128,7 +128,7 @@ class Dispatcher:
     def _hand_on_all(self, reading: Turn, nodes: Sequence[NodeClient], keeps_gil: bool) -> None:
         try:
             if self._mail:
-                self._deliver()  # first: a release may follow on the next connection
+                self._deliver()  # first: a later command may follow on the next connection
             for node in nodes:
                 if self._reading is reading:  # else it was taken from us
                     self._hand_on(node, keeps_gil=keeps_gil)
@@ -142,16 +142,16 @@ class Dispatcher:
             return
         demoted = self._hand_on_answers(node, connection)
         if demoted and self.clock.now() - connection.opened_at > LONGEST_RECONNECT:
-            node.drop(connection, demoted)  # its name may lead to another server by now
+            node.drop(connection, demoted)  # the address may lead to another server by now
         if node.index in self._down and node.connection is not None:
             self._down.discard(node.index)
             self._on_change(node, None)
 
     def _hand_on_answers(self, node: NodeClient, connection: Connection) -> str:
-        """Tell handlers what has come; returns what a server said that is no primary any more.
+        """Hand on replies; return an error after which the connection is to be made anew, or "".
 
-        An answer is taken out once its handler is through with it. If an exception from outside
-        cuts that, it is handed on again; a second time, the handler itself is at fault.
+        A reply is taken out after its handler has returned. If an asynchronous exception interrupts
+        the handler, the reply is handed on again. The second time, the handler itself is at fault.
         """
         answers, index, run_id, demoted = connection.answers, node.index, connection.run_id, ""
         if connection.discarded and answers:
@@ -160,7 +160,7 @@ class Dispatcher:
             while answers:
                 found = (command, sent, text), reply = answers[0]
                 if type(reply) is not hiredis.ReplyError:
-                    command.handler.answered(index, sent, reply, run_id)
+                    command.handler.on_reply(index, sent, reply, run_id)
                 elif text is command.request and str(reply).startswith("NOSCRIPT"):
                     self._send_source(node, command, sent)
                 else:
@@ -182,11 +182,11 @@ class Dispatcher:
         command, sent, _ = entry
         text = str(reply)
         demoted = text if self.on_error_reply(node, text) else ""
-        command.handler.answered(node.index, sent, reply, run_id)
+        command.handler.on_reply(node.index, sent, reply, run_id)
         return demoted
 
     def _distrust(self, node: NodeClient, connection: Connection, cause: str) -> None:
-        """Give up a connection whose replies are not those of its commands: none behind counts."""
+        """Drop a connection whose replies do not fit its commands: no later reply counts."""
         self.lose_answers(node, connection, cause)
         node.drop(connection, cause)
 
@@ -197,7 +197,7 @@ class Dispatcher:
         connection.answers.clear()
 
     def _send_source(self, node: NodeClient, command: Command, sent: float) -> None:
-        """Send a script that a server has forgotten, after a flush, or a restart behind a proxy."""
+        """Send the text of a script that a server has forgotten: after a flush, or a restart."""
         script = command.script
         if script is None:
             return
@@ -205,11 +205,11 @@ class Dispatcher:
             sent = self.clock.now()
         if command.handler.wanted:
             node.send([(command, sent, script.with_source(command.request))])
-        else:  # else a node that is always the last to answer would never get it back
+        else:  # or a node that always answers last would never get the script back
             node.send([(Command(script.load, IGNORE_REPLY), sent, script.load)])
 
     def hand_on_mail(self) -> None:
-        """Tell handlers of connections that broke, where that is still due. Never waits."""
+        """Tell the handlers of commands whose connection broke. Never waits."""
         if self._mail:
             self._deliver_mail()
 
@@ -219,7 +219,7 @@ class Dispatcher:
 
     def _deliver(self) -> None:
         while self._mail:
-            # kept until it is delivered: an exception from outside must lose no release
+            # kept until it is delivered: an asynchronous exception must lose no command
             mail = index, entries, error, connection = self._mail[0]
             if connection is not None:
                 self._hand_on_answers(self.nodes[index], connection)  # those that somebody has read
@@ -230,14 +230,14 @@ class Dispatcher:
                 self.on_down(self.nodes[index], error)
             while entries:
                 entry = entries[0]
-                entry[0].handler.failed(index, entry[0], error)
+                entry[0].handler.on_error(index, entry[0], error)
                 _take_out(entries, entry)
             _take_out(self._mail, mail)
 
     def report(
         self, node: int, entries: deque[Entry], error: NodeError, connection: Connection | None
     ) -> None:
-        """Take word of a broken connection, in any thread; whoever reads next hands it on."""
+        """Queue a broken connection for the next turn of reading. Called from any thread."""
         self._mail.append((node, entries, error, connection))
         self.rearm()
 

@@ -1,6 +1,6 @@
 """One node: its one ordered connection, made again when it breaks.
 
-One connection means that a release can never overtake a straggling grant.
+One ordered connection means that no command overtakes an earlier one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Entry, still_wanted
 from celery_redlock.lock.transport.connection import Connection, NodeOwner, TransportOptions
 
-LONGEST_RECONNECT = 1.0  # s: between tries to reach a node that refuses us
+LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
 BUSY = "another thread was at its connection for too long"
-PAUSE, PAUSES = 0.0001, 1000  # s, and how many, for which one waits for another's turn to end
-LINGER = 30.0  # s that a thread waits for the next time that its node is to be connected
+PAUSE, PAUSES = 0.0001, 1000  # seconds, and how many, to wait for another's turn to end
+LINGER = 30.0  # seconds that the thread that connects waits for its next use
 
 
 class NodeClient(SerialJobs):
@@ -50,15 +50,13 @@ class NodeClient(SerialJobs):
         self.forget()
 
     def forget(self) -> None:
-        """Start anew without a connection, as a forked child must: the old one is its parent's."""
+        """Forget the connection after a fork: it belongs to the parent."""
         self.reset_jobs(self._platform.turn())
         self.connection: Connection | None = None
         self.run_id = ""
         self.error: NodeError | None = None
         self._connecting = self._closed = False
-        self._connector: DeadlineTimer | None = (
-            None  # rung for the thread that connects, while there is one
-        )
+        self._connector: DeadlineTimer | None = None  # of the thread that connects, if it runs
         self._tries, self._retry_at = 0, 0.0
         self._queued: list[Entry] = []
 
@@ -81,9 +79,9 @@ class NodeClient(SerialJobs):
     def send(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
         """Write commands in order, or keep them until the connection under way stands.
 
-        keeps_gil: next to C code that keeps it, each call that gives it up waits for that code;
-        not for what is to be fast otherwise. Never waits. What cannot be written is reported, what
-        is not wanted any more is left out.
+        Never waits. Commands that cannot be written are reported; commands that are not wanted any
+        more are left out. keeps_gil: do not release the GIL in the system call, so that C code in
+        another thread cannot keep it; slower otherwise.
         """
         if self.jobs or not self._turn.run(self._write, entries, keeps_gil):
             self.jobs.append(functools.partial(self._write, entries))
@@ -93,8 +91,8 @@ class NodeClient(SerialJobs):
     def receive(self, *, keeps_gil: bool = True) -> Connection | None:
         """Read what has come; return the connection, whose `answers` are to be handed on.
 
-        keeps_gil: as of `send`. Never waits. None where there is no connection, or another thread
-        is at it.
+        Never waits. None if there is no connection, or if another thread uses it. keeps_gil: as
+        of `send`.
         """
         connection = self.connection
         if connection is None:
@@ -114,7 +112,7 @@ class NodeClient(SerialJobs):
         return connection
 
     def overdue(self, now: float) -> bool:
-        """Tell whether the oldest command has waited for longer than a node may take."""
+        """Return whether the oldest command has waited for longer than the timeout."""
         connection = self.connection
         if connection is None or not connection.in_flight:
             return False
@@ -125,23 +123,23 @@ class NodeClient(SerialJobs):
             return False
 
     def drop(self, connection: Connection, cause: str) -> None:
-        """Give a connection up and report every command that it takes along."""
+        """Give a connection up, and report every command in flight."""
         self._do(functools.partial(self._give_up, connection, cause))
 
     def abandon(self, cause: str) -> None:
-        """Give the connection up without touching what one who may still read from it holds."""
+        """Give the connection up, but leave its queues to a thread that may still read from it."""
         self._do(functools.partial(self._abandon, cause))
 
     def close(self) -> None:
-        """Close the connection for good; what is under way is not reported."""
+        """Close the connection for good; commands in flight are not reported."""
         self._do(self._close)
 
     def connect(self) -> None:
-        """Begin to connect in the background where there is no connection and one may be tried."""
+        """Begin to connect in the background, unless connected or in backoff."""
         if self.connection is None and not self._connecting:
             self._do(self._begin_to_connect)
 
-    # the jobs: each does no harm if it is done twice
+    # the jobs: each is idempotent, for one that is interrupted is done again
 
     def _write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
         connection = self.connection
@@ -182,9 +180,9 @@ class NodeClient(SerialJobs):
         if self.connection is not connection:
             return
         error = NodeError(self.name, cause, lost=True)
-        # emptied and closed where nobody reads: a reader with an answer in its hands would
-        # else find the next command in front, and one at the socket a stranger's descriptor.
-        # And first: cut after it, the connection is given up twice, but no command forgotten
+        # emptied and closed in the turn of reading: a reader that holds a reply would else find
+        # the next command in front, and one at the socket a stranger's descriptor. And reported
+        # first: if an exception strikes after it, it is reported twice, but no command is lost
         self._report(self.index, connection.in_flight, error, connection)
         self.connection, self.error, self._retry_at = None, error, 0.0
 
@@ -219,7 +217,7 @@ class NodeClient(SerialJobs):
             connector = self._platform.deadline_timer()
             self._platform.start_thread(functools.partial(self._serve_connects, connector))
             self._connector = connector
-        self._connector.ring()  # first: cut in between, it is one connect too many, not none
+        self._connector.ring()  # first: if interrupted here, it connects once too often, not never
         self._connecting = True
         return True
 
@@ -252,9 +250,9 @@ class NodeClient(SerialJobs):
     # the thread that connects
 
     def _serve_connects(self, connector: DeadlineTimer) -> None:
-        """Connect whenever that is asked for, in a thread of its own.
+        """Connect at each request, in a thread of its own.
 
-        It lingers: under gevent each new thread would cost an event loop.
+        The thread lingers, because under gevent each new thread costs an event loop.
         """
         while connector.sleep(LINGER):
             if self._closed:
@@ -264,7 +262,7 @@ class NodeClient(SerialJobs):
         self._do(functools.partial(self._end_connector, connector))
 
     def _begin_to_use(self, connection: Connection) -> None:
-        """Use a connection; not as a job, which may be done when it is not admitted any more."""
+        """Use a connection now. Not as a job: it may be refused before a job would run."""
         for number in range(PAUSES):
             if number:
                 self._platform.pause(PAUSE)
@@ -282,7 +280,7 @@ class NodeClient(SerialJobs):
         self._owner.admit(self.index, info, functools.partial(self._begin_to_use, connection))
 
     def _connect(self) -> None:
-        """Connect, and send what has been queued meanwhile."""
+        """Connect, and send the commands that were queued meanwhile."""
         dialled = None
         try:
             dialled = self.address.dial(self.timeout)
@@ -295,6 +293,6 @@ class NodeClient(SerialJobs):
             self._do(functools.partial(self._connect_failed, error))
 
     def _cause(self, error: BaseException) -> str:
-        """Return an error in the words of the server or the system, without credentials."""
+        """Return the text of an error, without credentials."""
         text = str(error).strip().rstrip(".") or type(error).__name__
         return self.address.without_secrets(text)

@@ -1,6 +1,6 @@
 """Commands to all nodes: write to each, then poll all of them until a round is decided.
 
-Nobody waits but in `wait`, and there each caller polls for itself.
+Only `wait` blocks, and each caller there polls for itself.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class NodeSet(Dispatcher, Generic[P]):
         use()
 
     def reconnect(self) -> bool:
-        """Begin to connect to every node that is not connected; True where there is one."""
+        """Begin to connect to every node without a connection; return whether there is one."""
         gone = [node for node in self.nodes if node.connection is None]
         for node in gone:
             node.connect()
@@ -83,13 +83,13 @@ class NodeSet(Dispatcher, Generic[P]):
 
     @property
     def outstanding(self) -> bool:
-        """Whether anything has been written that is not answered yet."""
+        """Whether a command is unanswered, or a broken connection not reported yet."""
         return bool(self._mail) or any(node.outstanding for node in self.nodes)
 
     def broadcast(self, command: Command, sent: float) -> None:
         """Write one command to every node. Never waits.
 
-        sent: monotonic s, read before this call, and before what the request says of the time.
+        sent: monotonic seconds, read before this call and before any time in the request.
         """
         entries = ((command, sent, command.request),)
         for node in self.nodes:
@@ -106,7 +106,7 @@ class NodeSet(Dispatcher, Generic[P]):
                 node.send(own)
 
     def send_to(self, node: int, command: Command, sent: float | None = None) -> None:
-        """Write one command to one node; sent: monotonic s, where it is a repetition."""
+        """Write one command to one node; sent: monotonic seconds of its first try."""
         sent = self.clock.now() if sent is None else sent
         self.nodes[node].send([(command, sent, command.request)])
 
@@ -117,9 +117,9 @@ class NodeSet(Dispatcher, Generic[P]):
         *,
         nodes: Collection[int] | None = None,
     ) -> Mapping[int, T]:
-        """Return what nodes reply within one node timeout, by index; an error is no reply.
+        """Return the replies that come within one node timeout, by node; errors are left out.
 
-        read: as for `Question`. nodes: by index; all where None.
+        read: as for `Question`. nodes: their indexes; None: all.
         """
         asked, sent = range(len(self.nodes)) if nodes is None else nodes, self.clock.now()
         question = Question(asked, read)
@@ -134,7 +134,7 @@ class NodeSet(Dispatcher, Generic[P]):
         return {node: reply for node, reply in replies if type(reply) is not hiredis.ReplyError}
 
     def keep_alive(self, idle: float) -> None:
-        """Ask every node that has been left alone for so many s whether it is still there."""
+        """Send PING to every node without a write for this many seconds."""
         now = self.clock.now()
         for node in self.nodes:
             connection = node.connection
@@ -144,11 +144,11 @@ class NodeSet(Dispatcher, Generic[P]):
     def wait(self, round_: Round, until: float, *, native: bool = False) -> None:
         """Return when a round is decided, or at the monotonic second `until`.
 
-        What has come by then is counted, however late the caller is: it may have been paused.
-        Returns at once in a finalizer or a signal handler that keeps its own thread from reading,
-        or from writing to so many nodes that there is no quorum.
-        native: the caller is a thread of ours, real also where greenlets are in use. What it waits
-        for is to come as soon next to code that keeps the GIL, so once it has that, it reads all.
+        Replies that have come by then count, even if the process was paused meanwhile.
+        Returns at once in a finalizer or a signal handler that interrupted its own thread while it
+        was reading, or while it was writing to more nodes than `needed` leaves over.
+        native: the caller is a real thread, also if greenlets are in use. It reads all nodes each
+        time, because next to code that keeps the GIL it may not run again soon.
         """
         if (self._reading.taken or [node for node in self.nodes if node.jobs]) and self._is_cut_off:
             return
@@ -159,7 +159,7 @@ class NodeSet(Dispatcher, Generic[P]):
         try:
             if self._mail:
                 self._deliver_mail()
-            while not poller.rests_on(round_):
+            while not poller.parks_on(round_):
                 left = until - self.clock.now()
                 ready = poller.poll(self.nodes, pollers.topology, max(0.0, left))
                 nodes = self.nodes if native else ready
@@ -171,10 +171,11 @@ class NodeSet(Dispatcher, Generic[P]):
             pollers.give_back(poller)
 
     def wait_keeping_gil(self, round_: Round) -> None:
-        """Return when a round is decided, or after some ms in which no other Python thread runs.
+        """Return when a round is decided, or after a few ms in which no other Python thread runs.
 
-        For a caller that C code has kept waiting for the GIL: once given up, it is gone as long
-        again. Nodes nearby answer meanwhile. Python itself lets any thread keep it for 5 ms.
+        For a caller that C code has kept waiting for the GIL: if the caller releases the GIL, it
+        waits as long again. Nearby nodes answer within this time. Python itself lets a thread keep
+        the GIL for 5 ms.
         """
         for _ in range(LOOKS):
             self.read(self.nodes)
@@ -184,7 +185,7 @@ class NodeSet(Dispatcher, Generic[P]):
 
     @property
     def _is_cut_off(self) -> bool:
-        """Whether the caller keeps its own thread from going on, and so each round from its end."""
+        """Whether the caller interrupts its own thread, and so no round could end."""
         if self._reading.is_interrupted:
             return True
         return len([n for n in self.nodes if n.is_interrupted]) > len(self.nodes) - self.needed

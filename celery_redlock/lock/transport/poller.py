@@ -12,13 +12,13 @@ from celery_redlock.lock.transport.command import Round
 from celery_redlock.lock.transport.connection import POISONED
 from celery_redlock.lock.transport.node_client import NodeClient
 
-SPARE_SEATS, SPARED_FOR = 2, 3.0  # free pollers that are kept; seconds after which others go
+SPARE_POLLERS, SPARED_FOR = 2, 3.0  # free pollers that are kept; seconds after which others go
 
 
 class Poller:
-    """What one waiter polls with: every node's socket, and a pipe of its own to be woken by.
+    """The poll object of one waiter: the socket of every node, and a waker of its own.
 
-    native: made for a real thread, also where greenlets are in use.
+    native: made for a real thread, also if greenlets are in use.
     """
 
     def __init__(self, platform: Platform, *, native: bool) -> None:
@@ -27,38 +27,39 @@ class Poller:
         self._topology = -1
         self._poll: Any = None
         self._by_descriptor: dict[int, NodeClient] = {}
-        self._resting = False
+        self._parked = False
 
     def wake(self) -> None:
-        """Let the waiter look up; nothing happens while it does so anyway."""
-        if self._resting:
+        """Wake the waiter if it is parked in `poll`. Never waits."""
+        if self._parked:
             self._waker.ring()
 
-    def rests_on(self, round_: Round) -> bool:
-        """Tell whether a round is decided; if not, whoever decides it now wakes this poller.
+    def parks_on(self, round_: Round) -> bool:
+        """Return whether the round is decided. If not, the deciding thread wakes this poller.
 
-        The flag goes up before the look, as in Dekker's algorithm: one of the two sees the other.
+        Sets `_parked` before it reads `decided`; the deciding thread sets `decided` before it reads
+        `_parked`. At least one of them sees the other's write, so no wake-up is lost.
         """
-        self._resting = True
+        self._parked = True
         return round_.decided
 
     def poll(self, nodes: Sequence[NodeClient], topology: int, seconds: float) -> list[NodeClient]:
-        """Return the nodes that have something to say, after so many s at the most.
+        """Return the nodes whose sockets are ready, after this many seconds at most.
 
-        topology: counts the changes among the connections, for the poll object to be made anew.
+        topology: of `PollerPool`. If it has changed, the poll object is made anew.
         """
         if topology != self._topology:
-            self._topology = -1  # where an exception from outside cuts it, it is done again
+            self._topology = -1  # first: if an exception interrupts the next line, it is done again
             self._topology = topology if self._arrange(nodes) else -1
         ready = self._poll.poll(math.ceil(seconds * 1000))
-        self._resting = False
+        self._parked = False
         found = [self._by_descriptor[fd] for fd, _ in ready if fd in self._by_descriptor]
         if len(found) < len(ready):
             self._waker.hush()
         return found
 
     def _arrange(self, nodes: Sequence[NodeClient]) -> bool:
-        """Make the poll object anew; True where it stays right until the connections change."""
+        """Make a new poll object; return whether it is valid until the connections change."""
         lasts = True
         self._poll = self._platform.new_poll(self.native)
         self._poll.register(self._waker.descriptor, select.POLLIN)
@@ -93,7 +94,7 @@ class PollerPool:
         self.topology = 0
         self._taken: dict[int, Poller] = {}
         self._free: dict[bool, list[Poller]] = {False: [], True: []}  # by `native`
-        self._unneeded = {False: 0, True: 0}  # how many of them were free all the time, lately
+        self._unneeded = {False: 0, True: 0}  # how many were free since the last look
         self._spared_until = 0.0  # monotonic seconds
 
     def take(self, *, native: bool) -> Poller:
@@ -122,12 +123,12 @@ class PollerPool:
     def drop_spare(self, now: float) -> float:
         """Drop the pollers that a peak of waiters has left; returns the moment to look again.
 
-        Only those that were free since the last look: who waits often makes none anew.
+        Only those that were free since the last look, so that frequent waits make no new ones.
         """
         if now >= self._spared_until:
             for native, free in self._free.items():
-                del free[: max(0, self._unneeded[native] - SPARE_SEATS)]
+                del free[: max(0, self._unneeded[native] - SPARE_POLLERS)]
                 self._unneeded[native] = len(free)
             self._spared_until = now + SPARED_FOR
-        has_spare = any(len(free) > SPARE_SEATS for free in self._free.values())
+        has_spare = any(len(free) > SPARE_POLLERS for free in self._free.values())
         return self._spared_until if has_spare else math.inf

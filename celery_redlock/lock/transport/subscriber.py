@@ -17,15 +17,14 @@ from celery_redlock.lock.transport.connection import receive
 from celery_redlock.lock.transport.encoding import encode_command, text_of
 from celery_redlock.lock.transport.node_client import RECONNECT
 
-LINGER = 30.0  # s that a connection is kept when nobody waits, or asked for when nothing comes
+LINGER = 30.0  # seconds that an unused connection is kept, and of silence before a PING
 
 
 class Subscriber:
-    """The subscriber connection to one node, in a thread that lives while somebody waits.
+    """The subscriber connection to one node, in a thread that lives while a channel is wanted.
 
-    channels: returns what is to be subscribed to. heard: called with a channel and what was said
-    there (the value of the lock that was released), and with "" when a subscription begins, for
-    something may have been missed before.
+    channels: returns the channels to subscribe to. heard: called with a channel and a message, and
+    with "" when a subscription begins, because earlier messages may have been missed.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Subscriber:
         self.confirmed: set[str] = set()
 
     def attend(self) -> None:
-        """Look again at what is wanted."""
+        """Subscribe to the channels that are wanted now. Never waits."""
         self._calls.append(None)
         self._look()
         self._waker.ring()
@@ -87,7 +86,7 @@ class Subscriber:
         self._drop()
 
     def _ends(self) -> bool:
-        """Tell whether nobody waits any more; then whoever comes next starts a thread anew."""
+        """Return whether no channel is wanted any more; the next caller starts a new thread."""
         over = False
 
         def end() -> None:
@@ -101,7 +100,7 @@ class Subscriber:
         return over
 
     def _listen(self) -> bool:
-        """Do one turn: subscribe to what is wanted, hand on what comes; False where nothing did."""
+        """Subscribe to what is wanted, and hand on what comes; return whether anything came."""
         wanted = self._channels()
         if wanted and self._connection is None:
             self._connection = self._address.dial(self._timeout)
@@ -123,9 +122,9 @@ class Subscriber:
         return came
 
     def _see_there(self, *, heard: bool, came: bool) -> None:
-        """Ask a node that says nothing whether it is still there; raises OSError where it is not.
+        """Send PING to a silent node; raise OSError if it does not answer.
 
-        By the clock as well: where somebody rings all the time, no rest is ever a whole one.
+        By the clock as well: if the waker rings all the time, no rest lasts its whole time.
         """
         now = self._clock.now()
         silent_for = now - self._spoke_at
@@ -138,7 +137,7 @@ class Subscriber:
             self._pinged, self._spoke_at = True, now
 
     def _send(self, command: str, words: Iterable[str]) -> None:
-        """Send all of it: many channels at once are more than a connection takes at once."""
+        """Send a whole command: many channels are more than a socket takes at once."""
         words = list(words)
         data = encode_command(command, *words) if words else b""
         while data:
@@ -160,7 +159,7 @@ class Subscriber:
             self._heard(channel, text_of(reply[2]))
 
     def _rest(self, seconds: float) -> bool:
-        """Return when something comes, when somebody rings, or after so many s; False for that."""
+        """Wait for bytes, a ring or the timeout; return False for the timeout."""
         awaited = [(self._waker.descriptor, select.POLLIN)]
         if self._connection is not None:
             awaited.append((self._connection._sock.fileno(), select.POLLIN))
@@ -177,9 +176,9 @@ class Subscriber:
 
 
 def _poll(awaited: Iterable[tuple[int, int]], seconds: float) -> list[tuple[int, int]]:
-    """Return which of these descriptors are ready for what they are to be, after so many s at most.
+    """Return which descriptors are ready for their events, after this many seconds at most.
 
-    In a real thread, also where greenlets are in use.
+    For a real thread, also if greenlets are in use.
     """
     poll = original("select", "poll")()
     for descriptor, events in awaited:

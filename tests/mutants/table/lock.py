@@ -30,9 +30,9 @@ MUTANTS = (
         "a lease is counted from its answer's arrival",
         "lock.transport.dispatcher:Dispatcher._hand_on_answers",
         """                if type(reply) is not hiredis.ReplyError:
-                    command.handler.answered(index, sent, reply, run_id)""",
+                    command.handler.on_reply(index, sent, reply, run_id)""",
         """                if type(reply) is not hiredis.ReplyError:
-                    command.handler.answered(index, self.clock.now(), reply, run_id)""",
+                    command.handler.on_reply(index, self.clock.now(), reply, run_id)""",
         (f"{SIMULATION}/test_properties.py",),
     ),
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "a node that was away at a release keeps the lock for its ttl",
-        "lock.engine.releaser:KeyRelease.failed",
+        "lock.engine.releaser:KeyRelease.on_error",
         "self._releaser.outbox.put(node, self)",
         "self.settle(node)",
         (f"{CONTRACT}/test_redlock.py",),

@@ -128,7 +128,7 @@ MUTANTS = (
     ),
     Mutant(
         "a node that refuses to end a window is not told again",
-        "tasks.uniqueness:Ending.answered",
+        "tasks.uniqueness:Ending.on_reply",
         "if replaced or is_error:",
         "if replaced:",
         (

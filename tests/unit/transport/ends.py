@@ -17,7 +17,7 @@ from celery_redlock.lock.transport.connection import TransportOptions
 from celery_redlock.lock.transport.encoding import encode_command
 from celery_redlock.lock.transport.node_set import NodeSet
 
-PATIENCE = 60.0  # seconds in which even a busy machine brings a byte from one end to the other
+PATIENCE = 20.0  # seconds in which even a busy machine brings a byte from one end to the other
 Words = list[bytes]
 
 
@@ -93,11 +93,11 @@ class Kept:
         self.replies: list[tuple[int, Any]] = []
         self.errors: list[tuple[int, str]] = []
 
-    def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Keep a reply."""
         self.replies.append((node, reply))
 
-    def failed(self, node: int, command: Command, error: NodeError) -> None:
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Keep the cause."""
         self.errors.append((node, error.cause))
 

@@ -96,8 +96,8 @@ class TestErrors:
 
     def test_a_reply_of_the_wrong_kind_takes_the_replies_behind_it_along(self, node: Nodes) -> None:
         class Picky(Kept):
-            def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-                super().answered(node, sent, read_number(reply), run_id)
+            def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+                super().on_reply(node, sent, read_number(reply), run_id)
 
         before, picky, behind = Kept(), Picky(), Kept()
         node.send(echo("a", before), echo("b", picky), echo("c", behind))
@@ -130,8 +130,8 @@ class TestErrors:
         self, node: Nodes
     ) -> None:
         class Faulty(Kept):
-            def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-                super().answered(node, sent, reply, run_id)
+            def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+                super().on_reply(node, sent, reply, run_id)
                 raise ZeroDivisionError
 
         faulty, behind = Faulty(), Kept()
@@ -161,6 +161,9 @@ class TestErrors:
         nodes.send(echo("a", handler))
         settled(nodes, handler)
         assert handler.errors == [(0, "not this one")]
+        nodes.send(echo("b", handler))
+        settled(nodes, handler, 2)
+        assert nodes.changes == [(0, "broken by a test")], "told once until it answers again"
         nodes.close()
 
 
@@ -228,8 +231,8 @@ class TestSeveralNodes:
         cause = f"no answer within {SHORT:g} s"
         assert [handler.replies for handler in handlers] == [[(0, 1)], [(0, 2)]]
         assert [handler.errors for handler in handlers] == [[(1, cause)], [(1, cause)]]
-        assert two.changes == [(1, cause)]
         two.addresses[1].servers[0].wait_closed()
+        assert two.changes == [(1, cause)]
 
     def test_each_node_is_written_its_own_batch(self) -> None:
         nodes, handler = Nodes(2), Kept()
@@ -293,10 +296,10 @@ class TestReentry:
                 node.send(echo("last", Kept()))
 
         class Collecting(Kept):
-            def answered(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+            def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
                 Finalized()
                 gc.collect()
-                super().answered(node, sent, reply, run_id)
+                super().on_reply(node, sent, reply, run_id)
 
         handler, server = Collecting(), node.server()
         node.send(echo("first", handler))
@@ -308,10 +311,10 @@ class TestReentry:
         began: list[float] = []
 
         class Waiting(Kept):
-            def answered(self, index: int, sent: float, reply: Any, run_id: str) -> None:
+            def on_reply(self, index: int, sent: float, reply: Any, run_id: str) -> None:
                 began.append(node.clock.now())
                 node.wait(Round(), node.clock.now() + 1e6)  # only this thread could end it
-                super().answered(index, sent, reply, run_id)
+                super().on_reply(index, sent, reply, run_id)
 
         handler = Waiting()
         node.send(echo("a", handler))
