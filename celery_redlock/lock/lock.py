@@ -121,7 +121,7 @@ class Lock:
             acquire_with_retry(self._session, self._options, self._keys, hold, timeout)
         except BaseException:
             # also an exception from outside, as a soft time limit's, at whatever point
-            self._exit(hold)
+            self._release_hold(hold)
             raise
         self._last = hold
         return self
@@ -195,11 +195,11 @@ class Lock:
             held = [one for one in mine if one.held(now)]
             if len(held) < len(mine):
                 lost = [one for one in mine if one.lost(now)]
-            self._exit(hold)
+            self._release_hold(hold)
         except RedlockError:
             raise
         except BaseException:  # cut before it was on its way, it would be renewed for ever
-            self._exit_all(last)
+            self._release_holds(last)
             raise
         events = self._session.events
         for acquisition in held:
@@ -218,7 +218,7 @@ class Lock:
         self.release()
 
     @uninterruptible
-    def _exit(self, hold: Hold) -> None:
+    def _release_hold(self, hold: Hold) -> None:
         """Release what a hold may have got."""
         releaser = self._session.releaser
         try:
@@ -230,11 +230,11 @@ class Lock:
             self._forget(hold)
 
     @uninterruptible
-    def _exit_all(self, holds: Sequence[Hold]) -> None:
+    def _release_holds(self, holds: Sequence[Hold]) -> None:
         """Release what a release that was cut may have left."""
         for hold in holds:
             if hold in self._holds and hold.owner[0] == os.getpid():
-                self._exit(hold)
+                self._release_hold(hold)
 
     def _check_acquired(self) -> None:
         if self._last is None:
@@ -251,7 +251,7 @@ class Lock:
         except RedlockError:
             raise
         except BaseException:  # cut before the first line of `release`
-            self._exit_all(last)
+            self._release_holds(last)
             raise
 
     async def __aenter__(self) -> Lock:
@@ -262,7 +262,7 @@ class Lock:
         try:
             self.__exit__(*exc_info)
         except RedlockError:  # another task leaves the block, as when it closes an async generator
-            self._exit_all(last)
+            self._release_holds(last)
             if exc_info[0] is None:
                 raise
 

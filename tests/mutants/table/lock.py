@@ -220,7 +220,7 @@ MUTANTS = (
     Mutant(
         "an acquire that is cut keeps its lock",
         "lock.lock:Lock.acquire",
-        "            self._exit(hold)\n            raise\n",
+        "            self._release_hold(hold)\n            raise\n",
         "            raise\n",
         (f"{SIMULATION}/test_properties.py",),
         "a_client_that_is_cut_anywhere_leaves_no_key_behind",
