@@ -18,7 +18,7 @@ from celery_redlock.lock.model.keys import (
 )
 from celery_redlock.lock.model.lease import grace_period
 from celery_redlock.lock.node_status import ask_each
-from celery_redlock.lock.server.admin import names_on, strike
+from celery_redlock.lock.server.admin import force_unlock, names_on
 from celery_redlock.lock.transport.encoding import (
     encoded,
     read_list,
@@ -114,7 +114,7 @@ def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Ma
     channel = wake_channel(redlock.prefix, lock.resource)
 
     def break_it(connection: Any) -> bool:
-        return strike(connection, keys, lock.value, lasting, encoded(channel))
+        return force_unlock(connection, keys, lock.value, lasting, encoded(channel))
 
     return ask_each(redlock, break_it)
 

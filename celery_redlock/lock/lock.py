@@ -21,7 +21,7 @@ from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
 from celery_redlock.lock.model.key_lease import lock_keys
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.lock.platform.coroutines import Errand
+from celery_redlock.lock.platform.coroutines import StepRunner
 from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.retry import Attempts, acquire_with_retry
 from celery_redlock.lock.server.error_hints import causes_of
@@ -135,14 +135,14 @@ class Lock:
         its own. wait, and what is raised: as for `acquire`.
         """
         timeout, session = self._timeout("Lock.acquire_async", wait), self._session
-        hold, errand = Hold(session.reentrancy.current_owner()), Errand(session.threads)
+        hold, runner = Hold(session.reentrancy.current_owner()), StepRunner(session.threads)
         try:
             self._enter(hold)
             attempts = Attempts(session, self._options, self._keys, hold)
-            await attempts.run_async(timeout, errand)
+            await attempts.run_async(timeout, runner)
         except BaseException:  # cancelled, too; or the loop has ended
             self._forget(hold)
-            errand.then(lambda: hold.release_anywhere(session.releaser))
+            runner.then(lambda: hold.release_anywhere(session.releaser))
             raise
         self._last = hold
         return self

@@ -16,7 +16,7 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.lock.platform.coroutines import Errand, rest
+from celery_redlock.lock.platform.coroutines import StepRunner, rest
 from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_replica
 
 # all of these in seconds, except SPLIT_TRIES
@@ -78,22 +78,22 @@ class Attempts:
             failure = self._hold.confirm_fencing_token(self._session.acquirer)
         self._check_acquired(failure)
 
-    async def run_async(self, timeout: float, errand: Errand) -> None:
+    async def run_async(self, timeout: float, runner: StepRunner) -> None:
         """Do what `run` does: try in threads, and wait in the event loop."""
         if not self._keys:
             return
-        failure = await errand.do(self._try)
+        failure = await runner.do(self._try)
         if failure is not None and timeout > 0:
-            failure = await self._wait_async(failure, self._started + timeout, errand)
+            failure = await self._wait_async(failure, self._started + timeout, runner)
         while failure is not None and timeout <= 0:
             pause = self._hold.pause_of_split()
             if pause is None:
                 break
             await asyncio.sleep(pause)
-            failure = await errand.do(self._try)
+            failure = await runner.do(self._try)
         if failure is None and self._outer and self._options.fencing:
             confirm = functools.partial(self._hold.confirm_fencing_token, self._session.acquirer)
-            failure = await errand.do(confirm)
+            failure = await runner.do(confirm)
         self._check_acquired(failure)
 
     def _check_acquired(self, failure: Failure | None) -> None:
@@ -145,7 +145,7 @@ class Attempts:
                 schedule.end_try(waiter, failure)
         return failure
 
-    async def _wait_async(self, first: Failure, until: float, errand: Errand) -> Failure | None:
+    async def _wait_async(self, first: Failure, until: float, runner: StepRunner) -> Failure | None:
         """Do what `_wait` does: try in threads, and wait in the event loop."""
         failure: Failure | None = first
         session, limit = self._session, self._options.limit
@@ -158,7 +158,7 @@ class Attempts:
                         await asyncio.sleep(schedule.woken())
                         schedule.share(waiter)
                     schedule.begin_try(waiter)
-                    failure = await errand.do(self._try)
+                    failure = await runner.do(self._try)
                     schedule.end_try(waiter, failure)
             except BaseException:
                 waiter.decided = True  # a release that it did not use wakes the next waiter

@@ -196,12 +196,12 @@ class Proxy:
             end.close()
         self._selector.close()
 
-    def _do(self, errand: Callable[[], None]) -> None:
+    def _do(self, runner: Callable[[], None]) -> None:
         """Carry something out in the proxy's thread, and return when it is done."""
         done = threading.Event()
 
         def run() -> None:
-            errand()
+            runner()
             done.set()
 
         self._errands.append(run)

@@ -33,7 +33,7 @@ def test_who_lost_the_turn_goes_on_though_another_told_of_the_broken_connections
             told.append(node)
             if len(told) == 1:  # here a signal handler keeps the turn for long, and it is taken
                 for _ in range(6):
-                    quorum.mend()
+                    quorum.recover_turn()
                 quorum.hand_on_mail()
 
     quorum.close()

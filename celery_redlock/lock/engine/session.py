@@ -215,7 +215,7 @@ class Session:
     # what the watchdog's threads do
 
     def _renew_due(self, acquisitions: Sequence[Acquisition]) -> None:
-        self.node_set.mend()
+        self.node_set.recover_turn()
         self.renew(acquisitions, native=True)
 
     def _check_deadline(self, acquisition: Acquisition, now: float) -> None:
@@ -231,7 +231,7 @@ class Session:
         Monotonic seconds.
         """
         now, timeout = self.clock.now(), self.options.node_timeout
-        self.node_set.mend()
+        self.node_set.recover_turn()
         self.node_set.drain()
         self.releaser.run_maintenance(now)
         idle = min(IDLE, self.exchanged_every)

@@ -1,4 +1,6 @@
-"""Values and arithmetic of a lock: options, keys, votes, leases. No clock and no I/O.
+"""Values and arithmetic of a lock. No clock and no I/O: times are given in.
 
-Read `lease.py` first: it says for how long a lock may be trusted.
+Not here: what happens to them (`lock/engine`). Read `lease.py` first: it says for how long a lock
+may be trusted; then `acquisition.py`, what one acquire holds. `keys.py` has the names on the nodes,
+`votes.py` counts a round, `fencing.py` makes tokens, `options.py` is what callers ask for.
 """

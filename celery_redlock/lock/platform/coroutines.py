@@ -138,7 +138,7 @@ class Step(Generic[T]):
         return self._outcome.pop()
 
 
-class Errand:
+class StepRunner:
     """The steps of one coroutine, one after another.
 
     A coroutine that is cancelled during a step waits until the step ends: at most one node timeout

@@ -70,7 +70,7 @@ def names_on(connection: Any, beginning: str) -> Iterator[Any]:
             return
 
 
-def strike(connection: Any, keys: Sequence[Any], value: Any, *rest: Any) -> bool:
+def force_unlock(connection: Any, keys: Sequence[Any], value: Any, *rest: Any) -> bool:
     """Delete a lock for an operator if the key has this value; return whether it had.
 
     connection: as of `Address.dial`. keys, value, rest: as in `lua/break.lua`. Raises

@@ -82,7 +82,7 @@ class Dispatcher:
                 return True
         return False
 
-    def mend(self) -> None:
+    def recover_turn(self) -> None:
         """Take the turn of reading from a thread that has kept it for too long.
 
         A finalizer or a signal handler may interrupt that thread, and sleep. It may still read from

@@ -168,7 +168,7 @@ class NodeSet(Dispatcher, Generic[P]):
                     return
         finally:
             round_.wake = None
-            pollers.give_back(poller)
+            pollers.put_back(poller)
 
     def wait_keeping_gil(self, round_: Round) -> None:
         """Return when a round is decided, or after a few ms in which no other Python thread runs.

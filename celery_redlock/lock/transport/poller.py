@@ -109,7 +109,7 @@ class PollerPool:
         self._taken[id(poller)] = poller
         return poller
 
-    def give_back(self, poller: Poller) -> None:
+    def put_back(self, poller: Poller) -> None:
         """Take a poller back that is not used any more."""
         self._taken.pop(id(poller), None)
         self._free[poller.native].append(poller)

@@ -228,7 +228,7 @@ MUTANTS = (
     Mutant(
         "a cancelled acquire keeps its lock",
         "lock.lock:Lock.acquire_async",
-        "            errand.then(lambda: hold.release_anywhere(session.releaser))\n",
+        "            runner.then(lambda: hold.release_anywhere(session.releaser))\n",
         "",
         (f"{CONTRACT}/test_async.py",),
         "TestCancelled",
@@ -251,7 +251,7 @@ MUTANTS = (
     ),
     Mutant(
         "an async acquire blocks its event loop",
-        "lock.platform.coroutines:Errand.do",
+        "lock.platform.coroutines:StepRunner.do",
         "self._threads.add(step)",
         "step.run()",
         (f"{CONTRACT}/test_async.py",),
