@@ -339,7 +339,7 @@ class Room(bootsteps.StartStopStep):
             )
             self._ears = [Subscriber(node.address, *make) for node in nodes]
         for ear in self._ears:
-            ear.attend()
+            ear.resubscribe()
 
     # by the threads that listen
 

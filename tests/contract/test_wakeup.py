@@ -363,12 +363,12 @@ def test_an_ear_that_ends_leaves_the_next_one_its_connection(
     def wait_anew() -> None:
         wanted.add("b")
         monkeypatch.setattr(subscriber, "LINGER", WAIT)
-        ear.attend()
+        ear.resubscribe()
         eventually(lambda: heard["b"])
 
     ear.after = wait_anew
     with contextlib.closing(ear):
-        ear.attend()
+        ear.resubscribe()
         eventually(lambda: heard["a"])
         wanted.clear()
         assert ear.ended.wait(WAIT)
@@ -385,7 +385,7 @@ def listening(node: EmbeddedNode, *channels: str) -> Iterator[Subscriber]:
         address, NODE_TIMEOUT, Platform(SystemClock()), lambda: set(wanted), lambda *_: None
     )
     with contextlib.closing(ear):
-        ear.attend()
+        ear.resubscribe()
         yield ear
 
 
@@ -399,7 +399,7 @@ def test_an_ear_that_is_told_of_channels_all_the_time_finds_out_that_its_node_is
         mortal_nodes[0].pause()
 
         def is_dropped_though_it_is_rung() -> bool:
-            ear.attend()
+            ear.resubscribe()
             return not ear.confirmed
 
         eventually(is_dropped_though_it_is_rung)

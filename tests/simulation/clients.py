@@ -348,7 +348,7 @@ class Subscriber:
         self._asked = False
         self.confirmed: set[str] = set()
 
-    def attend(self) -> None:
+    def resubscribe(self) -> None:
         """Ask for what is wanted."""
         if not self._asked:
             self._asked = True
@@ -365,7 +365,7 @@ class Subscriber:
     def broken(self) -> None:
         """Learn that the connection is gone, and make another."""
         self.confirmed = set()
-        self.attend()
+        self.resubscribe()
 
     def _later(self, do: Callable[..., None], *args: Any) -> None:
         world = self._process.world
@@ -377,7 +377,7 @@ class Subscriber:
         if self._process.dead:
             return
         if self._node.down:
-            self.attend()
+            self.resubscribe()
             return
         wanted = self._channels()
         self._node.ears[self] = {channel.encode() for channel in wanted}

@@ -89,7 +89,7 @@ class WaitQueue:
 
     def _attend(self) -> None:
         for subscriber in self._subscribers:
-            subscriber.attend()
+            subscriber.resubscribe()
 
     @property
     def _subscribers(self) -> list[Subscriber]:

@@ -49,7 +49,7 @@ class Subscriber:
         self._tries = 0
         self.confirmed: set[str] = set()
 
-    def attend(self) -> None:
+    def resubscribe(self) -> None:
         """Subscribe to the channels that are wanted now. Never waits."""
         self._calls.append(None)
         self._look()
