@@ -17,7 +17,7 @@ from time import monotonic, sleep
 
 from benchmarks.figures import table
 from celery_redlock import Redlock
-from celery_redlock.lock import watchdog
+from celery_redlock.lock.engine import watchdog
 from celery_redlock.lock.transport import connection
 from celery_redlock.lock.transport.node_set import NodeSet
 from celery_redlock.testing import embedded_nodes
