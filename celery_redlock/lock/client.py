@@ -16,8 +16,8 @@ from celery_redlock.errors import QuorumUnreachable, SettingsError
 from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.lock import Lock
-from celery_redlock.lock.model.lease import grace_period
-from celery_redlock.lock.model.options import ClientOptions, Guard, LockOptions
+from celery_redlock.lock.model.grace_period import Guard, grace_period
+from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import platform_for
 from celery_redlock.lock.platform.greenlets import is_patched_by_eventlet
 from celery_redlock.lock.server.admin import say_trusted, trust_node

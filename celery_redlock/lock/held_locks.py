@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.model.grace_period import grace_period
 from celery_redlock.lock.model.keys import (
     broken_key,
     label_of,
@@ -16,7 +17,6 @@ from celery_redlock.lock.model.keys import (
     since_of,
     wake_channel,
 )
-from celery_redlock.lock.model.lease import grace_period
 from celery_redlock.lock.node_status import ask_each
 from celery_redlock.lock.server.admin import force_unlock, names_on
 from celery_redlock.lock.transport.encoding import (

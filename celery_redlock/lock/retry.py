@@ -19,7 +19,7 @@ from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner, rest
 from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_replica
 
-# all of these in seconds, except SPLIT_TRIES
+# all of these in seconds; hold.py has those of rivals that share the nodes
 FIRST_SPIN, LONGEST_SPIN = 0.05, 1.0  # between tries while the caller waits for the lock
 LONGEST_DEAF = 5.0  # between tries of a caller that a release wakes, in case it missed one
 HOPELESS = 3.0  # for which a caller waits for misconfigured nodes

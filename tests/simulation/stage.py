@@ -12,7 +12,7 @@ from typing import Any
 
 from celery_redlock.errors import LockLost, NotAcquired
 from celery_redlock.lock.lock import Lock
-from celery_redlock.lock.model.lease import grace_period
+from celery_redlock.lock.model.grace_period import grace_period
 from tests.simulation.clients import Process, SoftTimeLimit
 from tests.simulation.invariants import Witness
 from tests.simulation.network import Chunk, Link, Path

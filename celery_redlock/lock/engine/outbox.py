@@ -7,6 +7,8 @@ from typing import Protocol
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.transport.command import Command
 
+DELIVERED_FOR = 1.5  # ttls: for so long a node that cannot be told may keep a key of ours
+
 
 class OutboxItem(Protocol):
     """What a node is still to be told. until: monotonic seconds, after which it is dropped."""

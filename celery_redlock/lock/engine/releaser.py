@@ -15,7 +15,7 @@ from hiredis import ReplyError
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.events import Events
-from celery_redlock.lock.engine.outbox import Outbox
+from celery_redlock.lock.engine.outbox import DELIVERED_FOR, Outbox
 from celery_redlock.lock.engine.reentrancy import Reentrancy
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition
@@ -27,7 +27,6 @@ from celery_redlock.lock.server.scripts import RELEASE
 from celery_redlock.lock.transport.command import Command
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError
 
-DELIVERED_FOR = 1.5  # ttls for which a node that cannot be told may still keep a key of ours
 REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
 
 

@@ -14,13 +14,12 @@ from weakref import ref
 from celery_redlock.errors import LockLost, SettingsError
 from celery_redlock.lock.model.key_lease import KeyLease, LockKey
 from celery_redlock.lock.model.keys import is_of_run
-from celery_redlock.lock.model.lease import HELD, LOST
+from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED
 from celery_redlock.lock.model.options import LockOptions
 
 RENEWED_TOGETHER = 10  # of a ttl: what is due within one such part is renewed in one batch
 # who acquires: the process, its thread or greenlet (a `reentrancy.Flow`), and its asyncio task
 Owner = tuple[int, Any, object]
-NOT_RENEWED = "no quorum of nodes renewed it in time"
 _numbers = itertools.count(1)
 
 

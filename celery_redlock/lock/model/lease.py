@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Sequence
 
 MARGIN = 0.002  # seconds by which a lease is shortened for the clocks' granularity, and at its end
+NOT_RENEWED = "no quorum of nodes renewed it in time"
 UNKNOWN = -math.inf  # the deadline of a node that is not known to keep a key of ours
 
 
@@ -48,16 +49,6 @@ def expires_in(waits: Sequence[float], quorum: int) -> float | None:
     """
     wait = sorted(waits)[quorum - 1]
     return None if math.isinf(wait) else max(0.0, wait)
-
-
-def grace_period(max_ttl: float) -> float:
-    """Return the seconds for which a node that lost its memory must not vote.
-
-    Longer than any lease that it may have forgotten, by what clients' wall clocks may differ: the
-    proposals of fencing tokens stay in order, too.
-    Source: RFC 7530, section 9.6.2: after a restart an NFS server grants no new locks for a while.
-    """
-    return max_ttl + 1.0
 
 
 class Probation:
@@ -248,7 +239,7 @@ class Lease:
         if self.state is not HELD or now < valid_until - self.margin:
             return False
         self.state = LOST
-        self.reason = self.reason or "no quorum of nodes renewed it in time"
+        self.reason = self.reason or NOT_RENEWED
         return True
 
     def lose(self, reason: str) -> None:
