@@ -24,7 +24,7 @@ LINGER = 10.0  # s that a thread is kept when there is nothing to do
 T = TypeVar("T")
 
 
-class Threads:
+class ThreadPool:
     """The threads of one `Redlock` that run steps for coroutines. Idle threads end.
 
     Two threads are enough for fast nodes. More of them would compete with the event loop for the
@@ -42,7 +42,7 @@ class Threads:
         self._closed = False
         self.count = self.unfinished = 0  # threads, and steps that are queued or running
 
-    def add(self, step: Step[Any]) -> None:
+    def add(self, step: WorkItem[Any]) -> None:
         """Queue a step for the next free thread."""
         self._steps.put(step)
         with self._mutex:
@@ -86,7 +86,7 @@ class Threads:
                 self._grow(MOST_THREADS)
 
 
-class Step(Generic[T]):
+class WorkItem(Generic[T]):
     """One call that runs in a thread, with the contextvars of the coroutine that made the step.
 
     tell: called in that thread after the call.
@@ -145,15 +145,15 @@ class StepRunner:
     for each key. If it is cancelled again or destroyed, the thread runs the function of `then`.
     """
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: ThreadPool) -> None:
         self._threads = threads
-        self._step: Step[Any] | None = None
+        self._step: WorkItem[Any] | None = None
 
     async def do(self, call: Callable[[], T]) -> T:
         """Make a call in a thread. Return its result or raise its error."""
         loop = asyncio.get_running_loop()
         over = loop.create_future()
-        step = Step(call, functools.partial(_call_in, loop, functools.partial(_settle, over)))
+        step = WorkItem(call, functools.partial(_call_in, loop, functools.partial(_settle, over)))
         self._step = step
         self._threads.add(step)
         try:

@@ -65,7 +65,7 @@ class Introduction:
 class KnownServer:
     """What is known of the server that a node's connection leads to.
 
-    told: about tenures, the words of `Tenures.words`. told_at: monotonic seconds of the last time.
+    told: about tenures, the result of `Tenures.told`. told_at: monotonic seconds of the last time.
     """
 
     __slots__ = ("arguments", "run_id", "tenure", "told", "told_at")
@@ -201,7 +201,7 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             return
         now = self.clock.now()
         for node in self.nodes:
-            connection, told = node.connection, self._tenures.words(node.index)
+            connection, told = node.connection, self._tenures.told(node.index)
             known = None if connection is None else self._known_by(node, connection)
             if known is None or not known.run_id:
                 continue

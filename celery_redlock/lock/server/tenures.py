@@ -75,7 +75,7 @@ class Tenures:
         """Return whether another server has served under the node's address since."""
         return tenure is not None and tenure.ends_before(self._newest[node])
 
-    def words(self, node: int) -> tuple[str, ...]:
+    def told(self, node: int) -> tuple[str, ...]:
         """Return what a node is told: its own newest tenure, how long notes stay, the others'."""
         newest = [self._newest[other] for other in (node, *self.others(node))]
         own, *others = ("" if tenure is None else str(tenure) for tenure in newest)
