@@ -1,4 +1,4 @@
-"""Runs steps of a coroutine in threads, and its pauses in the event loop.
+"""Runs blocking calls of a coroutine in threads, and its pauses in the event loop.
 
 A try to acquire waits for nodes, so it would block the event loop. It is short, and a waiting
 coroutine holds no thread, so a few threads serve any number of coroutines and no waiter starves a
@@ -19,8 +19,8 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.greenlets import original
 
 FEW_THREADS, MOST_THREADS = 2, 32  # of one `Redlock`
-SLOW = 0.005  # s: if less than one call ends in that time, the threads mostly wait for slow nodes
-LINGER = 10.0  # s that a thread is kept when there is nothing to do
+SLOW = 0.005  # seconds: if fewer than one call ends in this time, threads mostly wait for nodes
+LINGER = 10.0  # seconds that an idle thread is kept
 T = TypeVar("T")
 
 
@@ -180,13 +180,13 @@ class Wakeable(Protocol):
 
 
 async def rest(waiter: Wakeable, seconds: float) -> None:
-    """Wait until the waiter is rung, for at most the given seconds."""
+    """Wait until the waiter is woken, for at most the given seconds."""
     loop = asyncio.get_running_loop()
     over = loop.create_future()
     timer = loop.call_later(seconds, _settle, over)
     waiter.wake = functools.partial(_call_in, loop, functools.partial(_settle, over))
     try:
-        if not waiter.decided:  # read after `wake` is set, so no ring is lost
+        if not waiter.decided:  # read after `wake` is set, so no wake-up is lost
             await over
     finally:
         waiter.wake = None
