@@ -57,7 +57,7 @@ class Observer:
 
 
 class Teller(Protocol):
-    """Calls users' code where it holds up neither I/O nor renewals: the watchdog."""
+    """Calls users' code in the watchdog, so that it delays neither I/O nor renewals."""
 
     def tell(self, news: Callable[[], None]) -> None:
         """Call a function soon, in another thread."""

@@ -73,9 +73,7 @@ class PollBehindHub:
 
     def poll(self, milliseconds: int) -> Any:
         """Return the ready descriptors, within this many milliseconds; other greenlets may run."""
-        waiting = import_module(
-            "gevent.select"
-        ).poll()  # a new one for each wait: it belongs to this thread's hub
+        waiting = import_module("gevent.select").poll()  # made per wait: it belongs to this hub
         waiting.register(self._epoll.fileno(), select.POLLIN)
         waiting.poll(milliseconds)
         return self._epoll.poll(0)

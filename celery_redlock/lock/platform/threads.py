@@ -27,7 +27,7 @@ class PerFlow(Generic[T]):
         self._of_greenlets: weakref.WeakKeyDictionary[Any, T] = weakref.WeakKeyDictionary()
 
     def get(self, *, in_task: bool) -> T:
-        """Return what belongs to whoever calls.
+        """Return the caller's own value.
 
         in_task: called in an asyncio task. A greenlet that a task drives is a part of it, as in
         SQLAlchemy's `run_sync`; one that a hub drives is never a part of another.

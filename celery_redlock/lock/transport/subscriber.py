@@ -124,7 +124,7 @@ class Subscriber:
     def _see_there(self, *, heard: bool, came: bool) -> None:
         """Send PING to a silent node; raise OSError if it does not answer.
 
-        By the clock as well: if the waker rings all the time, no rest lasts its whole time.
+        By the clock as well: if the waker wakes it all the time, no rest lasts its whole time.
         """
         now = self._clock.now()
         silent_for = now - self._spoke_at
