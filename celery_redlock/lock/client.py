@@ -1,4 +1,4 @@
-"""`Redlock`: what a program makes once, for all its locks on one set of nodes."""
+"""`Redlock`: the client of one set of nodes, made once per program for all its locks."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ from celery_redlock.lock.validation import (
 
 logger = logging.getLogger(__name__)
 
-TRUST_TIMEOUT = 1.0  # seconds for each step with a node that is trusted, if not more
+TRUST_TIMEOUT = 1.0  # seconds for each step of `trust`, or the node_timeout if that is longer
 
 
 class Redlock:
-    """Locks over N independent Redis or Valkey nodes, of which a majority decides.
+    """Locks on N independent Redis or Valkey nodes; a majority of them grants a lock.
 
-    nodes: URLs (redis://, rediss://, unix://, sentinel://host:port,host:port/name) or redis-py
-    clients, whose connection settings are taken. prefix: of all names on the nodes.
-    node_timeout: s that one node may take. clock_drift: fraction by which clocks may differ in
-    speed. max_ttl: s, the longest ttl of any client of the prefix.
-    restart_guard: "strict": a node that this prefix does not know, since it is new or restarted
-    without its data, does not vote for max_ttl and a second, unless it is trusted (`trust`); "on":
-    one that has been up for longer is believed; "off"; "auto": strict with two nodes and more.
-    One object serves a whole process, every thread and greenlet of it; a forked child connects
-    anew. Raises SettingsError.
+    nodes: URLs (redis://, rediss://, unix://, sentinel://host:port,host:port/name), or redis-py
+    clients, whose connection settings are used. prefix: of all names on the nodes.
+    node_timeout: seconds that one node may take. clock_drift: fraction by which clocks may differ
+    in speed. max_ttl: seconds, the longest ttl of any client of the prefix.
+    restart_guard: "strict": a node that does not know this prefix, because it is new or restarted
+    without its data, abstains for max_ttl and a second, unless it is trusted (`trust`). "on": such
+    a node votes at once if it has been up for longer. "off": every node votes. "auto": "strict"
+    with two nodes or more, else "off".
+    One object serves all threads and greenlets of a process; a forked child connects anew. Raises
+    SettingsError.
     """
 
     observer: ClassVar[Observer] = Observer()
@@ -96,13 +97,13 @@ class Redlock:
         fencing: bool = False,
         max_hold: float | None = None,
     ) -> Lock:
-        """Return the lock on a resource, or on several at once, not acquired yet.
+        """Return the lock on a resource, or on several at once; it is not acquired yet.
 
-        ttl: s that a node keeps it unrenewed, so how long a dead holder's lock stays.
-        wait: s that `acquire` and `with` wait for it. renew: the watchdog renews it every ttl/3.
-        limit: how many may hold it at once; above 1 neither with several resources nor with
-        fencing. fencing: give each holder a `fencing_token`. max_hold: s after which renewal stops.
-        Raises SettingsError.
+        ttl: seconds that a node keeps the key without a renewal, and so how long the lock of a dead
+        holder stays. wait: seconds that `acquire` and `with` wait for the lock. renew: the watchdog
+        renews the lock every ttl/3. limit: number of holders at one time; above 1 neither with
+        several resources nor with fencing. fencing: give each holder a `fencing_token`. max_hold:
+        seconds after which renewal stops. Raises SettingsError.
         """
         level = f"{type(self).__name__}.lock"
         resources = check_resources(level, resource)
@@ -120,11 +121,11 @@ class Redlock:
         return Lock(self, options)
 
     def trust(self) -> None:
-        """Take the operator's word that no lock is held now: every reachable node votes at once.
+        """Let every reachable node vote at once; the operator confirms that no lock is held now.
 
-        For a new cluster, or nodes that restarted without their data while nothing ran. Says in
-        the log which nodes could not be told, and which hold locks all the same.
-        Raises QuorumUnreachable where no node could be told.
+        For a new cluster, or for nodes that restarted without their data while nothing ran. Logs
+        the nodes that could not be asked, and the nodes that hold locks nevertheless.
+        Raises QuorumUnreachable if no node could be asked.
         """
         causes = []
         nodes, timeout = self.session.node_set.nodes, max(self.node_timeout, TRUST_TIMEOUT)
@@ -150,14 +151,14 @@ class Redlock:
             raise QuorumUnreachable(f"every lock under {self.prefix!r}", causes, 1)
         word = self.session.platform.new_token()
         say = functools.partial(say_trusted, prefix=self.prefix, word=word)
-        for node in nodes:  # once all of them vote, for who hears it tries at once
-            with contextlib.suppress(Exception):  # a hint, and said above
+        for node in nodes:  # after all nodes vote: a client that receives the message tries at once
+            with contextlib.suppress(Exception):  # a hint only; a failing node was logged above
                 node.address.ask(timeout, say)
 
     def close(self) -> None:
-        """Close the connections and end the threads. Held locks end with their ttl.
+        """Close the connections and end the threads. Held locks expire within their ttl.
 
-        One that is dropped without it does so by itself, with a ResourceWarning.
+        A `Redlock` that is garbage collected unclosed closes itself, with a ResourceWarning.
         """
         self._dropped.detach()
         self.session.close()
@@ -174,13 +175,13 @@ class Redlock:
 
 
 def _end_dropped(session: Session) -> None:
-    """End what a `Redlock` has begun that nobody closed; says so, as sockets do.
+    """End the session of an unclosed `Redlock`, with a ResourceWarning as for sockets.
 
-    Called by the garbage collector, in any thread and at any point of it: so it waits for nothing.
+    The garbage collector calls it in any thread and at any point, so it never blocks.
     """
     if not session.is_used:
         return
-    with contextlib.suppress(RuntimeError):  # the interpreter ends
+    with contextlib.suppress(RuntimeError):  # the interpreter shuts down
         session.platform.start_thread(session.end)
     if session.warns:
         names = ", ".join(node.name for node in session.node_set.nodes)
@@ -198,9 +199,9 @@ def sessions() -> list[Session]:
 
 
 def session_of(identity: bytes) -> Session | None:
-    """Return a session of this process by what names its nodes and prefix; see `identity`."""
+    """Return a session of this process by its `identity`: a name for its nodes and prefix."""
     found = _by_identity.get(identity)
-    if found is None:  # or the first one made is gone
+    if found is None:  # or the first session with this identity is gone
         found = next((one for one in sessions() if one.identity == identity), None)
     return found
 

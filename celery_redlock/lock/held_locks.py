@@ -1,4 +1,4 @@
-"""Which locks stand on the nodes, who holds them since when, and how an operator takes one away."""
+"""Lists the locks on the nodes with their holders, and breaks a lock for an operator."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ GONE = -2  # Source: the Redis command PTTL
 
 @dataclass(frozen=True)
 class Standing:
-    """A lock as it stands on nodes: one value under one key.
+    """A lock on the nodes: one value of one key.
 
-    permit: of a semaphore, which. holder: its label. since: s since 1970 by the holder's clock,
-    None where a stranger wrote it. votes: by node, for how many s more; inf: it never expires.
-    needed: a quorum.
+    permit: number of a semaphore's permit. holder: its label. since: seconds since 1970 by the
+    holder's clock; None if another program wrote the value. votes: by node, the seconds until the
+    key expires; inf: never. needed: size of a quorum.
     """
 
     resource: str
@@ -51,27 +51,27 @@ class Standing:
 
     @property
     def held(self) -> bool:
-        """Whether a quorum has it; else it is on its way, or a rest that ends with its ttl."""
+        """Whether a quorum has the key; else it is in transition, or about to expire."""
         return len(self.votes) >= self.needed
 
     @property
     def valid_for(self) -> float:
-        """S for which a quorum keeps it if nothing renews it; 0.0 where none does."""
+        """Seconds for which a quorum keeps the key without a renewal; 0.0 if none has it."""
         return sorted(self.votes.values(), reverse=True)[self.needed - 1] if self.held else 0.0
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What stands on the nodes that answer. failing: of the others, by node, why not."""
+    """The locks on the nodes that answer. failing: by node, why it could not be asked."""
 
     locks: tuple[Standing, ...]
     failing: Mapping[str, str]
 
 
 def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
-    """Return the locks that stand on the nodes; all, or those of a resource.
+    """Return all locks on the nodes, or those of one resource.
 
-    What else the nodes hold is looked through in parts, which keeps nobody waiting.
+    Scans each node's keys in parts, so that no other client waits.
     """
     prefix, needed = redlock.prefix, redlock.session.node_set.size
     beginning = lock_key(prefix, "")
@@ -102,14 +102,14 @@ def _standing(
 
 
 def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Mapping[str, str]]:
-    """Take a lock from its holder, and let none of its repairs bring it back.
+    """Delete a lock, and record the break so that the holder cannot reclaim it.
 
-    The holder learns of it at its next renewal; until then it goes on, maybe beside another one.
-    What stands there by now instead of it is left alone. Returns by node whether it stood there,
-    and why the others could not be told.
+    The holder notices at its next renewal; until then it may run together with a new holder. A key
+    that has another value by now is left alone. Returns by node whether the node had the lock, and
+    the causes by failed node.
     """
     keys = (lock.key, encoded(broken_key(text_of(lock.key), text_of(lock.value))))
-    # no holder reclaims for longer than a lease
+    # milliseconds; a holder reclaims for no longer than its lease
     lasting = str(int(grace_period(redlock.max_ttl) * 1000))
     channel = wake_channel(redlock.prefix, lock.resource)
 
@@ -120,7 +120,7 @@ def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Ma
 
 
 def _values(connection: Any, names: Sequence[Any]) -> Iterator[tuple[Any, Any, float]]:
-    """Yield of each key that stands there its name, its value, and its ttl in s."""
+    """Yield the name, the value and the remaining seconds of each key that exists."""
     for first in range(0, len(names), ASKED_AT_ONCE):
         part = names[first : first + ASKED_AT_ONCE]
         connection.send_packed_command(

@@ -16,7 +16,7 @@ LONGEST_SPLIT = 0.25  # the widest range of a pause between those
 class Hold:
     """One acquire that is not released yet: its own acquisition, and those around it.
 
-    owner: who acquires. splits: its tries in a row that rivals shared the nodes at. took: seconds,
+    owner: the caller. splits: its tries in a row that rivals shared the nodes at. took: seconds,
     of its last try.
     """
 

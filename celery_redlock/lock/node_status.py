@@ -1,7 +1,7 @@
-"""What the nodes say of themselves, read for people.
+"""Reads the status of the nodes, for operators.
 
-A node is asked over a connection of its own, so that asking disturbs nobody, and shows what a new
-client would see.
+Each query has a connection of its own. It does not disturb the locks' connections, and it shows
+what a new client would see.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from celery_redlock.lock.transport.encoding import (
     read_text,
 )
 
-PATIENCE = 1.0  # s that a node may take for each step, if not more: people wait longer than locks
+PATIENCE = 1.0  # seconds for each step with a node, or the node_timeout if that is longer
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What the nodes say.
+    """Which nodes answer and vote.
 
-    failing: "address: cause" for each that does not answer. silent: for each that answers and does
-    not vote yet (restart guard), by address, for how many s more.
+    failing: "address: cause" for each node that does not answer. silent: for each node that
+    abstains (restart guard), by address, the seconds that remain.
     """
 
     nodes: int
@@ -46,37 +46,37 @@ class NodeReport:
 
     @property
     def answering(self) -> int:
-        """How many answer."""
+        """The number of nodes that answer."""
         return self.nodes - len(self.failing)
 
     @property
     def voting(self) -> int:
-        """How many answer and vote."""
+        """The number of nodes that answer and vote."""
         return self.answering - len(self.silent)
 
 
 def ask_nodes(redlock: Redlock) -> NodeReport:
-    """Connect to every node and say what was found, after three node timeouts at the most.
+    """Connect to every node and report the result, within three node timeouts.
 
-    Raises SettingsError for nodes that turn out to be one server.
+    Raises SettingsError if two nodes turn out to be one server.
     """
     quorum = redlock.session.node_set
     answering = _connect(redlock)
     failing = [node for node in quorum.nodes if node.index not in answering]
     causes = [str(node.error or NodeError(node.name, "no answer in time")) for node in failing]
-    _, quiet = guard_keys(redlock.prefix)
-    # ms, below 0 where it is not silent
-    left = quorum.query(encode_command("PTTL", quiet), read_number, nodes=answering)
-    silent = {quorum.nodes[index].name: ms / 1000 for index, ms in left.items() if ms > 0}
-    return NodeReport(len(quorum.nodes), quorum.size, tuple(causes), silent)
+    _, grace_key = guard_keys(redlock.prefix)
+    # milliseconds; below 0 if the node does not abstain
+    left = quorum.query(encode_command("PTTL", grace_key), read_number, nodes=answering)
+    abstaining = {quorum.nodes[index].name: ms / 1000 for index, ms in left.items() if ms > 0}
+    return NodeReport(len(quorum.nodes), quorum.size, tuple(causes), abstaining)
 
 
 def exchange_terms(redlock: Redlock) -> Mapping[str, list[str]]:
-    """Note on every node what this client goes by; returns what others noted there, if not that.
+    """Write this client's shared settings to every node; return other settings found there.
 
-    By their terms, the nodes that say so. Locks are safe only among clients that agree. What was
-    noted last stays, so a change that all clients follow is told of by each of them once.
-    Raises SettingsError for nodes that turn out to be one server.
+    Returns the nodes by the settings that another client wrote. Locks are safe only among clients
+    that agree. The last client's settings stay, so after a change that all clients follow, each
+    client warns once. Raises SettingsError if two nodes turn out to be one server.
     """
     quorum, answering = redlock.session.node_set, _connect(redlock)
     request = encode_command("SET", _terms_key(redlock), terms_of(redlock), "GET")
@@ -85,10 +85,10 @@ def exchange_terms(redlock: Redlock) -> Mapping[str, list[str]]:
 
 
 def look_at_terms(redlock: Redlock) -> Mapping[str, list[str]]:
-    """Return what others noted on the nodes, if not what this client goes by; notes nothing.
+    """Return the nodes by shared settings that differ from this client's. Writes nothing.
 
-    Nor does it begin the grace_period of a node that nobody has used yet, as a client would.
-    By their terms, the nodes that say so. Raises SettingsError for nodes that are one server.
+    Unlike a client, it does not begin the grace_period of a node that was never used. Raises
+    SettingsError if two nodes turn out to be one server.
     """
 
     def look(connection: Any) -> tuple[str | None, str]:
@@ -109,12 +109,12 @@ def _terms_key(redlock: Redlock) -> str:
 
 
 def _read_terms(reply: Any) -> str | None:
-    """Return what was noted, None for nothing; raises UnexpectedReplyError."""
+    """Return the settings in a reply, or None if there are none; raises UnexpectedReplyError."""
     return None if reply is None else read_text(reply)
 
 
 def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> Mapping[str, list[str]]:
-    """Return the nodes by the terms that are noted on them, if not what this client goes by."""
+    """Return the nodes by the shared settings found on them, if not this client's."""
     own = terms_of(redlock)
     others: dict[str, list[str]] = {}
     for node, before in noted.items():
@@ -125,7 +125,7 @@ def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> Mapping[str
 
 
 def terms_of(redlock: Redlock) -> str:
-    """Return what all clients of a prefix must agree on, for people; times in s."""
+    """Return the settings that all clients of a prefix must share, as text; times in seconds."""
     options, nodes = redlock.session.options, len(redlock.session.node_set.nodes)
     return f"max_ttl={redlock.max_ttl:g} restart_guard={options.guard.word} nodes={nodes}"
 
@@ -140,12 +140,12 @@ def _connect(redlock: Redlock) -> Collection[int]:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """What one node says of itself.
+    """The status of one node.
 
-    node: its address. error: why it cannot be asked; then all else is unknown. role: "master" or
-    "slave". uptime, latency: s. clock: s by which its clock is ahead of ours. policy: its
-    maxmemory-policy. silent_for: s for which it does not vote yet; knows_us: it votes for this
-    prefix without an operator's word, or did before it restarted.
+    node: its address. error: why it cannot be asked; all other fields are unknown then. role:
+    "master" or "slave". uptime, latency: seconds. clock: seconds by which its clock is ahead of
+    this machine's. policy: its maxmemory-policy. silent_for: seconds for which it abstains.
+    knows_us: whether its server has voted for this prefix, or may do so without `trust`.
     """
 
     node: str = ""
@@ -160,13 +160,13 @@ class NodeStatus:
     knows_us: bool = False
 
     def votes(self, guard: str) -> bool:
-        """Tell whether it votes, under a restart guard's word."""
+        """Return whether the node votes; guard: the setting restart_guard."""
         knows_us = self.knows_us or guard == "off"
         return not self.error and self.role == "master" and knows_us and self.silent_for <= 0
 
 
 def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
-    """Return what each node says of itself, in the order of the setting."""
+    """Return the status of each node, in the order of the setting."""
     clock, guard = redlock.session.clock, redlock.session.options.guard
     keys = [encoded(key) for key in guard_keys(redlock.prefix)]
 
@@ -179,7 +179,7 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
         facts = read_info(connection, ("server", "memory", "replication"))
         run, left = reply_of(connection, "GET", keys[0]), reply_of(connection, "PTTL", keys[1])
         uptime, run_id = float(facts.get("uptime_in_seconds", 0)), facts.get("run_id", "")
-        _, new, _ = guard.arguments(run_id, uptime)  # ms of grace_period of one that knows nobody
+        _, new, _ = guard.arguments(run_id, uptime)  # milliseconds of a new node's grace_period
         knows_us = new == "0" if run is None else read_text(run) == run_id
         version = facts.get("valkey_version") or facts.get("redis_version", "")
         return NodeStatus(
@@ -208,18 +208,17 @@ def trust_nodes(
 ) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Let these nodes vote from now on; see `Redlock.trust`.
 
-    Returns by node the name of one lock that stands there, "" for none, and why the others could
-    not be told.
+    Returns by node the name of one lock on the node ("" for none), and the causes by failed node.
     """
     found = ask_each(redlock, lambda connection: trust_node(connection, redlock.prefix), names)
-    # to all nodes, once these vote: a client that hears it tries at once
+    # to all nodes, and after the loop: a client that receives the message tries at once
     word = redlock.session.platform.new_token()
     ask_each(redlock, lambda connection: say_trusted(connection, redlock.prefix, word))
     return found
 
 
 def reply_of(connection: Any, *words: Any) -> Any:
-    """Return what a node replies to one command."""
+    """Return a node's reply to one command."""
     connection.send_command(*words)
     return connection.read_response()
 
@@ -227,10 +226,10 @@ def reply_of(connection: Any, *words: Any) -> Any:
 def ask_each(
     redlock: Redlock, ask: Callable[[Any], T], names: Collection[str] | None = None
 ) -> tuple[dict[str, T], dict[str, str]]:
-    """Call a function with a new connection to each node, at the same time.
+    """Call a function with a new connection to each node, in parallel.
 
-    names: of the nodes, all where None. Returns what it gives, and in words why some could not be
-    asked, by node.
+    names: addresses of the nodes to ask; None: all. Returns the results by node, and the causes by
+    failed node.
     """
     timeout = max(PATIENCE, redlock.node_timeout)
     addresses = [node.address for node in redlock.session.node_set.nodes]

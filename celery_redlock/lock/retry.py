@@ -23,7 +23,7 @@ from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_rep
 FIRST_SPIN, LONGEST_SPIN = 0.05, 1.0  # between tries while the caller waits for the lock
 LONGEST_DEAF = 5.0  # between tries of a caller that a release wakes, in case it missed one
 HOPELESS = 3.0  # for which a caller waits for misconfigured nodes
-WOKEN = 0.02  # within which the callers that one release wakes try, each at a random moment
+WOKEN = 0.02  # seconds within which the callers that one release wakes try, each at a random moment
 
 
 def acquire_with_retry(

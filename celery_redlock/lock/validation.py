@@ -1,6 +1,6 @@
-"""Checks of settings and arguments; each raises a SettingsError that names the way out.
+"""Checks of settings and arguments; each raises a SettingsError with a hint.
 
-`tasks/settings` uses the same checks, so that a setting and an argument are refused alike.
+`tasks/settings` uses the same checks, so settings and arguments are rejected alike.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ RESTART_GUARDS = ("auto", "strict", "on", "off")
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a value is a finite number; bool is none."""
+    """Return whether a value is a finite number; a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_seconds(level: str, name: str, value: object, *, above: float = 0.0) -> float:
-    """Return a number of s above a bound; raises SettingsError for anything else."""
+    """Return a number of seconds above a bound; raises SettingsError for anything else."""
     if not is_number(value) or value <= above:  # type: ignore[operator]
         raise SettingsError(
             level, name, repr(value), f"must be a number of seconds above {above:g}"
@@ -32,7 +32,7 @@ def check_seconds(level: str, name: str, value: object, *, above: float = 0.0) -
 
 
 def check_ttl(level: str, name: str, ttl: object, node_timeout: float, max_ttl: float) -> float:
-    """Return a ttl in s that leaves time to renew it and is no longer than any client expects."""
+    """Return a ttl in seconds that leaves time for renewals and is at most max_ttl."""
     seconds = check_seconds(level, name, ttl)
     if seconds < ROUNDS_IN_TTL * node_timeout:
         hint = (
@@ -47,7 +47,7 @@ def check_ttl(level: str, name: str, ttl: object, node_timeout: float, max_ttl: 
 
 
 def check_prefix(level: str, name: str, prefix: object) -> str:
-    """Return a prefix that can stand as a hash tag."""
+    """Return a prefix that is valid as a hash tag."""
     if not isinstance(prefix, str) or not prefix or "{" in prefix or "}" in prefix:
         hint = "must be a text, not empty, without { and }"
         raise SettingsError(level, name, repr(prefix), hint)
@@ -63,7 +63,7 @@ def check_drift(level: str, name: str, drift: object) -> float:
 
 
 def check_guard(level: str, name: str, guard: object) -> str:
-    """Return a known word for the restart guard."""
+    """Return a valid value of restart_guard."""
     if guard not in RESTART_GUARDS:
         hint = f"must be one of {', '.join(map(repr, RESTART_GUARDS))}"
         raise SettingsError(level, name, repr(guard), hint)
@@ -89,7 +89,7 @@ def check_nodes(level: str, name: str, nodes: Any, node_timeout: float) -> list[
 
 
 def check_resources(level: str, resources: object) -> tuple[str, ...]:
-    """Return the resources that are named, in the order in which everybody takes several."""
+    """Return the resources in the order in which all clients acquire several."""
     named = resources
     if isinstance(named, str) or not isinstance(named, Iterable) or isinstance(named, bytes):
         named = (named,)
@@ -101,7 +101,7 @@ def check_resources(level: str, resources: object) -> tuple[str, ...]:
 
 
 def check_wait(level: str, name: str, wait: object) -> float:
-    """Return a number of s from 0 upwards; raises SettingsError."""
+    """Return a number of seconds, 0 or more; raises SettingsError."""
     if not is_number(wait) or wait < 0:  # type: ignore[operator]
         raise SettingsError(level, name, repr(wait), "must be a number of seconds, 0 or more")
     return float(wait)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def check_limit(level: str, name: str, limit: object) -> int:
 
 
 def check_permits(level: str, *, limit: object, fencing: object, resources: Sequence[str]) -> None:
-    """Refuse what cannot be together; raises SettingsError."""
+    """Reject options that exclude each other; raises SettingsError."""
     permits = check_limit(level, "limit", limit)
     if not isinstance(fencing, bool):
         raise SettingsError(level, "fencing", repr(fencing), "must be True or False")

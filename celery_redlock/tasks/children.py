@@ -312,7 +312,7 @@ class Children:
         if own is not None:
             pid = os.getpid()
             own.sign(pid, started_at(pid))
-            self.bell.ring()
+            self.bell.wake()
         return own
 
 
@@ -418,7 +418,7 @@ def _watch_no_longer(**_: Any) -> None:
     """
     if _children is not None and _children.is_watched:
         _children.is_watched = False
-        _children.bell.ring()
+        _children.bell.wake()
 
 
 class Watch:
@@ -459,7 +459,7 @@ class Watch:
             self._children.bell, self._children.slots, self._children.processes
         )  # fmt: skip
         if bell.descriptor in ready:
-            bell.hush()
+            bell.clear()
         for slot in list(slots):
             child = slot.child
             if child is not None and slot not in processes:

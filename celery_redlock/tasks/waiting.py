@@ -374,7 +374,7 @@ class Room(bootsteps.StartStopStep):
         self._calls.append((channel, word, missed))
         consumer = self._consumer
         if consumer.hub is not None:
-            self._bell.ring()
+            self._bell.wake()
         elif self._place is not None:
             self._place.beside(self._serve)
         else:
@@ -383,7 +383,7 @@ class Room(bootsteps.StartStopStep):
     # in the event loop
 
     def _on_bell(self) -> None:
-        self._bell.hush()
+        self._bell.clear()
         self._serve()
 
     def _serve(self) -> None:

@@ -309,12 +309,12 @@ class Serving:
     def pause(self, paused: bool) -> None:
         """Stop or begin to answer."""
         self._paused = paused
-        self._bell.ring()
+        self._bell.wake()
 
     def end(self) -> None:
         """Hang up on everybody; returns when that is done."""
         self._ended = True
-        self._bell.ring()
+        self._bell.wake()
         self._over.acquire()
 
     def _run(self) -> None:
@@ -338,7 +338,7 @@ class Serving:
         for descriptor in () if self._paused else (self._listener.fileno(), *self._memory.clients):
             poll.register(descriptor, select.POLLIN)
         ready = [descriptor for descriptor, _ in poll.poll(int(LOOKED_AT * 1000))]
-        self._bell.hush()
+        self._bell.clear()
         return [descriptor for descriptor in ready if descriptor != self._bell.descriptor]
 
     def _attend(self, descriptor: int) -> None:

@@ -28,7 +28,7 @@ from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.platform.coroutines import FEW_THREADS, Step
+from celery_redlock.lock.platform.coroutines import FEW_THREADS, WorkItem
 from celery_redlock.lock.retry import LONGEST_SPIN
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
@@ -379,7 +379,7 @@ class TestWoken:
             await come_true(lambda: not threads.unfinished)
             busy, count = threading.Event(), max(threads.count, FEW_THREADS)
             for _ in range(count):
-                threads.add(Step(busy.wait, str))
+                threads.add(WorkItem(busy.wait, str))
             await lock.release_async()
             await come_true(lambda: threads.unfinished > count)  # it is about to try
             waiting[0].cancel()

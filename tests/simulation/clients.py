@@ -286,12 +286,12 @@ class Waker:
         self.descriptor = self._process.open(self)
         self.readable = False
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake whoever polls it."""
         self.readable = True
         self._process.notify(self.descriptor)
 
-    def hush(self) -> None:
+    def clear(self) -> None:
         """Take note of all the ringing so far."""
         self.readable = False
 

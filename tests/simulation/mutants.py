@@ -360,13 +360,13 @@ def votes_are_kept() -> Iterator[None]:
 @mutant("one_holder", steps="a_fail_back_to_another_server")
 def nobody_is_introduced() -> Iterator[None]:
     """Nodes are not told who serves under the addresses of the others."""
-    words = Tenures.words
+    told = Tenures.told
 
     def of_itself(self: Tenures, node: int) -> tuple[str, ...]:
-        own, kept, *others = words(self, node)
+        own, kept, *others = told(self, node)
         return own, kept, *[""] * len(others)
 
-    with patched(Tenures, words=of_itself):
+    with patched(Tenures, told=of_itself):
         yield
 
 

@@ -73,7 +73,7 @@ def test_a_node_that_used_up_its_time_does_not_count_as_able_to_vote() -> None:
 
 
 def test_silent_nodes_alone_are_not_taken() -> None:
-    assert not tally(3, Vote.SILENT, Vote.SILENT, Vote.GRANTED).taken(time_is_up=False)
+    assert not tally(3, Vote.ABSTAINED, Vote.ABSTAINED, Vote.GRANTED).taken(time_is_up=False)
 
 
 @given(rounds)

@@ -57,7 +57,7 @@ class Observer:
 
 
 class Teller(Protocol):
-    """Calls users' code where it holds up neither I/O nor renewals: the watchdog."""
+    """Calls users' code in the watchdog, so that it delays neither I/O nor renewals."""
 
     def tell(self, news: Callable[[], None]) -> None:
         """Call a function soon, in another thread."""
@@ -162,11 +162,11 @@ class Events:
 
     def node_connected(self, node: NodeClient, greeting: ServerInfo) -> None:
         """Warn of a node that abstains, or that may evict keys."""
-        silent_for = 0.0 if greeting.notes is None else greeting.notes.silent_for
-        if silent_for > 0:
+        abstains_for = 0.0 if greeting.notes is None else greeting.notes.abstains_for
+        if abstains_for > 0:
             is_new = node.index not in self._greeted and not self.tells_of_new_nodes
             level = logging.DEBUG if is_new else logging.WARNING
-            self._log("node_silent", level, abstains(silent_for), node)
+            self._log("node_silent", level, abstains(abstains_for), node)
         self._greeted.add(node.index)
         if greeting.evicts:
             hint = "under pressure it forgets locks that are held; set it to noeviction"

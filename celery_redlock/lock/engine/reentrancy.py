@@ -30,7 +30,7 @@ class Reentrancy:
         self._flows = self._platform.new_local(Flow)
 
     def current_owner(self) -> Owner:
-        """Return who calls."""
+        """Return the caller."""
         task = None if _get_running_loop() is None else asyncio.current_task()
         return os.getpid(), self._flows.get(in_task=task is not None), task
 

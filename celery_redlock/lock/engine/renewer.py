@@ -34,7 +34,7 @@ class Part:
 
 
 class Renewer:
-    """Renews acquisitions and confirms fencing tokens. Knows the nodes, not who calls it.
+    """Renews acquisitions and confirms fencing tokens. Knows the nodes, not its callers.
 
     reschedule: called with an acquisition whose deadline or next renewal comes earlier than before.
     """

@@ -14,10 +14,10 @@ from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.lease import ACQUIRING, HELD, expires_in
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.model.votes import (
+    ABSTAINED,
     FAILED,
     GRANTED,
     REFUSED,
-    SILENT,
     HeldByOther,
     Tally,
     Vote,
@@ -106,7 +106,7 @@ class AcquireRound(Round):
         if vote is REFUSED:
             expires_in = words[1] / 1000 if words[1] >= 0 else math.inf
             self._held_by[node] = HeldByOther(text_of(words[2]), expires_in)
-        elif vote is SILENT:
+        elif vote is ABSTAINED:
             self.abstaining[node] = max(0, words[1]) / 1000
         elif self._key_lease.fence is not None:
             self._key_lease.fence.counted(node, words[1])
@@ -124,7 +124,7 @@ class AcquireRound(Round):
         if kinds == [int, int, bytes] and words[0] == 0:
             return REFUSED, words
         if kinds == [int, int] and words[0] == -1:
-            return SILENT, words
+            return ABSTAINED, words
         is_grant = kinds == [int, int] and words[0] == 1 and (asks or has_token)
         if is_grant and (not has_token or 0 <= words[1] <= LAST_TOKEN):
             return GRANTED, words

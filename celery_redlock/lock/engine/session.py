@@ -25,7 +25,7 @@ from celery_redlock.lock.model.acquisition import Acquisition, Owner
 from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.coroutines import Threads
+from celery_redlock.lock.platform.coroutines import ThreadPool
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.server.key_requests import KeyRequests, Servers
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
@@ -79,7 +79,7 @@ class Session:
             addresses, options.node_timeout, platform, options.guard, told
         )
         self.wait_queue = WaitQueue(addresses, options.node_timeout, platform)
-        self.threads = Threads(platform)
+        self.threads = ThreadPool(platform)
         self.reentrancy = Reentrancy(platform)
         self.outbox = Outbox(self.node_set)
         servers = Servers(self.node_set, KeyRequests(options.prefix), options)

@@ -1,8 +1,8 @@
-"""Who of this process waits for a lock, and whom a release wakes.
+"""The waiters of this process, and which of them a release wakes.
 
-A message is a hint and nothing else: whoever is woken makes a round like any other, and whoever
-never hears one tries again by itself, at the end of the lease that refused it at the latest. One
-subscriber connection a node and process, made when somebody waits.
+A release message is only a hint: a woken waiter makes an ordinary round. A waiter that receives no
+message tries again by itself, at the latest when the lease that refused it ends. A process has one
+subscriber connection to each node, made for its first waiter.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from celery_redlock.lock.transport.subscriber import Subscriber
 
 
 class Waiter(Round):
-    """One that waits until something may be free.
+    """A caller that waits until a lock may be free.
 
-    channels: where that is said. limit: by which it asks; what is taken to one may be free to
-    another. awaits: the one channel of what refused it last, "" where it may be any.
+    channels: announce the releases. limit: of its lock; a resource at one limit may be free at a
+    higher one. awaits: the channel of the resource that refused it last; "" if it may be any.
     """
 
     awaits = ""
@@ -30,17 +30,17 @@ class Waiter(Round):
         self.channels, self.limit = channels, limit
 
     def take(self) -> bool:
-        """Return whether it has been rung since the last time."""
+        """Return whether the waiter was woken since the last call."""
         rung, self.decided = self.decided, False
         return rung
 
 
 class WaitQueue:
-    """Who waits in this process, and for what; hears of releases on every node.
+    """The waiters of this process in order of arrival; subscribes to releases on every node.
 
-    Of those that wait for one resource the first alone is rung, or the first of each limit: many
-    would only collide. Each change is one step, and needs no mutex: a finalizer or a signal handler
-    may come in between, and wait, too.
+    A release wakes only the first waiter of each limit: more of them would only collide. Each
+    change is atomic and needs no mutex, so a finalizer or a signal handler may interrupt it and
+    wait, too.
     """
 
     def __init__(self, addresses: Sequence[Address], timeout: float, platform: Platform) -> None:
@@ -48,13 +48,13 @@ class WaitQueue:
         self.forget()
 
     def forget(self) -> None:
-        """Start anew after a fork: threads and connections stay with the parent."""
-        self._waiters: dict[int, Waiter] = {}  # in the order in which they came
+        """Start afresh in a forked child: threads and connections stay with the parent."""
+        self._waiters: dict[int, Waiter] = {}  # in order of arrival
         self._made: dict[None, list[Subscriber]] = {}
 
     @contextlib.contextmanager
     def waiting(self, channels: Sequence[str], limit: int = 1) -> Iterator[Waiter]:
-        """Wait on channels; the waiter is rung once one is subscribed to, and at each message."""
+        """Wait on channels. A confirmed subscription and each message wake the waiter."""
         waiter = Waiter(channels, limit)
         try:
             self._join(waiter)
@@ -69,18 +69,18 @@ class WaitQueue:
             new = self._platform.new_subscriber or Subscriber
             self._made.setdefault(None, [new(address, *make) for address in self._addresses])
         if all(map(self.hears, waiter.channels)):
-            waiter.decide()  # subscribed before it came: something may have been missed
+            waiter.decide()  # it may have missed a message before it joined
         self._attend()
 
     def _leave(self, waiter: Waiter) -> None:
         self._waiters.pop(id(waiter), None)
-        if waiter.decided:  # a word that it did not use is the next one's
+        if waiter.decided:  # the next waiter gets the wake-up that this one did not use
             for channel in waiter.channels:
                 self.heard(channel)
         self._attend()
 
     def pass_on(self, waiter: Waiter) -> None:
-        """Ring who waits behind a waiter for the same: one word may have been for both."""
+        """Wake the next waiter for the same resource: one message may have been for both."""
         lines = [(channel, self.line(channel)) for channel in waiter.channels]
         behind = [_firsts(c, line[line.index(waiter) + 1 :]) for c, line in lines if waiter in line]
         for firsts in behind:
@@ -96,23 +96,23 @@ class WaitQueue:
         return self._made.get(None, [])
 
     def line(self, channel: str) -> list[Waiter]:
-        """Return who waits on a channel, in the order in which they came."""
+        """Return the waiters on a channel, in order of arrival."""
         return [one for one in list(self._waiters.values()) if channel in one.channels]
 
     def channels(self) -> set[str]:
-        """Return the channels that somebody waits on."""
+        """Return the channels of all waiters."""
         return {channel for one in list(self._waiters.values()) for channel in one.channels}
 
     def hears(self, channel: str) -> bool:
-        """Tell whether a node has confirmed that it will say what is published there."""
+        """Return whether at least one node has confirmed the subscription to a channel."""
         return self.subscriptions(channel) > 0
 
     def subscriptions(self, channel: str) -> int:
-        """Return how many nodes announce the releases on a channel to this process."""
+        """Return how many nodes have confirmed the subscription to a channel."""
         return sum(channel in subscriber.confirmed for subscriber in self._subscribers)
 
     def heard(self, channel: str, word: str = "") -> None:
-        """Ring the first that waits on a channel; word: which release it was does not matter."""
+        """Wake the first waiter on a channel; word: the release's id, not used here."""
         for first in _firsts(channel, self.line(channel)).values():
             first.decide()
 
@@ -123,7 +123,7 @@ class WaitQueue:
 
 
 def _firsts(channel: str, line: Sequence[Waiter]) -> dict[int, Waiter]:
-    """Return the first of each limit in a line that a word on this channel may be for."""
+    """Return the first waiter of each limit that a message on this channel may be for."""
     firsts: dict[int, Waiter] = {}
     for waiter in line:
         if waiter.awaits in ("", channel):

@@ -124,7 +124,7 @@ class Watchdog(Generic[W]):
         self._renewals.by(moment)
 
     def tell(self, news: Callable[[], None]) -> None:
-        """Call users' code soon, where it holds up neither I/O nor renewals."""
+        """Call users' code soon, in a thread that delays neither I/O nor renewals."""
         if not self._started:
             self._start()
         self._news.append(news)

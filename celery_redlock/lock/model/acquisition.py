@@ -18,7 +18,7 @@ from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED
 from celery_redlock.lock.model.options import LockOptions
 
 RENEWED_TOGETHER = 10  # of a ttl: what is due within one such part is renewed in one batch
-# who acquires: the process, its thread or greenlet (a `reentrancy.Flow`), and its asyncio task
+# the owner: the process, its thread or greenlet (a `reentrancy.Flow`), and its asyncio task
 Owner = tuple[int, Any, object]
 _numbers = itertools.count(1)
 
@@ -82,7 +82,7 @@ class Acquisition:
     def abandon(self) -> bool:
         """Let its owner not take it again, if it has no users; return whether it has none.
 
-        `abandoned` is set before `users` is read; who joins reads `abandoned` after joining. At
+        `abandoned` is set before `users` is read; a new user reads `abandoned` after joining. At
         least one of them sees the other.
         """
         self.abandoned = True
@@ -194,7 +194,7 @@ class Acquisition:
         return lost.reason
 
     def tells_loss(self) -> bool:
-        """Return True once: whoever gets it tells of the loss."""
+        """Return True once: the caller that gets it reports the loss."""
         told, self._loss_told = self._loss_told, True
         return not told
 

@@ -1,17 +1,17 @@
-"""Fencing tokens: numbers that grow with each holder, so that storage can refuse an earlier one."""
+"""Fencing tokens: each holder's is larger, so that storage can reject an earlier holder's write."""
 
 from __future__ import annotations
 
-GREATEST_TOKEN = 2**52  # that is asked for
-LAST_TOKEN = 2**53  # beyond it Lua's numbers stand still
+GREATEST_TOKEN = 2**52  # that a client proposes
+LAST_TOKEN = 2**53  # Lua's numbers are doubles: adding 1 to this one changes nothing
 
 
 class Fence:
-    """A fencing token on its way to a quorum of nodes, under one key.
+    """The fencing token of one key, and the counters of the nodes as far as they are known.
 
-    Each node counts on its own, so the largest of a quorum's counters is the token, and it may be
-    used once a quorum of nodes, asked under the key, is known to have reached it: every later
-    holder of that key meets one of them.
+    Each node has a counter of its own. The token is the largest counter of a quorum. It may be used
+    once a quorum of nodes, asked for this key, has reached it. Every later holder of the key then
+    asks at least one of these nodes, so its token is larger.
     """
 
     __slots__ = ("_counters", "_quorum", "token")
@@ -22,30 +22,30 @@ class Fence:
         self.token = 0
 
     def counted(self, node: int, counter: int) -> None:
-        """Take note of a node's counter, given with a grant or a renewal of ours."""
+        """Record a node's counter, from its reply to an acquire or a renewal."""
         self._counters[node] = max(counter, self._counters.get(node, 0))
 
     @property
     def greatest(self) -> int:
-        """The largest counter that is known."""
+        """The largest known counter."""
         return max(self._counters.values(), default=0)
 
     def choose(self, token: int) -> None:
-        """Make a number the token, or leave a greater one."""
+        """Set the token to a number, unless it is greater already."""
         self.token = max(self.token, token)
 
     @property
     def usable(self) -> bool:
         """Whether a quorum of nodes has reached the token."""
         token = self.token
-        counters = self._counters.copy()  # any thread may bring in a late one
+        counters = self._counters.copy()  # another thread may add a late one meanwhile
         reached = sum(counter >= token for counter in counters.values())
         return token > 0 and reached >= self._quorum
 
 
 def proposal(wall_us: int) -> int:
-    """Return the least token to ask for: the wall clock in us, read after the sending time.
+    """Return the least token to ask for: the wall clock in microseconds, read after `sent`.
 
-    So tokens grow also past nodes that lost their counters, while wall clocks are right.
+    So tokens also grow after nodes have lost their counters, as long as wall clocks are right.
     """
     return min(wall_us, GREATEST_TOKEN)

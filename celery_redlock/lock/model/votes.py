@@ -1,4 +1,4 @@
-"""Votes of one round, counted: when it is decided, and how."""
+"""Counts the votes of one round, and says when and how the round is decided."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ class Vote(enum.Enum):
     """One node's answer to a request for a lock."""
 
     GRANTED = "granted"
-    REFUSED = "refused"  # another token stands there
-    SILENT = "silent"  # the node lost its memory and must not vote yet
+    REFUSED = "refused"  # the key has another client's value
+    ABSTAINED = "abstained"  # the node may have lost data: it is in its grace_period
     FAILED = "failed"  # no answer, or an error
 
 
-GRANTED, REFUSED, SILENT, FAILED = Vote
+GRANTED, REFUSED, ABSTAINED, FAILED = Vote
 
 
 def quorum_of(nodes: int) -> int:
-    """Return how many of so many nodes are a majority."""
+    """Return the size of a majority of this many nodes."""
     return nodes // 2 + 1
 
 
 def is_split(holders: Sequence[str], unheard: int, quorum: int) -> bool:
-    """Tell whether rivals share the nodes, as far as one can see, so that nobody has the lock.
+    """Return whether rival clients seem to share the nodes, so that none of them has a quorum.
 
-    holders: what stands on each node that refused. unheard: nodes whose vote is still due.
-    A guess by which to try again soon: one of them may have a quorum with what was not heard.
+    holders: the value on each node that refused. unheard: nodes whose vote is still due.
+    The result is a guess, used to retry soon: a rival may have a quorum with the unheard nodes.
     """
     most = max((holders.count(holder) for holder in holders), default=0)
     return 0 < most < quorum and (len(set(holders)) > 1 or most + unheard < quorum)
@@ -37,9 +37,9 @@ def is_split(holders: Sequence[str], unheard: int, quorum: int) -> bool:
 class Tally:
     """The votes of one round.
 
-    nodes: how many were asked. Raises nothing.
-    Source: redis.io "Distributed Locks with Redis", for the majority; a round is over as soon as
-    the votes still due cannot change its outcome.
+    nodes: the number of nodes that were asked. Raises nothing.
+    Source: redis.io "Distributed Locks with Redis", for the majority. A round is decided as soon
+    as the votes still due cannot change its outcome.
     """
 
     __slots__ = ("granted", "nodes", "quorum", "refused", "withheld")
@@ -48,10 +48,10 @@ class Tally:
         self.nodes = nodes
         self.quorum = quorum_of(nodes)
         self.granted = self.refused = 0
-        self.withheld = 0  # silent or failed: no vote at all
+        self.withheld = 0  # abstained or failed
 
     def add(self, vote: Vote) -> bool:
-        """Count one node's vote; True where the outcome is certain by now."""
+        """Count one node's vote; return True if the outcome is certain now."""
         if vote is GRANTED:
             self.granted += 1
         elif vote is REFUSED:
@@ -62,24 +62,24 @@ class Tally:
 
     @property
     def reached(self) -> bool:
-        """A quorum granted."""
+        """Whether a quorum granted."""
         return self.granted >= self.quorum
 
     @property
     def impossible(self) -> bool:
-        """So many nodes did not grant that no quorum can any more (a blocking set)."""
+        """Whether so many nodes did not grant that no quorum is possible (a blocking set)."""
         return self.nodes - self.refused - self.withheld < self.quorum
 
     @property
     def unheard(self) -> int:
-        """Nodes whose vote is still due."""
+        """The number of nodes whose vote is still due."""
         return self.nodes - self.granted - self.refused - self.withheld
 
     def taken(self, *, time_is_up: bool) -> bool:
-        """Tell whether a failed round means that others hold the lock, not that nodes are away.
+        """Return whether a failed round means that others hold the lock, not that nodes fail.
 
-        time_is_up: nodes not yet heard had all the time they get; before that, each of them
-        still counts as one that can vote.
+        time_is_up: whether the node timeout has passed. Before that, a node whose vote is due
+        still counts as able to vote.
         """
         voted = self.granted + self.refused
         able = voted if time_is_up else voted + self.unheard
@@ -90,7 +90,7 @@ class Tally:
 class HeldByOther:
     """A node's reply that another client holds the lock.
 
-    value: that stands there. expires_in: seconds, inf if it never expires.
+    value: the key's value on the node. expires_in: seconds, inf if the key never expires.
     """
 
     value: str

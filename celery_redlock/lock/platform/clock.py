@@ -1,4 +1,4 @@
-"""The one seam for time, and the platform that everything of a `Redlock` is made with."""
+"""The clock, which is the only source of time, and the platform that a `Redlock` uses."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from celery_redlock.lock.platform.turns import Turn
 
 
 class Clock(Protocol):
-    """Monotonic seconds, and a way to let them pass. resolution: s, of `now`."""
+    """A monotonic clock that can sleep. resolution: seconds, of `now`."""
 
     @property
     def resolution(self) -> float:
-        """The s by which two readings differ at least, if they differ."""
+        """The least difference in seconds between two different readings."""
 
     def now(self) -> float:
-        """Return monotonic s; only differences mean anything."""
+        """Return monotonic seconds; only differences are meaningful."""
 
     def wall_us(self) -> int:
-        """Return the us since 1970 as this machine believes; anybody may set it back."""
+        """Return microseconds since 1970 by the wall clock, which may be set back."""
 
     def sleep(self, seconds: float) -> None:
-        """Let so many s pass; other greenlets may run meanwhile."""
+        """Sleep for this many seconds; other greenlets may run meanwhile."""
 
 
 class SystemClock:
-    """The machine's clock, one that goes on while the machine is suspended where there is one.
+    """The machine's clock; if there is one, a clock that goes on while the machine is suspended.
 
     Source: clock_gettime(2), CLOCK_BOOTTIME; CLOCK_MONOTONIC stands still in suspend, and a
     laptop's or a moved virtual machine's lease would outlive the nodes' keys. On macOS it is
@@ -63,17 +63,17 @@ class SystemClock:
             self.resolution = time.clock_getres(which)
 
     def wall_us(self) -> int:
-        """Return the us since 1970 as this machine believes."""
+        """Return microseconds since 1970 by the wall clock."""
         return time.time_ns() // 1000
 
     def sleep(self, seconds: float) -> None:
-        """Let so many s pass; under gevent other greenlets run meanwhile."""
+        """Sleep for this many seconds; under gevent, other greenlets run meanwhile."""
         gevent = gevent_here()
         (time if gevent is None else gevent).sleep(seconds)
 
 
 def new_token() -> str:
-    """Return 128 random bits in hex: the proof that a key is ours. Fresh for each round."""
+    """Return 128 random bits in hex, new for each round: they identify the owner of a key."""
     return os.urandom(16).hex()
 
 
@@ -81,8 +81,8 @@ def new_token() -> str:
 class Platform:
     """What the lock takes from the interpreter and the operating system: time, threads, wake-ups.
 
-    One value is handed to everything that a `Redlock` is made of, so that a simulation can hand in
-    its own. new_poll: takes `native`, as `new_poll`. new_local: returns a `PerFlow`.
+    All parts of a `Redlock` get the same value, so that a simulation can pass its own. new_poll:
+    takes `native`, as `new_poll`. new_local: returns a `PerFlow`.
     """
 
     clock: Clock
@@ -98,11 +98,11 @@ class Platform:
     new_subscriber: Callable[..., Any] | None = None  # None: the package's own connection
 
     def turn(self) -> Turn:
-        """Return a new turn, which nobody has."""
+        """Return a new turn that is not taken."""
         return Turn(self.get_ident)
 
     def deadline_timer(self) -> DeadlineTimer:
-        """Return a new alarm, on which no thread sleeps."""
+        """Return a new timer that no thread sleeps on."""
         return DeadlineTimer(self.new_mutex)
 
 
@@ -112,8 +112,8 @@ _of_servers: dict[str, Platform] = {}  # empty except in tests
 def install_platform(server: str, platform: Platform) -> None:
     """Let every `Redlock` of this process that is made with a server use a platform.
 
-    server: as of `Address.server`. So a lock on a node with a clock of its own goes by that clock,
-    and the holder's lease ends together with the key.
+    server: as of `Address.server`. A lock on a node with a clock of its own uses that clock, so the
+    holder's lease ends together with the key.
     """
     _of_servers[server] = platform
 

@@ -1,4 +1,4 @@
-"""Runs steps of a coroutine in threads, and its pauses in the event loop.
+"""Runs blocking calls of a coroutine in threads, and its pauses in the event loop.
 
 A try to acquire waits for nodes, so it would block the event loop. It is short, and a waiting
 coroutine holds no thread, so a few threads serve any number of coroutines and no waiter starves a
@@ -19,12 +19,12 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.greenlets import original
 
 FEW_THREADS, MOST_THREADS = 2, 32  # of one `Redlock`
-SLOW = 0.005  # s: if less than one call ends in that time, the threads mostly wait for slow nodes
-LINGER = 10.0  # s that a thread is kept when there is nothing to do
+SLOW = 0.005  # seconds: if fewer than one call ends in this time, threads mostly wait for nodes
+LINGER = 10.0  # seconds that an idle thread is kept
 T = TypeVar("T")
 
 
-class Threads:
+class ThreadPool:
     """The threads of one `Redlock` that run steps for coroutines. Idle threads end.
 
     Two threads are enough for fast nodes. More of them would compete with the event loop for the
@@ -42,7 +42,7 @@ class Threads:
         self._closed = False
         self.count = self.unfinished = 0  # threads, and steps that are queued or running
 
-    def add(self, step: Step[Any]) -> None:
+    def add(self, step: WorkItem[Any]) -> None:
         """Queue a step for the next free thread."""
         self._steps.put(step)
         with self._mutex:
@@ -86,7 +86,7 @@ class Threads:
                 self._grow(MOST_THREADS)
 
 
-class Step(Generic[T]):
+class WorkItem(Generic[T]):
     """One call that runs in a thread, with the contextvars of the coroutine that made the step.
 
     tell: called in that thread after the call.
@@ -145,15 +145,15 @@ class StepRunner:
     for each key. If it is cancelled again or destroyed, the thread runs the function of `then`.
     """
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: ThreadPool) -> None:
         self._threads = threads
-        self._step: Step[Any] | None = None
+        self._step: WorkItem[Any] | None = None
 
     async def do(self, call: Callable[[], T]) -> T:
         """Make a call in a thread. Return its result or raise its error."""
         loop = asyncio.get_running_loop()
         over = loop.create_future()
-        step = Step(call, functools.partial(_call_in, loop, functools.partial(_settle, over)))
+        step = WorkItem(call, functools.partial(_call_in, loop, functools.partial(_settle, over)))
         self._step = step
         self._threads.add(step)
         try:
@@ -180,13 +180,13 @@ class Wakeable(Protocol):
 
 
 async def rest(waiter: Wakeable, seconds: float) -> None:
-    """Wait until the waiter is rung, for at most the given seconds."""
+    """Wait until the waiter is woken, for at most the given seconds."""
     loop = asyncio.get_running_loop()
     over = loop.create_future()
     timer = loop.call_later(seconds, _settle, over)
     waiter.wake = functools.partial(_call_in, loop, functools.partial(_settle, over))
     try:
-        if not waiter.decided:  # read after `wake` is set, so no ring is lost
+        if not waiter.decided:  # read after `wake` is set, so no wake-up is lost
             await over
     finally:
         waiter.wake = None

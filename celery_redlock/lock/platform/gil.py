@@ -11,16 +11,16 @@ _libc = ctypes.PyDLL(None, use_errno=True)  # its calls keep the interpreter's l
 
 
 def pause_keeping_gil(seconds: float) -> None:
-    """Let so many s pass in which no other thread of Python runs; far below 1 ms."""
+    """Sleep while no other Python thread runs; for times far below a millisecond."""
     _libc.usleep(int(seconds * 1e6))
 
 
 class UnyieldingSocket:
-    """The `send` and `recv` of a socket, without giving up the interpreter's lock (GIL).
+    """`send` and `recv` of a socket that keep the interpreter's lock (GIL).
 
-    Python's own give it up in each call, and get it back when the thread that took it lets go: next
-    to C code that keeps it for a second, each call takes a second. These cost a microsecond more.
-    sock: does not block, so that a call is a copy and no more.
+    Python's own calls release the GIL and wait until they get it back: beside C code that keeps it
+    for a second, each call takes a second. These calls take a microsecond longer instead. sock: is
+    non-blocking, so that a call only copies bytes.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -31,12 +31,12 @@ class UnyieldingSocket:
             call.restype = ctypes.c_ssize_t
 
     def send(self, data: bytes) -> int:
-        """Return how many bytes the system took. Raises OSError, BlockingIOError for none."""
+        """Return how many bytes the system accepted. Raises OSError; BlockingIOError for none."""
         flags = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
         return _checked(self._send(self._socket.fileno(), data, len(data), flags))
 
     def recv(self, size: int) -> bytes:
-        """Return what has come. Raises OSError, BlockingIOError for nothing."""
+        """Return the received bytes. Raises OSError; BlockingIOError if there are none."""
         return self._received(size, socket.MSG_DONTWAIT)
 
     def _received(self, size: int, flags: int) -> bytes:
@@ -46,27 +46,27 @@ class UnyieldingSocket:
 
 
 class UnyieldingTlsSocket(UnyieldingSocket):
-    """The same for TLS, which gives the GIL up once for what is sent, and for what has come."""
+    """The same for TLS, which releases the GIL once for a send, and once for received data."""
 
     _socket: ssl.SSLSocket
 
     def send(self, data: bytes) -> int:
-        """Return how many bytes TLS took. Raises OSError, also for none."""
+        """Return how many bytes TLS accepted. Raises OSError, also for none."""
         return self._socket.send(data)
 
     def recv(self, size: int) -> bytes:
-        """Return what has come. Raises OSError, BlockingIOError for nothing."""
+        """Return the received bytes. Raises OSError; BlockingIOError if there are none."""
         if not self._socket.pending():
             self._received(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         return self._socket.recv(size)
 
     def pending(self) -> int:
-        """Return how many bytes are decrypted and not read yet."""
+        """Return how many decrypted bytes are not read yet."""
         return self._socket.pending()
 
 
 def _checked(count: int) -> int:
-    """Return what a call of the C library returned; raises the OSError of one that failed."""
+    """Return the result of a C library call; raises OSError if the call failed."""
     if count < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

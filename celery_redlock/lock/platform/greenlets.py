@@ -1,8 +1,8 @@
-"""What gevent replaces in Python, and the originals of it.
+"""The parts of Python that gevent replaces, and their originals.
 
 gevent replaces Python's threads and locks by cooperative ones. A renewal must not wait until a busy
-body gives way, so it runs in a real thread, and what it shares with the body is guarded by real
-locks. They are held only for moments in which nothing waits.
+body yields, so it runs in a real thread, and real locks guard the state that it shares with the
+body. No code waits while it holds one of these locks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def original(module: str, name: str) -> Any:
 
 
 def gevent_here() -> Any:
-    """Return gevent if its hub runs in this thread, or is to, also if nothing is patched; or None.
+    """Return gevent if its hub runs or will run in this thread, even if unpatched; else None.
 
-    A wait of the operating system would stop all greenlets of the thread, and so for ever the one
-    that it waits for.
+    A system call that waits would stop all greenlets of the thread, also the greenlet that it waits
+    for, and so for ever.
     """
     hubs = sys.modules.get("gevent._hub_local")
     if hubs is None:
@@ -39,7 +39,7 @@ def gevent_here() -> Any:
 
 
 def is_patched_by_eventlet() -> bool:
-    """Return whether eventlet has replaced Python's sockets or threads, which no lock stands."""
+    """Return whether eventlet has replaced Python's sockets or threads, which is unsupported."""
     patcher = sys.modules.get("eventlet.patcher")
     if patcher is None:
         return False
@@ -52,28 +52,28 @@ def new_poll(native: bool) -> Any:
         return original("select", "poll")()
     try:
         return PollBehindHub()
-    except AttributeError:  # no epoll: there libev takes a closed descriptor for an error
+    except AttributeError:  # no epoll: there libev reports a closed descriptor as an error
         return import_module("gevent.select").poll()
 
 
 class PollBehindHub:
-    """poll's face for gevent, whose hub watches a single descriptor for it: an epoll object's.
+    """A poll object for gevent; the hub watches one descriptor, that of an epoll object.
 
     A node's socket may be closed at any time, by any thread. If libev meets a closed descriptor
-    among those that it watches, it aborts the process. Nobody closes the epoll object's meanwhile,
-    and a socket that is closed leaves it by itself. Raises AttributeError if there is no epoll.
+    among those that it watches, it aborts the process. The epoll object stays open during a wait,
+    and a closed socket leaves it automatically. Raises AttributeError if there is no epoll.
     """
 
     def __init__(self) -> None:
         self._epoll = original("select", "epoll")()
 
     def register(self, descriptor: int, events: int) -> None:
-        """Watch a descriptor; events: as of poll, which are epoll's own."""
+        """Watch a descriptor; events: as for poll, the same as for epoll."""
         self._epoll.register(descriptor, events)
 
     def poll(self, milliseconds: int) -> Any:
-        """Return what is ready, after so many ms at the most; other greenlets run meanwhile."""
-        waiting = import_module("gevent.select").poll()  # of this thread's hub, and for one wait
+        """Return the ready descriptors, within this many milliseconds; other greenlets may run."""
+        waiting = import_module("gevent.select").poll()  # made per wait: it belongs to this hub
         waiting.register(self._epoll.fileno(), select.POLLIN)
         waiting.poll(milliseconds)
         return self._epoll.poll(0)

@@ -27,7 +27,7 @@ class PerFlow(Generic[T]):
         self._of_greenlets: weakref.WeakKeyDictionary[Any, T] = weakref.WeakKeyDictionary()
 
     def get(self, *, in_task: bool) -> T:
-        """Return what belongs to whoever calls.
+        """Return the caller's own value.
 
         in_task: called in an asyncio task. A greenlet that a task drives is a part of it, as in
         SQLAlchemy's `run_sync`; one that a hub drives is never a part of another.
@@ -151,18 +151,18 @@ class Waker:
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._write_end, False)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Make the descriptor readable. Never waits."""
-        with contextlib.suppress(BlockingIOError):  # full: it has been rung often enough
+        with contextlib.suppress(BlockingIOError):  # a full pipe is readable already
             os.write(self._write_end, b"!")
 
-    def hush(self) -> None:
-        """Clear all rings so far. Never waits."""
+    def clear(self) -> None:
+        """Make the descriptor unreadable until the next `wake`. Never waits."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
 
     def __del__(self) -> None:
-        # with the last one that may ring, and not before: a descriptor's number is used again
+        # not before the last caller of `wake` is gone: the number of a closed descriptor is reused
         for name in ("descriptor", "_write_end"):
-            if hasattr(self, name):  # else it was cut while it was made
+            if hasattr(self, name):  # else an exception interrupted `__init__`
                 os.close(getattr(self, name))

@@ -1,4 +1,4 @@
-"""Work that one caller at a time may do, while nobody waits for another."""
+"""Mutual exclusion in which no caller waits for another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Turn:
 
     def __init__(self, get_ident: Callable[[], int] = get_ident) -> None:
         self._get_ident = get_ident
-        self.taken: dict[None, list[int]] = {}  # by nobody, or what the one made that has it
+        self.taken: dict[None, list[int]] = {}  # empty, or the list that the owner made
         self._seen: list[int] | None = None
         self._looks, self._looked_at = 0, 0.0
 
@@ -27,7 +27,7 @@ class Turn:
         """Call a function in the turn; return False, without a call, if another has the turn."""
         taken, mine = self.taken, [self._get_ident()]
         try:
-            if taken.setdefault(None, mine) is not mine:  # in one step: one caller is first
+            if taken.setdefault(None, mine) is not mine:  # atomic: one caller is first
                 return False
             work(*arguments)
         finally:  # without a call: no exception from outside strikes here
@@ -40,14 +40,14 @@ class Turn:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the caller interrupts the one that has it, and so keeps it from going on."""
+        """Whether the caller interrupts the owner of the turn, and so keeps it from continuing."""
         owner = self.taken.get(None)
         return owner is not None and owner[0] == self._get_ident()
 
     def is_stuck(self, now: float, seconds: float, looks: int) -> bool:
-        """Tell whether one caller had it at so many looks, each so many s after the last one.
+        """Return whether one owner had the turn at `looks` looks, each `seconds` apart.
 
-        now: monotonic s. By looks as well: a process that was stopped has used up one of them.
+        now: monotonic seconds. Counts looks, too: a stopped process has used up only one of them.
         """
         owner = self.taken.get(None)
         if owner is None or owner is not self._seen:
@@ -79,7 +79,7 @@ class SerialJobs:
         return self._turn.is_interrupted
 
     def go_on(self) -> None:
-        """Do what is left to do; an exception from outside may have cut who was at it."""
+        """Do the remaining jobs; an exception from outside may have interrupted their caller."""
         if self.jobs:
             self._do_all()
 
@@ -93,7 +93,7 @@ class SerialJobs:
             while self.jobs and self._turn.run(self._work):
                 pass  # once more: a job may have come as the turn ended
         except BaseException:
-            self._wake()  # whoever waits goes on with it
+            self._wake()  # a waiting caller continues the job
             raise
 
     def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""What operators ask of a node beside its locks: trust it, list its keys, break a lock."""
+"""Commands for operators: trust a node, list its keys, break a lock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from celery_redlock.lock.transport.encoding import (
 
 
 def trust_node(connection: Any, prefix: str) -> str:
-    """Let a node vote at once that does not know this prefix, because an operator says so.
+    """Let a node that does not know this prefix vote at once, on an operator's order.
 
     connection: as of `Address.dial`. Returns the name of one lock on the node, "" if it has none.
     Raises redis.RedisError, OSError.
@@ -42,7 +42,7 @@ def trust_node(connection: Any, prefix: str) -> str:
 
 
 def say_trusted(connection: Any, prefix: str, word: str) -> None:
-    """Tell clients that wait for a quorum of trusted nodes; word: the same on each node.
+    """Wake clients that wait for nodes to vote; word: the message, the same on each node.
 
     connection: as of `Address.dial`. Raises redis.RedisError, OSError.
     """
@@ -55,7 +55,7 @@ def _any_lock(connection: Any, prefix: str) -> str:
 
 
 def names_on(connection: Any, beginning: str) -> Iterator[Any]:
-    """Yield the names of a node's keys that begin with a text, some of them twice.
+    """Yield the names of a node's keys with a prefix; a name may come twice.
 
     Scans the database in parts, so that no other client waits.
     """

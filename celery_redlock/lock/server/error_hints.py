@@ -76,7 +76,7 @@ def is_misconfigured(text: str) -> bool:
 
 
 def hint_of(text: str) -> str:
-    """Return what an operator must do about an error, as a short clause; "" where there is nothing.
+    """Return what an operator must do about an error, as a short clause; "" for nothing.
 
     text: as for `is_misconfigured`. Every misconfiguration has one, and so have temporary
     errors that do not end by themselves, as a full memory.
@@ -85,12 +85,12 @@ def hint_of(text: str) -> str:
 
 
 def is_of_a_replica(text: str) -> bool:
-    """Tell whether a reply says that the server is no primary, or not any more."""
+    """Return whether a reply says that the server is not, or no longer, a primary."""
     return hint_of(text) == _NOT_A_PRIMARY
 
 
 def with_hint(text: str) -> str:
-    """Return an error with the way out behind it, where there is one."""
+    """Return an error followed by its hint, if there is one."""
     clause = hint_of(text)
     return f"{text} ({clause})" if clause else text
 

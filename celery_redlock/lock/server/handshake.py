@@ -32,12 +32,12 @@ from celery_redlock.lock.transport.encoding import (
 class Notes:
     """What a node has noted about tenures.
 
-    told: the words of `Tenures.words`. silent_for: seconds for which it abstains. own: its tenure.
-    others: the newest tenures that it knows under the addresses of the other nodes, in order.
+    told: the result of `Tenures.told`. abstains_for: seconds of its grace_period that remain. own:
+    its tenure. others: the newest tenures that it knows under the other nodes' addresses, in order.
     """
 
     told: tuple[str, ...]
-    silent_for: float
+    abstains_for: float
     own: Tenure | None
     others: Sequence[Tenure | None]
 
@@ -106,7 +106,7 @@ def _note_run(
     connection: Any, guard: Guard, arguments: Sequence[str], tenures: Tenures, node: int
 ) -> Notes | None:
     """Let a server note its run, so that its grace period begins now; return its notes."""
-    names, words = noted_keys(guard.prefix, tenures, node), tenures.words(node)
+    names, words = noted_keys(guard.prefix, tenures, node), tenures.told(node)
     keys = map(encoded, names)
     try:
         connection.send_command("EVAL", GUARD.source, str(len(names)), *keys, *arguments, *words)

@@ -65,7 +65,7 @@ class Introduction:
 class KnownServer:
     """What is known of the server that a node's connection leads to.
 
-    told: about tenures, the words of `Tenures.words`. told_at: monotonic seconds of the last time.
+    told: about tenures, the result of `Tenures.told`. told_at: monotonic seconds of the last time.
     """
 
     __slots__ = ("arguments", "run_id", "tenure", "told", "told_at")
@@ -149,7 +149,7 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         self._refusals.add(refusal)
         return True
 
-    # who serves where; all of it in the turn of reading, except what `keep_alive` asks for
+    # the tenures; all in the turn of reading, except what `keep_alive` asks for
 
     def _let_in(self, index: int, info: ServerInfo, use: Callable[[], None]) -> None:
         if info.notes is not None:
@@ -172,7 +172,7 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         return known if known is not None and known.run_id == connection.run_id else None
 
     def _learn(self, index: int, notes: Notes) -> None:
-        """Learn who serves where, and give up connections to servers that were replaced."""
+        """Learn the newest tenures; give up connections to servers that were replaced."""
         self._tenures.learn(index, notes.own)
         for other, tenure in zip(self._tenures.others(index), notes.others, strict=True):
             self._tenures.learn(other, tenure)
@@ -201,7 +201,7 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             return
         now = self.clock.now()
         for node in self.nodes:
-            connection, told = node.connection, self._tenures.words(node.index)
+            connection, told = node.connection, self._tenures.told(node.index)
             known = None if connection is None else self._known_by(node, connection)
             if known is None or not known.run_id:
                 continue

@@ -21,10 +21,9 @@ GUARD, TRUST, BREAK = map(load_script, ("guard", "trust", "break"))
 
 
 class Requests:
-    """The requests of all locks under one prefix; what they have in common is packed once.
+    """The requests of all locks under one prefix; the parts they share are encoded once.
 
-    A grant ends with what the connection knows of its server (`Peer.suffix`), added as it is
-    written.
+    The connection appends its server's arguments (`Peer.suffix`) to each grant as it writes it.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -38,29 +37,29 @@ class Requests:
         self._fence = encode_text(fence_key(prefix))
 
     def grant(self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None = None) -> bytes:
-        """Return the request for a lock; all but the proposal (a fencing token) packed already."""
+        """Return the request for a lock; proposal: a fencing token. The rest is encoded already."""
         least = _NOTHING if proposal is None else encode_bulk(b"%d" % proposal)
         return self._grant % (key, value, ttl_ms, least)
 
     def ask(
         self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None, mark: bytes
     ) -> bytes:
-        """Return the same request of a run that asks whether its end was marked; mark: the key."""
+        """Return the request for a lock that also reads a completion marker; mark: its key."""
         least = _NOTHING if proposal is None else encode_bulk(b"%d" % proposal)
         return self._asking % (key, mark, value, ttl_ms, least)
 
     def renewal(self, value: bytes, ttl_ms: bytes, token: int = 0) -> bytes:
-        """Return what a request that renews has of each lock behind the keys.
+        """Return the arguments of one lock in a renewal request.
 
-        token: for fencing, 0 where the lock has none.
+        token: for fencing; 0 if the lock has none.
         """
         return value + ttl_ms + (encode_bulk(b"%d" % token) if token else _NOTHING)
 
     def renew(self, keys: Sequence[bytes], renewals: Sequence[bytes], note: bytes = b"") -> bytes:
         """Return the request that renews these locks.
 
-        note: the key of a lock's break, packed: then it is the only one, and is set where its key
-        is missing.
+        note: the encoded `broken_key` of a reclaim, which is of one lock alone. The script sets the
+        lock's key if it is missing.
         """
         names = len(keys) + 1 + bool(note)
         head = b"*%d\r\n%b%b" % (
@@ -71,15 +70,16 @@ class Requests:
         return b"".join([head, *keys, self._fence, note, *renewals])
 
     def release(self, key: bytes, value: bytes, channel: bytes) -> bytes:
-        """Return the request that gives a lock back; channel: encoded, or `SAY_NOTHING`."""
+        """Return the request that releases a lock; channel: encoded, or `SAY_NOTHING`."""
         return self._release % (key, value, channel)
 
     def release_done(
         self, key: bytes, value: bytes, channel: bytes, mark: bytes, at_ms: int, kept_ms: int
     ) -> bytes:
-        """Return the request that marks a run as done and gives its lock back; mark: the key.
+        """Return the request that writes a completion marker and releases the lock.
 
-        at_ms: since 1970, when it was done. kept_ms: for how long the mark stays.
+        mark: the marker's key. at_ms: milliseconds since 1970, the end of the run. kept_ms:
+        milliseconds until the marker expires.
         """
         times = encode_bulk(b"%d" % at_ms), encode_bulk(b"%d" % kept_ms)
         return self._last % (key, mark, value, channel, *times)

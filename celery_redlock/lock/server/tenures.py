@@ -1,9 +1,9 @@
-"""Which server serves under a node's address, and which one served there last.
+"""Tenures: which server serves under a node's address, and which server served there last.
 
-A server that was frozen, or cut off, does not know that another one took its place meanwhile: what
-it noted about itself still names itself. So the time that a server serves under an address, its
-tenure, is noted on the other nodes as well. A server with an older tenure than the one that they
-know has missed what its successor granted.
+A server that was frozen or partitioned does not know that another server replaced it: its own notes
+still name itself. So its tenure, the time for which it serves under an address, is noted on the
+other nodes, too. A server whose tenure is older than the noted one has missed its successor's
+grants.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-KEPT_MS = 30 * 86_400_000  # for which a note about another node's address stays
+KEPT_MS = 30 * 86_400_000  # milliseconds until a note about another node's address expires
 
 
 @dataclass(frozen=True)
 class Tenure:
-    """The time that a server serves under an address.
+    """The time for which a server serves under an address.
 
-    since: ms since 1970 by its own clock; 0: it was there before anybody noted that. run_id: of
-    the server.
+    since: milliseconds since 1970 by its own clock; 0 if it began before the first note. run_id:
+    of the server.
     """
 
     since: int
@@ -30,7 +30,7 @@ class Tenure:
         return f"{self.since} {self.run_id}"
 
     def ends_before(self, other: Tenure | None) -> bool:
-        """Return whether another server has served since, or at the same time."""
+        """Return whether another server's tenure began later, or at the same time."""
         return other is not None and other.run_id != self.run_id and other.since >= self.since
 
 
@@ -41,7 +41,7 @@ def tenure_of(text: str) -> Tenure | None:
 
 
 def noted_address(server: str) -> str:
-    """Return an address as nodes note it: one on this machine means another server elsewhere.
+    """Return an address for notes; a local address gets the host name, to be unique.
 
     server: as of `Address.server`.
     """
@@ -52,7 +52,7 @@ def noted_address(server: str) -> str:
 
 
 class Tenures:
-    """The newest tenure under each node's address that this process knows of, by index.
+    """The newest known tenure under each node's address, by index.
 
     servers: of the nodes, as of `Address.server`. Only one thread may change it at a time.
     """
@@ -62,7 +62,7 @@ class Tenures:
         self._newest: list[Tenure | None] = [None] * len(servers)
 
     def others(self, node: int) -> list[int]:
-        """Return the other nodes, in the order of their notes on this one."""
+        """Return the other nodes, in the order of their notes on this node."""
         return [other for other in range(len(self._newest)) if other != node]
 
     def learn(self, node: int, tenure: Tenure | None) -> None:
@@ -75,8 +75,8 @@ class Tenures:
         """Return whether another server has served under the node's address since."""
         return tenure is not None and tenure.ends_before(self._newest[node])
 
-    def words(self, node: int) -> tuple[str, ...]:
-        """Return what a node is told: its own newest tenure, how long notes stay, the others'."""
+    def told(self, node: int) -> tuple[str, ...]:
+        """Return the arguments for a node: its newest tenure, how long notes stay, the others'."""
         newest = [self._newest[other] for other in (node, *self.others(node))]
         own, *others = ("" if tenure is None else str(tenure) for tenure in newest)
         return own, str(KEPT_MS), *others

@@ -1,4 +1,4 @@
-"""Where a node is: URLs and redis-py clients, and how to connect to what they name.
+"""Addresses of nodes, from URLs and redis-py clients, and how to connect to them.
 
 redis-py makes the connection (URL, TLS, ACL, Sentinel). Its own retries are off.
 """
@@ -25,19 +25,19 @@ URL_SCHEMES = ("redis", "rediss", "unix", "sentinel")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a node is and how to connect to it.
+    """The address of a node, and how to connect to it.
 
     name: host and port, or path; for logs and errors, never with credentials.
-    server: what tells two addresses of one server apart from two servers.
+    server: a canonical spelling, equal for two addresses of one server.
     """
 
     name: str
     server: str
     pool: redis.ConnectionPool = field(repr=False)
-    platform: Platform | None = field(default=None, repr=False)  # None: the machine's
+    platform: Platform | None = field(default=None, repr=False)  # None: this machine's
 
     def dial(self, timeout: float) -> Any:
-        """Return a connected and authenticated redis-py connection; timeout: s for each step."""
+        """Return a connected, authenticated redis-py connection; timeout: seconds for each step."""
         options = {
             **self.pool.connection_kwargs,
             "socket_timeout": timeout,
@@ -47,16 +47,16 @@ class Address:
             "retry_on_error": [],
             "health_check_interval": 0,
             "protocol": 2,
-            "decode_responses": False,  # a name need not be a text by a client's own encoding
+            "decode_responses": False,  # a key need not be valid text in the client's own encoding
         }
         connection = self.pool.connection_class(**options)
-        # it would tell the server who it is, and lose the reply of one that turns everybody away
+        # else redis-py sends CLIENT SETINFO, and loses the reply of a server that rejects clients
         connection.driver_info = connection.lib_name = connection.lib_version = None
         connection.connect()
         return connection
 
     def ask(self, timeout: float, do: Callable[[Any], T]) -> T:
-        """Return what a function gives, called with a connection of its own; timeout: as above."""
+        """Call a function with a new connection and return its result; timeout: as for `dial`."""
         connection = self.dial(timeout)
         try:
             return do(connection)
@@ -64,7 +64,7 @@ class Address:
             connection.disconnect()
 
     def without_secrets(self, text: str) -> str:
-        """Return what a server said, without the credentials that some echo."""
+        """Return a server's text without credentials, which some servers echo."""
         for name in ("password", "username"):
             secret = self.pool.connection_kwargs.get(name)
             text = text.replace(str(secret), "***") if secret else text
@@ -74,8 +74,8 @@ class Address:
 def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
     """Return the address that a URL or a redis-py client names.
 
-    level, name: of the setting, for the error. timeout: s, for asking Sentinels.
-    Raises SettingsError for what is neither, and for a scheme that is not known.
+    level, name: of the setting, for the error. timeout: seconds for each query of a Sentinel.
+    Raises SettingsError for anything else, and for an unknown scheme.
     """
     if isinstance(node, Address):
         return node
@@ -96,7 +96,7 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
             return _sentinel_address(node, timeout)
         return _address_of(redis.ConnectionPool.from_url(node))
     except (ValueError, TypeError):
-        # the library's own text would show parts of the URL, and so of a password
+        # redis-py's own text would show parts of the URL, and so of a password
         hint = (
             "is not a URL of a node; in user and password, write special characters with a "
             "percent sign (%2F for /), and Sentinels as sentinel://host:port,host:port/name"
@@ -105,7 +105,7 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
 
 
 def redact_url(url: str) -> str:
-    """Return a URL with user, password and query taken out, fit for a log."""
+    """Return a URL without user, password and query, for logs."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return "..." if "@" in url else url
@@ -127,7 +127,10 @@ def _place_of(options: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _watched_address(pool: Any) -> Address:
-    """Return the address of what Sentinels watch: two groups of them may use one service name."""
+    """Return the address of a service that Sentinels watch.
+
+    It names the Sentinels, too: two groups of them may use the same service name.
+    """
     sentinels = pool.sentinel_manager.sentinels
     places = [_place_of(one.connection_pool.connection_kwargs) for one in sentinels]
     name = f"sentinel://{','.join(f'{host}:{port}' for host, port in places)}/{pool.service_name}"
@@ -136,7 +139,7 @@ def _watched_address(pool: Any) -> Address:
 
 
 def _canonical(host: str) -> str:
-    """Return one spelling for the several ones of a host that need no look-up."""
+    """Return the canonical spelling of a host, without a DNS query."""
     if host.lower() in ("localhost", "localhost.localdomain", ""):
         return "127.0.0.1"
     try:

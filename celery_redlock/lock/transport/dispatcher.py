@@ -133,7 +133,7 @@ class Dispatcher:
                 if self._reading is reading:  # else it was taken from us
                     self._hand_on(node, keeps_gil=keeps_gil)
         except BaseException:
-            self.rearm()  # whoever waits looks at what was cut
+            self.rearm()  # a waiting caller looks at what was cut
             raise
 
     def _hand_on(self, node: NodeClient, *, keeps_gil: bool) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 
 def encoded(text: str) -> bytes:
-    """Return a text as it stands on the nodes, each text as bytes of its own.
+    """Return the bytes of a text on the nodes; two texts never have the same bytes.
 
-    UTF-8; also of lone surrogates, as `os.fsdecode` makes them of a file name that is no UTF-8.
+    UTF-8, also for lone surrogates: `os.fsdecode` makes them from a file name that is not UTF-8.
     """
     return text.encode("utf-8", "surrogatepass")
 
 
 def decoded(name: bytes) -> str:
-    """Return the text of what stands on a node; of what no program of ours wrote, something."""
+    """Return the text of bytes on a node; replace invalid bytes, written by another program."""
     try:
         return name.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
@@ -33,7 +33,7 @@ def encode_text(text: str) -> bytes:
 
 
 def encode_words(words: Iterable[str]) -> bytes:
-    """Return texts as RESP bulk strings, one behind the other."""
+    """Return texts as consecutive RESP bulk strings."""
     return b"".join(map(encode_text, words))
 
 
@@ -43,7 +43,7 @@ def encode_command(*words: str) -> bytes:
 
 
 def read_list(reply: Any, length: int) -> list[Any]:
-    """Return a reply that is a list of so many; raises UnexpectedReplyError."""
+    """Return a reply that is a list of this length; raises UnexpectedReplyError."""
     if not isinstance(reply, list) or len(reply) != length:
         raise UnexpectedReplyError(reply)
     return reply
@@ -69,14 +69,14 @@ def text_of(reply: Any) -> str:
 
 
 class UnexpectedReplyError(Exception):
-    """A node's reply that its script, or its command, cannot give. reply: what came."""
+    """A node's reply that the script or command cannot return. reply: as received."""
 
     def __init__(self, reply: Any) -> None:
         super().__init__(f"not a reply of its script: {outline_of(reply)}")
 
 
 def outline_of(reply: Any, depth: int = 2) -> str:
-    """Return what a reply looks like, without longer texts, for one may be a token."""
+    """Return an outline of a reply, without long texts: a text may be a token."""
     if reply is None:
         return "nil"
     if isinstance(reply, (list, tuple)):

@@ -32,7 +32,7 @@ class Poller:
     def wake(self) -> None:
         """Wake the waiter if it is parked in `poll`. Never waits."""
         if self._parked:
-            self._waker.ring()
+            self._waker.wake()
 
     def parks_on(self, round_: Round) -> bool:
         """Return whether the round is decided. If not, the deciding thread wakes this poller.
@@ -55,7 +55,7 @@ class Poller:
         self._parked = False
         found = [self._by_descriptor[fd] for fd, _ in ready if fd in self._by_descriptor]
         if len(found) < len(ready):
-            self._waker.hush()
+            self._waker.clear()
         return found
 
     def _arrange(self, nodes: Sequence[NodeClient]) -> bool:

@@ -53,7 +53,7 @@ class Subscriber:
         """Subscribe to the channels that are wanted now. Never waits."""
         self._calls.append(None)
         self._look()
-        self._waker.ring()
+        self._waker.wake()
 
     def _look(self) -> None:
         while self._calls and self._turn.run(self._start):
@@ -68,7 +68,7 @@ class Subscriber:
     def close(self) -> None:
         """End the connection and the thread."""
         self._closed = True
-        self._waker.ring()
+        self._waker.wake()
 
     def _run(self) -> None:
         while not self._closed:
@@ -124,7 +124,7 @@ class Subscriber:
     def _see_there(self, *, heard: bool, came: bool) -> None:
         """Send PING to a silent node; raise OSError if it does not answer.
 
-        By the clock as well: if the waker rings all the time, no rest lasts its whole time.
+        By the clock as well: if the waker wakes it all the time, no rest lasts its whole time.
         """
         now = self._clock.now()
         silent_for = now - self._spoke_at
@@ -165,7 +165,7 @@ class Subscriber:
             awaited.append((self._connection._sock.fileno(), select.POLLIN))
         ready = _poll(awaited, seconds)
         if any(descriptor == self._waker.descriptor for descriptor, _ in ready):
-            self._waker.hush()
+            self._waker.clear()
         return bool(ready)
 
     def _drop(self) -> None:

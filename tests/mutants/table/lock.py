@@ -267,7 +267,7 @@ MUTANTS = (
     ),
     Mutant(
         "a task that is cancelled twice in a round leaves the lock behind",
-        "lock.platform.coroutines:Step.run",
+        "lock.platform.coroutines:WorkItem.run",
         "        self._do_behind()\n",
         "",
         (f"{CONTRACT}/test_async.py",),
