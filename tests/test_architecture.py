@@ -66,7 +66,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
     "integration/test_cut_release.py": ("_end_late", POINT),
     "integration/test_metrics.py": ("_exporter", "sees in a script that counting is on"),
     "simulation/clients.py": (
-        "_dropped _lease _opened_at _send _session",
+        "_dropped",
         "tells the invariants what a client knows, by a clock of its own",
     ),
     "simulation/mutants.py": (

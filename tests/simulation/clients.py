@@ -22,8 +22,6 @@ from celery_redlock.lock.server.handshake import Notes, ServerInfo
 from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
 from celery_redlock.lock.transport.address import Address as ShippedAddress
 from celery_redlock.lock.transport.encoding import encode_words
-from celery_redlock.tasks import uniqueness as uniqueness_module
-from celery_redlock.tasks.uniqueness import Standing, Window
 from tests.simulation.network import Link, Path
 from tests.simulation.nodes import Node
 from tests.simulation.world import Thread, World, running
@@ -59,6 +57,10 @@ class Clock:
         thread = running()
         assert thread is not None
         thread.rest(self.real(seconds))
+
+    def since(self, epoch: float) -> float:
+        """Return the real s, below 0, at which the calendar showed so many s since 1970."""
+        return (epoch - EPOCH - self._world.now - self.wall_error) / self.rate
 
     def real(self, seconds: float) -> float:
         """Return the real s at which so many s of this clock are over."""
@@ -448,22 +450,6 @@ class SimulatedRedlock(Redlock):
         self._dropped.detach()  # it ends with its world
 
 
-class WatchedWindow(Window):
-    """A shipped window of a send that the invariants know of."""
-
-    def open(self) -> Standing | None:
-        """Open it as it does, and have it seen."""
-        earlier = super().open()
-        if self.is_open:
-            replaced = "" if self.replaced is None else self.replaced.task_id
-            began = self._opened_at - self._session.clock.now()
-            process = here()
-            seconds = process.clock.real(began) - process.world.now
-            witness = process.world.witness
-            witness.window_opened(self._send, self._lease, seconds, replaced)
-        return earlier
-
-
 class Log(logging.Handler):
     """What the shipped code logs: kept where somebody reads it, and an error if it is one."""
 
@@ -497,15 +483,14 @@ def patched(thing: Any, **names: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def simulated_system() -> Iterator[None]:
-    """Read what the package logs, and see the windows of sends, for a while."""
+    """Read what the package logs, for a while."""
     package, log = logging.getLogger("celery_redlock"), Log()
     before = package.level, package.propagate
     package.addHandler(log)
     package.setLevel(logging.INFO)
     package.propagate = False
     try:
-        with patched(uniqueness_module, Window=WatchedWindow):
-            yield
+        yield
     finally:
         package.removeHandler(log)
         package.level, package.propagate = before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,16 @@ from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.release import acquisitions_of, release_all
-from celery_redlock.tasks.uniqueness import Send, Standing, Ticket, send_once
+from celery_redlock.tasks.uniqueness import (
+    ROUNDS_WHILE_SENDING,
+    SENDING,
+    Send,
+    Standing,
+    Ticket,
+    send_once,
+)
 from tests.simulation.clients import Process, SoftTimeLimit
-from tests.simulation.faults import TTL, Faults, Profile, guard_silence, options_of
+from tests.simulation.faults import NODE_TIMEOUT, TTL, Faults, Profile, guard_silence, options_of
 from tests.simulation.invariants import Witness
 from tests.simulation.network import Path
 from tests.simulation.nodes import Node, introduce, library
@@ -146,7 +154,12 @@ class Worker:
             later=0.0, lateness=0.0,
         )  # fmt: skip
 
-        def publish(ticket: object) -> None:
+        def publish(ticket: Mapping[str, Any] | None) -> None:
+            if ticket is not None:
+                lease = min(send.window, max(SENDING, ROUNDS_WHILE_SENDING * NODE_TIMEOUT))
+                began = self.process.clock.since(ticket["ends_at"] - send.window)
+                replaced = ticket.get("replaces", "").partition(":")[0]
+                witness.window_opened(send, lease, began, replaced)
             self.process.clock.sleep(draw() * 0.1)
             if draw() < 0.1:
                 witness.window_ends(task_id)
