@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import socket
@@ -20,7 +19,7 @@ from celery_redlock.lock.model.grace_period import Guard, grace_period
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import platform_for
 from celery_redlock.lock.platform.greenlets import is_patched_by_eventlet
-from celery_redlock.lock.server.admin import say_trusted, trust_node
+from celery_redlock.lock.server.admin import trust_nodes
 from celery_redlock.lock.validation import (
     check_drift,
     check_guard,
@@ -127,33 +126,25 @@ class Redlock:
         the nodes that could not be asked, and the nodes that hold locks nevertheless.
         Raises QuorumUnreachable if no node could be asked.
         """
-        causes = []
-        nodes, timeout = self.session.node_set.nodes, max(self.node_timeout, TRUST_TIMEOUT)
-        for node in nodes:
-            try:
-                held = node.address.ask(timeout, functools.partial(trust_node, prefix=self.prefix))
-            except Exception as error:  # also what a user's credential provider raises
-                causes.append(f"{node.name}: {node.address.without_secrets(str(error))}")
-                told = {"event": "node_not_trusted", "node": node.name}
-                text = "node %s could not be trusted: %s"
-                logger.warning(text, node.name, causes[-1], extra=told)
-            else:
-                told = {"event": "node_trusted", "node": node.name}
-                text = "node %s is trusted: it votes from now on"
-                logger.info(text, node.name, extra=told)
-                if held:
-                    logger.warning(
-                        "node %s is trusted, but holds %r: if its holder lives, a node that forgot "
-                        "this lock may now give it to another", node.name, held,
-                        extra={"event": "node_trusted_with_locks", "node": node.name},
-                    )  # fmt: skip
-        if len(causes) == len(nodes):
+        addresses = [node.address for node in self.session.node_set.nodes]
+        names, word = [one.name for one in addresses], self.session.platform.new_token()
+        timeout = max(self.node_timeout, TRUST_TIMEOUT)
+        trusted, failing = trust_nodes(addresses, names, self.prefix, timeout, word)
+        for name, cause in failing.items():
+            extra = {"event": "node_not_trusted", "node": name}
+            logger.warning("node %s could not be trusted: %s", name, cause, extra=extra)
+        for name, held in trusted.items():
+            extra = {"event": "node_trusted", "node": name}
+            logger.info("node %s is trusted: it votes from now on", name, extra=extra)
+            if held:
+                logger.warning(
+                    "node %s is trusted, but holds %r: if its holder lives, a node that forgot "
+                    "this lock may now give it to another", name, held,
+                    extra={"event": "node_trusted_with_locks", "node": name},
+                )  # fmt: skip
+        if not trusted:
+            causes = [f"{name}: {cause}" for name, cause in failing.items()]
             raise QuorumUnreachable(f"every lock under {self.prefix!r}", causes, 1)
-        word = self.session.platform.new_token()
-        say = functools.partial(say_trusted, prefix=self.prefix, word=word)
-        for node in nodes:  # after all nodes vote: a client that receives the message tries at once
-            with contextlib.suppress(Exception):  # a hint only; a failing node was logged above
-                node.address.ask(timeout, say)
 
     def close(self) -> None:
         """Close the connections and end the threads. Held locks expire within their ttl.

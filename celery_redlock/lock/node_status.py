@@ -7,16 +7,14 @@ what a new client would see.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.session import one_server
 from celery_redlock.lock.model.keys import guard_keys
-from celery_redlock.lock.server.admin import say_trusted, trust_node
-from celery_redlock.lock.server.error_hints import with_hint
+from celery_redlock.lock.server import admin
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.encoding import (
@@ -210,11 +208,13 @@ def trust_nodes(
 
     Returns by node the name of one lock on the node ("" for none), and the causes by failed node.
     """
-    found = ask_each(redlock, lambda connection: trust_node(connection, redlock.prefix), names)
-    # to all nodes, and after the loop: a client that receives the message tries at once
-    word = redlock.session.platform.new_token()
-    ask_each(redlock, lambda connection: say_trusted(connection, redlock.prefix, word))
-    return found
+    word, timeout = redlock.session.platform.new_token(), max(PATIENCE, redlock.node_timeout)
+    return admin.trust_nodes(addresses_of(redlock), names, redlock.prefix, timeout, word)
+
+
+def addresses_of(redlock: Redlock) -> list[Address]:
+    """Return the addresses of the nodes of a `Redlock`."""
+    return [node.address for node in redlock.session.node_set.nodes]
 
 
 def reply_of(connection: Any, *words: Any) -> Any:
@@ -223,25 +223,6 @@ def reply_of(connection: Any, *words: Any) -> Any:
     return connection.read_response()
 
 
-def ask_each(
-    redlock: Redlock, ask: Callable[[Any], T], names: Collection[str] | None = None
-) -> tuple[dict[str, T], dict[str, str]]:
-    """Call a function with a new connection to each node, in parallel.
-
-    names: addresses of the nodes to ask; None: all. Returns the results by node, and the causes by
-    failed node.
-    """
-    timeout = max(PATIENCE, redlock.node_timeout)
-    addresses = [node.address for node in redlock.session.node_set.nodes]
-    asked = [address for address in addresses if names is None or address.name in names]
-
-    def one(address: Address) -> tuple[T | None, str]:
-        try:
-            return address.ask(timeout, ask), ""
-        except Exception as error:  # also what a user's credential provider raises
-            return None, with_hint(address.without_secrets(str(error) or type(error).__name__))
-
-    with ThreadPoolExecutor(len(asked) or 1) as pool:
-        results = dict(zip((a.name for a in asked), pool.map(one, asked), strict=True))
-    failing = {name: cause for name, (_, cause) in results.items() if cause}
-    return {n: cast("T", said) for n, (said, _) in results.items() if n not in failing}, failing
+def ask_each(redlock: Redlock, ask: Callable[[Any], T]) -> tuple[dict[str, T], dict[str, str]]:
+    """Call a function with a new connection to each node, as `admin.ask_each`."""
+    return admin.ask_each(addresses_of(redlock), max(PATIENCE, redlock.node_timeout), ask)

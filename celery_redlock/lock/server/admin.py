@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
 
 import redis
 
@@ -14,8 +16,10 @@ from celery_redlock.lock.model.keys import (
     tenure_key,
     votes_channel,
 )
+from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.server.scripts import BREAK, TRUST
+from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.encoding import (
     encoded,
     read_list,
@@ -23,6 +27,43 @@ from celery_redlock.lock.transport.encoding import (
     read_text,
     text_of,
 )
+
+T = TypeVar("T")
+
+
+def ask_each(
+    addresses: Collection[Address], timeout: float, ask: Callable[[Any], T]
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Call a function with a new connection to each node, in parallel.
+
+    timeout: seconds, for each step. Returns the results by node, and the causes by failed node.
+    """
+
+    def one(address: Address) -> tuple[T | None, str]:
+        try:
+            return address.ask(timeout, ask), ""
+        except Exception as error:  # also what a user's credential provider raises
+            return None, with_hint(address.without_secrets(str(error) or type(error).__name__))
+
+    with ThreadPoolExecutor(len(addresses) or 1) as pool:
+        results = dict(zip((a.name for a in addresses), pool.map(one, addresses), strict=True))
+    failing = {name: cause for name, (_, cause) in results.items() if cause}
+    return {n: cast("T", said) for n, (said, _) in results.items() if n not in failing}, failing
+
+
+def trust_nodes(
+    addresses: Collection[Address], names: Collection[str], prefix: str, timeout: float, word: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Let nodes vote from now on, and wake the clients that wait for that.
+
+    addresses: of all nodes. names: of those to trust. word: fresh for each call. Returns by node
+    the name of one lock on the node ("" for none), and the causes by failed node.
+    """
+    trusted = [address for address in addresses if address.name in names]
+    found, failing = ask_each(trusted, timeout, functools.partial(trust_node, prefix=prefix))
+    if found:  # after all of them vote: a client that receives the message tries at once
+        ask_each(addresses, timeout, functools.partial(say_trusted, prefix=prefix, word=word))
+    return found, failing
 
 
 def trust_node(connection: Any, prefix: str) -> str:
