@@ -34,6 +34,7 @@ from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
     NODE_TIMEOUT,
+    PATIENCE,
     TTL,
     eventually,
     is_free,
@@ -457,14 +458,17 @@ class TestCancelled:
             for _ in range(cancellations):
                 task.cancel()
                 await asyncio.sleep(TICK)
+            if cancellations > 1:
+                await come_true(task.done)
             assert task.done() == (cancellations > 1)
+            assert redlock.session.quorum.outstanding, "the round ended by itself"
             for node in mortal_nodes[1:]:
                 node.resume()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
         urls = [node.url for node in mortal_nodes]
-        with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock:
+        with Redlock(urls, node_timeout=PATIENCE) as redlock:
             see_quorum(redlock)
             for node in mortal_nodes[1:]:
                 node.pause()

@@ -446,9 +446,16 @@ def permitted(key: str, also: str = "anybody", until: str = "") -> None:
 
 
 @task(base=LockedTask, lock_key="p:{key}", lock_backoff=QUICK)
-def shares(key: str, also: str) -> None:
-    """Write under two names; how many may do so at once is the settings' matter."""
+def shares(key: str, also: str, together: int = 1) -> None:
+    """Write under two names; how many may do so at once is the settings' matter.
+
+    together: how many must have begun under the second name before one ends.
+    """
     with written(key), written(also):
+        end = time.monotonic() + 100
+        while LOG.read_text().count(f'"begin", "key": "{also}"') < together:
+            assert time.monotonic() < end, f"fewer than {together} runs of {also} at once"
+            time.sleep(0.02)
         time.sleep(0.05)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from celery.app.trace import build_tracer, trace_ok_t
@@ -50,10 +52,30 @@ def run_here(task: Any, *args: Any, **fields: Any) -> trace_ok_t:
 def see_drained(stage: Stage) -> None:
     """Return when no message is left, neither in the queue nor in a worker.
 
-    Both are asked at once: what a worker puts back goes from the second to the first.
+    All is asked at once: what a worker puts back goes from the second to the first. A message that
+    a worker has taken from the queue and not noted yet is nowhere; but then its connection does not
+    wait in BRPOP. Source: kombu.transport.redis, Channel._brpop_read.
     """
-    client = stage.broker.client()
-    eventually(lambda: not client.exists(QUEUE, "unacked"), within=120)
+    client, own = stage.broker.client(), own_addresses()
+
+    def is_drained() -> bool:
+        with client.pipeline(transaction=True) as asked:
+            left, clients = asked.exists(QUEUE, "unacked").client_list().execute()
+        took = [one for one in clients if one["cmd"] == "brpop" and "b" not in one["flags"]]
+        return not left and all(one["addr"] in own for one in took)
+
+    eventually(is_drained, within=120)
+
+
+def own_addresses() -> set[str]:
+    """Return the addresses of this process's connections, which may have waited for a reply."""
+    found: set[str] = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed a moment ago
+            if str(fd.readlink()).startswith("socket:"):
+                with socket.fromfd(int(fd.name), socket.AF_INET, socket.SOCK_STREAM) as end:
+                    found.add(":".join(map(str, end.getsockname())))
+    return found
 
 
 @contextmanager

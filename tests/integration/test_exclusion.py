@@ -9,7 +9,16 @@ import pytest
 
 from celery_redlock import Backoff, QuorumUnreachable
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
-from tests.conftest import FREED, NODE_TIMEOUT, TTL, eventually, is_free, keys_on, trust_nodes
+from tests.conftest import (
+    FREED,
+    NODE_TIMEOUT,
+    PATIENCE,
+    TTL,
+    eventually,
+    is_free,
+    keys_on,
+    trust_nodes,
+)
 from tests.integration.conftest import Stage, overlaps, slow_but
 
 
@@ -133,6 +142,7 @@ def test_two_dead_nodes_of_five_stop_nothing_and_a_third_one_lets_nobody_run(
         trust_nodes(nodes)
         stage = make_stage(nodes)
         stage.worker(concurrency=4)
+        stage.app.conf.redlock_node_timeout = PATIENCE  # here alone: each cause is to be known
         work = stage.tasks.work
         first = [work.delay(f"key{n % 3}") for n in range(9)]
         stage.wait_for("end", 3)

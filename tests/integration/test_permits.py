@@ -110,8 +110,9 @@ def test_workers_with_old_and_new_settings_together_are_never_more_than_the_larg
     for queue, options in settings.items():
         stage = make_stage(nodes, redlock_queues={"*": options})
         stage.worker(f"of-{queue}", queues=[queue], concurrency=4)
+    together = {"held": 1, "waiting": 2}  # however fast they are, two of the new worker meet
     results = [
-        stage.tasks.shares.apply_async(("k", queue), queue=queue)
+        stage.tasks.shares.apply_async(("k", queue, together[queue]), queue=queue)
         for _ in range(15)
         for queue in settings
     ]

@@ -20,7 +20,7 @@ from celery.exceptions import TaskRevokedError
 from celery_redlock.tasks.deferral import HEADER, Slip, utc_now
 from celery_redlock.tasks.routes import QUEUE as KEPT_QUEUE
 from celery_redlock.testing import WorkerProcess
-from tests.conftest import eventually
+from tests.conftest import PATIENCE, eventually
 from tests.integration.conftest import ROOT, Line, Stage
 from tests.integration.deliveries import QUEUE, deliver, heard, run_here, see_drained
 from tests.integration.test_loss import take_away
@@ -31,12 +31,16 @@ REVOKE_LEAVES_STATES = pytest.mark.skipif(
     (5, 6) <= celery.VERSION[:2] < (5, 7), reason="there revoke itself writes REVOKED at once"
 )
 HELD_BACK = "held-back"  # a queue that no worker has
+LIMIT = 8  # s: a hard limit by which a body has begun, also where a stall of 5 s came before
 
 
 @pytest.fixture(scope="module")
 def placed(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
-    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
-    made = set_standing_stage(task_track_started=True)
+    """Give a stage whose one worker stays for all tests here; each test has keys of its own.
+
+    A run that hears no quorum in time is put back, so the nodes have time for a stall.
+    """
+    made = set_standing_stage(task_track_started=True, redlock_node_timeout=PATIENCE)
     return made, made.worker(concurrency=3, queues=["celery"], options=["-E"])
 
 
@@ -129,7 +133,7 @@ def marks(stage: Stage, result: Any) -> int:
 def test_a_run_that_its_hard_limit_ended_is_done(
     stage: Stage, worker: WorkerProcess, key: str, how: str
 ) -> None:
-    result, message = send(stage, "stays_late", key, how, time_limit=5)
+    result, message = send(stage, "stays_late", key, how, time_limit=LIMIT)
     eventually(lambda: begun(stage, key))
     deliver(stage, message)  # it waits, or where this machine was slow finds the run over
     eventually(lambda: says(worker, DROPPED, result))
@@ -159,7 +163,7 @@ def test_a_run_that_was_revoked_with_a_signal_is_done(stage: Stage, key: str, na
 
 
 def test_a_run_whose_hard_limit_hands_its_message_back_runs_again(stage: Stage, key: str) -> None:
-    result, _ = send(stage, "stays_not_acked", key, time_limit=5)
+    result, _ = send(stage, "stays_not_acked", key, time_limit=LIMIT)
     eventually(lambda: len(begun(stage, key)) == 2)
     eventually(lambda: stage.info(result)["status"] == "SUCCESS")  # FAILURE was stored first
 
@@ -253,7 +257,7 @@ def test_a_second_delivery_that_a_soft_limit_cuts_as_it_waits_in_its_slot_tells_
 ) -> None:
     with stage.tasks.late.lock_for(key, wait=60):
         result, message = hold_back(stage, "late", key, lock={"wait": 60})
-        deliver(stage, limited(message, 3))
+        deliver(stage, limited(message, 6))  # s: it waits by then
         eventually(lambda: says(worker, "may run already", result) > 1)
         assert stage.info(result)["status"] == "PENDING"
     assert result.get(timeout=120) == 0

@@ -19,10 +19,17 @@ from celery.exceptions import TaskRevokedError
 
 from celery_redlock import LockedTask, LockTaken, QuorumUnreachable, SettingsError
 from celery_redlock.tasks.runtime import redlock_of
-from celery_redlock.testing import EmbeddedNode
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import PATIENCE, eventually, trust_nodes
 from tests.integration.conftest import PASSWORD, Stage, slow_but
 from tests.integration.deliveries import watched
+
+
+@pytest.fixture(scope="module")
+def standing_stage(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+    """Give a stage and its one worker; nodes have time for a stall, or a holder has no name."""
+    made = set_standing_stage(redlock_node_timeout=PATIENCE)
+    return made, made.worker(concurrency=4, options=["-E"])
 
 
 @pytest.fixture
@@ -382,7 +389,7 @@ def test_where_only_errors_are_wanted_they_are_stored_and_nothing_else(
         for on_conflict, error in (("skip", TaskRevokedError), ("fail", LockTaken)):
             sent = stage.tasks.work.apply_async(("k",), lock={"on_conflict": on_conflict}, **call)
             with pytest.raises(error):
-                ended(sent.id).get(timeout=30)
+                ended(sent.id).get(timeout=120)
         deferred = stage.tasks.work.apply_async(("k",), **call)
         eventually(lambda: f"[{deferred.id}] deferred" in worker.output())
         assert stage.info(deferred)["status"] == "PENDING"
@@ -399,7 +406,7 @@ def test_what_is_skipped_here_and_now_is_stored_where_eager_results_are() -> Non
 
     with EmbeddedNode() as node:
         trust_nodes([node])
-        app.conf.redlock_nodes = [node.url]
+        app.conf.update(redlock_nodes=[node.url], redlock_node_timeout=PATIENCE)
         node.client().set("{redlock}:lock:k", "another's", px=60_000)
         sent = skips.delay()
         redlock_of(app).close()

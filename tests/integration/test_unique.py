@@ -192,7 +192,7 @@ ENDS = {
     "rejects": ("once_late", "reject", {}),
     "replaces itself": ("once_early", "replace", {}),
     "is killed": ("once_early", "die", {}),
-    "has its hard limit": ("once_early", "stay", {"time_limit": 5}),  # s: the body begins by then
+    "has its hard limit": ("once_early", "stay", {"time_limit": 8}),  # s: the body begins by then
 }
 
 
@@ -229,7 +229,7 @@ class TestAWindowEnds:
     def test_where_the_message_expires(self, stage: Stage, key: str) -> None:
         task = stage.tasks.once_early
         with task.lock_for(key, wait=60):
-            first = task.apply_async((key,), expires=5)  # s: the window lasts no longer, either
+            first = task.apply_async((key,), expires=8)  # s: the window lasts no longer, either
             assert windows(stage, key)
             see_window_end(stage, key)
             eventually(lambda: status(stage, first) == "REVOKED")
