@@ -461,7 +461,7 @@ class TestCancelled:
             if cancellations > 1:
                 await come_true(task.done)
             assert task.done() == (cancellations > 1)
-            assert redlock.session.quorum.outstanding, "the round ended by itself"
+            assert redlock.session.node_set.outstanding, "the round ended by itself"
             for node in mortal_nodes[1:]:
                 node.resume()
             with pytest.raises(asyncio.CancelledError):
