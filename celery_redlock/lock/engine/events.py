@@ -131,7 +131,7 @@ class Events:
 
     def lost(self, acquisition: Acquisition, reason: str) -> None:
         """Tell that a lock is lost, once; called in the watchdog's second thread alone."""
-        if acquisition.tells_loss():
+        if acquisition.mark_loss_told():
             self._teller.unwatch(acquisition)
             self._teller.say(functools.partial(self._tell_lost, acquisition, reason))
 

@@ -222,7 +222,7 @@ class Session:
         reason = acquisition.expire(now)
         if reason is not None:
             self.events.lost(acquisition, reason)
-        elif acquisition.tells_risk(now):
+        elif acquisition.mark_risk_told(now):
             self.events.at_risk(acquisition, now)
 
     def _run_maintenance(self) -> float:

@@ -193,12 +193,12 @@ class Acquisition:
             lease.lose(lost.reason)
         return lost.reason
 
-    def tells_loss(self) -> bool:
+    def mark_loss_told(self) -> bool:
         """Return True once: the caller that gets it reports the loss."""
         told, self._loss_told = self._loss_told, True
         return not told
 
-    def tells_risk(self, now: float) -> bool:
+    def mark_risk_told(self, now: float) -> bool:
         """Return True once after each renewal that reached a quorum, if it is at risk at `now`."""
         if self._at_risk_told or not any(one.lease.at_risk(now) for one in self.key_leases):
             return False
