@@ -19,6 +19,7 @@ from celery_redlock.lock.model.grace_period import Guard, grace_period
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import platform_for
 from celery_redlock.lock.platform.greenlets import is_patched_by_eventlet
+from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.server.admin import trust_nodes
 from celery_redlock.lock.validation import (
     check_drift,
@@ -157,6 +158,7 @@ class Redlock:
     def __enter__(self) -> Redlock:
         return self
 
+    @uninterruptible
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 

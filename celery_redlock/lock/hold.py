@@ -16,14 +16,14 @@ LONGEST_SPLIT = 0.25  # the widest range of a pause between those
 class Hold:
     """One acquire that is not released yet: its own acquisition, and those around it.
 
-    owner: the caller. splits: its tries in a row that rivals shared the nodes at. took: seconds,
-    of its last try.
+    owner: who acquires. client: the `Redlock`, kept alive while a thread may still acquire. splits:
+    its tries in a row at which rivals shared the nodes. took: seconds, of its last try.
     """
 
-    __slots__ = ("__weakref__", "acquisitions", "owner", "splits", "took")
+    __slots__ = ("__weakref__", "acquisitions", "client", "owner", "splits", "took")
 
-    def __init__(self, owner: Owner) -> None:
-        self.owner = owner
+    def __init__(self, owner: Owner, client: object) -> None:
+        self.owner, self.client = owner, client
         self.acquisitions: list[Acquisition] = []
         self.splits, self.took = 0, 0.0
 

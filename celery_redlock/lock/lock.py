@@ -47,12 +47,11 @@ class Lock:
     """
 
     def __init__(self, client: Client, options: LockOptions) -> None:
-        self._client, self._options = client, options
-        session = self._session = client.session
-        self._clock = session.clock
+        self._client, self._options, self._session = client, options, client.session
+        self._clock = self._session.clock
         self._holds: list[Hold] = []  # one for each acquire that is not released yet
         self._last: Hold | None = None  # to say of it why it is over
-        self._keys = lock_keys(session.options.prefix, options)
+        self._keys = lock_keys(self._session.options.prefix, options)
 
     @property
     def resource(self) -> str:
@@ -115,7 +114,7 @@ class Lock:
         server, and RedlockError if another owner has acquired this object.
         """
         timeout = self._timeout("Lock.acquire", wait)
-        hold = Hold(self._session.reentrancy.current_owner())
+        hold = Hold(self._session.reentrancy.current_owner(), self._client)
         try:
             self._enter(hold)
             acquire_with_retry(self._session, self._options, self._keys, hold, timeout)
@@ -135,7 +134,8 @@ class Lock:
         its own. wait, and what is raised: as for `acquire`.
         """
         timeout, session = self._timeout("Lock.acquire_async", wait), self._session
-        hold, runner = Hold(session.reentrancy.current_owner()), StepRunner(session.threads)
+        owner, runner = session.reentrancy.current_owner(), StepRunner(session.threads)
+        hold = Hold(owner, self._client)
         try:
             self._enter(hold)
             attempts = Attempts(session, self._options, self._keys, hold)

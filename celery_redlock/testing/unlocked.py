@@ -40,8 +40,8 @@ class Unlocked(Acquisition):
         self._token = next(_tokens)
 
     def held(self, now: float) -> bool:
-        """Return whether it is not released."""
-        return self.has_user
+        """Return True: after its release nobody asks it."""
+        return True
 
     def lost(self, now: float) -> bool:
         """Return False, always."""
@@ -49,7 +49,7 @@ class Unlocked(Acquisition):
 
     def remaining(self, now: float) -> float:
         """Return a whole ttl, always."""
-        return self.options.ttl if self.has_user else 0.0
+        return self.options.ttl
 
     @property
     def fencing_token(self) -> int:

@@ -50,6 +50,15 @@ def over(nodes: list[EmbeddedNode]) -> Redlock:
     return Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT)
 
 
+def test_what_stands_for_it_has_what_observers_ask_for() -> None:
+    redlock = Redlock(["redis://127.0.0.1:1"])  # never connected to
+    session = redlock.session
+    del redlock
+    gc.collect()
+    assert session.client().session is session
+    assert session.client().observer is Redlock.observer
+
+
 @UNCLOSED
 @pytest.mark.usefixtures("nothing_is_left")
 class TestDropped:

@@ -347,6 +347,13 @@ class TestLockingOff:
                 assert lock.remaining == lock.ttl
             assert not lock.held
 
+    def test_no_thread_starts_and_a_dropped_lock_may_be_taken_again(self) -> None:
+        with Redlock(["redis://127.0.0.1:1"]) as redlock, locking_off():
+            redlock.lock("r").acquire()  # and nobody keeps it
+            with redlock.lock("r") as again:
+                assert again.held
+            assert not redlock.session.is_used
+
     def test_it_is_on_again_behind_it(self, app: Celery) -> None:
         with contextlib.suppress(KeyError), locking_off():
             raise KeyError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from celery_redlock import Lock
+from celery_redlock import Lock, Redlock
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.platform.interrupts import is_uninterruptible
@@ -15,6 +15,7 @@ from celery_redlock.lock.platform.interrupts import is_uninterruptible
 RELEASES = [
     Lock.release,
     Lock.__exit__,
+    Redlock.__exit__,
     Hold.release,
     Hold.release_anywhere,
     Releaser.release,

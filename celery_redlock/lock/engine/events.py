@@ -72,15 +72,15 @@ class Teller(Protocol):
 class Events:
     """Tells the observer and the log of what happens to the locks and nodes of one `Redlock`.
 
-    client: the `Redlock`, kept weakly; once it is gone, its class stands for it.
+    client: the `Redlock`, kept weakly. dropped: what stands for it once it is gone.
     tells_of_new_nodes: a node that abstains is worth a warning at its first contact, too, for
     nobody else says it.
     """
 
     tells_of_new_nodes = True
 
-    def __init__(self, client: Any, teller: Teller) -> None:
-        self._client, self._class, self._teller = ref(client), type(client), teller
+    def __init__(self, client: Any, dropped: Any, teller: Teller) -> None:
+        self._client, self._dropped, self._teller = ref(client), dropped, teller
         self.forget()
 
     def forget(self) -> None:
@@ -89,26 +89,26 @@ class Events:
 
     def settled(self, key_lease: KeyLease) -> None:
         """Tell that no node keeps a key any more, or needs to be told of its end."""
-        (self._client() or self._class).observer.settled(key_lease)
+        (self._client() or self._dropped).observer.settled(key_lease)
 
     def claiming(self, acquisition: Acquisition, key_lease: KeyLease) -> None:
         """Tell that the request for a key is about to be written."""
-        client = self._client() or self._class
+        client = self._client() or self._dropped
         client.observer.claiming(client, acquisition, key_lease)
 
     def acquired(self, acquisition: Acquisition) -> None:
         """Tell that a lock is held."""
-        client = self._client() or self._class
+        client = self._client() or self._dropped
         client.observer.acquired(client, acquisition)
 
     def released(self, acquisition: Acquisition) -> None:
         """Tell that a lock is released."""
-        client = self._client() or self._class
+        client = self._client() or self._dropped
         client.observer.released(client, acquisition)
 
     def extended(self, acquisitions: Iterable[Acquisition]) -> None:
         """Tell that a quorum renewed some locks."""
-        client = self._client() or self._class
+        client = self._client() or self._dropped
         observer = client.observer
         for acquisition in acquisitions if observer.hears_extensions else ():
             self._teller.tell(functools.partial(observer.extended, client, acquisition))
@@ -142,7 +142,7 @@ class Events:
     def _tell_lost(self, acquisition: Acquisition, reason: str) -> None:
         extra = {"event": "lock_lost", "resource": acquisition.resource, "reason": reason}
         logger.error("lost %r: %s", acquisition.resource, reason, extra=extra)
-        client = self._client() or self._class
+        client = self._client() or self._dropped
         client.observer.lost(client, acquisition, reason)
 
     def node_changed(self, node: NodeClient, error: NodeError | None) -> None:
@@ -150,7 +150,7 @@ class Events:
         self._teller.tell(functools.partial(self._tell_of_node, node.name, error))
 
     def _tell_of_node(self, name: str, error: NodeError | None) -> None:
-        client = self._client() or self._class
+        client = self._client() or self._dropped
         if error is None:
             extra = {"event": "node_recovered", "node": name}
             logger.info("node %s answers again", name, extra=extra)

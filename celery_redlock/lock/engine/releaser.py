@@ -57,7 +57,6 @@ class Releaser:
 
     def forget(self) -> None:
         """Start anew in a forked child, which releases nothing of its parent's."""
-        self._begun: dict[int, list[KeyRelease]] = {}  # by the number of an acquisition
         self._unwritten: dict[int, KeyRelease] = {}
         self._late_grants: dict[str, KeyRelease] = {}  # by value: its grant may still run some day
         self._orphans: list[tuple[float, Acquisition]] = []  # monotonic seconds: once more then
@@ -69,15 +68,17 @@ class Releaser:
         publish: tell the waiters.
         """
         self._reentrancy.exit(acquisition)
-        number = acquisition.number
-        if number not in self._begun:
-            now = self.clock.now()
-            keys = acquisition.key_leases
-            self._begun[number] = [
-                KeyRelease(self, acquisition, one, now, publish=publish) for one in keys
-            ]
-        self._write_all(self._begun[number])
-        self._begun.pop(number, None)  # they refer to each other
+        releases = acquisition.releases or self._new_releases(acquisition, publish=publish)
+        acquisition.releases = releases  # kept: if this is cut, the next call writes the same ones
+        self._write_all(releases)
+        acquisition.releases = []  # they refer to the acquisition
+
+    def _new_releases(self, acquisition: Acquisition, *, publish: bool) -> list[KeyRelease]:
+        now = self.clock.now()
+        return [
+            KeyRelease(self, acquisition, one, now, publish=publish)
+            for one in acquisition.key_leases
+        ]
 
     @uninterruptible
     def roll_back(self, acquisition: Acquisition) -> None:
@@ -87,7 +88,7 @@ class Releaser:
         would wake the waiters that make it fail.
         """
         now = self.clock.now()
-        self._begun[acquisition.number] = [
+        acquisition.releases = [
             KeyRelease(self, acquisition, one, now, publish=one.lease.state is HELD)
             for one in acquisition.key_leases
         ]
@@ -147,6 +148,8 @@ class Releaser:
         If an exception cuts this (a soft time limit, a killed greenlet), the watchdog's thread goes
         on with them.
         """
+        if not releases:  # nothing was asked for: no thread is needed
+            return
         for release in releases:
             self._unwritten[id(release)] = release
         try:

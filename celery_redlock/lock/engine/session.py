@@ -45,6 +45,19 @@ class Client(Protocol):
         """What is told of its locks and nodes."""
 
 
+class DroppedClient:
+    """Stands for a `Redlock` that is gone while what it began is brought to an end."""
+
+    def __init__(self, made: type[Any], session: Session) -> None:
+        self._made, self.session = made, session
+
+    @property
+    def observer(self) -> Observer:
+        """What is told of its locks and nodes."""
+        observer: Observer = self._made.observer
+        return observer
+
+
 class Session:
     """What one process keeps up for all locks of one `Redlock`.
 
@@ -61,7 +74,8 @@ class Session:
         addresses: Sequence[Address],
         platform: Platform,
     ) -> None:
-        self._client, self._class = ref(client), type(client)
+        self._client, self._level = ref(client), type(client).__name__
+        self._dropped = DroppedClient(type(client), self)
         self.options, self.platform, self.clock = options, platform, platform.clock
         self.exchanged_every = options.guard.grace_period * EXCHANGED_EVERY  # seconds
         self._build(client, addresses)
@@ -73,7 +87,7 @@ class Session:
         self.watchdog: Watchdog[Acquisition] = Watchdog(
             platform, self._renew_due, self._run_maintenance, self._check_deadline
         )
-        self.events = Events(client, self.watchdog)
+        self.events = Events(client, self._dropped, self.watchdog)
         told = NodeEvents(self.events.node_changed, self._node_connected, self._node_replaced)
         self.node_set = GuardedNodeSet(
             addresses, options.node_timeout, platform, options.guard, told
@@ -90,9 +104,8 @@ class Session:
         )
 
     def client(self) -> Any:
-        """Return the `Redlock`, or its class once it is gone: what it began is then ended."""
-        client = self._client()
-        return self._class if client is None else client
+        """Return the `Redlock`, or what stands for it once it is gone."""
+        return self._client() or self._dropped
 
     @property
     def is_used(self) -> bool:
@@ -210,7 +223,7 @@ class Session:
         """Raise SettingsError if two of the nodes are one server, which then would vote twice."""
         pair = self.node_set.same_server
         if pair is not None:
-            raise one_server(self._class.__name__, pair)
+            raise one_server(self._level, pair)
 
     # what the watchdog's threads do
 

@@ -34,7 +34,7 @@ class Acquisition:
 
     __slots__ = ("_at_risk_told", "_last_renewal", "_loss_told", "_reclaim_at", "_users",
                  "abandoned", "acquired_at", "ended_at", "key_leases", "keys", "leeway", "number",
-                 "options", "owner", "renew_at", "was_split")  # fmt: skip
+                 "options", "owner", "releases", "renew_at", "was_split")  # fmt: skip
 
     def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
         self.options, self.keys, self.owner = options, keys, owner
@@ -48,6 +48,7 @@ class Acquisition:
         self._last_renewal = -math.inf  # monotonic seconds up to which it may be renewed
         self.ended_at = 0.0  # seconds since 1970, once what runs under it has ended
         self._at_risk_told = self._loss_told = False
+        self.releases: list[Any] = []  # of its keys, while they are written
         self.was_split = False  # it was refused though nobody else had it either
 
     # users: what of this process relies on it

@@ -161,13 +161,14 @@ class NodeSet(Dispatcher, Generic[P]):
                 self._deliver_mail()
             while not poller.parks_on(round_):
                 left = until - self.clock.now()
-                ready = poller.poll(self.nodes, pollers.topology, max(0.0, left))
+                ready = poller.poll(self.nodes, self.pollers.topology, max(0.0, left))
                 nodes = self.nodes if native else ready
                 self.read(nodes, PAUSES if left <= 0 else 2, keeps_gil=native)
                 if left <= 0:  # that was the last look: others' answers must not keep us here
                     return
         finally:
             round_.wake = None
+            pollers.taken.pop(id(poller), None)  # first: an exception strikes where a call begins
             pollers.put_back(poller)
 
     def wait_keeping_gil(self, round_: Round) -> None:

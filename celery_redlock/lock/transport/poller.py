@@ -87,12 +87,13 @@ class PollerPool:
     """The pollers of a set of nodes: in use, or free.
 
     topology: counts the changes among the connections; a poller arranges itself anew after one.
+    taken: the pollers in use, by id.
     """
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
         self.topology = 0
-        self._taken: dict[int, Poller] = {}
+        self.taken: dict[int, Poller] = {}
         self._free: dict[bool, list[Poller]] = {False: [], True: []}  # by `native`
         self._unneeded = {False: 0, True: 0}  # how many were free since the last look
         self._spared_until = 0.0  # monotonic seconds
@@ -106,18 +107,17 @@ class PollerPool:
             poller = Poller(self._platform, native=native)
         if len(free) < self._unneeded[native]:
             self._unneeded[native] = len(free)
-        self._taken[id(poller)] = poller
+        self.taken[id(poller)] = poller
         return poller
 
     def put_back(self, poller: Poller) -> None:
-        """Take a poller back that is not used any more."""
-        self._taken.pop(id(poller), None)
+        """Keep a poller that is not among the taken ones any more."""
         self._free[poller.native].append(poller)
 
     def rearm(self) -> None:
         """Make every waiter look at the connections anew."""
         self.topology += 1
-        for poller in list(self._taken.values()):
+        for poller in list(self.taken.values()):
             poller.wake()
 
     def drop_spare(self, now: float) -> float:
