@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,9 +43,16 @@ CHANNEL = "{redlock}:wake:r"
 LIMIT = 9007199254740990
 
 
+@pytest.fixture(scope="module")
+def node() -> Iterator[EmbeddedNode]:
+    """Give a node that no client but the tests of this file has ever met."""
+    with EmbeddedNode() as server:
+        yield server
+
+
 @pytest.fixture
-def client(nodes: list[EmbeddedNode]) -> Redis:
-    client = nodes[0].client()
+def client(node: EmbeddedNode) -> Redis:
+    client = node.client()
     client.flushall()
     return client
 
