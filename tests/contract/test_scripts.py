@@ -20,7 +20,6 @@ from celery_redlock.lock.server.scripts import (
     BREAK,
     GRANT,
     GUARD,
-    NO_GUARD,
     RELEASE,
     RENEW,
     SAY_NOTHING,
@@ -41,6 +40,7 @@ DONE = completion_key("redlock", "1:t:0:0")
 OTHER = lock_key("redlock", "other")
 CHANNEL = "{redlock}:wake:r"
 LIMIT = 9007199254740990
+NO_GUARD = SAY_NOTHING * 3  # what a grant ends with if the restart guard is off
 
 
 @pytest.fixture(scope="module")

@@ -87,4 +87,3 @@ class Requests:
 
 _NOTHING = encode_bulk(b"")
 SAY_NOTHING = _NOTHING  # instead of a channel
-NO_GUARD = _NOTHING * 3
