@@ -128,11 +128,11 @@ class Crowd:
         """Have so many wait for one key, let them run, and return what each of them cost."""
         self._crowds += 1
         key = f"crowd-{self._crowds}"
-        before, put_back = self._used(), self._put_back()
+        before, republish = self._used(), self._put_back()
         with Redlock(self._urls, prefix=QUEUE) as redlock, redlock.lock(key, wait=PATIENCE):
             for _ in range(count):
                 self._sender.send_task(TASK, (key,), queue=QUEUE, ignore_result=True)
-            self._see(lambda: self._put_back() - put_back >= count)
+            self._see(lambda: self._put_back() - republish >= count)
         self._see(lambda: self._broker.client().llen(f"{QUEUE}:ran") == count)
         self._broker.client().delete(f"{QUEUE}:ran")
         return Cost(*((n - b) / count for n, b in zip(self._used(), before, strict=True)))

@@ -18,7 +18,7 @@ from celery.signals import worker_init
 from redis import Redis
 
 from celery_redlock import Backoff, LockedTask
-from celery_redlock.tasks.waiting import Room
+from celery_redlock.tasks.waiting import WaitingRoom
 
 BROKER, STORE, NODES = "BENCHMARK_BROKER", "BENCHMARK_STORE", "BENCHMARK_NODES"
 QUEUE, WAKES = "BENCHMARK_QUEUE", "BENCHMARK_WAKES"
@@ -43,7 +43,7 @@ app.conf.update(
 def _take_the_room_away(sender: Any = None, **_: Any) -> None:
     """Leave the delay alone to wake anybody, for comparison."""
     if os.environ.get(WAKES) == "no":
-        sender.app.steps["consumer"].discard(Room)
+        sender.app.steps["consumer"].discard(WaitingRoom)
 
 
 @app.task(name="locked", base=LockedTask, lock_key="relay", lock_backoff=Backoff(LONGEST, LONGEST))

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 from celery_redlock import Backoff
 from celery_redlock.operate.cli import redlock as redlock_command
 from celery_redlock.operate.metrics import Metrics
-from celery_redlock.tasks.settings import APP_ONLY, OPTIONS, compile_plan, read_app
+from celery_redlock.tasks.settings import APP_ONLY, OPTIONS, compile_config, read_app
 from celery_redlock.testing import EmbeddedNode
 from tests.pages import PAGES, ROOT, Block, blocks, name_of, on_servers
 
@@ -187,7 +187,7 @@ def test_every_option_is_in_the_table_with_the_default_that_it_has() -> None:
     rows = option_rows()
     assert list(rows) == list(OPTIONS)
     app = read_app({"redlock_nodes": ["redis://a"]})
-    rules = compile_plan(app, "f", {}, inspect.signature(lambda: None)).rules("celery")
+    rules = compile_config(app, "f", {}, inspect.signature(lambda: None)).rules("celery")
     assert rows.pop("key") == "all arguments"
     for name, told in rows.items():
         default = eval(told.removesuffix(" s").strip("`"), {"Backoff": Backoff})

@@ -17,9 +17,9 @@ from celery_redlock.errors import RUN
 from celery_redlock.lock.model.keys import label_of, since_of
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children import held_by_children
-from celery_redlock.tasks.deferral import Slip
+from celery_redlock.tasks.deferral import LockHeader
 from celery_redlock.tasks.runtime import redlock_of
-from celery_redlock.tasks.waiting import waiting_with
+from celery_redlock.tasks.waiting import waiters_of
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,6 @@ def redlock_waiting(state: Any) -> list[dict[str, Any]]:
             "deferrals": slip.deferrals,
             "tries_in": max(0.0, waiting.due - now),
         }
-        for waiting in waiting_with(state.consumer)
-        for slip in (Slip.of(waiting.request._context),)
+        for waiting in waiters_of(state.consumer)
+        for slip in (LockHeader.of(waiting.request._context),)
     ]

@@ -19,20 +19,20 @@ from celery.signals import worker_ready
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.transport.address import parse_address
-from celery_redlock.tasks.gate import ENTRY, plan_of
+from celery_redlock.tasks.gate import ENTRY, config_of
 from celery_redlock.tasks.routes import has_quorum_queues
 from celery_redlock.tasks.runtime import settings_of
 from celery_redlock.tasks.settings import (
-    CELERYS,
+    CELERY_PREFIX,
     DEFAULT_PREFIX,
     AppSettings,
     EffectiveOptions,
-    Plan,
+    TaskLockConfig,
     did_you_mean,
     is_glob,
     one_redis,
     pattern_for,
-    place_by_pattern,
+    pattern_source,
     says_what,
     templates_of,
 )
@@ -94,7 +94,7 @@ class TaskFacts:
     retries_after: where it retries by itself. takes_entry: it goes by an entry of `redlock_tasks`.
     """
 
-    plan: Plan
+    plan: TaskLockConfig
     queue: str
     acks_late: bool = False
     reject_on_worker_lost: bool = False
@@ -156,7 +156,7 @@ def _all(facts: Facts) -> Iterator[Lint]:
             pattern = pattern_for(task.queue, facts.settings.queues)
             of_queue = facts.settings.queues[pattern] if pattern else {}
             if not says_what(task.plan.options):
-                task.plan.check_what(of_queue, place_by_pattern("queue", pattern or ""))
+                task.plan.check_what(of_queue, pattern_source("queue", pattern or ""))
         except SettingsError as error:
             hint = f"every run of {task.name} there ends as FAILURE: {error.hint}"
             yield Lint(WARNING, f"{error.level}: {error.name}", error.value, hint)
@@ -190,7 +190,10 @@ def lint_queues(
 
 def _entries(facts: Facts) -> Iterator[Lint]:
     """Give entries of `redlock_tasks` that lock nothing."""
-    setting, names = "app: redlock_tasks", [n for n in facts.names if not n.startswith(CELERYS)]
+    setting, names = (
+        "app: redlock_tasks",
+        [n for n in facts.names if not n.startswith(CELERY_PREFIX)],
+    )
     taken = {pattern_for(name, facts.settings.tasks) for name in names}
     own = {pattern_for(task.name, facts.settings.tasks): task.name
            for task in facts.tasks if not task.takes_entry}  # fmt: skip
@@ -409,7 +412,7 @@ def facts_of(app: Any) -> Facts:
         tasks=tuple(
             _task_facts(task)
             for task in locked_tasks(app)
-            if plan_of(task).options.get("key") is not False
+            if config_of(task).options.get("key") is not False
         ),
         counts=find_spec("prometheus_client") is not None,
         key_prefixes=_key_prefixes(conf),
@@ -453,7 +456,7 @@ def _task_facts(task: LockedTask) -> TaskFacts:
     # Celery before 5.7 leaves the app's limits to the pool, and None on its tasks
     soft, hard = task.app.conf.task_soft_time_limit, task.app.conf.task_time_limit
     return TaskFacts(
-        plan=plan_of(task),
+        plan=config_of(task),
         queue=_queue_of(task),
         acks_late=bool(task.acks_late),
         reject_on_worker_lost=bool(task.reject_on_worker_lost),

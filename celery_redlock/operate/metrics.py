@@ -32,11 +32,11 @@ from celery_redlock.lock.node_status import look_at_nodes
 from celery_redlock.operate.control import holds_of
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.children import forks_children
-from celery_redlock.tasks.deferral import Slip, utc_now
-from celery_redlock.tasks.gate import passage_of
+from celery_redlock.tasks.deferral import LockHeader, utc_now
+from celery_redlock.tasks.gate import run_of
 from celery_redlock.tasks.runtime import redlock_of, settings_of
 from celery_redlock.tasks.task import locked_tasks
-from celery_redlock.tasks.waiting import waiting_with
+from celery_redlock.tasks.waiting import waiters_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Metrics:
         self.acquired.labels(_task(sender)).inc()
         request = getattr(sender, "request", None)
         if request is not None and not request.called_directly:
-            self.waited.labels(_task(sender)).observe(Slip.of(request).past(utc_now()).waited)
+            self.waited.labels(_task(sender)).observe(LockHeader.of(request).past(utc_now()).waited)
 
     def _on_released(self, sender: Any = None, event: Any = None, **_: Any) -> None:
         self.released.labels(_task(sender), event.by).inc()
@@ -142,7 +142,7 @@ class Present:
             held.add_metric([task], number)
         yield held
         waiting = _gauge("waiting", "Messages that wait here for a lock.", "task")
-        names = Count(waiting.request.name for waiting in waiting_with(self._consumer))
+        names = Count(waiting.request.name for waiting in waiters_of(self._consumer))
         for task, number in names.items():
             waiting.add_metric([task], number)
         yield waiting
@@ -287,14 +287,14 @@ def _on_span(sender: Any, event: Any, outcome: str) -> None:
     span = None if trace is None else trace.get_current_span()
     if span is None or not span.is_recording():
         return
-    noted = {f"redlock.{name}": value for name, value in vars(event).items()}
+    wrap_hook = {f"redlock.{name}": value for name, value in vars(event).items()}
     if not _is_own(sender, event.resource):
-        span.add_event(f"redlock.{outcome}", noted)
+        span.add_event(f"redlock.{outcome}", wrap_hook)
         return
     if outcome == "acquired":
-        past = Slip.of(sender.request).past(utc_now())
-        noted |= {"redlock.waited": past.waited, "redlock.deferrals": past.deferrals}
-    span.set_attributes({**noted, "redlock.outcome": outcome})
+        past = LockHeader.of(sender.request).past(utc_now())
+        wrap_hook |= {"redlock.waited": past.waited, "redlock.deferrals": past.deferrals}
+    span.set_attributes({**wrap_hook, "redlock.outcome": outcome})
 
 
 def _is_own(sender: Any, resource: str) -> bool:
@@ -302,7 +302,7 @@ def _is_own(sender: Any, resource: str) -> bool:
     request = getattr(sender, "request", None)
     if request is None or request.called_directly:
         return False
-    passage = passage_of(request)
+    passage = run_of(request)
     return passage is None or bool(passage.lock.resource == resource)
 
 

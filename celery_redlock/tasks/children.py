@@ -64,7 +64,7 @@ _BIRTH = struct.Struct("<IQ")  # pid, start time
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """One line: what a child claims of one key.
 
     state: CLAIMED, HELD, or RELEASED where some node may not have heard of the release yet.
@@ -90,7 +90,7 @@ class Entry:
         return label_of(self.value).rpartition(" ")[0]
 
 
-def line_of(session: Session, acquisition: Acquisition, key_lease: KeyLease) -> bytes:
+def encode_entry(session: Session, acquisition: Acquisition, key_lease: KeyLease) -> bytes:
     """Return what a child writes of a claim, without its state."""
     key, options = key_lease.key, acquisition.options
     resource = key.resource.encode("utf-8", "surrogatepass")
@@ -104,7 +104,7 @@ def line_of(session: Session, acquisition: Acquisition, key_lease: KeyLease) -> 
     return _SEAL.pack(zlib.crc32(body), len(body)) + body
 
 
-def entry_of(state: int, line: bytes) -> Entry | None:
+def parse_entry(state: int, line: bytes) -> JournalEntry | None:
     """Return what stands on a line; None where it is not whole: a dying child writes anything."""
     checksum, length = _SEAL.unpack_from(line)
     body = line[_SEAL.size : _SEAL.size + length]
@@ -117,7 +117,7 @@ def entry_of(state: int, line: bytes) -> Entry | None:
     for size in (resource_size, owner_size, value_size):
         texts.append(body[at : at + size].decode("utf-8", "surrogatepass"))
         at += size
-    return Entry(state, *numbers, *texts)
+    return JournalEntry(state, *numbers, *texts)
 
 
 def _digest(run: str) -> bytes:
@@ -125,7 +125,7 @@ def _digest(run: str) -> bytes:
     return hashlib.blake2b(text, digest_size=TOLD_SIZE).digest()
 
 
-class Slot:
+class JournalSlot:
     """The memory that one child shares with its parent, and with nobody else.
 
     A line is whole or free at any moment: its first byte is written last, and cleared before the
@@ -158,7 +158,7 @@ class Slot:
         return bytes(self._memory[TOLD : TOLD + TOLD_SIZE]) == _digest(run)
 
     def write(self, line: bytes) -> int:
-        """Write what `line_of` gives, and return where; 0 where there is no room for it."""
+        """Write what `encode_entry` gives, and return where; 0 where there is no room for it."""
         if len(line) >= LINE or not self._free:
             return 0
         at = self._free.pop()
@@ -175,12 +175,12 @@ class Slot:
         self._memory[at] = FREE
         self._free.append(at)
 
-    def read(self) -> Iterator[Entry]:
+    def read(self) -> Iterator[JournalEntry]:
         """Yield what stands there."""
         for at in range(HEADER, SIZE, LINE):
             state = self._memory[at]
             if state != FREE:
-                entry = entry_of(state, self._memory[at + 1 : at + LINE])
+                entry = parse_entry(state, self._memory[at + 1 : at + LINE])
                 if entry is not None:
                     yield entry
 
@@ -189,10 +189,10 @@ class Slot:
         self._memory.close()
 
 
-class Scribe(SignalObserver):
+class JournalingObserver(SignalObserver):
     """Writes down what a child claims, in its slot, until no node has anything of it any more."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: JournalSlot) -> None:
         self._slot, self._pid = slot, os.getpid()
         self._lines: dict[KeyLease, int] = {}
         self._told = False
@@ -201,7 +201,7 @@ class Scribe(SignalObserver):
         """Write it down, before its grant leaves."""
         if os.getpid() != self._pid:  # forked past Python, so that nobody told us
             return
-        at = self._slot.write(line_of(redlock.session, acquisition, key_lease))
+        at = self._slot.write(encode_entry(redlock.session, acquisition, key_lease))
         if at:
             self._lines[key_lease] = at
         elif not self._told:
@@ -236,7 +236,7 @@ class Scribe(SignalObserver):
             self._slot.clear(at)
 
 
-class Parent(SignalObserver):
+class ParentObserver(SignalObserver):
     """Tells what a process hears that forks; working: taken meanwhile, as of `Children`.
 
     What it holds itself it tells as any process does, and has no threads that do.
@@ -266,11 +266,11 @@ class Children:
 
     def __init__(self) -> None:
         self.bell, self.working = Waker(), new_mutex()
-        self.slots: list[Slot] = []
-        self.processes: dict[Slot, Process] = {}
+        self.slots: list[JournalSlot] = []
+        self.processes: dict[JournalSlot, ChildProcess] = {}
         self.is_watched = False
         # by the thread that forks: the slot, and whether it has taken `working`
-        self._forks: dict[int, tuple[Slot | None, bool]] = {}
+        self._forks: dict[int, tuple[JournalSlot | None, bool]] = {}
 
     def before_fork(self) -> None:
         """Make a slot for the child that is about to be forked."""
@@ -279,7 +279,7 @@ class Children:
         if len(unwatched) >= UNWATCHED:
             self.slots.remove(unwatched[0])
         try:
-            made = Slot()
+            made = JournalSlot()
         except (OSError, ValueError) as error:
             told = {"event": "no_shared_memory"}
             logger.warning("no memory to share with a child of the pool: %s", error, extra=told)
@@ -300,7 +300,7 @@ class Children:
         if paused:
             self.working.release()
 
-    def become_child(self) -> Slot | None:
+    def become_child(self) -> JournalSlot | None:
         """Keep of all this, in the child, its own slot alone; returns that."""
         # not that of another thread, which is about to fork, too
         own, _ = self._forks.get(get_ident(), (None, False))
@@ -317,7 +317,7 @@ class Children:
 
 
 _children: Children | None = None  # in the main process of a worker whose pool forks
-_own: Slot | None = None  # in a child of it
+_own: JournalSlot | None = None  # in a child of it
 
 
 def tell_end(pid: int, run: str) -> None:
@@ -326,9 +326,9 @@ def tell_end(pid: int, run: str) -> None:
         _children.tell_end(pid, run)
 
 
-def held_by_children() -> list[Entry]:
+def held_by_children() -> list[JournalEntry]:
     """Return what the children of this process hold by now, each lock once."""
-    found: dict[str, Entry] = {}
+    found: dict[str, JournalEntry] = {}
     for slot in list(_children.slots) if _children is not None else ():
         with suppress(ValueError):  # closed meanwhile: the child is gone
             found |= {entry.value: entry for entry in slot.read() if entry.state == HELD}
@@ -355,8 +355,10 @@ def _after_fork_in_child() -> None:
     before, _children = _children, None
     _own = None if before is None else before.become_child()
     if before is not None:
-        Redlock.observer = SignalObserver() if _own is None else Scribe(_own)
-    elif isinstance(Redlock.observer, Scribe):  # a child's child, of which nobody watches the end
+        Redlock.observer = SignalObserver() if _own is None else JournalingObserver(_own)
+    elif isinstance(
+        Redlock.observer, JournalingObserver
+    ):  # a child's child, of which nobody watches the end
         Redlock.observer = SignalObserver()
 
 
@@ -376,7 +378,7 @@ def expect_children(sender: Any, **_: Any) -> Children | None:
     global _children
     if forks_children(sender) and _children is None:
         _children = Children()
-        Redlock.observer = Parent(_children.working)
+        Redlock.observer = ParentObserver(_children.working)
     return _children
 
 
@@ -407,7 +409,7 @@ def watch_children(app: Any, pool: Any) -> None:
         )
         return
     _children.is_watched = True
-    start_thread(Watch(_children, app).run)
+    start_thread(ChildReaper(_children, app).run)
 
 
 @worker_shutdown.connect(weak=False)
@@ -421,7 +423,7 @@ def _watch_no_longer(**_: Any) -> None:
         _children.bell.wake()
 
 
-class Watch:
+class ChildReaper:
     """Waits for the end of each child, in a thread of its own, and gives back what it held."""
 
     def __init__(self, children: Children, app: Any) -> None:
@@ -463,7 +465,7 @@ class Watch:
         for slot in list(slots):
             child = slot.child
             if child is not None and slot not in processes:
-                processes[slot] = Process(*child)
+                processes[slot] = ChildProcess(*child)
         released = []
         for slot, process in list(processes.items()):
             if process.is_gone(ready):
@@ -471,12 +473,12 @@ class Watch:
         for session, acquisition in released:
             tell_released(session.client(), acquisition, by="parent")
 
-    def reap(self, slot: Slot, process: Process) -> list[tuple[Session, Acquisition]]:
+    def reap(self, slot: JournalSlot, process: ChildProcess) -> list[tuple[Session, Acquisition]]:
         """Release what a dead child held; returns what is to be told of."""
         self._children.slots.remove(slot)
         del self._children.processes[slot]
         process.close()
-        by_holding: dict[tuple[bytes, int], list[Entry]] = defaultdict(list)
+        by_holding: dict[tuple[bytes, int], list[JournalEntry]] = defaultdict(list)
         for entry in sorted(slot.read(), key=lambda entry: entry.asked_at):
             by_holding[entry.session, entry.holding].append(entry)
         runs = {left[0].run for left in by_holding.values()}
@@ -489,7 +491,7 @@ class Watch:
         ]
 
     def _release(
-        self, left: list[Entry], pid: int, ended: Set[str]
+        self, left: list[JournalEntry], pid: int, ended: Set[str]
     ) -> tuple[Session, Acquisition] | None:
         """Release what one acquisition claimed, on all nodes; returns it where it was held.
 
@@ -539,7 +541,7 @@ class Watch:
         return session_of(identity)
 
 
-class Process:
+class ChildProcess:
     """A child's process, of which the system tells the end where it can.
 
     descriptor: readable once it is gone, also while nobody has waited for it; -1 where there is

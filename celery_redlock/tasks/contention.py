@@ -15,7 +15,7 @@ from celery_redlock.errors import (
     in_short,
 )
 from celery_redlock.tasks.backoff import Backoff
-from celery_redlock.tasks.settings import Rules
+from celery_redlock.tasks.settings import TaskLockOptions
 
 WORDS = ("defer", "skip", "fail")
 TWINS = Backoff(first=1.0, cap=30.0)  # between the tries of a twin
@@ -80,7 +80,7 @@ Decision = Defer | Skip | Fail | RunUnlocked
 
 
 def decide(
-    rules: Rules,
+    rules: TaskLockOptions,
     refused: NotAcquired,
     past: Past,
     ask: Callable[[Callable[[Contention], object], LockTaken], object],
@@ -106,7 +106,7 @@ def decide(
 
 
 def _again(
-    rules: Rules,
+    rules: TaskLockOptions,
     refused: NotAcquired,
     past: Past,
     uniform: Callable[[float, float], float],

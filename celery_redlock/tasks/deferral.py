@@ -39,7 +39,7 @@ from kombu.serialization import registry
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.contention import Past
-from celery_redlock.tasks.routes import CAME_BACK, QUEUE, Address, destination, driver_of
+from celery_redlock.tasks.routes import CAME_BACK, QUEUE, Route, driver_of, send_options
 from celery_redlock.tasks.states import fields, ignores_result, show_lost
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Requeue(Reject, Ignore):
 
 
 @dataclass(frozen=True)
-class Slip:
+class LockHeader:
     """What the message header `redlock` carries.
 
     options: those of the call. deferrals: so far. since: of the first try, ISO 8601 in UTC.
@@ -105,7 +105,7 @@ class Slip:
     reason: str = ""
 
     @classmethod
-    def of(cls, request: Any) -> Slip:
+    def of(cls, request: Any) -> LockHeader:
         """Read it from a run's request; what a stranger wrote there counts as nothing."""
         carried = request.get(HEADER) or (request.headers or {}).get(HEADER)
         if not isinstance(carried, Mapping):
@@ -138,7 +138,9 @@ class Slip:
         """Return the s since it was refused, by the calendars of two workers."""
         return max(0.0, now.timestamp() - self.refused_at)
 
-    def next(self, now: datetime, delay: float, retries: int, task_id: str | None = None) -> Slip:
+    def next(
+        self, now: datetime, delay: float, retries: int, task_id: str | None = None
+    ) -> LockHeader:
         """Return the slip for one more deferral."""
         since = self.since or now.isoformat()
         count = self.deferrals + 1
@@ -151,9 +153,9 @@ class Slip:
             id=task_id,
         )
 
-    def next_as_twin(self, retries: int, task_id: str) -> Slip:
+    def next_redelivery(self, retries: int, task_id: str) -> LockHeader:
         """Return the slip of a message whose first delivery runs: its own wait begins anew."""
-        return Slip(
+        return LockHeader(
             self.options,
             retries=retries,
             id=task_id,
@@ -166,7 +168,7 @@ class Slip:
             revoked=self.revoked,
         )
 
-    def received(self, delivery: Mapping[str, Any] | None) -> Slip:
+    def received(self, delivery: Mapping[str, Any] | None) -> LockHeader:
         """Return the slip with what the broker says of this delivery."""
         if self.redelivered or not (delivery or {}).get("redelivered"):
             return self
@@ -177,19 +179,19 @@ class Slip:
 
         -inf: each is. None: nobody else can have run it, and who uses a task id again may do so.
         """
-        if self.is_second:
+        if self.is_redelivered:
             return -math.inf
         if self.since is None:
             return None
         return datetime.fromisoformat(self.since).timestamp() - CLOCKS_DIFFER
 
     @property
-    def is_second(self) -> bool:
+    def is_redelivered(self) -> bool:
         """Whether this is a second delivery of its message, as far as anybody has said."""
         return self.redelivered or self.twin > 0
 
     @property
-    def may_run_elsewhere(self) -> bool:
+    def may_have_run_elsewhere(self) -> bool:
         """Whether another delivery of this message may be running, or have run."""
         return self.asks_since() is not None
 
@@ -205,7 +207,7 @@ _KINDS: Mapping[str, Any] = {  # what its fields are; what is none counts as not
     "refused_by": str, "refused_at": (int, float), "limit": int, "unique": Mapping,
     "patient": bool, "revoked": bool, "reason": str,
 }  # fmt: skip
-_BLANK = Slip()
+_BLANK = LockHeader()
 
 
 def _is_moment(text: object) -> bool:
@@ -251,7 +253,7 @@ def utc_now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def put_back(task: Any, request: Any, slip: Slip, countdown: float) -> None:
+def republish(task: Any, request: Any, slip: LockHeader, countdown: float) -> None:
     """Publish the message again, to run after so many s; returns once the broker has it.
 
     With late acknowledgement nothing is lost where that fails, for the message was never let go:
@@ -263,7 +265,7 @@ def put_back(task: Any, request: Any, slip: Slip, countdown: float) -> None:
         _put_back_at_last(task, request, slip, countdown)
 
 
-def _put_back_or_keep(task: Any, request: Any, slip: Slip, countdown: float) -> None:
+def _put_back_or_keep(task: Any, request: Any, slip: LockHeader, countdown: float) -> None:
     try:
         _publish(task, request, slip, countdown)
     except Exception as error:
@@ -275,7 +277,7 @@ def _put_back_or_keep(task: Any, request: Any, slip: Slip, countdown: float) -> 
         raise Requeue(error, requeue=True) from error
 
 
-def _put_back_at_last(task: Any, request: Any, slip: Slip, countdown: float) -> None:
+def _put_back_at_last(task: Any, request: Any, slip: LockHeader, countdown: float) -> None:
     """Try until the broker is back; what is not a matter of the connection is raised.
 
     From a connection that broke in the middle of something kombu's transports raise anything: so,
@@ -333,13 +335,13 @@ def without_soft_limit() -> Iterator[None]:
         signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
 
 
-def address_of(request: Any, slip: Slip) -> Address:
+def route_of(request: Any, slip: LockHeader) -> Route:
     """Return where a run's message came from."""
     queue = (request.get("properties") or {}).get(QUEUE)
-    return Address.of(request.delivery_info, slip.exchange, queue)
+    return Route.of(request.delivery_info, slip.exchange, queue)
 
 
-def is_astray(request: Any, slip: Slip) -> bool:
+def is_for_another_queue(request: Any, slip: LockHeader) -> bool:
     """Tell whether RabbitMQ brought a copy of a deferral to another queue than it was meant for.
 
     It goes by the topic, for whatever is bound to it; each queue that has a run of this message
@@ -350,13 +352,15 @@ def is_astray(request: Any, slip: Slip) -> bool:
     return bool((request.get("properties") or {}).get(QUEUE, slip.queue) != slip.queue)
 
 
-def _publish(task: Any, request: Any, slip: Slip, countdown: float, *, anew: bool = False) -> None:
+def _publish(
+    task: Any, request: Any, slip: LockHeader, countdown: float, *, anew: bool = False
+) -> None:
     """Publish it past a user's `apply_async`, the task's routes and `task_always_eager`.
 
     Those are for sends. Receivers of `before_task_publish` hear of it, as of a retry.
     Source: celery.app.base: Celery.send_task makes and sends a message by the same two calls.
     """
-    app, address = task.app, address_of(request, slip)
+    app, address = task.app, route_of(request, slip)
     slip = replace(
         slip, exchange=address.exchange, routing_key=address.routing_key, queue=address.queue
     )
@@ -378,7 +382,7 @@ def _publish(task: Any, request: Any, slip: Slip, countdown: float, *, anew: boo
             retry=True,  # else kombu raises errors of connections as the transport's own
             **{"serializer": task.serializer, **own_serializer(properties)},
             **own_properties(properties, app, producer),
-            **destination(app, address, countdown),
+            **send_options(app, address, countdown),
         )
 
 

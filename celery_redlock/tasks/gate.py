@@ -48,26 +48,32 @@ from celery_redlock.tasks.contention import Contention, Defer, Past, RunUnlocked
 from celery_redlock.tasks.deferral import (
     CLOCKS_DIFFER,
     HEADER,
-    Slip,
-    address_of,
+    LockHeader,
     expires_in,
-    is_astray,
+    is_for_another_queue,
     name_of_all_copies,
     name_of_run,
-    put_back,
     received_at,
+    republish,
+    route_of,
     utc_now,
 )
-from celery_redlock.tasks.routes import bearable, has_way_back, queue_of
+from celery_redlock.tasks.routes import has_way_back, queue_of, supported_countdown
 from celery_redlock.tasks.runtime import redlock_of, settings_of
-from celery_redlock.tasks.settings import CELERYS, Plan, Rules, compile_others_plan, compile_plan
-from celery_redlock.tasks.uniqueness import Ticket
+from celery_redlock.tasks.settings import (
+    CELERY_PREFIX,
+    TaskLockConfig,
+    TaskLockOptions,
+    compile_adopted_config,
+    compile_config,
+)
+from celery_redlock.tasks.uniqueness import UniqueToken
 
 logger = logging.getLogger(__name__)
 
-PASSAGE = "_redlock_passage"  # the name on the request under which a run's passage hangs
+RUN = "_redlock_passage"  # the name on the request under which a run's passage hangs
 ENTRY = "_redlock_entry"  # the name on a class under which its entry of redlock_tasks stands
-GOES_ON = "_redlock_goes_on"  # the same of a run that has another one of this message behind it
+CONTINUES = "_redlock_goes_on"  # the same of a run that has another one of this message behind it
 _OURS = "celery_redlock."
 _IS_A_MARK = re.compile(r"-?[0-9]{1,18}")
 _CALLS_BODIES = ("celery.map", "celery.starmap", "celery.chunks")
@@ -75,7 +81,7 @@ _CALLS_BODIES = ("celery.map", "celery.starmap", "celery.chunks")
 Body = Callable[..., Any]
 
 
-class Passage:
+class LockedRun:
     """One run on its way through the gate.
 
     lock: what it holds. late: it lets go in task_postrun, after the result is stored. stored: set
@@ -91,13 +97,13 @@ class Passage:
         self.unlocked = False  # runs without a lock, as on_unreachable="run" says
 
 
-def passage_of(request: Any) -> Passage | None:
+def run_of(request: Any) -> LockedRun | None:
     """Return the passage of a run, None outside one."""
-    passage: Passage | None = request.__dict__.get(PASSAGE)
+    passage: LockedRun | None = request.__dict__.get(RUN)
     return passage
 
 
-def gated(body: Any) -> Body:
+def wrap_run(body: Any) -> Body:
     """Return a class's `run` or `__call__` with the gate around it.
 
     body: the attribute as it stands in the class: a function, or any other descriptor. No
@@ -108,7 +114,11 @@ def gated(body: Any) -> Body:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = self.request
         call = bound_to(self, body)
-        if request.called_directly or PASSAGE in request.__dict__ or self.name.startswith(CELERYS):
+        if (
+            request.called_directly
+            or RUN in request.__dict__
+            or self.name.startswith(CELERY_PREFIX)
+        ):
             refuse_map(self, request)
             return call(*args, **kwargs)
         try:
@@ -131,7 +141,7 @@ def bound_to(task: Any, attribute: Any) -> Any:
     return attribute if bind is None else bind(attribute, task, type(task))
 
 
-def noted(hook: Any) -> Body:
+def wrap_hook(hook: Any) -> Body:
     """Return a hook of the user's, as it stands in the class, that notes that it was called.
 
     Source: celery.app.trace calls `on_success`, `on_failure`, `on_retry` and `after_return` when
@@ -140,7 +150,7 @@ def noted(hook: Any) -> Body:
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        passage = passage_of(self.request)
+        passage = run_of(self.request)
         if passage is not None:
             passage.stored = True
         return bound_to(self, hook)(*args, **kwargs)
@@ -150,7 +160,7 @@ def noted(hook: Any) -> Body:
     return call
 
 
-def is_gate(body: Any) -> bool:
+def is_wrapper(body: Any) -> bool:
     """Tell a gate from a body that `functools.wraps` gave a gate's attributes."""
     return getattr(body, "redlock_gate", None) is body
 
@@ -187,7 +197,7 @@ def bodies_of(task: Any) -> list[Body]:
     By the class: on the instance autoretry's wrapper may stand, which hides them.
     """
     gates = (inspect.getattr_static(type(task), name) for name in ("run", "__call__"))
-    return [bound_to(task, gate.redlock_body) for gate in gates if is_gate(gate)]
+    return [bound_to(task, gate.redlock_body) for gate in gates if is_wrapper(gate)]
 
 
 def is_async(function: Any) -> bool:
@@ -247,10 +257,10 @@ def refuse_aio_pool(task: Any) -> None:
     raise SettingsError("worker", "pool", "celery_aio_pool", hint)
 
 
-def plan_of(task: Any) -> Plan:
+def config_of(task: Any) -> TaskLockConfig:
     """Return what a task's declaration means; raises SettingsError each time while it is wrong."""
     cls = type(task)
-    plans: dict[Any, Plan] = cls.__dict__.get("_redlock_plans") or {}
+    plans: dict[Any, TaskLockConfig] = cls.__dict__.get("_redlock_plans") or {}
     which = (task.name, id(task.app))  # a class may be two tasks, by names set on instances
     plan = plans.get(which)
     if plan is None:
@@ -259,9 +269,9 @@ def plan_of(task: Any) -> Plan:
         pattern = cls.__dict__.get(ENTRY)
         if pattern is None:
             attributes, others = _declared(task)
-            plan = compile_plan(settings, task.name, attributes, signature, others)
+            plan = compile_config(settings, task.name, attributes, signature, others)
         else:
-            plan = compile_others_plan(settings, task.name, pattern, signature)
+            plan = compile_adopted_config(settings, task.name, pattern, signature)
         if plan.may_lock and any(map(is_async, bodies)):
             refuse_awaitable(task, "async def")
         cls._redlock_plans = {**plans, which: plan}
@@ -282,7 +292,7 @@ def _declared(task: Any) -> tuple[dict[str, Any], list[str]]:
 
 def lock_of(
     task: Any,
-    rules: Rules,
+    rules: TaskLockOptions,
     resources: Sequence[str],
     *,
     label: str,
@@ -313,7 +323,7 @@ def label_of_run(task: Any, request: Any) -> str:
     return f"{name_of_run(task, request)} {request.hostname}"
 
 
-def mark_of(task: Any, request: Any, slip: Slip) -> CompletionMarker | None:
+def mark_of(task: Any, request: Any, slip: LockHeader) -> CompletionMarker | None:
     """Return the mark of a run that has a twin to come, perhaps; None where it has none.
 
     With early acknowledgement that is what was put back: where the broker's word was lost that it
@@ -330,12 +340,12 @@ def mark_of(task: Any, request: Any, slip: Slip) -> CompletionMarker | None:
         since = came + CLOCKS_DIFFER
     kept_for = settings_of(task.app).done_ttl
     return CompletionMarker(
-        name_of_run(task, request), kept_for, since, is_redelivered=slip.is_second
+        name_of_run(task, request), kept_for, since, is_redelivered=slip.is_redelivered
     )
 
 
 def _sent_once(
-    task: Any, request: Any, slip: Slip, mark: CompletionMarker | None
+    task: Any, request: Any, slip: LockHeader, mark: CompletionMarker | None
 ) -> CompletionMarker | None:
     """Take the place of what a deduplicated send replaces; returns the mark of its own run.
 
@@ -343,17 +353,19 @@ def _sent_once(
     the first may run, and its state is not to be written over. Nor does a retry, which is a run of
     another name: the task has begun.
     """
-    ticket = Ticket.of(slip.unique)
+    ticket = UniqueToken.of(slip.unique)
     if ticket is None:
         return mark
     ticket.take_place(redlock_of(task.app))
     mark = mark or CompletionMarker(name_of_run(task, request), settings_of(task.app).done_ttl)
-    asked = mark.asks_since if slip.may_run_elsewhere else None  # else it asks for the first time
+    asked = (
+        mark.asks_since if slip.may_have_run_elsewhere else None
+    )  # else it asks for the first time
     asks_since = -math.inf if asked is None else asked
-    return replace(mark, asks_since=asks_since, heeds_later=not slip.is_second)
+    return replace(mark, asks_since=asks_since, heeds_later=not slip.is_redelivered)
 
 
-def _heed_later_send(task: Any, request: Any, slip: Slip) -> None:
+def _heed_later_send(task: Any, request: Any, slip: LockHeader) -> None:
     """Raise SupersededError where a later send has taken the place of a copy's message.
 
     Its sender knows no queue, so the mark of that is not the one for which a copy's run asks with
@@ -361,31 +373,31 @@ def _heed_later_send(task: Any, request: Any, slip: Slip) -> None:
     """
     run = name_of_run(task, request)
     own = name_of_all_copies(run)
-    if own == run or slip.is_second or request.retries:
+    if own == run or slip.is_redelivered or request.retries:
         return
     if any(mark is not None and mark < 0 for mark in marks_of(redlock_of(task.app).session, own)):
         raise SupersededError(own)
 
 
-def _begin(task: Any, request: Any, slip: Slip) -> None:
+def _begin(task: Any, request: Any, slip: LockHeader) -> None:
     """Do what a deduplicated send asks for between the grant and the body."""
     if slip.unique is not None:
         _heed_later_send(task, request, slip)
         _start_window(task, request, slip)
 
 
-def _start_window(task: Any, request: Any, slip: Slip) -> None:
+def _start_window(task: Any, request: Any, slip: LockHeader) -> None:
     """End the window of a send that is to be good until the start of its body."""
-    ticket = None if request.retries else Ticket.of(slip.unique)
+    ticket = None if request.retries else UniqueToken.of(slip.unique)
     if ticket is not None:
         ticket.start(redlock_of(task.app))
 
 
-def _slip_of(task: Any, request: Any) -> Slip:
+def _slip_of(task: Any, request: Any) -> LockHeader:
     """Return what a message carries; raises Ignore for a copy that is meant for another queue."""
-    slip = Slip.of(request)
-    if is_astray(request, slip):
-        request.__dict__[GOES_ON] = True
+    slip = LockHeader.of(request)
+    if is_for_another_queue(request, slip):
+        request.__dict__[CONTINUES] = True
         text, told = "%s[%s] is for another queue", states.fields("copy_astray", task, request)
         logger.debug(text, task.name, request.id, extra=told)
         raise Ignore("for another queue")
@@ -394,11 +406,11 @@ def _slip_of(task: Any, request: Any) -> Slip:
 
 def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs: Any) -> Any:
     """Run a body under its lock, or put its message to what the rules say."""
-    plan, slip = plan_of(task), _slip_of(task, request)
+    plan, slip = config_of(task), _slip_of(task, request)
     queue = (
         task._own_queue(args, kwargs)
         if request.is_eager
-        else queue_of(task.app, address_of(request, slip), plan.queues)
+        else queue_of(task.app, route_of(request, slip), plan.queues)
     )
     rules = plan.rules(queue, slip.options)
     resources = plan.resources(rules, task, args, kwargs, queue)
@@ -415,17 +427,17 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
     if slip.unique is not None:
         mark = _sent_once(task, request, slip, mark)
     lock = lock_of(task, rules, resources, label=label_of_run(task, request), mark=mark)
-    passage = Passage(lock, late=late)
-    request.__dict__[PASSAGE] = passage  # before the grant leaves, so that postrun finds the lock
+    passage = LockedRun(lock, late=late)
+    request.__dict__[RUN] = passage  # before the grant leaves, so that postrun finds the lock
     try:
         _acquire(task, request, lock, may_be_twin=late and rules.wait > 0)
         _begin(task, request, slip)
     except NotAcquired as refused:
-        request.__dict__.pop(PASSAGE, None)
+        request.__dict__.pop(RUN, None)
         release_all(lock)  # where it was taken, and what comes before the body failed
         turn_away_unrun(task, request, slip, refused, over)
         turn_away(task, request, rules, slip, refused, in_order(resources), args, kwargs)
-        request.__dict__[PASSAGE] = passage  # on_unreachable="run"
+        request.__dict__[RUN] = passage  # on_unreachable="run"
         passage.unlocked = True
         _start_window(task, request, slip)
     except (AlreadyCompletedError, SupersededError) as known:
@@ -457,21 +469,21 @@ def is_late(task: Any, request: Any) -> bool:
     return bool(task.acks_late) and not request.is_eager
 
 
-def _tell_nothing(task: Any, request: Any, slip: Slip, cut: BaseException) -> None:
+def _tell_nothing(task: Any, request: Any, slip: LockHeader, cut: BaseException) -> None:
     """Put a second delivery back that a soft time limit has cut while it waited for its lock.
 
     The first one may run by now, and what ends this one as FAILURE would be stored over its state.
     """
-    if isinstance(cut, SoftTimeLimitExceeded) and slip.is_second and goes_back(task, request):
+    if isinstance(cut, SoftTimeLimitExceeded) and slip.is_redelivered and goes_back(task, request):
         await_first(task, request, slip, cut)
 
 
 def _run_body(
     task: Any,
     request: Any,
-    passage: Passage,
-    rules: Rules,
-    slip: Slip,
+    passage: LockedRun,
+    rules: TaskLockOptions,
+    slip: LockHeader,
     call: Body,
     args: Sequence[Any],
     kwargs: Any,
@@ -479,9 +491,9 @@ def _run_body(
     done = False
     try:
         tracked = bool(getattr(task, "_redlock_track_started", False))
-        tracked = tracked or slip.is_second  # for DEFERRED may be stored of an earlier one
+        tracked = tracked or slip.is_redelivered  # for DEFERRED may be stored of an earlier one
         states.show_started(task, request, tracked=tracked, deferred=slip.deferrals > 0)
-        done = slip.may_run_elsewhere  # no further publication of it is to run
+        done = slip.may_have_run_elsewhere  # no further publication of it is to run
         if passage.unlocked:
             return call(*args, **kwargs)
         return _run_held(task, request, passage, rules, call, args, kwargs)
@@ -493,8 +505,8 @@ def _run_body(
 def _run_held(
     task: Any,
     request: Any,
-    passage: Passage,
-    rules: Rules,
+    passage: LockedRun,
+    rules: TaskLockOptions,
     call: Body,
     args: Sequence[Any],
     kwargs: Any,
@@ -507,7 +519,7 @@ def _run_held(
     """
     lock, began = passage.lock, utc_now().timestamp()
     report = functools.partial(states.show_lock_lost, task, request)
-    body = runtime.Body(lock, abort=rules.on_lost == "abort", report=report)
+    body = runtime.MonitoredBody(lock, abort=rules.on_lost == "abort", report=report)
     try:
         try:
             result = body.run(call, args, kwargs)
@@ -566,7 +578,9 @@ def ensure_to_the_end(lock: Lock) -> None:
         raise LockLost(lost.resource, lost.reason, True) from None
 
 
-_TO_A_BODY = frozenset(f.__code__ for f in (run_locked, _run_body, _run_held, runtime.Body.run))
+_TO_A_BODY = frozenset(
+    f.__code__ for f in (run_locked, _run_body, _run_held, runtime.MonitoredBody.run)
+)
 
 
 def cut_our_frames(error: BaseException) -> None:
@@ -596,17 +610,17 @@ def let_go(request: Any, *, done: bool = False) -> None:
 
     done: the run is at its end, and its message will not come back, unless as a twin.
     """
-    passage = passage_of(request)
+    passage = run_of(request)
     if passage is not None:
         release_all(passage.lock, ended=done)
-        request.__dict__.pop(PASSAGE, None)  # last: where this is cut, task_postrun does it again
+        request.__dict__.pop(RUN, None)  # last: where this is cut, task_postrun does it again
 
 
 def turn_away(
     task: Any,
     request: Any,
-    rules: Rules,
-    slip: Slip,
+    rules: TaskLockOptions,
+    slip: LockHeader,
     refused: NotAcquired,
     resources: Sequence[str],
     args: Sequence[Any],
@@ -652,7 +666,7 @@ def turn_away(
 
 
 def _make_way_to_done(
-    task: Any, request: Any, rules: Rules, slip: Slip, refused: NotAcquired
+    task: Any, request: Any, rules: TaskLockOptions, slip: LockHeader, refused: NotAcquired
 ) -> None:
     """Let go of a message that another delivery of it has brought to its end since the refusal.
 
@@ -663,18 +677,25 @@ def _make_way_to_done(
     if since is not None and is_marked_since(task, request, max(0.0, since)):
         make_way(task, request)
     stores = isinstance(refused, LockTaken) or rules.on_unreachable != "run"
-    if slip.is_second and stores and goes_back(task, request) and states.has_end(task, request):
+    if (
+        slip.is_redelivered
+        and stores
+        and goes_back(task, request)
+        and states.has_end(task, request)
+    ):
         await_first(task, request, slip, refused)
 
 
-def why_over(task: Any, request: Any, slip: Slip) -> str:
+def why_over(task: Any, request: Any, slip: LockHeader) -> str:
     """Return why a message is not to run that may run elsewhere: "expired", "revoked", or ""."""
     if slip.revoked:
         return "revoked"
-    return "expired" if slip.may_run_elsewhere and expires_in(task, request) < 0 else ""
+    return "expired" if slip.may_have_run_elsewhere and expires_in(task, request) < 0 else ""
 
 
-def turn_away_unrun(task: Any, request: Any, slip: Slip, refused: NotAcquired, over: str) -> None:
+def turn_away_unrun(
+    task: Any, request: Any, slip: LockHeader, refused: NotAcquired, over: str
+) -> None:
     """End a message that is over, unless it runs already; where nobody can say, it waits.
 
     over: as of `why_over`. What has expired by now, in its slot, is not put back, either: another
@@ -688,7 +709,7 @@ def turn_away_unrun(task: Any, request: Any, slip: Slip, refused: NotAcquired, o
     end_unrun(task, request, slip, over)
 
 
-def is_patient(rules: Rules) -> bool:
+def is_patient(rules: TaskLockOptions) -> bool:
     """Tell whether a message may wait for a release alone: without a budget, and asked nothing."""
     return rules.on_conflict == "defer" and rules.max_wait is None and rules.max_deferrals is None
 
@@ -699,7 +720,9 @@ def goes_back(task: Any, request: Any) -> bool:
     An eager run has none: it has waited up to `wait`, and gives up. And where a copy could only go
     to every queue of its exchange again, one message would become many.
     """
-    return not request.is_eager and has_way_back(task.app, address_of(request, Slip.of(request)))
+    return not request.is_eager and has_way_back(
+        task.app, route_of(request, LockHeader.of(request))
+    )
 
 
 def is_twin(task: Any, request: Any, refused: NotAcquired) -> bool:
@@ -707,16 +730,16 @@ def is_twin(task: Any, request: Any, refused: NotAcquired) -> bool:
     return isinstance(refused, LockTaken) and is_of_run(refused.holder, name_of_run(task, request))
 
 
-def may_be_twin(task: Any, request: Any, slip: Slip, refused: NotAcquired) -> bool:
+def may_be_twin(task: Any, request: Any, slip: LockHeader, refused: NotAcquired) -> bool:
     """Tell whether a message is to wait for its own first delivery, which may run or be done.
 
     Where no quorum answers, nobody can tell that of a second delivery.
     """
-    is_unknown = not isinstance(refused, LockTaken) and slip.is_second
+    is_unknown = not isinstance(refused, LockTaken) and slip.is_redelivered
     return (is_unknown or is_twin(task, request, refused)) and goes_back(task, request)
 
 
-def await_first(task: Any, request: Any, slip: Slip, refused: Exception) -> NoReturn:
+def await_first(task: Any, request: Any, slip: LockHeader, refused: Exception) -> NoReturn:
     """Put a twin back, to look again whether the first delivery is done or has died.
 
     refused: why it did not get its lock; a soft time limit, too. No state, event or signal tells
@@ -725,7 +748,7 @@ def await_first(task: Any, request: Any, slip: Slip, refused: Exception) -> NoRe
     """
     cap = settings_of(task.app).countdown_cap
     decision = contention.await_twin(refused, slip.twin, random.uniform, cap)
-    countdown = bearable(task.app, decision.countdown, address_of(request, slip))
+    countdown = supported_countdown(task.app, decision.countdown, route_of(request, slip))
     by = "by another delivery of its message"
     why = f"may run already, {by} ({refused!r})"
     if isinstance(refused, LockTaken):
@@ -734,8 +757,8 @@ def await_first(task: Any, request: Any, slip: Slip, refused: Exception) -> NoRe
     told = states.fields("redelivery_waits", task, request, countdown=countdown)
     text = "%s[%s] %s: this one looks again in %.2f s"
     logger.info(text, task.name, request.id, why, countdown, extra=told)
-    put_back(task, request, slip.next_as_twin(request.retries, request.id), countdown)
-    request.__dict__[GOES_ON] = True
+    republish(task, request, slip.next_redelivery(request.retries, request.id), countdown)
+    request.__dict__[CONTINUES] = True
     raise Ignore("runs already")
 
 
@@ -748,21 +771,21 @@ def drop(task: Any, request: Any, known: AlreadyCompletedError | SupersededError
 
 def make_way(task: Any, request: Any) -> NoReturn:
     """Let go of a message that another delivery of it has brought to its end; that state stays."""
-    request.__dict__[GOES_ON] = True
+    request.__dict__[CONTINUES] = True
     told = states.fields("redelivery_discarded", task, request)
     text = "dropped %s[%s]: another delivery of its message is done"
     logger.info(text, task.name, request.id, extra=told)
     raise Ignore("done already")
 
 
-def end_unrun(task: Any, request: Any, slip: Slip, over: str) -> None:
+def end_unrun(task: Any, request: Any, slip: LockHeader, over: str) -> None:
     """End a message that is over; the worker's main process has left this to the gate.
 
     over: as of `why_over`. Source: celery.worker.request: Request._announce_revoked.
     """
     if not over:
         return
-    if slip.is_second and states.has_end(task, request):
+    if slip.is_redelivered and states.has_end(task, request):
         make_way(task, request)
     told = states.fields("run_cancelled", task, request, reason=over)
     logger.info("%s[%s] is not run: %s", task.name, request.id, over, extra=told)
@@ -780,14 +803,19 @@ def skip(task: Any, request: Any, resource: str, reason: str) -> NoReturn:
 
 
 def defer(
-    task: Any, request: Any, following: Slip, past: Past, refused: NotAcquired, countdown: float
+    task: Any,
+    request: Any,
+    following: LockHeader,
+    past: Past,
+    refused: NotAcquired,
+    countdown: float,
 ) -> None:
     """Put the message back: DEFERRED stored, sent, published, then Ignore raised, in this order.
 
     following: the slip that it goes with. countdown: s.
     """
     now = utc_now()
-    countdown = bearable(task.app, countdown, address_of(request, following))
+    countdown = supported_countdown(task.app, countdown, route_of(request, following))
     holder = refused.holder if isinstance(refused, LockTaken) else ""
     info = {
         "resource": refused.resource,
@@ -803,8 +831,8 @@ def defer(
     names = task.name, request.id, countdown, refused.resource
     logger.info(text, *names, verb, why, extra=told)
     states.show_deferred(task, request, info, why)
-    put_back(task, request, following, countdown)
-    request.__dict__[GOES_ON] = True
+    republish(task, request, following, countdown)
+    request.__dict__[CONTINUES] = True
     event = signals.LockDeferredEvent(
         refused.resource, holder, following.deferrals, past.waited, countdown
     )
@@ -832,7 +860,7 @@ def is_stored(request: Any, passing: BaseException) -> bool:
     Source: celery.worker.request: Request.on_failure lets go of the message whatever comes out of
     the tracer, but for Reject with requeue, MemoryError, and what ends a process.
     """
-    passage = passage_of(request)
+    passage = run_of(request)
     if passage is None or not getattr(passage, "stored", False):
         return False
     if isinstance(passing, Reject):
@@ -878,13 +906,13 @@ task_postrun.receivers.insert(0, task_postrun.receivers.pop())
 
 def _end_window(app: Any, request: Any, state: str | None) -> None:
     """End the window of a send whose run is at its end, and neither put back nor to be retried."""
-    if state != celery_states.RETRY and GOES_ON not in request.__dict__:
+    if state != celery_states.RETRY and CONTINUES not in request.__dict__:
         end_window(app, request)
 
 
 def end_window(app: Any, request: Any) -> None:
     """End the window that a message's send has opened; nothing happens where there is none."""
-    ticket = Ticket.of(Slip.of(request).unique)
+    ticket = UniqueToken.of(LockHeader.of(request).unique)
     if ticket is not None:
         ticket.end(redlock_of(app))
 
@@ -915,7 +943,7 @@ _received: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 @task_received.connect(weak=False)
 def _note_ticket(request: Any = None, **_: Any) -> None:
     """Keep what has a window at hand for its end, as long as Celery itself keeps it."""
-    if HEADER in request.request_dict and Slip.of(request._context).unique is not None:
+    if HEADER in request.request_dict and LockHeader.of(request._context).unique is not None:
         _received[request.id] = request
 
 

@@ -19,7 +19,13 @@ from celery.utils.functional import noop
 from celery.worker import state
 
 from celery_redlock.tasks.children import tell_end
-from celery_redlock.tasks.deferral import HEADER, NESTED, Slip, is_astray, name_of_run
+from celery_redlock.tasks.deferral import (
+    HEADER,
+    NESTED,
+    LockHeader,
+    is_for_another_queue,
+    name_of_run,
+)
 from celery_redlock.tasks.routes import CAME_BACK, QUEUE
 
 
@@ -46,27 +52,29 @@ class Request(celery.worker.request.Request):
 
     def _restore_address(self) -> None:
         """Let the run see the exchange and routing key that its message was sent to."""
-        slip, where = Slip.of(self._context), self.delivery_info
+        slip, where = LockHeader.of(self._context), self.delivery_info
         went_home = not where["exchange"] and where["routing_key"] == slip.queue
         if slip.exchange and slip.queue and went_home:
             where.update(exchange=slip.exchange, routing_key=slip.routing_key)
 
     @property
-    def is_astray(self) -> bool:
+    def is_for_another_queue(self) -> bool:
         """Whether it is for another queue; nobody is told anything of it then."""
-        return self.delivery_info["exchange"] == CAME_BACK and is_astray(self._context, self.slip)
+        return self.delivery_info["exchange"] == CAME_BACK and is_for_another_queue(
+            self._context, self.slip
+        )
 
     @property
-    def slip(self) -> Slip:
+    def slip(self) -> LockHeader:
         """What the message carries of ours, with what the broker says of this delivery."""
-        return Slip.of(self._context).received(self.delivery_info)
+        return LockHeader.of(self._context).received(self.delivery_info)
 
     def maybe_expire(self) -> bool:
         """Tell whether it has expired, where that is for this process to say; else the gate does.
 
         Source: celery.worker.request: Request.revoked asks, and writes REVOKED.
         """
-        if self.is_astray or (self.task.acks_late and self.slip.may_run_elsewhere):
+        if self.is_for_another_queue or (self.task.acks_late and self.slip.may_have_run_elsewhere):
             return False
         return bool(super().maybe_expire())
 
@@ -75,7 +83,7 @@ class Request(celery.worker.request.Request):
 
         Source: celery.worker.strategy and celery.worker.request: Request.execute_using_pool ask.
         """
-        return not self.is_astray and bool(super().revoked()) and not self.is_revoked
+        return not self.is_for_another_queue and bool(super().revoked()) and not self.is_revoked
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         """Write REVOKED; of what may run elsewhere the gate does, unless that runs or is done.
@@ -83,7 +91,7 @@ class Request(celery.worker.request.Request):
         Source: celery.worker.request: Request.revoked calls it with what it has found out.
         """
         slip = self.slip
-        if terminated or expired or not (self.task.acks_late and slip.may_run_elsewhere):
+        if terminated or expired or not (self.task.acks_late and slip.may_have_run_elsewhere):
             super()._announce_revoked(reason, terminated, signum, expired)
             return
         self.is_revoked = True

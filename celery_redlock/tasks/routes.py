@@ -37,7 +37,7 @@ _DELAYED = re.compile(r"^(?:(?:[01]\.){28})+")
 
 
 @dataclass(frozen=True)
-class Address:
+class Route:
     """Where a message was published to, before RabbitMQ may have kept it back.
 
     exchange: its name, "" for the default one; None where RabbitMQ kept the message back and nobody
@@ -51,7 +51,7 @@ class Address:
     @classmethod
     def of(
         cls, where: Mapping[str, Any] | None, noted: str | None = None, queue: str | None = None
-    ) -> Address:
+    ) -> Route:
         """Read it from a run's delivery info or from the options of a send.
 
         noted: the exchange of a message that RabbitMQ kept back.
@@ -97,7 +97,7 @@ def bindings_of(queue: Queue) -> Iterator[tuple[Exchange, str]]:
 
 
 def queue_of(
-    app: Any, address: Address, known: dict[tuple[str | None, str], str] | None = None
+    app: Any, address: Route, known: dict[tuple[str | None, str], str] | None = None
 ) -> str:
     """Return the queue that a message came through, or the first one that a send to here reaches.
 
@@ -131,7 +131,7 @@ def driver_of(app: Any) -> str:
     return str(app.producer_pool.connections.connection.transport.driver_type)
 
 
-def is_kept_by_broker(app: Any, address: Address) -> bool:
+def is_kept_by_broker(app: Any, address: Route) -> bool:
     """Tell whether RabbitMQ keeps a delayed message to here, and brings it back.
 
     Source: kombu.transport.native_delayed_delivery, celery.worker.consumer.delayed_delivery: a
@@ -144,7 +144,7 @@ def is_kept_by_broker(app: Any, address: Address) -> bool:
     return any(_is_brought_to(queue, address) for queue in queues)
 
 
-def _is_brought_to(queue: Queue, address: Address) -> bool:
+def _is_brought_to(queue: Queue, address: Route) -> bool:
     if isinstance(queue, Broadcast) or address.queue not in (None, queue.name):
         return False
     bindings = list(bindings_of(queue))[: 1 if queue.exchange else None]
@@ -156,7 +156,7 @@ def _is_brought_to(queue: Queue, address: Address) -> bool:
     )
 
 
-def has_way_back(app: Any, address: Address) -> bool:
+def has_way_back(app: Any, address: Route) -> bool:
     """Tell whether a message can be put back without a copy of it for other queues.
 
     kombu's virtual transports carry a fan-out past all queues: there it is in none that another
@@ -170,7 +170,7 @@ def has_way_back(app: Any, address: Address) -> bool:
     return not is_fanned_out or (address.queue is not None and driver_of(app) == "amqp")
 
 
-def bearable(app: Any, countdown: float, address: Address) -> float:
+def supported_countdown(app: Any, countdown: float, address: Route) -> float:
     """Return a countdown, s, as the broker can keep it.
 
     RabbitMQ's quorum queues keep delayed messages themselves, in whole seconds from 1 upwards.
@@ -180,11 +180,11 @@ def bearable(app: Any, countdown: float, address: Address) -> float:
     return countdown
 
 
-def destination(app: Any, address: Address, countdown: float) -> dict[str, Any]:
+def send_options(app: Any, address: Route, countdown: float) -> dict[str, Any]:
     """Return the options of a publish that bring a message back to where it came from.
 
-    countdown: s, as of `bearable`. A queue that goes with its consumer is not declared anew, nor
-    one that the app does not know: it is there, for the message came through it.
+    countdown: s, as of `supported_countdown`. A queue that goes with its consumer is not declared
+    anew, nor one that the app does not know: it is there, for the message came through it.
     Source: celery.app.base: Celery.send_task, for what RabbitMQ keeps; celery.app.amqp.
     """
     key, home = address.routing_key, address.home
@@ -202,7 +202,7 @@ def destination(app: Any, address: Address, countdown: float) -> dict[str, Any]:
     return {"queue": Queue(home), "exchange": "", "routing_key": home, "declare": declare}
 
 
-class NameQueues(bootsteps.StartStopStep):
+class RecordQueueNames(bootsteps.StartStopStep):
     """Has each delivery to a worker say through which queue it came.
 
     Source: kombu.entity: Queue.consume calls its channel's `basic_consume`, of whatever transport,
@@ -238,4 +238,4 @@ def _naming(consume: Callable[..., Any]) -> Callable[..., Any]:
 @worker_init.connect(weak=False)
 def _name_queues(sender: Any = None, **_: Any) -> None:
     """Give the worker's consumer this step."""
-    sender.app.steps["consumer"].add(NameQueues)
+    sender.app.steps["consumer"].add(RecordQueueNames)

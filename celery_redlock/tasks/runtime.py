@@ -40,7 +40,7 @@ _settings: weakref.WeakKeyDictionary[Any, AppSettings] = weakref.WeakKeyDictiona
 _redlocks: weakref.WeakKeyDictionary[Any, Redlock] = weakref.WeakKeyDictionary()
 _making = threading.RLock()  # a finalizer, or a signal handler, may come in between
 _is_worker = False
-_bodies: dict[int, Body] = {}  # that run in this process, by id
+_bodies: dict[int, MonitoredBody] = {}  # that run in this process, by id
 
 
 def settings_of(app: Any) -> AppSettings:
@@ -111,7 +111,7 @@ def forget(app: Any) -> None:
         redlock.close()
 
 
-class Body:
+class MonitoredBody:
     """A body that runs under a lock, and hears when that is lost.
 
     abort: LockLost is raised in it, once, where its place allows that. report: called with the
@@ -122,7 +122,7 @@ class Body:
 
     def __init__(self, lock: Lock, *, abort: bool, report: Callable[[LockLost], object]) -> None:
         self.lock, self.abort = lock, abort
-        self.place = here()
+        self.place = current_interrupter()
         self.struck = False
         self._reports = [report]  # taken out by the one that calls it
 
@@ -150,7 +150,7 @@ class Body:
     def hear(self) -> None:
         """Have the loss reported, and raised in the body. Does not wait for either."""
         if self._reports:
-            self.place.beside(self.report_loss)
+            self.place.run_beside(self.report_loss)
         if self.abort:
             start_thread(self._interrupt)
 
@@ -173,7 +173,7 @@ class Body:
 
     def is_under(self, frame: FrameType | None) -> bool:
         """Tell whether a stack leads from this body to its top, through nothing untouched."""
-        code, called = Body.run.__code__, False
+        code, called = MonitoredBody.run.__code__, False
         while frame is not None:
             if frame.f_code is code and frame.f_locals["self"] is self:
                 return called
@@ -189,26 +189,26 @@ def _is_untouched(frame: FrameType) -> bool:
     return releases or module.startswith(UNTOUCHED)
 
 
-def tell_bodies() -> None:
+def notify_bodies() -> None:
     """Have every body whose lock is lost hear of it; called by the watchdog, and does not wait."""
     for body in list(_bodies.values()):
         if loss_of(body.lock) is not None:
             body.hear()
 
 
-class Place:
+class Interrupter:
     """Where a body runs. This is one in which nothing can be raised: a thread like any other."""
 
-    def interrupt(self, body: Body) -> bool:
+    def interrupt(self, body: MonitoredBody) -> bool:
         """Have a body struck if it can be done now; False where it never can."""
         return False
 
-    def beside(self, do: Callable[[], None]) -> None:
+    def run_beside(self, do: Callable[[], None]) -> None:
         """Call a function soon, where it may block and sees what the body sees."""
         start_thread(do)
 
 
-class MainThread(Place):
+class SignalInterrupter(Interrupter):
     """The main thread of a process: a signal of our own, whose handler looks at the stack.
 
     Source: signal(2): a handler runs in the main thread, between two steps of what it does, so it
@@ -233,7 +233,7 @@ class MainThread(Place):
     def _is_ours(self) -> bool:
         return self._number is not None and signal.getsignal(self._number) == self._raise_loss
 
-    def interrupt(self, body: Body) -> bool:
+    def interrupt(self, body: MonitoredBody) -> bool:
         """Send the signal; a handler that replaced ours meanwhile is not ours to call."""
         if self._number is None or not self._is_ours():
             return False
@@ -260,7 +260,7 @@ def _is_cut(error: BaseException | None) -> bool:
     return False
 
 
-class Greenlet(Place):
+class GreenletInterrupter(Interrupter):
     """A greenlet. Its hub throws into it, so that nothing runs between the look and the throw.
 
     Only where it waits: a body that never gives way cannot be told.
@@ -277,31 +277,31 @@ class Greenlet(Place):
     ) -> None:
         self._greenlet, self._call_in_hub, self._spawn = greenlet, call_in_hub, spawn
 
-    def interrupt(self, body: Body) -> bool:
+    def interrupt(self, body: MonitoredBody) -> bool:
         """Have the hub look and throw."""
         self._call_in_hub(self._throw, body)
         return True
 
-    def _throw(self, body: Body) -> None:
+    def _throw(self, body: MonitoredBody) -> None:
         lost = body.pending
         if lost is not None and body.is_under(self._greenlet.gr_frame):
             body.struck = True
             self._greenlet.throw(lost)
 
-    def beside(self, do: Callable[[], None]) -> None:
+    def run_beside(self, do: Callable[[], None]) -> None:
         """Call it in a greenlet of its own: connections belong to the hub of their thread."""
         self._call_in_hub(self._spawn, do)
 
 
-def here() -> Place:
+def current_interrupter() -> Interrupter:
     """Return where this is called."""
     monkey = sys.modules.get("gevent.monkey")
     if monkey is not None and monkey.is_module_patched("threading"):
         gevent = sys.modules["gevent"]
         call = gevent.get_hub().loop.run_callback_threadsafe
-        return Greenlet(gevent.getcurrent(), call, gevent.spawn)
+        return GreenletInterrupter(gevent.getcurrent(), call, gevent.spawn)
     is_main = threading.get_ident() == threading.main_thread().ident
     return _main_thread if is_main and _main_thread.is_ready() else _any_thread
 
 
-_main_thread, _any_thread = MainThread(), Place()
+_main_thread, _any_thread = SignalInterrupter(), Interrupter()

@@ -47,11 +47,11 @@ DEFAULT_PREFIX = "redlock"
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - what an exporter is for; the setting may name a host
 LONGEST_MARK = 600.0  # s, where `redlock_done_ttl` does not say it: each mark takes memory
 VISIBILITY = 3600.0  # s: kombu's own, where `visibility_timeout` is not set
-CELERYS = "celery."  # what the names of Celery's own tasks begin with
+CELERY_PREFIX = "celery."  # what the names of Celery's own tasks begin with
 
 
 @dataclass(frozen=True)
-class Place:
+class OptionSource:
     """Where an option stands, for errors: the level in words, and the name as written there."""
 
     level: str
@@ -114,7 +114,7 @@ def is_glob(pattern: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Rules:
+class TaskLockOptions:
     """The options in force for one run; times in s. The README's table says what each means."""
 
     key: Any
@@ -143,7 +143,7 @@ class OptionValue:
 
     name: str
     value: Any
-    place: Place
+    place: OptionSource
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,11 @@ def _shown(value: Any) -> str:
     return str(getattr(value, "__qualname__", value)) if callable(value) else repr(value)
 
 
-Check = Callable[[Place, Any, AppSettings], Any]
+Check = Callable[[OptionSource, Any, AppSettings], Any]
 
 
 def _one_of(*words: str, callables: bool = False) -> Check:
-    def check(place: Place, value: Any, app: AppSettings) -> Any:
+    def check(place: OptionSource, value: Any, app: AppSettings) -> Any:
         if callables and callable(value):
             return value
         if not isinstance(value, str) or value not in words:
@@ -189,11 +189,11 @@ def _one_of(*words: str, callables: bool = False) -> Check:
     return check
 
 
-def _seconds_or_none(place: Place, value: Any, app: AppSettings) -> float | None:
+def _seconds_or_none(place: OptionSource, value: Any, app: AppSettings) -> float | None:
     return None if value is None else check_seconds(place.level, place.name, value)
 
 
-def _count_or_none(place: Place, value: Any, app: AppSettings) -> int | None:
+def _count_or_none(place: OptionSource, value: Any, app: AppSettings) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -201,13 +201,13 @@ def _count_or_none(place: Place, value: Any, app: AppSettings) -> int | None:
     return value
 
 
-def _bool(place: Place, value: Any, app: AppSettings) -> bool:
+def _bool(place: OptionSource, value: Any, app: AppSettings) -> bool:
     if not isinstance(value, bool):
         raise place.wrong(value, "must be True or False")
     return value
 
 
-def _backoff(place: Place, value: Any, app: AppSettings) -> Backoff:
+def _backoff(place: OptionSource, value: Any, app: AppSettings) -> Backoff:
     if isinstance(value, Mapping):
         try:
             return Backoff.from_message(value)
@@ -218,19 +218,19 @@ def _backoff(place: Place, value: Any, app: AppSettings) -> Backoff:
     return value
 
 
-def _ttl(place: Place, value: Any, app: AppSettings) -> float:
+def _ttl(place: OptionSource, value: Any, app: AppSettings) -> float:
     return check_ttl(place.level, place.name, value, app.node_timeout, app.max_ttl)
 
 
-def _wait(place: Place, value: Any, app: AppSettings) -> float:
+def _wait(place: OptionSource, value: Any, app: AppSettings) -> float:
     return check_wait(place.level, place.name, value)
 
 
-def _limit(place: Place, value: Any, app: AppSettings) -> int:
+def _limit(place: OptionSource, value: Any, app: AppSettings) -> int:
     return check_limit(place.level, place.name, value)
 
 
-def _key(place: Place, value: Any, app: AppSettings) -> Any:
+def _key(place: OptionSource, value: Any, app: AppSettings) -> Any:
     if value is None or value is False or callable(value):
         return value
     entries = [value] if isinstance(value, str) else value
@@ -241,7 +241,7 @@ def _key(place: Place, value: Any, app: AppSettings) -> Any:
     return entries[0] if len(entries) == 1 else tuple(entries)
 
 
-def _args(place: Place, value: Any, app: AppSettings) -> tuple[str, ...] | None:
+def _args(place: OptionSource, value: Any, app: AppSettings) -> tuple[str, ...] | None:
     if value is None:
         return None
     if isinstance(value, str):
@@ -324,7 +324,11 @@ ANY_ARGUMENTS = "any-arguments"  # instead of a digest, where no argument makes 
 
 
 def checked(
-    options: Mapping[str, Any], app: AppSettings, place: Callable[[str], Place], *, travels: bool
+    options: Mapping[str, Any],
+    app: AppSettings,
+    place: Callable[[str], OptionSource],
+    *,
+    travels: bool,
 ) -> dict[str, Any]:
     """Return the options of one level, each checked; raises SettingsError.
 
@@ -394,7 +398,7 @@ def check_built_in(app: AppSettings, options: Mapping[str, Any]) -> None:
         f"must be at least {ROUNDS_IN_TTL} x redlock_node_timeout = {least:g} s: set redlock_ttl"
         f"{longer}, or lower redlock_node_timeout={app.node_timeout:g}"
     )
-    raise Place("built-in", "ttl").wrong(options["ttl"], hint)
+    raise OptionSource("built-in", "ttl").wrong(options["ttl"], hint)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -447,9 +451,9 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
     queues = _by_pattern("queue", value("queues", None) or {}, bare, travels=True)
     tasks = _by_pattern("task", value("tasks", None) or {}, bare, travels=False)
     for pattern in tasks:
-        if pattern.startswith(CELERYS):
+        if pattern.startswith(CELERY_PREFIX):
             hint = "Celery's own tasks are never locked: name tasks of your own or of others"
-            raise tasks_place(pattern).wrong(tasks[pattern], hint)
+            raise tasks_source(pattern).wrong(tasks[pattern], hint)
     return replace(bare, options=_app_options(conf, bare), queues=queues, tasks=tasks)
 
 
@@ -465,21 +469,21 @@ def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> 
             is_upper = str(written).isupper()
             as_written = [start + (one.upper() if is_upper else one) for one in known]
             hint = f"is not a setting{did_you_mean(written, as_written)}"
-            raise Place("app", str(written)).wrong(conf[written], hint)
+            raise OptionSource("app", str(written)).wrong(conf[written], hint)
 
 
 def _app_options(conf: Mapping[str, Any], app: AppSettings) -> Mapping[str, Any]:
     missing = object()
     given = {name: conf.get(f"redlock_{name}", missing) for name in OPTIONS}
     given = {name: value for name, value in given.items() if value is not missing}
-    return checked(given, app, app_place, travels=False)
+    return checked(given, app, app_source, travels=False)
 
 
 def _by_pattern(
     kind: str, given: Any, app: AppSettings, *, travels: bool
 ) -> Mapping[str, Mapping[str, Any]]:
     """Return the options of queues or tasks by name or glob, checked. kind: "queue" or "task"."""
-    whole = Place("app", f"redlock_{kind}s")
+    whole = OptionSource("app", f"redlock_{kind}s")
     if not isinstance(given, Mapping):
         raise whole.wrong(given, f"must map {kind} names or globs to options")
     result = {}
@@ -487,19 +491,21 @@ def _by_pattern(
         if not isinstance(pattern, str) or not isinstance(options, Mapping):
             hint = f"must map a {kind}'s name or glob to its options"
             raise whole.wrong({pattern: options}, hint)
-        place = place_by_pattern(kind, pattern)
+        place = pattern_source(kind, pattern)
         result[pattern] = checked(options, app, place, travels=travels)
     return result
 
 
-def place_by_pattern(kind: str, pattern: str) -> Callable[[str], Place]:
+def pattern_source(kind: str, pattern: str) -> Callable[[str], OptionSource]:
     """Return where options of a queue's or task's name or glob stand. kind: "queue" or "task"."""
-    return lambda name: Place(f"{kind} {pattern!r}", f"redlock_{kind}s[{pattern!r}][{name!r}]")
+    return lambda name: OptionSource(
+        f"{kind} {pattern!r}", f"redlock_{kind}s[{pattern!r}][{name!r}]"
+    )
 
 
-def tasks_place(pattern: str) -> Place:
+def tasks_source(pattern: str) -> OptionSource:
     """Return where what is said of tasks of others stands as a whole."""
-    return Place("app", f"redlock_tasks[{pattern!r}]")
+    return OptionSource("app", f"redlock_tasks[{pattern!r}]")
 
 
 def _nodes(conf: Mapping[str, Any], given: Any) -> tuple[Any, str]:
@@ -574,7 +580,7 @@ def _done_ttl(conf: Mapping[str, Any], level: str, given: Any) -> float:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TaskLockConfig:
     """What one task's declaration means: its options, and how its key is made.
 
     Raises SettingsError when it is compiled. `signature` is the body's, without self.
@@ -584,11 +590,11 @@ class Plan:
     app: AppSettings
     options: Mapping[str, Any]
     signature: inspect.Signature
-    place: Callable[[str], Place]  # where an option of the task stands
+    place: Callable[[str], OptionSource]  # where an option of the task stands
     queues: dict[tuple[str | None, str], str] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _by_queue: dict[str, Rules] = field(default_factory=dict, compare=False, repr=False)
+    _by_queue: dict[str, TaskLockOptions] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def may_be_unique(self) -> bool:
@@ -609,7 +615,7 @@ class Plan:
     def _names_queue(self) -> bool:
         return any(_names_queue(level.get("key")) for level in (self.app.options, self.options))
 
-    def rules(self, queue: str, call: Mapping[str, Any] | None = None) -> Rules:
+    def rules(self, queue: str, call: Mapping[str, Any] | None = None) -> TaskLockOptions:
         """Return the options in force in a queue; call: those of the message, unchecked yet."""
         if call:
             return self._merge(queue, self.check_call(call))
@@ -620,26 +626,31 @@ class Plan:
 
     def _levels(
         self, queue: str, call: Mapping[str, Any]
-    ) -> Iterator[tuple[Mapping[str, Any], Callable[[str], Place]]]:
+    ) -> Iterator[tuple[Mapping[str, Any], Callable[[str], OptionSource]]]:
         """Give the options of each level, the nearest last, and where they stand there."""
-        yield {"ttl": self.app.built_in_ttl, **BUILT_IN}, lambda name: Place("built-in", name)
-        yield self.app.options, app_place
+        yield (
+            {"ttl": self.app.built_in_ttl, **BUILT_IN},
+            lambda name: OptionSource("built-in", name),
+        )
+        yield self.app.options, app_source
         pattern = pattern_for(queue, self.app.queues)
         if pattern is not None:
-            yield self.app.queues[pattern], place_by_pattern("queue", pattern)
+            yield self.app.queues[pattern], pattern_source("queue", pattern)
         yield self.options, self.place
-        yield call, call_place
+        yield call, call_source
 
-    def _merge(self, queue: str, call: Mapping[str, Any]) -> Rules:
+    def _merge(self, queue: str, call: Mapping[str, Any]) -> TaskLockOptions:
         whole = merged(*(options for options, _ in self._levels(queue, call)))
         check_together(f"task {self.task_name!r} in queue {queue!r}", whole)
         check_built_in(self.app, whole)
-        return Rules(**{name: whole[name] for name in Rules.__dataclass_fields__})
+        return TaskLockOptions(
+            **{name: whole[name] for name in TaskLockOptions.__dataclass_fields__}
+        )
 
     def told(self, queue: str, call: Mapping[str, Any] | None = None) -> EffectiveOptions:
         """Return the options in force in a queue with where each stands; call: unchecked yet."""
         checked_call = self.check_call(call or {})
-        places: dict[str, Place] = {}
+        places: dict[str, OptionSource] = {}
         for options, place in self._levels(queue, checked_call):
             for name in filter(options.__contains__, WHAT):
                 places.update(dict.fromkeys(WHAT, place(name)))
@@ -647,18 +658,18 @@ class Plan:
         rules = self._merge(queue, checked_call)
         told = [
             OptionValue(name, getattr(rules, name), places[name])
-            for name in Rules.__dataclass_fields__
+            for name in TaskLockOptions.__dataclass_fields__
         ]
         return EffectiveOptions(self.task_name, queue, tuple(told))
 
     def check_call(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a call, checked, also beside those of task and app."""
-        valid = checked(options, self.app, call_place, travels=True)
-        self.check_what(valid, call_place)
+        valid = checked(options, self.app, call_source, travels=True)
+        self.check_what(valid, call_source)
         check_together("call", merged(self.app.options, self.options, valid))
         return valid
 
-    def check_what(self, options: Mapping[str, Any], place: Callable[[str], Place]) -> None:
+    def check_what(self, options: Mapping[str, Any], place: Callable[[str], OptionSource]) -> None:
         """Raise SettingsError where a level's `key` or `args` names what the function has not.
 
         place: from an option's name to where it stands at that level.
@@ -680,14 +691,14 @@ class Plan:
         if not callable(key) and key is not False:
             self._check_defaults(key, tuple(self.signature.parameters), place("key"))
 
-    def _check_names(self, args: tuple[str, ...], place: Place) -> None:
+    def _check_names(self, args: tuple[str, ...], place: OptionSource) -> None:
         """Raise SettingsError where one of these is no argument of the function."""
         parameters = self.signature.parameters
         unknown = [name for name in args if name not in parameters]
         if unknown:
             raise place.wrong(list(args), self._no_such(unknown[0], parameters))
 
-    def _check_defaults(self, key: Any, names: tuple[str, ...], place: Place) -> None:
+    def _check_defaults(self, key: Any, names: tuple[str, ...], place: OptionSource) -> None:
         """Raise SettingsError where an argument's default would make another key each time.
 
         names: the arguments that make the digest where there is no template.
@@ -716,7 +727,12 @@ class Plan:
         return f"{self.task_name} has no argument {name!r}{did_you_mean(name, known)}"
 
     def resources(
-        self, rules: Rules, task: Any, args: Sequence[Any], kwargs: Mapping[str, Any], queue: str
+        self,
+        rules: TaskLockOptions,
+        task: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        queue: str,
     ) -> tuple[str, ...]:
         """Return what a run with these arguments locks: all or none; () where it takes no lock.
 
@@ -738,11 +754,11 @@ class Plan:
         chosen = {name: value for name, value in arguments.items() if name in rules.args}
         if len(chosen) < len(rules.args):
             # those of a queue cannot be checked against every task when the app finalizes
-            place = place_by_pattern("queue", pattern_for(queue, self.app.queues) or queue)
+            place = pattern_source("queue", pattern_for(queue, self.app.queues) or queue)
             self._check_names(rules.args, place("args"))
         return (f"{self.task_name}:{digest(chosen, self.task_name)}",)
 
-    def shapes(self, rules: Rules, queue: str) -> tuple[str, ...]:
+    def shapes(self, rules: TaskLockOptions, queue: str) -> tuple[str, ...]:
         """Return what a run's resources look like, {} for each argument; () where none is known.
 
         Tasks with the same shape may lock the same resource. Without a template it names the task.
@@ -792,7 +808,7 @@ class Plan:
         all_plain = all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
         return tuple(self.signature.parameters) if all_plain else None
 
-    def _called(self, rules: Rules, task: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
+    def _called(self, rules: TaskLockOptions, task: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
         place, key = self.place("key"), rules.key
         try:
             returned = key(task, args, kwargs)
@@ -906,7 +922,7 @@ _FORMATTER = _Formatter()
 _FIELD = re.compile(r"[^.\[\]]*(\[[^\[\]]*\])*")
 
 
-def template_names(template: str, place: Place) -> list[str]:
+def template_names(template: str, place: OptionSource) -> list[str]:
     """Return the first name of each {field} of a template; raises SettingsError."""
     roots = []
     for name in _fields(template, place):
@@ -918,7 +934,7 @@ def template_names(template: str, place: Place) -> list[str]:
     return roots
 
 
-def _fields(template: str, place: Place) -> Iterator[str]:
+def _fields(template: str, place: OptionSource) -> Iterator[str]:
     """Give what stands in the braces of a template, also of those in a format; SettingsError."""
     try:
         for _, name, form, _ in _FORMATTER.parse(template):
@@ -929,23 +945,23 @@ def _fields(template: str, place: Place) -> Iterator[str]:
         raise place.wrong(template, f"is not a template: {error}") from None
 
 
-def app_place(name: str) -> Place:
+def app_source(name: str) -> OptionSource:
     """Return where an option of the whole app stands."""
-    return Place("app", f"redlock_{name}")
+    return OptionSource("app", f"redlock_{name}")
 
 
-def call_place(name: str) -> Place:
+def call_source(name: str) -> OptionSource:
     """Return where an option of a single call stands."""
-    return Place("call", f"lock={{{name!r}}}")
+    return OptionSource("call", f"lock={{{name!r}}}")
 
 
-def compile_plan(
+def compile_config(
     app: AppSettings,
     task_name: str,
     attributes: Mapping[str, Any],
     signature: inspect.Signature,
     others: Sequence[str] = (),
-) -> Plan:
+) -> TaskLockConfig:
     """Return the plan of a task; raises SettingsError.
 
     attributes: its lock_* attributes by their full names, functions unbound.
@@ -962,33 +978,33 @@ def compile_plan(
             raise SettingsError(level, written, repr(value), hint)
         options[name] = value
 
-    def place(name: str) -> Place:
-        return Place(level, f"lock_{name}")
+    def place(name: str) -> OptionSource:
+        return OptionSource(level, f"lock_{name}")
 
     options = checked(options, app, place, travels=False)
-    return _planned(Plan(task_name, app, options, signature, place))
+    return _planned(TaskLockConfig(task_name, app, options, signature, place))
 
 
-def compile_others_plan(
+def compile_adopted_config(
     app: AppSettings, task_name: str, pattern: str, signature: inspect.Signature
-) -> Plan:
+) -> TaskLockConfig:
     """Return the plan of a task that `redlock_tasks` locks; raises SettingsError.
 
     pattern: the entry that it goes by. What the task itself says of `lock_*` is not about locks.
     """
     if pattern not in app.tasks:
         hint = "came after the settings had been read: set it before the app finalizes"
-        raise tasks_place(pattern).wrong("...", hint)
-    place = place_by_pattern("task", pattern)
-    return _planned(Plan(task_name, app, app.tasks[pattern], signature, place))
+        raise tasks_source(pattern).wrong("...", hint)
+    place = pattern_source("task", pattern)
+    return _planned(TaskLockConfig(task_name, app, app.tasks[pattern], signature, place))
 
 
-def _planned(plan: Plan) -> Plan:
+def _planned(plan: TaskLockConfig) -> TaskLockConfig:
     """Return a plan whose key its function can fill, and whose options go together."""
     if says_what(plan.options):
         plan.check_what(plan.options, plan.place)
     elif says_what(plan.app.options) or not any(map(says_what, plan.app.queues.values())):
-        plan.check_what({"key": None, **plan.app.options}, app_place)
+        plan.check_what({"key": None, **plan.app.options}, app_source)
     of_task = merged(plan.app.options, plan.options)
     check_together(f"task {plan.task_name!r}", of_task)
     of_all_queues = plan.app.for_queue("")  # what a glob for any name says

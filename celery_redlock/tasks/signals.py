@@ -15,7 +15,7 @@ from celery.utils.dispatch import Signal
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.tasks.runtime import tell_bodies
+from celery_redlock.tasks.runtime import notify_bodies
 
 
 def _signal(name: str) -> Any:
@@ -134,7 +134,7 @@ class SignalObserver(Observer):
 
     def lost(self, redlock: Any, acquisition: Acquisition, reason: str) -> None:
         """Tell the bodies that run under it, and send lock_lost."""
-        tell_bodies()  # first: a receiver may take its time
+        notify_bodies()  # first: a receiver may take its time
         lock_lost.send(
             _sender(redlock, acquisition), event=LockLostEvent(acquisition.resource, reason)
         )

@@ -32,26 +32,34 @@ from celery_redlock.lock.node_status import NodeReport, ask_nodes, exchange_term
 from celery_redlock.lock.validation import check_wait
 from celery_redlock.tasks.backoff import Backoff
 from celery_redlock.tasks.children import watch_children
-from celery_redlock.tasks.deferral import HEADER, Slip, own_headers, utc_now
-from celery_redlock.tasks.gate import ENTRY, gated, is_gate, lock_of, noted, passage_of, plan_of
-from celery_redlock.tasks.routes import Address, queue_of
+from celery_redlock.tasks.deferral import HEADER, LockHeader, own_headers, utc_now
+from celery_redlock.tasks.gate import (
+    ENTRY,
+    config_of,
+    is_wrapper,
+    lock_of,
+    run_of,
+    wrap_hook,
+    wrap_run,
+)
+from celery_redlock.tasks.routes import Route, queue_of
 from celery_redlock.tasks.runtime import name_of as name_of_app
 from celery_redlock.tasks.runtime import redlock_of, settings_of
 from celery_redlock.tasks.settings import (
     BUILT_IN,
-    CELERYS,
+    CELERY_PREFIX,
     AppSettings,
     EffectiveOptions,
-    Place,
-    Plan,
-    Rules,
+    OptionSource,
+    TaskLockConfig,
+    TaskLockOptions,
     check_known_names,
     check_outside,
     checked,
     pattern_for,
-    tasks_place,
+    tasks_source,
 )
-from celery_redlock.tasks.uniqueness import Send, Standing, is_awaited, name_of, send_once
+from celery_redlock.tasks.uniqueness import EarlierSend, UniqueSend, is_awaited, name_of, send_once
 
 logger = logging.getLogger(__name__)
 
@@ -81,22 +89,22 @@ class LockedTask(Task):
 
     @classmethod
     def _put_gate(cls) -> None:
-        wraps = {"run": gated, "__call__": gated, **dict.fromkeys(HOOKS, noted)}
+        wraps = {"run": wrap_run, "__call__": wrap_run, **dict.fromkeys(HOOKS, wrap_hook)}
         for name, wrap in wraps.items():
             body = inspect.getattr_static(cls, name)
             is_celerys = body is Task.__dict__[name]
-            if not is_celerys and not is_gate(body):
+            if not is_celerys and not is_wrapper(body):
                 setattr(cls, name, wrap(body))
         theirs = inspect.getattr_static(cls, "Request")
-        if theirs != REQUEST and not isinstance(theirs, _BothRequests):
-            cls.Request = _BothRequests(theirs)
+        if theirs != REQUEST and not isinstance(theirs, _CombinedRequest):
+            cls.Request = _CombinedRequest(theirs)
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
         """Check the declaration, and take over `track_started`: STARTED means the lock is held."""
         super().on_bound(app)
         cls._put_gate()
-        if (cls.name or "").startswith(CELERYS):
+        if (cls.name or "").startswith(CELERY_PREFIX):
             return
         if "_redlock_track_started" not in cls.__dict__:
             inherited = getattr(cls, "_redlock_track_started", cls.track_started)
@@ -110,11 +118,11 @@ class LockedTask(Task):
         if cls.Strategy != DEFAULT_STRATEGY:
             hint = "runs bodies by itself, so that no lock would be taken: use Celery's default"
             raise SettingsError(f"task {cls.name!r}", "Strategy", repr(cls.Strategy), hint)
-        if app.conf.get("redlock_tasks") and not isinstance(app._tasks, _Registry):
+        if app.conf.get("redlock_tasks") and not isinstance(app._tasks, AdoptingRegistry):
             # Celery calls what finalizes an app in any order: if this raises, others' tasks are
             # behind their gate already, and do not run without their lock
-            _Registry.put_gates(app)
-        plan_of(app._tasks.get(cls.name) or cls())
+            AdoptingRegistry.put_gates(app)
+        config_of(app._tasks.get(cls.name) or cls())
 
     @property
     def lock(self) -> Lock | None:
@@ -124,7 +132,7 @@ class LockedTask(Task):
         `hasattr`, and whatever walks a task's attributes, takes it for missing.
         """
         request = self.request
-        passage = passage_of(request)
+        passage = run_of(request)
         if passage is None and request.called_directly:
             raise NoRunError(self.name)
         return None if passage is None else passage.lock
@@ -136,7 +144,7 @@ class LockedTask(Task):
         `{queue}` are those of the task's own routing. Raises SettingsError, and RedlockError for
         a task or arguments that take no lock.
         """
-        plan = plan_of(self)
+        plan = config_of(self)
         wait = None
         if "wait" in kwargs and "wait" not in plan.signature.parameters:
             wait = check_wait(f"task {self.name!r}", "lock_for(wait=...)", kwargs.pop("wait"))
@@ -156,7 +164,7 @@ class LockedTask(Task):
         As text it is a table. Raises SettingsError.
         """
         own = self._own_queue((), {}) if queue is None else queue
-        return plan_of(self).told(own, self._checked_call({} if lock is None else lock))
+        return config_of(self).told(own, self._checked_call({} if lock is None else lock))
 
     def _own_queue(self, args: Any, kwargs: Any) -> str:
         """Return the name of the queue that the task's own routing sends these arguments to."""
@@ -166,11 +174,11 @@ class LockedTask(Task):
         """Return the same for a send with options of its own."""
         options = {**self._get_exec_options(), **of_call}
         if options.get("routing_key") and not options.get("queue"):
-            return queue_of(self.app, Address.of(options))
+            return queue_of(self.app, Route.of(options))
         options = self.app.amqp.router.route(options, self.name, args, kwargs, self)
         queue = options.get("queue")
         return (
-            queue_of(self.app, Address.of(options))
+            queue_of(self.app, Route.of(options))
             if queue is None
             else str(getattr(queue, "name", queue))
         )
@@ -185,9 +193,9 @@ class LockedTask(Task):
         for a task whose declaration is wrong;
         QuorumUnreachable at a send that is to be deduplicated, where on_unreachable="fail".
         """
-        if self.name.startswith(CELERYS):
+        if self.name.startswith(CELERY_PREFIX):
             return super().apply_async(args, kwargs, *more, **options)
-        plan = plan_of(self)
+        plan = config_of(self)
         check_outside(options)
         if more:
             self._write_slip(plan, options, more[0])
@@ -203,8 +211,8 @@ class LockedTask(Task):
         return self._send_once(plan, rules, args, kwargs, options)
 
     def _rules_of_send(
-        self, plan: Plan, args: Any, kwargs: Any, options: Mapping[str, Any]
-    ) -> tuple[str, Rules] | None:
+        self, plan: TaskLockConfig, args: Any, kwargs: Any, options: Mapping[str, Any]
+    ) -> tuple[str, TaskLockOptions] | None:
         """Return queue and options of a send that is to be deduplicated, else None.
 
         An eager one is not: it is over when it returns.
@@ -220,7 +228,12 @@ class LockedTask(Task):
         return None if rules.unique_for is None else (queue, rules)
 
     def _send_once(
-        self, plan: Plan, found: tuple[str, Rules], args: Any, kwargs: Any, options: dict[str, Any]
+        self,
+        plan: TaskLockConfig,
+        found: tuple[str, TaskLockOptions],
+        args: Any,
+        kwargs: Any,
+        options: dict[str, Any],
     ) -> Any:
         """Send it unless it is a duplicate."""
         queue, rules = found
@@ -230,14 +243,14 @@ class LockedTask(Task):
         send = send_of(self.app, self.name, resources, options, rules, plan.app)
         plain = functools.partial(super().apply_async, args, kwargs)
         sent = publish_once(self.app, send, options, plain)
-        return self.AsyncResult(told(sent, rules, resources)) if type(sent) is Standing else sent
+        return self.AsyncResult(told(sent, rules, resources)) if type(sent) is EarlierSend else sent
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task here and now, as Celery does, under its lock; `lock={...}` as for a send."""
         check_outside(options)
         if "lock" in options:
             options["task_id"] = options.get("task_id") or uuid()
-            self._write_slip(plan_of(self), options, options["task_id"])
+            self._write_slip(config_of(self), options, options["task_id"])
         return super().apply(args, kwargs, *more, **options)
 
     def signature_from_request(
@@ -254,7 +267,7 @@ class LockedTask(Task):
             options["headers"] = {HEADER: carried, **(options.get("headers") or own)}
         return super().signature_from_request(request, args, kwargs, queue, **options)
 
-    def _write_slip(self, plan: Plan, options: dict[str, Any], task_id: str) -> None:
+    def _write_slip(self, plan: TaskLockConfig, options: dict[str, Any], task_id: str) -> None:
         """Put into the message what the call says and its worker cannot see otherwise."""
         if "lock" in options:
             slip = {"options": self._call_options(plan, options.pop("lock")), "id": task_id}
@@ -266,7 +279,7 @@ class LockedTask(Task):
             raise SettingsError("call", "lock", repr(of_call), hint)
         return of_call
 
-    def _call_options(self, plan: Plan, of_call: Any) -> dict[str, Any]:
+    def _call_options(self, plan: TaskLockConfig, of_call: Any) -> dict[str, Any]:
         return options_to_message(plan.check_call(self._checked_call(of_call)))
 
     def chunks(self, it: Any, n: int) -> NoReturn:
@@ -339,7 +352,7 @@ def _say_that_none_is_locked(request: Any = None, **_: Any) -> None:
     """Say once that a task takes no lock for which a message brings options of one."""
     if HEADER not in request.request_dict or isinstance(request.task, LockedTask):
         return
-    if request.name not in _said_unlocked and Slip.of(request._context).options:
+    if request.name not in _said_unlocked and LockHeader.of(request._context).options:
         _said_unlocked.add(request.name)
         text = "%s takes no lock, for it is no LockedTask: lock=... of its calls does nothing"
         logger.warning(text, request.name, extra={"event": "not_locked", "task": request.name})
@@ -365,7 +378,7 @@ def _options_within(value: Any) -> None:
         _options_within(part)
 
 
-class _BothRequests:
+class _CombinedRequest:
     """What stands for a task's own `Request`: ours, with theirs below it, made where it is used.
 
     theirs: a class or its name, as Celery takes it.
@@ -385,7 +398,7 @@ class _BothRequests:
 def current_lock() -> Lock | None:
     """Return the running task's lock, for tasks without `bind`; None outside a run."""
     for task in (get_current_task(), get_current_worker_task()):
-        passage = None if task is None else passage_of(task.request)
+        passage = None if task is None else run_of(task.request)
         if passage is not None:
             return passage.lock
     return None
@@ -410,16 +423,16 @@ def send_unique(
         "on_unreachable": on_unreachable,
     }
     settings, level = settings_of(app), "send_unique"
-    given = checked(given, settings, lambda option: Place(level, option), travels=True)
+    given = checked(given, settings, lambda option: OptionSource(level, option), travels=True)
     if not isinstance(resource, str) or not resource:
         raise SettingsError(level, "resource", repr(resource), "must be a text, not empty")
     if given["unique_for"] is None or is_awaited(options) or app.conf.task_always_eager:
         return app.send_task(name, args, kwargs, **options)
     options["task_id"] = uuid()
-    rules = Rules(**{**BUILT_IN, "ttl": settings.max_ttl, **given})
+    rules = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **given})
     send = send_of(app, name, (resource,), options, rules, settings)
     sent = publish_once(app, send, options, functools.partial(app.send_task, name, args, kwargs))
-    return app.AsyncResult(told(sent, rules, (resource,))) if type(sent) is Standing else sent
+    return app.AsyncResult(told(sent, rules, (resource,))) if type(sent) is EarlierSend else sent
 
 
 def send_of(
@@ -427,9 +440,9 @@ def send_of(
     name: str,
     resources: tuple[str, ...],
     options: Mapping[str, Any],
-    rules: Rules,
+    rules: TaskLockOptions,
     settings: AppSettings,
-) -> Send:
+) -> UniqueSend:
     """Return what is known of a send that is to be deduplicated.
 
     options: Celery's, with its id. The window is never longer than the message is good: one that
@@ -441,7 +454,7 @@ def send_of(
     window = rules.unique_for or 0.0
     if expires is not None:
         window = max(0.0, min(window, seconds_until(app, expires)))
-    return Send(
+    return UniqueSend(
         name=name_of(name, resources),
         task_id=options["task_id"],
         run=f"{options['task_id']}:{name}:0:0",
@@ -462,7 +475,9 @@ def seconds_until(app: Any, moment: float | str | datetime) -> float:
     return float(moment)
 
 
-def publish_once(app: Any, send: Send, options: dict[str, Any], plain: Callable[..., Any]) -> Any:
+def publish_once(
+    app: Any, send: UniqueSend, options: dict[str, Any], plain: Callable[..., Any]
+) -> Any:
     """Return what `plain` gives, called with the options, or the earlier send that it repeats."""
 
     def publish(ticket: Mapping[str, Any] | None) -> Any:
@@ -482,7 +497,7 @@ def put_ticket(options: dict[str, Any], ticket: Mapping[str, Any]) -> None:
     options["headers"] = {**(headers or {}), HEADER: {**slip, "unique": ticket}}
 
 
-def told(earlier: Standing, rules: Rules, resources: tuple[str, ...]) -> str:
+def told(earlier: EarlierSend, rules: TaskLockOptions, resources: tuple[str, ...]) -> str:
     """Return the id of the earlier send; raises DuplicateTask where that is asked for."""
     if rules.on_duplicate == "fail":
         raise DuplicateTask(", ".join(resources), earlier.task_id)
@@ -507,7 +522,7 @@ def _check_app(app: Any) -> None:
     """
     others = app.conf.get("redlock_tasks")
     if others:
-        _Registry.watch(app)
+        AdoptingRegistry.watch(app)
     check_known_names(app.conf, app.namespace)
     if others or app.conf.get("redlock_nodes") is not None:
         settings_of(app)
@@ -523,7 +538,7 @@ def _lock_in_worker(sender: Any = None, **_: Any) -> None:
     install(sender.app)
 
 
-class _Registry(TaskRegistry):
+class AdoptingRegistry(TaskRegistry):
     """An app's tasks, of which those that `redlock_tasks` names get their gate as they come in.
 
     Celery adds a task here before it binds it, whenever that is: with the app, as a shared task,
@@ -541,7 +556,7 @@ class _Registry(TaskRegistry):
     def put_gates(cls, app: Any) -> Any:
         """Have an app's registry lock what it holds, and what is added to it; returns that."""
         registry = app._tasks
-        if not isinstance(registry, _Registry):
+        if not isinstance(registry, AdoptingRegistry):
             kind = type(registry)
             registry.__class__ = type(kind.__name__, (cls, kind), {})
         registry.app = app
@@ -559,7 +574,7 @@ class _Registry(TaskRegistry):
 
     def pattern_for(self, name: str) -> str | None:
         """Return the entry that a task's name goes by, None where there is none."""
-        if name.startswith(CELERYS):
+        if name.startswith(CELERY_PREFIX):
             return None
         entries = self.app.conf.get("redlock_tasks")
         # what is no mapping raises at each use of what it names, rather than have that run unlocked
@@ -571,7 +586,7 @@ class _Registry(TaskRegistry):
         pattern = self.pattern_for(name)
         if pattern is None or isinstance(task, LockedTask):
             return False
-        _lock_anothers(task, pattern)
+        adopt_task(task, pattern)
         return True
 
     def check(self, name: str, task: Any) -> None:
@@ -582,10 +597,10 @@ class _Registry(TaskRegistry):
                 f"{name} is a LockedTask already: set lock_* on it, or from outside by Celery's "
                 f'task_annotations = {{{name!r}: {{"lock_ttl": 30}}}}'
             )
-            raise tasks_place(name).wrong(self.app.conf.redlock_tasks[name], hint)
+            raise tasks_source(name).wrong(self.app.conf.redlock_tasks[name], hint)
 
 
-def _lock_anothers(task: Any, pattern: str) -> None:
+def adopt_task(task: Any, pattern: str) -> None:
     """Make a task of others a LockedTask, which goes by an entry of `redlock_tasks`.
 
     It gets a class of its own below its own one, so that the instance is the one that others may
@@ -629,7 +644,7 @@ class RefuseEventlet(bootsteps.Step):
         super().__init__(worker, **options)
         if not is_of_eventlet(worker.pool_cls):
             return
-        locked = sorted(task.name for task in locked_tasks(worker.app) if plan_of(task).may_lock)
+        locked = sorted(task.name for task in locked_tasks(worker.app) if config_of(task).may_lock)
         if locked:
             hint = (
                 f"eventlet cannot run locked tasks ({', '.join(locked)}): start the worker with "
@@ -650,7 +665,7 @@ def is_of_eventlet(pool: type) -> bool:
 
 def locked_tasks(app: Any) -> list[LockedTask]:
     """Return an app's LockedTasks, without those of Celery's own."""
-    own = (task for name, task in app.tasks.items() if not name.startswith(CELERYS))
+    own = (task for name, task in app.tasks.items() if not name.startswith(CELERY_PREFIX))
     return [task for task in own if isinstance(task, LockedTask)]
 
 

@@ -76,7 +76,7 @@ def name_of(task_name: str, resources: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Send:
+class UniqueSend:
     """A send that is to be deduplicated. Times in s.
 
     name: as of `name_of`. run: the name of the run that it leads to. window: how long it is good.
@@ -96,7 +96,7 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Standing:
+class EarlierSend:
     """What a node knows of an earlier send.
 
     is_sent: it was published, for certain. gone_by: s since 1970 after which it does not come any
@@ -116,7 +116,7 @@ class Standing:
         return self.run.partition(":")[0]
 
     @classmethod
-    def of(cls, value: str, expires_in: float) -> Standing:
+    def of(cls, value: str, expires_in: float) -> EarlierSend:
         """Read what stands there; a stranger's value is a send of which nobody knows anything."""
         token, _, rest = value.partition(":")
         state, _, rest = rest.partition(":")
@@ -134,7 +134,7 @@ def _check(reply: Any) -> Any:
     raise UnexpectedReplyError(reply)
 
 
-class Ballot(Round):
+class CompareAndSetRound(Round):
     """One compare-and-set on all nodes, and what they said to it.
 
     changed: nodes that did it. empty: nodes with nothing there.
@@ -147,7 +147,7 @@ class Ballot(Round):
         self.wanted = True
         self.changed: set[int] = set()
         self.empty: set[int] = set()
-        self._standing: dict[int, Standing] = {}
+        self._standing: dict[int, EarlierSend] = {}
         self.errors: dict[int, NodeError] = {}
         self._quorum, self._again = quorum, set[int]()
 
@@ -162,12 +162,12 @@ class Ballot(Round):
         else:
             value = text_of(reply[1])
             expires_in = reply[0] / 1000 if reply[0] >= 0 else math.inf
-            self._standing[node] = Standing.of(value, expires_in)
+            self._standing[node] = EarlierSend.of(value, expires_in)
         if not self.decided:
             self._look()
 
     @property
-    def standing(self) -> dict[int, Standing]:
+    def standing(self) -> dict[int, EarlierSend]:
         """What stands on which node, as of now: any thread may bring in a late answer."""
         return self._standing.copy()
 
@@ -212,7 +212,7 @@ class Ballot(Round):
         return len(self.changed) >= self._quorum.size
 
     @property
-    def agreed(self) -> Standing | None:
+    def agreed(self) -> EarlierSend | None:
         """The earlier send that a quorum names; as sent where a quorum knows that.
 
         One node alone may not have heard yet that its window is over, and another may have heard
@@ -232,27 +232,27 @@ class Ballot(Round):
         return next(standing for standing in own if not standing.is_sent)
 
 
-class Window:
+class UniqueClaim:
     """One send's window, from the first request for it until it is confirmed or given up.
 
     is_open: a quorum knows of it. replaced: the earlier send whose place it takes.
     """
 
-    def __init__(self, session: Session, send: Send) -> None:
+    def __init__(self, session: Session, send: UniqueSend) -> None:
         self._session, self._send = session, send
         self._call = UNIQUE.begin([unique_key(session.options.prefix, send.name)], 3)
         self._token, self.is_open = "", False
         self._confirmation = b""  # all of it but how long it is good for
-        self.replaced: Standing | None = None
+        self.replaced: EarlierSend | None = None
         self._opened_at = 0.0
         self._lease = min(
             send.window, max(SENDING, ROUNDS_WHILE_SENDING * session.options.node_timeout)
         )
         # of the token in use: what was asked, and what it may have replaced
-        self._ballots: list[Ballot] = []
-        self._before: dict[int, Standing] = {}
+        self._ballots: list[CompareAndSetRound] = []
+        self._before: dict[int, EarlierSend] = {}
 
-    def open(self) -> Standing | None:
+    def open(self) -> EarlierSend | None:
         """Take it, or return the earlier send that this one is a duplicate of.
 
         Returns None and is not open where nobody can say: then the message is to be sent. While
@@ -262,7 +262,7 @@ class Window:
         until, tries = clock.now() + self._lease, 0
         while True:
             rival = self._attempt()
-            if isinstance(rival, Standing):
+            if isinstance(rival, EarlierSend):
                 return rival
             if self.is_open or not rival or clock.now() > until:
                 return None
@@ -270,7 +270,7 @@ class Window:
             clock.sleep(random.uniform(0.001, pause))  # noqa: S311 - no secret
             tries += 1
 
-    def _attempt(self) -> Standing | bool:
+    def _attempt(self) -> EarlierSend | bool:
         """Try once; True where another one is sending just now, so that it is to be tried again."""
         # a token of its own each time: after its release nothing is sent for one any more
         self._token, self._ballots, self._before = self._session.platform.new_token(), [], {}
@@ -298,10 +298,10 @@ class Window:
         sending = any(not standing.is_sent for standing in ballot.standing.values())
         return sending or earlier is not None
 
-    def _ask(self, believed: str) -> Ballot:
+    def _ask(self, believed: str) -> CompareAndSetRound:
         """Have every node note this send, where what it knows begins like this ('': nothing)."""
         session = self._session
-        ballot, sent = Ballot(session.node_set), session.clock.now()
+        ballot, sent = CompareAndSetRound(session.node_set), session.clock.now()
         self._ballots.append(ballot)
         request = self._request(believed, self._value(SENDS), self._lease)
         session.node_set.broadcast(Command(request, ballot, UNIQUE), sent)
@@ -327,7 +327,7 @@ class Window:
         return self._change(believed, value) + _ttl(seconds)
 
     def to_message(self) -> dict[str, Any]:
-        """Return what its message carries, from which a worker makes a `Ticket`."""
+        """Return what its message carries, from which a worker makes a `UniqueToken`."""
         send, earlier = self._send, self.replaced
         clock = self._session.clock
         ends_at = clock.wall_us() / 1e6 + self._opened_at + send.window - clock.now()
@@ -341,7 +341,7 @@ class Window:
             ticket |= {"replaces": earlier.run, "kept_for": self._kept_for(earlier)}
         return ticket
 
-    def _kept_for(self, earlier: Standing) -> float:
+    def _kept_for(self, earlier: EarlierSend) -> float:
         return max(SHORTEST_MARK, earlier.gone_by - self._session.clock.wall_us() / 1e6)
 
     def confirm(self) -> None:
@@ -396,7 +396,7 @@ class Window:
             session.node_set.send_to(node, Command(request, IGNORE_REPLY, UNIQUE), now)
         elsewhere = set(self._ballots[-1].standing) | set(before)
         nodes = set(range(len(session.node_set.nodes))) - elsewhere
-        Ending(session, self._request(self._token, "")).send(nodes)
+        UniqueRelease(session, self._request(self._token, "")).send(nodes)
         self.is_open, self._ballots = False, []
 
 
@@ -405,7 +405,7 @@ def _ttl(seconds: float) -> bytes:
     return encode_bulk(b"%d" % max(1, math.ceil(seconds * 1000)))
 
 
-class Ending(Round):
+class UniqueRelease(Round):
     """The end of a window, on its way to every node, also to one that is away for a while.
 
     request: what ends it. left: s for which it would be open else. Decided once a quorum has heard
@@ -459,7 +459,7 @@ class Ending(Round):
         session = self._session
         is_error = type(reply) is hiredis.ReplyError
         is_list = not is_error and type(_check(reply)) is list
-        replaced = is_list and not Standing.of(text_of(reply[1]), 0).is_sent
+        replaced = is_list and not EarlierSend.of(text_of(reply[1]), 0).is_sent
         if replaced or is_error:
             session.outbox.put(node, self)
             session.watchdog.run_maintenance_by(session.clock.now() + session.options.node_timeout)
@@ -488,14 +488,14 @@ def supersede(session: Session, run: str, kept_for: float) -> Command:
 
 
 def send_once(
-    redlock: Redlock, send: Send, publish: Callable[[Mapping[str, Any] | None], T]
-) -> T | Standing:
+    redlock: Redlock, send: UniqueSend, publish: Callable[[Mapping[str, Any] | None], T]
+) -> T | EarlierSend:
     """Publish a message unless it is a duplicate; returns the earlier send where it is one.
 
     publish: takes what the message is to carry of its window, None where it has none. What it
     raises ends the window. Raises QuorumUnreachable where on_unreachable="fail", SettingsError.
     """
-    window = Window(redlock.session, send)
+    window = UniqueClaim(redlock.session, send)
     try:
         try:
             earlier = window.open()
@@ -523,7 +523,7 @@ def send_once(
 
 
 @dataclass(frozen=True)
-class Ticket:
+class UniqueToken:
     """What a message carries of the window that its send has opened.
 
     name, token: of the window. until: "started", "finished" or "expired". ends_at: s since 1970,
@@ -539,7 +539,7 @@ class Ticket:
     ends_at: float = 0.0
 
     @classmethod
-    def of(cls, carried: object) -> Ticket | None:
+    def of(cls, carried: object) -> UniqueToken | None:
         """Read it from a message; what a stranger wrote there counts as nothing."""
         if not isinstance(carried, Mapping):
             return None
@@ -576,10 +576,10 @@ class Ticket:
         if self.until != "expired":
             self._end(redlock)
 
-    def _end(self, redlock: Redlock) -> Ending:
+    def _end(self, redlock: Redlock) -> UniqueRelease:
         session = redlock.session
         key = unique_key(session.options.prefix, self.name)
         left = min(self.ends_at - session.clock.wall_us() / 1e6, LONGEST_WINDOW)
-        ending = Ending(session, UNIQUE.call([key], self.token, "", "1"), left)
+        ending = UniqueRelease(session, UNIQUE.call([key], self.token, "", "1"), left)
         ending.send()
         return ending

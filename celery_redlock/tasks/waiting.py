@@ -37,26 +37,30 @@ from celery_redlock.lock.model.keys import votes_channel, wake_channel
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.threads import Waker, new_mutex
 from celery_redlock.lock.transport.subscriber import Subscriber
-from celery_redlock.tasks.deferral import CLOCKS_DIFFER, Slip, utc_now
+from celery_redlock.tasks.deferral import CLOCKS_DIFFER, LockHeader, utc_now
 from celery_redlock.tasks.routes import CAME_BACK
-from celery_redlock.tasks.runtime import Place, here, redlock_of, settings_of
+from celery_redlock.tasks.runtime import Interrupter, current_interrupter, redlock_of, settings_of
 
 logger = logging.getLogger(__name__)
 
-LINGER = 30.0  # s for which a worker goes on listening where nobody waits any more
-WORDS = 4096  # that are remembered: every node tells of each release, some hundreds in one read
-VIGIL = 1.0  # s after which the next one tries, where the first was woken and nothing was heard
-LOOK = 1.0  # s: between looks at what has expired or was revoked
-SOON = 1.0  # s: who tries by then anyway need not try because a worker begins to listen
-SEATS = 1000  # messages that wait in one worker's memory, some 10 KB each; the rest in its queue
-PACE = 0.025  # s: between those that leave for the others of a queue to come in
-TOLD = 16  # releases of a resource that are remembered for messages on their way
+UNSUBSCRIBE_AFTER = 30.0  # s for which a worker goes on listening where nobody waits any more
+MESSAGE_IDS = (
+    4096  # that are remembered: every node tells of each release, some hundreds in one read
+)
+RETRY_NEXT_AFTER = (
+    1.0  # s after which the next one tries, where the first was woken and nothing was heard
+)
+SWEEP_INTERVAL = 1.0  # s: between looks at what has expired or was revoked
+IMMINENT = 1.0  # s: who tries by then anyway need not try because a worker begins to listen
+CAPACITY = 1000  # messages that wait in one worker's memory, some 10 KB each; the rest in its queue
+EVICTION_INTERVAL = 0.025  # s: between those that leave for the others of a queue to come in
+RELEASE_HISTORY = 16  # releases of a resource that are remembered for messages on their way
 
 
-Line = tuple[str, int]  # the channel of what refused, and the limit by which it was asked
+QueueKey = tuple[str, int]  # the channel of what refused, and the limit by which it was asked
 
 
-class Waiting:
+class Waiter:
     """One message that waits in a worker's memory.
 
     order: it stands in its line by. patient: it may wait for a word for longer than its countdown.
@@ -67,20 +71,20 @@ class Waiting:
     __slots__ = ("due", "entry", "line", "order", "patient", "request", "until")
 
     def __init__(
-        self, request: Any, order: tuple[str, int], line: Line, due: float, *, patient: bool
+        self, request: Any, order: tuple[str, int], line: QueueKey, due: float, *, patient: bool
     ) -> None:
         self.request, self.order, self.line = request, order, line
         self.due, self.patient, self.until = due, patient, due
         self.entry: Any = None
 
-    def __lt__(self, other: Waiting) -> bool:
+    def __lt__(self, other: Waiter) -> bool:
         return self.order < other.order
 
 
 _NOBODY = (-math.inf, "")
 
 
-def seats(conf: Mapping[str, Any], prefetch: int) -> int:
+def capacity(conf: Mapping[str, Any], prefetch: int) -> int:
     """Return how many messages may wait in a worker at once.
 
     prefetch: how many it takes in otherwise; 0: all that come, so that one which leaves makes room
@@ -91,41 +95,41 @@ def seats(conf: Mapping[str, Any], prefetch: int) -> int:
     if prefetch == 0:
         return sys.maxsize
     limit = conf.get("worker_eta_task_limit")
-    return SEATS if limit is None else max(1, min(SEATS, limit - prefetch))
+    return CAPACITY if limit is None else max(1, min(CAPACITY, limit - prefetch))
 
 
-class Lines:
+class WaitQueues:
     """Who waits in this worker, in order. A channel without a line is listened for for a while."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, dict[int, list[Waiting]]] = {}  # by channel, then by limit
+        self._lines: dict[str, dict[int, list[Waiter]]] = {}  # by channel, then by limit
         self._emptied: dict[str, float] = {}  # monotonic s
         # where the first one has gone to try: monotonic s, and since when it waits
-        self._left: dict[Line, tuple[float, str]] = {}
-        self._by_request: dict[Any, Waiting] = {}
+        self._left: dict[QueueKey, tuple[float, str]] = {}
+        self._by_request: dict[Any, Waiter] = {}
         self.patient = 0  # how many may wait for a word alone
 
     def channels(self) -> set[str]:
         """Return what is listened for; asked by any thread."""
         return set(self._lines)
 
-    def of(self, request: Any) -> Waiting | None:
+    def of(self, request: Any) -> Waiter | None:
         """Return the one that waits by a request."""
         return self._by_request.get(request)
 
-    def all(self) -> list[Waiting]:
+    def all(self) -> list[Waiter]:
         """Return all that wait."""
         return list(self._by_request.values())
 
-    def firsts(self, channel: str) -> list[Waiting]:
+    def firsts(self, channel: str) -> list[Waiter]:
         """Return the first of each line on a channel."""
         return [line[0] for line in self._lines.get(channel, {}).values()]
 
-    def on(self, channel: str) -> list[Waiting]:
+    def on(self, channel: str) -> list[Waiter]:
         """Return all that wait on a channel."""
         return [one for line in self._lines.get(channel, {}).values() for one in line]
 
-    def may_try(self, waiting: Waiting, now: float) -> float:
+    def may_try(self, waiting: Waiter, now: float) -> float:
         """Return the s after which it may try by itself: inf where others stand before it.
 
         At once where it is the first; but where one before it has just gone to try, only if that
@@ -134,9 +138,9 @@ class Lines:
         channel, limit = waiting.line
         if self._lines[channel][limit][0] is not waiting:
             return math.inf
-        return max(0.0, self._left.get(waiting.line, _NOBODY)[0] + VIGIL - now)
+        return max(0.0, self._left.get(waiting.line, _NOBODY)[0] + RETRY_NEXT_AFTER - now)
 
-    def add(self, waiting: Waiting) -> Waiting | None:
+    def add(self, waiting: Waiter) -> Waiter | None:
         """Put one in its line; returns the one that was first before it came, if it is now."""
         self._by_request[waiting.request] = waiting
         self.patient += waiting.patient
@@ -150,7 +154,7 @@ class Lines:
             del self._left[waiting.line]  # it is back
         return line[1] if len(line) > 1 else None
 
-    def remove(self, waiting: Waiting, now: float) -> Waiting | None:
+    def remove(self, waiting: Waiter, now: float) -> Waiter | None:
         """Take one out of its line; returns the one that is first now, if it was."""
         del self._by_request[waiting.request]
         self.patient -= waiting.patient
@@ -166,7 +170,7 @@ class Lines:
                 self._emptied[channel] = now
         return line[0] if line and place == 0 else None
 
-    def last_of_longest(self) -> Waiting | None:
+    def last_of_longest(self) -> Waiter | None:
         """Return who can best be spared: the last patient one of the longest line."""
         lines = [line for by_limit in self._lines.values() for line in by_limit.values()]
         for line in sorted(lines, key=len, reverse=True):
@@ -183,7 +187,7 @@ class Lines:
         self._left = {line: gone for line, gone in self._left.items() if line[0] in self._lines}
 
 
-class Room(bootsteps.StartStopStep):
+class WaitingRoom(bootsteps.StartStopStep):
     """Where the messages wait that have come back to a worker's main process.
 
     Other parts use `admit`, `waiting`, `subscriptions` and, from the threads that listen,
@@ -204,17 +208,17 @@ class Room(bootsteps.StartStopStep):
         parent.apply_eta_task = self._due
         self._ears: list[Subscriber] = []
         self._bell = Waker()
-        self._place: Place | None = None  # of the greenlets, where there are any
+        self._place: Interrupter | None = None  # of the greenlets, where there are any
         self._looks: Any = None
         self._leaves: Any = None  # in the timer, where somebody is to make way
-        self._seats = SEATS
+        self._seats = CAPACITY
         self._majority = 1
         self._votes = ""  # the channel of those for whom no quorum voted
         self._forget()
         _rooms[parent] = self
 
     def _forget(self) -> None:
-        self._lines = Lines()
+        self._lines = WaitQueues()
         self._standing = 0  # how many wait for whom no further message is taken in
         self._woken: weakref.WeakSet[Any] = weakref.WeakSet()
         # the last releases of a channel: monotonic s, and the limits that somebody was woken by;
@@ -223,19 +227,21 @@ class Room(bootsteps.StartStopStep):
         self._opened_at = self._clock.now()  # what was said before that may have been missed
         self._words: dict[str, int] = {}  # how many nodes have said it, the latest last
         self._told_at: dict[str, float] = {}  # monotonic s of the last release, by channel
-        self._refused: dict[Line, float] = {}  # monotonic s of the last refusal that is known of
+        self._refused: dict[
+            QueueKey, float
+        ] = {}  # monotonic s of the last refusal that is known of
         self._heard_of: set[str] = set()  # channels of which some node has said that it listens
-        self._calls: deque[tuple[str, str, Waiting | None]] = deque()
+        self._calls: deque[tuple[str, str, Waiter | None]] = deque()
 
     def start(self, parent: Any) -> None:
         """Be ready, also after the connection to the broker was lost."""
         self._forget()
-        self._seats = seats(parent.app.conf, parent.initial_prefetch_count)
+        self._seats = capacity(parent.app.conf, parent.initial_prefetch_count)
         if parent.hub is not None:
             parent.hub.add_reader(self._bell.descriptor, self._on_bell)
         elif getattr(parent.pool, "is_green", False):
-            self._place = here()
-        self._looks = parent.timer.call_after(LOOK, self._look_again)
+            self._place = current_interrupter()
+        self._looks = parent.timer.call_after(SWEEP_INTERVAL, self._look_again)
 
     def stop(self, parent: Any) -> None:
         """Forget everybody: the broker delivers again what waits here."""
@@ -250,7 +256,7 @@ class Room(bootsteps.StartStopStep):
         for ear in self._ears:
             ear.close()
 
-    def admit(self, request: Any, slip: Slip) -> None:
+    def admit(self, request: Any, slip: LockHeader) -> None:
         """Take a message in whose countdown is about to begin."""
         consumer = self._consumer
         if consumer.task_buckets[request.name] is not None and not consumer.disable_rate_limits:
@@ -263,7 +269,7 @@ class Room(bootsteps.StartStopStep):
         due = now + max(0.0, (request.eta - utc_now()).total_seconds())
         patient = slip.patient and request.expires is None
         order, line = (str(slip.since), id(request)), (channel, 1 if slip.reason else slip.limit)
-        waiting = Waiting(request, order, line, due, patient=patient)
+        waiting = Waiter(request, order, line, due, patient=patient)
         # all at once would be a herd
         waiting.until = now + settings.countdown_cap * random.uniform(0.5, 1.0)  # noqa: S311
         refused_at = now - slip.waited_since_refused(utc_now())
@@ -278,7 +284,7 @@ class Room(bootsteps.StartStopStep):
             self._call(channel, "", waiting)
         self._listen()
 
-    def _has_missed(self, waiting: Waiting, refused_at: float) -> bool:
+    def _has_missed(self, waiting: Waiter, refused_at: float) -> bool:
         """Tell whether a release came while a message was on its way, and found nobody in its line.
 
         refused_at: monotonic s. That release is for this one, then, and for nobody after it. Of
@@ -296,9 +302,9 @@ class Room(bootsteps.StartStopStep):
         opened: list[tuple[float, set[object]]] = [(self._opened_at, set())]
         if channel == self._votes:
             opened = []  # who comes first hears of it as the subscription begins
-        return self._told.setdefault(channel, deque(opened, maxlen=TOLD))
+        return self._told.setdefault(channel, deque(opened, maxlen=RELEASE_HISTORY))
 
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[Waiter]:
         """Return who waits, in the order in which they were put back first; asked by any thread."""
         with self._mutex:
             return sorted(self._lines.all())
@@ -316,7 +322,7 @@ class Room(bootsteps.StartStopStep):
             qos.increment_eventually()
         self._standing = standing
         if standing and self._leaves is None:
-            self._leaves = self._consumer.timer.call_after(PACE, self._make_way)
+            self._leaves = self._consumer.timer.call_after(EVICTION_INTERVAL, self._make_way)
 
     def _make_way(self) -> None:
         """Have the one that is needed last try: if it is refused, it goes to its queue's end."""
@@ -361,7 +367,7 @@ class Room(bootsteps.StartStopStep):
                 # an operator's word is published once all nodes that it is for have heard it
                 needed = 1 if channel == self._votes else max(1, min(hears, self._majority))
                 is_news = said == needed
-                if len(self._words) > WORDS:
+                if len(self._words) > MESSAGE_IDS:
                     del self._words[next(iter(self._words))]
         if is_news:
             self._call(channel, message_id)
@@ -370,13 +376,13 @@ class Room(bootsteps.StartStopStep):
         """Return how many nodes announce the releases on a channel to this worker."""
         return sum(channel in ear.confirmed for ear in self._ears)
 
-    def _call(self, channel: str, word: str, missed: Waiting | None = None) -> None:
+    def _call(self, channel: str, word: str, missed: Waiter | None = None) -> None:
         self._calls.append((channel, word, missed))
         consumer = self._consumer
         if consumer.hub is not None:
             self._bell.wake()
         elif self._place is not None:
-            self._place.beside(self._serve)
+            self._place.run_beside(self._serve)
         else:
             self._serve()
 
@@ -400,10 +406,10 @@ class Room(bootsteps.StartStopStep):
             if word and firsts:
                 self._expect_another(channel, now)
             for first in firsts:
-                if word or first.due >= now + SOON:
+                if word or first.due >= now + IMMINENT:
                     self._hand_on(first)
 
-    def _serve_votes(self, word: str, missed: Waiting | None, now: float) -> None:
+    def _serve_votes(self, word: str, missed: Waiter | None, now: float) -> None:
         """Have all try that wait for a quorum, where there may be one again.
 
         missed: the one that was on its way when that was said.
@@ -413,10 +419,10 @@ class Room(bootsteps.StartStopStep):
         if missed is None:
             self._told_on(self._votes).append((now, {one.request.id for one in all_}))
         for one in all_:
-            if word or one.due >= now + SOON:
+            if word or one.due >= now + IMMINENT:
                 self._hand_on(one)
 
-    def _firsts(self, channel: str) -> list[Waiting]:
+    def _firsts(self, channel: str) -> list[Waiter]:
         """Return the first of each line that is to run.
 
         Those before it that are not to run any more are handed on: they would take no lock, and so
@@ -455,7 +461,7 @@ class Room(bootsteps.StartStopStep):
         Those that one release wakes in three workers and more may each get a node, and none all.
         """
         self._told_at[channel] = now
-        seconds = VIGIL * random.uniform(1.0, 1.25)  # noqa: S311
+        seconds = RETRY_NEXT_AFTER * random.uniform(1.0, 1.25)  # noqa: S311
         call = self._consumer.timer.call_after
         call(seconds, self._try_again, (channel, now), {"first_time": first_time})
 
@@ -473,7 +479,7 @@ class Room(bootsteps.StartStopStep):
             refused_at = self._refused.get(first.line, -math.inf)
             if first_time or refused_at < told_at - CLOCKS_DIFFER:
                 goes_on = True
-                if first.due > now + SOON:
+                if first.due > now + IMMINENT:
                     self._hand_on(first)
         if goes_on:
             self._expect_another(channel, now, first_time=False)
@@ -497,13 +503,13 @@ class Room(bootsteps.StartStopStep):
         if request not in self._woken:
             self._let_go(self._lines.of(request), request)
 
-    def _wake(self, waiting: Waiting) -> None:
+    def _wake(self, waiting: Waiter) -> None:
         """Hand a message on before its time."""
         celerys = getattr(waiting.request, "_eta_timer_entry", None)  # before 5.7 it stays
         self._cancel(celerys if waiting.entry is None else waiting.entry)
         self._let_go(waiting, waiting.request)
 
-    def _hand_on(self, waiting: Waiting) -> None:
+    def _hand_on(self, waiting: Waiter) -> None:
         """Wake one, and survive what Celery raises there, as with a timer it does itself.
 
         Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
@@ -516,7 +522,7 @@ class Room(bootsteps.StartStopStep):
             text = "cannot hand on %s[%s]"
             logger.exception(text, waiting.request.name, waiting.request.id, extra=told)
 
-    def _let_go(self, waiting: Waiting | None, request: Any) -> None:
+    def _let_go(self, waiting: Waiter | None, request: Any) -> None:
         with self._mutex:
             if request in self._woken:
                 return
@@ -524,12 +530,12 @@ class Room(bootsteps.StartStopStep):
             if waiting is not None:
                 follower = self._lines.remove(waiting, self._clock.now())
                 if follower is not None:
-                    self._rearm(follower, VIGIL)
+                    self._rearm(follower, RETRY_NEXT_AFTER)
         self._apply(request)  # Celery takes one away here, and never adds one at its limit
         with self._mutex:
             self._count()
 
-    def _rearm(self, waiting: Waiting, seconds: float) -> None:
+    def _rearm(self, waiting: Waiter, seconds: float) -> None:
         """Have one try after so many s where its countdown is over; else that is soon enough.
 
         seconds: inf where it is not its turn; then it goes back before the broker delivers it anew.
@@ -559,13 +565,13 @@ class Room(bootsteps.StartStopStep):
             self._look()
         finally:
             if self._looks is looks:  # else the room was closed meanwhile
-                self._looks = self._consumer.timer.call_after(LOOK, self._look_again)
+                self._looks = self._consumer.timer.call_after(SWEEP_INTERVAL, self._look_again)
 
     def _look(self) -> None:
         """Hand on what is not to run, which Celery sees then, and forget what nobody needs."""
         now = self._clock.now()
         with self._mutex:
-            self._lines.forget_empty(now - LINGER)
+            self._lines.forget_empty(now - UNSUBSCRIBE_AFTER)
             with self._hearing:
                 self._heard_of &= self._lines.channels()
             channels = self._lines.channels()
@@ -577,10 +583,10 @@ class Room(bootsteps.StartStopStep):
                 self._hand_on(waiting)
 
 
-_rooms: weakref.WeakKeyDictionary[Any, Room] = weakref.WeakKeyDictionary()
+_rooms: weakref.WeakKeyDictionary[Any, WaitingRoom] = weakref.WeakKeyDictionary()
 
 
-def waiting_with(consumer: Any) -> list[Waiting]:
+def waiters_of(consumer: Any) -> list[Waiter]:
     """Return who waits in the worker of a consumer, in order."""
     room = _rooms.get(consumer)
     return [] if room is None else room.waiting()
@@ -589,7 +595,7 @@ def waiting_with(consumer: Any) -> list[Waiting]:
 @worker_init.connect(weak=False)
 def _make_room(sender: Any = None, **_: Any) -> None:
     """Give the worker's consumer its room."""
-    sender.app.steps["consumer"].add(Room)
+    sender.app.steps["consumer"].add(WaitingRoom)
 
 
 @task_received.connect(weak=False)
@@ -598,7 +604,7 @@ def _admit(sender: Any = None, request: Any = None, **_: Any) -> None:
     room = None if request.eta is None else _rooms.get(sender)
     if room is None:
         return
-    slip = Slip.of(request._context)
+    slip = LockHeader.of(request._context)
     delivery = request.delivery_info or {}
     if slip.waits_for and delivery.get("exchange") != CAME_BACK:
         try:

@@ -210,13 +210,13 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
         keys = lock_keys("redlock", terms)
         holding = Acquisition(terms, keys, session.reentrancy.current_owner())
         holding.key_leases = [session.acquirer.new_key_lease(terms, key) for key in keys]
-        slot, known = children.Slot(), children.Children()
-        slot.mark(slot.write(children.line_of(session, holding, holding.key_leases[0])), state)
+        slot, known = children.JournalSlot(), children.Children()
+        slot.mark(slot.write(children.encode_entry(session, holding, holding.key_leases[0])), state)
         slot.tell_end(run)
         known.slots.append(slot)
-        process = children.Process(os.getpid(), children.started_at(os.getpid()))
+        process = children.ChildProcess(os.getpid(), children.started_at(os.getpid()))
         known.processes[slot] = process
-        children.Watch(known, app).reap(slot, process)
+        children.ChildReaper(known, app).reap(slot, process)
         settle(redlock)
     marks = [node.client().keys(f"*:done:{run}") for node in nodes]
     assert [bool(found) for found in marks] == [is_done] * 3

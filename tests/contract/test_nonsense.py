@@ -15,7 +15,7 @@ from celery_redlock.lock.node_status import ask_nodes, look_at_nodes, look_at_te
 from celery_redlock.lock.release import acquisitions_of
 from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW
 from celery_redlock.tasks.gate import marks_of
-from celery_redlock.tasks.uniqueness import UNIQUE, Ticket
+from celery_redlock.tasks.uniqueness import UNIQUE, UniqueToken
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
 from tests.contract.liar import Liar, liar
@@ -210,7 +210,7 @@ class TestUnique:
         self, alone: Redlock, lies: Liar, nodes: list[EmbeddedNode]
     ) -> None:
         sender = Sender(alone, {})
-        ticket: Ticket = sender.ticket(sender.send())
+        ticket: UniqueToken = sender.ticket(sender.send())
         lies.lie(UNIQUE, b"*1\r\n:1\r\n")
         ticket.end(alone)
         lies.answers.clear()

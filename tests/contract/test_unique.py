@@ -23,7 +23,14 @@ from celery_redlock.tasks import uniqueness
 from celery_redlock.tasks.deferral import HEADER
 from celery_redlock.tasks.runtime import redlock_of
 from celery_redlock.tasks.task import put_ticket
-from celery_redlock.tasks.uniqueness import UNIQUE, Send, Standing, Ticket, Window, send_once
+from celery_redlock.tasks.uniqueness import (
+    UNIQUE,
+    EarlierSend,
+    UniqueClaim,
+    UniqueSend,
+    UniqueToken,
+    send_once,
+)
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, eventually, settle
 from tests.contract.proxy import FAIR, Way, Weather, proxies
@@ -34,9 +41,9 @@ LONG, SHORT = 500.0, 2.0  # s: windows that outlive a test, and that do not
 _ids = map(str, itertools.count(1))
 
 
-def a_send(**other: Any) -> Send:
+def a_send(**other: Any) -> UniqueSend:
     task_id = next(_ids)
-    send = Send(
+    send = UniqueSend(
         name=NAME, task_id=task_id, run=f"{task_id}:shop.settle:0:0", window=LONG, until="finished",
         on_duplicate="existing", on_unreachable="defer", later=0.0, lateness=60.0,
     )  # fmt: skip
@@ -60,10 +67,10 @@ class Sender:
 
         found = send_once(self.redlock, send, publish)
         settle_voters(self.redlock)
-        return found.task_id if isinstance(found, Standing) else found
+        return found.task_id if isinstance(found, EarlierSend) else found
 
-    def ticket(self, task_id: str) -> Ticket:
-        ticket = Ticket.of(self.published[task_id])
+    def ticket(self, task_id: str) -> UniqueToken:
+        ticket = UniqueToken.of(self.published[task_id])
         assert ticket is not None
         return ticket
 
@@ -107,7 +114,7 @@ def scripts_run(node: EmbeddedNode) -> int:
 
 
 def is_sent(value: str | None, task_id: str) -> bool:
-    return value is not None and Standing.of(value, 1).is_sent and f":{task_id}:" in value
+    return value is not None and EarlierSend.of(value, 1).is_sent and f":{task_id}:" in value
 
 
 class TestScript:
@@ -193,7 +200,7 @@ class TestOneSend:
         self, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
         def publish(ticket: Any) -> str:
-            carried = Ticket.of(ticket)
+            carried = UniqueToken.of(ticket)
             assert carried is not None
             carried.end(sender.redlock)
             return "sent and done"
@@ -242,7 +249,7 @@ class TestOneSend:
         settle_voters(redlock)
         for value in values(nodes):
             assert is_sent(value, send.task_id)
-            gone_by = Standing.of(str(value), 1).gone_by
+            gone_by = EarlierSend.of(str(value), 1).gone_by
             assert gone_by >= begun + took + send.window + send.lateness
         for node in nodes:  # the window is counted from its opening, however long a publish takes
             assert node.client().pttl(KEY) / 1000 <= send.window - took
@@ -252,7 +259,7 @@ class TestSendersThatDie:
     def test_a_send_that_was_never_published_holds_nobody_for_longer_than_its_lease(
         self, redlock: Redlock, sender: Sender
     ) -> None:
-        dead = Window(redlock.session, a_send(window=SHORT))
+        dead = UniqueClaim(redlock.session, a_send(window=SHORT))
         assert dead.open() is None
         assert dead.is_open
         sent = sender.send(window=SHORT)
@@ -261,7 +268,7 @@ class TestSendersThatDie:
     def test_it_is_not_taken_for_an_earlier_send(
         self, redlock: Redlock, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
-        dead = Window(redlock.session, a_send())
+        dead = UniqueClaim(redlock.session, a_send())
         dead.open()
         before = scripts_run(nodes[0])
         waiting = threading.Thread(target=sender.send)
@@ -276,7 +283,7 @@ class TestSendersThatDie:
         self, redlock: Redlock, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
         """A node that was away hears of a release late: then it would end the next try's window."""
-        dead = Window(redlock.session, a_send())
+        dead = UniqueClaim(redlock.session, a_send())
         dead.open()
         nodes[2].client().delete(KEY)  # so that each try takes this one, and releases it
         with nodes[2].client().monitor() as monitor:
@@ -300,7 +307,7 @@ class TestSendersThatDie:
         self, redlock: Redlock, sender: Sender
     ) -> None:
         first, found = a_send(), []
-        slow = Window(redlock.session, first)
+        slow = UniqueClaim(redlock.session, first)
         slow.open()
         waiting = threading.Thread(target=lambda: found.append(sender.send()))
         waiting.start()
@@ -655,7 +662,7 @@ def test_nodes_keep_of_a_send_that_it_may_come_that_much_later(
     found = [client.get(name) for client in clients for name in client.keys("*:unique:*")]
     assert len(found) > 1  # a node that was slow to answer is told to forget it
     for value in found:
-        assert Standing.of(value, 1).gone_by >= now.timestamp() + 7200 + LONG
+        assert EarlierSend.of(value, 1).gone_by >= now.timestamp() + 7200 + LONG
     redlock_of(app).close()
     app.close()
 

@@ -22,9 +22,9 @@ from celery_redlock import Redlock
 from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.tasks import waiting as waiting_module
-from celery_redlock.tasks.deferral import CLOCKS_DIFFER, Slip, utc_now
+from celery_redlock.tasks.deferral import CLOCKS_DIFFER, LockHeader, utc_now
 from celery_redlock.tasks.runtime import redlock_of
-from celery_redlock.tasks.waiting import Room
+from celery_redlock.tasks.waiting import WaitingRoom
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually
 
@@ -63,7 +63,7 @@ class Stage:
             controller=SimpleNamespace(state=SimpleNamespace(revoked=self.revoked)),
             apply_eta_task=self._hand_on,
         )
-        self.room, self.nodes, self._count = Room(self.consumer), len(nodes), 0
+        self.room, self.nodes, self._count = WaitingRoom(self.consumer), len(nodes), 0
         self.room.start(self.consumer)
 
     def _hand_on(self, request: Any) -> None:
@@ -81,7 +81,7 @@ class Stage:
             id=id_, name="task", eta=now + timedelta(seconds=NEVER), expires=expires,
             **{"stamped_headers": None, **request},
         )  # fmt: skip
-        slip = Slip(
+        slip = LockHeader(
             since=f"{self._count if since is None else since:09}",
             waits_for=(resource,),
             refused_at=(refused_at or now - timedelta(minutes=1)).timestamp(),
@@ -393,7 +393,7 @@ def test_of_a_room_that_opens_anew_no_look_is_left_over(
     timer, app = timers.Timer(), SimpleNamespace(conf={})
     parent = {"initial_prefetch_count": 1, "hub": None, "pool": None}
     consumer = Consumer(apply_eta_task=fail, app=app, timer=timer, **parent)
-    room = Room(consumer)
+    room = WaitingRoom(consumer)
 
     def calls() -> set[Any]:
         gevent_hub.sleep(0.01)

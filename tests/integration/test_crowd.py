@@ -66,11 +66,11 @@ def run_crowd(stage: Stage, workers: list[WorkerProcess], key: str, count: int) 
     def deferred() -> int:
         return sum(worker.output().count("] deferred for ") for worker in workers)
 
-    before, put_back = used(), deferred()
+    before, republish = used(), deferred()
     with stage.tasks.crowded.lock_for(key, wait=60):
         for _ in range(count):
             stage.tasks.crowded.delay(key)
-        eventually(lambda: deferred() - put_back >= count, within=600)
+        eventually(lambda: deferred() - republish >= count, within=600)
         assert stage.tasks.work.delay(f"{key}-other").get(timeout=60) == 0
     ended = len(stage.lines("end")) + count
     stage.wait_for("end", ended, within=600)

@@ -17,7 +17,7 @@ import celery
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from celery_redlock.tasks.deferral import HEADER, Slip, utc_now
+from celery_redlock.tasks.deferral import HEADER, LockHeader, utc_now
 from celery_redlock.tasks.routes import QUEUE as KEPT_QUEUE
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import PATIENCE, eventually
@@ -286,7 +286,7 @@ def test_a_copy_that_is_revoked_ends_nothing_while_the_message_that_it_was_made_
     """As of a worker that dies between putting it back and acknowledging: no flag tells of it."""
     result, message = begin(stage, key)
     copy = json.loads(message)
-    slip = Slip().next(utc_now() - timedelta(seconds=1), 5.0, 0, result.id)
+    slip = LockHeader().next(utc_now() - timedelta(seconds=1), 5.0, 0, result.id)
     later = utc_now() + timedelta(seconds=5)
     copy["headers"] |= {"redlock": slip.to_message(), "eta": later.isoformat()}
     deliver(stage, json.dumps(copy), flagged=False)

@@ -57,17 +57,17 @@ def test_each_delivery_has_what_became_of_its_lock_on_its_span(
     stage.wait_for("begin")
     waiting = stage.tasks.fenced.apply_async(("k",), lock={"backoff": SLOW})
     # the instrumentation keeps one span for each task id: the next delivery comes after this one
-    put_back = see_span(stage, waiting, "deferred")["attributes"]
+    republish = see_span(stage, waiting, "deferred")["attributes"]
     skipped = stage.tasks.work.apply_async(("k",), lock={"on_conflict": "skip"})
     with pytest.raises(TaskRevokedError):
         skipped.get(timeout=120)
     stage.log.with_name("go").touch()
     token = waiting.get(timeout=120)
 
-    assert put_back["redlock.resource"] == "k:k"
-    assert held.id in put_back["redlock.holder"]
-    assert put_back["redlock.deferrals"] >= 1
-    assert put_back["redlock.countdown"] >= 0
+    assert republish["redlock.resource"] == "k:k"
+    assert held.id in republish["redlock.holder"]
+    assert republish["redlock.deferrals"] >= 1
+    assert republish["redlock.countdown"] >= 0
     ran = see_span(stage, waiting, "released")["attributes"]
     assert ran["redlock.fencing_token"] == token
     assert ran["redlock.deferrals"] >= 1

@@ -33,7 +33,7 @@ from celery_redlock import (
     send_unique,
 )
 from celery_redlock.tasks.runtime import redlock_of
-from celery_redlock.tasks.uniqueness import Ticket
+from celery_redlock.tasks.uniqueness import UniqueToken
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, PATIENCE, eventually, is_free
 from tests.integration.conftest import ROOT, Stage, slow_but
@@ -615,7 +615,7 @@ def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock
     stage: Stage, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where its window cannot be ended: `on_unreachable` decides, and that lock goes back."""
-    app, begins = stage.app, Ticket.start
+    app, begins = stage.app, UniqueToken.start
 
     @app.task(base=LockedTask, shared=False, name="tests.beside", lock_key=key,
               lock_on_unreachable="run")  # fmt: skip
@@ -623,12 +623,12 @@ def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock
         eventually(lambda: is_free(stage.nodes, key), within=FREED)
         return "free"
 
-    def fail(ticket: Ticket, redlock: Redlock) -> None:
+    def fail(ticket: UniqueToken, redlock: Redlock) -> None:
         assert not is_free(stage.nodes, key)
-        monkeypatch.setattr(Ticket, "start", begins)
+        monkeypatch.setattr(UniqueToken, "start", begins)
         raise QuorumUnreachable(key, [], 2)
 
-    monkeypatch.setattr(Ticket, "start", fail)
+    monkeypatch.setattr(UniqueToken, "start", fail)
     unique = {"name": f"beside:{key}", "token": "t", "until": "started"}
     ended = run_here(beside, id=key, redlock={"id": key, "unique": unique})
     assert ended.retval == "free", ended

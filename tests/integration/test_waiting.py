@@ -46,7 +46,7 @@ def defer(stage: Stage, key: str, *names: str) -> list[Any]:
     return results
 
 
-def put_back(worker: WorkerProcess) -> int:
+def republish(worker: WorkerProcess) -> int:
     """Return how often a worker put a message back.
 
     One more than messages, as it begins to listen: a release may have come just before. And one
@@ -63,7 +63,7 @@ def test_a_release_wakes_a_message_long_before_its_countdown_ends(
     with calm_stage.tasks.patient.lock_for("k", wait=60):
         results = defer(calm_stage, "k", "a", "b", "c")
     assert [result.get(timeout=WOKEN) for result in results] == ["a", "b", "c"]
-    assert put_back(worker) <= 2 * len(results) + 1
+    assert republish(worker) <= 2 * len(results) + 1
 
 
 def test_who_waits_runs_in_the_order_of_first_deferrals(shared_stage: Stage, key: str) -> None:
@@ -85,7 +85,7 @@ def test_a_release_wakes_one_and_lets_the_others_sleep(calm_stage: Stage) -> Non
     calm_stage.log.with_name("until").touch()
     for result in results:
         result.get(timeout=WOKEN)
-    assert put_back(worker) <= 2 * len(results) + 1
+    assert republish(worker) <= 2 * len(results) + 1
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_a_word_wakes_once_a_majority_has_said_it(calm_stage: Stage) -> None:
         for number in range(3):
             say(f"by one {number}", calm_stage.nodes[0])
             calm_stage.tasks.work.delay("other").get(timeout=60)  # what was woken went before it
-        assert put_back(worker) == 4
+        assert republish(worker) == 4
         say("by two", *calm_stage.nodes[1:])
         calm_stage.see_deferred(result, times=5)
     assert result.get(timeout=WOKEN) == "a"

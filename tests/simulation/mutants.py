@@ -33,7 +33,7 @@ from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.script import Script
-from celery_redlock.tasks.uniqueness import Ballot, Standing
+from celery_redlock.tasks.uniqueness import CompareAndSetRound, EarlierSend
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
 from tests.simulation.invariants import Witness
@@ -563,12 +563,12 @@ def silence_of_max_ttl() -> Iterator[None]:
 @mutant("dropped_for_a_sent", profile="sends")
 def sending_is_sent() -> Iterator[None]:
     """Who is about to send counts as one that has sent."""
-    of = Standing.of
+    of = EarlierSend.of
 
-    def sent(value: str, expires_in: float) -> Standing:
+    def sent(value: str, expires_in: float) -> EarlierSend:
         return replace(of(value, expires_in), is_sent=True)
 
-    with patched(Standing, of=staticmethod(sent)):
+    with patched(EarlierSend, of=staticmethod(sent)):
         yield
 
 
@@ -576,15 +576,15 @@ def sending_is_sent() -> Iterator[None]:
 def one_node_knows_it() -> Iterator[None]:
     """One node that knows of an earlier send is enough to drop one."""
 
-    def agreed(self: Ballot) -> Standing | None:
+    def agreed(self: CompareAndSetRound) -> EarlierSend | None:
         return next((s for s in self.standing.values() if s.is_sent), None)
 
-    with patched(Ballot, agreed=property(agreed)):
+    with patched(CompareAndSetRound, agreed=property(agreed)):
         yield
 
 
 @mutant("one_window", profile="sends")
 def a_window_of_one_node() -> Iterator[None]:
     """One node opens a window."""
-    with patched(Ballot, reached=property(lambda self: bool(self.changed))):
+    with patched(CompareAndSetRound, reached=property(lambda self: bool(self.changed))):
         yield

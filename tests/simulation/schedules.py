@@ -16,9 +16,9 @@ from celery_redlock.lock.release import acquisitions_of, release_all
 from celery_redlock.tasks.uniqueness import (
     ROUNDS_WHILE_SENDING,
     SENDING,
-    Send,
-    Standing,
-    Ticket,
+    EarlierSend,
+    UniqueSend,
+    UniqueToken,
     send_once,
 )
 from tests.simulation.clients import Process, SoftTimeLimit
@@ -54,7 +54,7 @@ class Schedule:
         world.witness = self.witness = Witness(world, self.nodes, profile.drift)
         self.processes: list[Process] = []
         self.workers: list[Thread] = []
-        self.queue: list[tuple[str, Ticket | None]] = []  # what was sent: task id, its window
+        self.queue: list[tuple[str, UniqueToken | None]] = []  # what was sent: task id, its window
         for index in range(draw.choice(profile.clients)):
             self._add_process(index, guard)
         for node in self.nodes:
@@ -147,7 +147,7 @@ class Worker:
         schedule, witness, draw = self.schedule, self.schedule.witness, self.random.random
         schedule.world.counts["sends"] += 1
         task_id = f"m{schedule.world.counts['sends']}"
-        send = Send(
+        send = UniqueSend(
             name=f"s{self.random.randrange(schedule.profile.sends)}", task_id=task_id,
             run=f"{task_id}:t:0:0", window=KEPT, until="started",
             on_duplicate="replace" if draw() < 0.2 else "existing", on_unreachable="defer",
@@ -165,7 +165,7 @@ class Worker:
                 witness.window_ends(task_id)
                 raise OSError("no broker")
             witness.published(task_id)
-            schedule.queue.append((task_id, Ticket.of(ticket)))
+            schedule.queue.append((task_id, UniqueToken.of(ticket)))
 
         began = schedule.world.now
         try:
@@ -173,7 +173,7 @@ class Worker:
         except (OSError, SoftTimeLimit):
             witness.window_ends(task_id)
         else:
-            if isinstance(found, Standing):
+            if isinstance(found, EarlierSend):
                 witness.dropped(found.task_id, began)
         return draw() * 2 * self.pause
 

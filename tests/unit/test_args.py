@@ -13,7 +13,7 @@ from kombu.utils.json import dumps, loads
 
 from celery_redlock import LockedTask, SettingsError
 from celery_redlock.operate.lints import facts_of
-from celery_redlock.tasks.settings import Plan, compile_plan, digest, read_app
+from celery_redlock.tasks.settings import TaskLockConfig, compile_config, digest, read_app
 
 NODES = ["redis://a", "redis://b", "redis://c"]
 QUEUE = {"redlock_queues": {"q": {"args": ["b"]}}}
@@ -23,13 +23,13 @@ def take(sku: Any, b: Any = 2, *rest: Any, **options: Any) -> None:
     """Stand for a task's body."""
 
 
-def plan(conf: dict[str, Any] | None = None, **lock: Any) -> Plan:
+def plan(conf: dict[str, Any] | None = None, **lock: Any) -> TaskLockConfig:
     app = read_app({"redlock_nodes": NODES, **(conf or {})})
     attributes = {f"lock_{name}": value for name, value in lock.items()}
-    return compile_plan(app, "shop.take", attributes, inspect.signature(take))
+    return compile_config(app, "shop.take", attributes, inspect.signature(take))
 
 
-def resource(made: Plan, *args: Any, call: Any = None, **kwargs: Any) -> str:
+def resource(made: TaskLockConfig, *args: Any, call: Any = None, **kwargs: Any) -> str:
     """Return the one resource of a run in queue q."""
     (one,) = made.resources(made.rules("q", call), None, args, kwargs, "q")
     return one

@@ -35,14 +35,14 @@ from celery_redlock.tasks.children import (
     LINES,
     RELEASED,
     SIZE,
+    ChildProcess,
     Children,
-    Entry,
-    Process,
-    Scribe,
-    Slot,
-    entry_of,
+    JournalEntry,
+    JournalingObserver,
+    JournalSlot,
+    encode_entry,
     has_ended,
-    line_of,
+    parse_entry,
     started_at,
 )
 
@@ -71,10 +71,10 @@ def holding_of(
 
 def a_line(resource: str = "k", label: str = "label") -> bytes:
     holding = holding_of(resource, label=label)
-    return line_of(NOWHERE.session, holding, holding.key_leases[0])
+    return encode_entry(NOWHERE.session, holding, holding.key_leases[0])
 
 
-def read(slot: Slot) -> list[Entry]:
+def read(slot: JournalSlot) -> list[JournalEntry]:
     return list(slot.read())
 
 
@@ -103,8 +103,8 @@ class Tape(bytearray):
 @given(TEXTS, TEXTS, st.integers(0, 2**32 - 1))
 def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit: int) -> None:
     holding = holding_of(resource, permit=permit, label=label)
-    slot = Slot(bytearray(SIZE))
-    at = slot.write(line_of(NOWHERE.session, holding, holding.key_leases[0]))
+    slot = JournalSlot(bytearray(SIZE))
+    at = slot.write(encode_entry(NOWHERE.session, holding, holding.key_leases[0]))
     slot.mark(at, HELD)
     [entry] = read(slot)
     assert (entry.resource, entry.permit, entry.ttl) == (resource, permit, 30.0)
@@ -116,7 +116,7 @@ def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit:
 
 def test_no_two_acquisitions_are_taken_for_one() -> None:
     """Also where the first one is forgotten, and only what it left is still to be released."""
-    numbers = [entry_of(HELD, a_line()).holding for _ in range(20)]  # type: ignore[union-attr]
+    numbers = [parse_entry(HELD, a_line()).holding for _ in range(20)]  # type: ignore[union-attr]
     assert len(set(numbers)) == 20
 
 
@@ -130,7 +130,7 @@ DOES = st.one_of(
 @example([("write", "a"), ("hold", 0), ("clear", 0), ("write", "b"), ("write", "c")])
 def test_a_child_that_is_killed_at_any_byte_leaves_whole_lines(doings: list[Any]) -> None:
     tape = Tape(SIZE)
-    slot, lines, stages = Slot(tape), [], [set()]
+    slot, lines, stages = JournalSlot(tape), [], [set()]
     for what, which in doings:
         if what == "write":
             line = a_line(which)
@@ -141,10 +141,10 @@ def test_a_child_that_is_killed_at_any_byte_leaves_whole_lines(doings: list[Any]
             lines[which][1] = HELD if what == "hold" else RELEASED
             slot.mark(lines[which][0], lines[which][1])
         stages.append({(state, line) for _, state, line in lines})
-    wanted = [{entry_of(state, line) for state, line in stage} for stage in stages]
+    wanted = [{parse_entry(state, line) for state, line in stage} for stage in stages]
     seen = 0
     for memory in tape.cuts():
-        found = set(read(Slot(memory)))
+        found = set(read(JournalSlot(memory)))
         while found != wanted[seen]:
             seen += 1
             assert seen < len(wanted), "what stands there is neither the old nor the new"
@@ -153,26 +153,26 @@ def test_a_child_that_is_killed_at_any_byte_leaves_whole_lines(doings: list[Any]
 
 @given(st.binary(min_size=200, max_size=LINE - 1), st.integers(1, 255))
 def test_garbage_is_no_entry(garbage: bytes, state: int) -> None:
-    assert entry_of(state, garbage) is None
+    assert parse_entry(state, garbage) is None
 
 
 @given(st.integers(1, 200), st.integers(1, 255))
 def test_a_line_that_was_scribbled_over_is_no_entry(where: int, change: int) -> None:
     line = bytearray(a_line("resource", "label" * 20))
     line[where % len(line)] ^= change
-    assert entry_of(HELD, bytes(line)) is None
+    assert parse_entry(HELD, bytes(line)) is None
 
 
 def test_a_child_is_known_by_its_last_byte_alone() -> None:
     tape = Tape(SIZE)
-    Slot(tape).sign(4711, 123_456_789_012)
-    *before, last = [Slot(memory).child for memory in tape.cuts()]
+    JournalSlot(tape).sign(4711, 123_456_789_012)
+    *before, last = [JournalSlot(memory).child for memory in tape.cuts()]
     assert not any(before)
     assert last == (4711, 123_456_789_012)
 
 
 def test_what_is_too_long_or_too_much_is_not_written() -> None:
-    slot = Slot(bytearray(SIZE))
+    slot = JournalSlot(bytearray(SIZE))
     assert not slot.write(a_line("k" * LINE))
     places = {slot.write(a_line()) for _ in range(LINES)}
     assert len(places) == LINES
@@ -184,8 +184,8 @@ def test_what_is_too_long_or_too_much_is_not_written() -> None:
 
 
 def test_a_scribe_follows_each_claim_from_its_request_to_its_last_release() -> None:
-    slot = Slot(bytearray(SIZE))
-    scribe = Scribe(slot)
+    slot = JournalSlot(bytearray(SIZE))
+    scribe = JournalingObserver(slot)
     holding = holding_of("one", "two")
     for claim in holding.key_leases:
         scribe.claiming(NOWHERE, holding, claim)
@@ -201,8 +201,8 @@ def test_a_scribe_follows_each_claim_from_its_request_to_its_last_release() -> N
 
 
 def test_a_scribe_says_once_what_it_cannot_write(caplog: pytest.LogCaptureFixture) -> None:
-    slot = Slot(bytearray(SIZE))
-    scribe = Scribe(slot)
+    slot = JournalSlot(bytearray(SIZE))
+    scribe = JournalingObserver(slot)
     for _ in range(2):
         holding = holding_of("k" * LINE)
         scribe.claiming(NOWHERE, holding, holding.key_leases[0])
@@ -323,9 +323,9 @@ def test_each_child_writes_in_its_own_slot_and_a_childs_child_in_none() -> None:
     made = subprocess.run(
         [sys.executable, "-c", GENERATIONS], capture_output=True, text=True, check=True, timeout=120
     )
-    child = ["child Scribe", "grandchild SignalObserver", "child Scribe"]
+    child = ["child JournalingObserver", "grandchild SignalObserver", "child JournalingObserver"]
     assert made.stdout.splitlines() == [
-        "of no pool SignalObserver", *child, *child, "parent Parent",
+        "of no pool SignalObserver", *child, *child, "parent ParentObserver",
     ]  # fmt: skip
 
 
@@ -343,7 +343,7 @@ def process(
         started.kill()
 
 
-def gone(process: Process) -> bool:
+def gone(process: ChildProcess) -> bool:
     """Tell whether it is gone, after a look at its descriptor where it has one."""
     ready = []
     if process.descriptor >= 0:
@@ -354,7 +354,7 @@ def gone(process: Process) -> bool:
 def test_a_process_is_gone_when_it_is_dead_and_not_before(
     process: subprocess.Popen[bytes],
 ) -> None:
-    watched = Process(process.pid, started_at(process.pid))
+    watched = ChildProcess(process.pid, started_at(process.pid))
     assert not gone(watched)
     process.send_signal(signal.SIGSTOP)
     assert not gone(watched)
@@ -366,14 +366,14 @@ def test_a_process_is_gone_when_it_is_dead_and_not_before(
     assert gone(watched)
     assert process.wait() == -signal.SIGKILL  # left to whom it belongs
     assert gone(watched)
-    assert gone(Process(process.pid, 1))
+    assert gone(ChildProcess(process.pid, 1))
     assert has_ended(process.pid)
     watched.close()
     watched.close()
 
 
 def test_a_pid_that_is_anothers_by_now_is_gone(process: subprocess.Popen[bytes]) -> None:
-    watched = Process(process.pid, started_at(process.pid) + 1)
+    watched = ChildProcess(process.pid, started_at(process.pid) + 1)
     assert gone(watched)
     watched.close()
 
@@ -385,9 +385,9 @@ def test_a_process_of_which_nobody_can_say_when_it_started_is_not_gone(
     started = 0 if unknown == "to the child" else started_at(process.pid)
     if unknown == "to the parent":
         with no_descriptor_left():
-            watched = Process(process.pid, started)
+            watched = ChildProcess(process.pid, started)
     else:
-        watched = Process(process.pid, started)
+        watched = ChildProcess(process.pid, started)
     if unknown == "later":
         with no_descriptor_left():
             assert not watched.is_gone(set())
@@ -418,26 +418,26 @@ def test_the_parent_warns_of_a_ttl_only_where_something_may_be_left(
     strangers = Redlock(["redis://127.0.0.1:2"])
     holding = holding_of("k", redlock=strangers)
     identity = strangers.session.identity
-    line = line_of(strangers.session, holding, holding.key_leases[0])
+    line = encode_entry(strangers.session, holding, holding.key_leases[0])
     strangers.close()
     del strangers, holding
     gc.collect()
     assert session_of(identity) is None  # so that it is of nodes that this process does not know
-    slot = Slot()
+    slot = JournalSlot()
     at = slot.write(line)
     slot.mark(at, state)
     app = Celery("warns", set_as_current=False)
     app.conf.redlock_nodes = ["redis://127.0.0.1:1"]
     known = Children()
     known.slots.append(slot)
-    known.processes[slot] = process = Process(os.getpid(), started_at(os.getpid()))
+    known.processes[slot] = process = ChildProcess(os.getpid(), started_at(os.getpid()))
     with runtime.redlock_of(app):
-        assert children.Watch(known, app).reap(slot, process) == []
+        assert children.ChildReaper(known, app).reap(slot, process) == []
     assert ("ends with its ttl" in caplog.text) == warns
 
 
 def test_a_child_is_told_that_its_run_was_ended_and_no_other_child_or_run() -> None:
-    slots = [Slot(), Slot(), Slot()]
+    slots = [JournalSlot(), JournalSlot(), JournalSlot()]
     for pid, slot in enumerate(slots[:2], start=1):
         slot.sign(pid, 0)
     known = Children()

@@ -21,16 +21,16 @@ from celery_redlock.tasks.contention import (
     await_twin,
     decide,
 )
-from celery_redlock.tasks.settings import Rules, compile_plan, read_app
+from celery_redlock.tasks.settings import TaskLockOptions, compile_config, read_app
 
 TAKEN = LockTaken("stock:7", "the other", expires_in=9.0)
 AWAY = QuorumUnreachable("stock:7", ["a:1: refused"], 2)
 
 
-def rules(**lock: Any) -> Rules:
+def rules(**lock: Any) -> TaskLockOptions:
     app = read_app({"redlock_nodes": ["redis://a"]})
     named = {f"lock_{name}": value for name, value in lock.items()}
-    return compile_plan(app, "t", named, inspect.signature(lambda: None)).rules("q")
+    return compile_config(app, "t", named, inspect.signature(lambda: None)).rules("q")
 
 
 def decided(

@@ -21,15 +21,15 @@ from celery_redlock.tasks.deferral import (
     CLOCKS_DIFFER,
     LONGEST_PAUSE,
     RECEIVED,
+    LockHeader,
     Requeue,
-    Slip,
     note_on_message,
     own_serializer,
-    put_back,
     received_at,
+    republish,
     utc_now,
 )
-from celery_redlock.tasks.routes import Address, bearable, destination
+from celery_redlock.tasks.routes import Route, send_options, supported_countdown
 
 STRANGE = {
     "options": [], "deferrals": "3", "since": "yesterday", "delay": "1", "retries": None, "id": 7,
@@ -45,7 +45,7 @@ def request(header: Any, **fields: Any) -> Context:
 
 
 def test_a_first_delivery_has_no_past() -> None:
-    assert Slip.of(Context({"id": "1"})).past(utc_now()) == Past()
+    assert LockHeader.of(Context({"id": "1"})).past(utc_now()) == Past()
 
 
 @pytest.mark.parametrize(
@@ -53,24 +53,24 @@ def test_a_first_delivery_has_no_past() -> None:
     [*STRANGE.items(), *((n, None) for n in STRANGE), ("waits_for", "k"), ("since", "2026-01-01")],
 )
 def test_a_field_that_a_stranger_wrote_counts_as_nothing(name: str, value: Any) -> None:
-    assert set(STRANGE) == set(Slip.__dataclass_fields__)
-    slip = Slip.of(request({name: value}))
-    assert slip == Slip()
+    assert set(STRANGE) == set(LockHeader.__dataclass_fields__)
+    slip = LockHeader.of(request({name: value}))
+    assert slip == LockHeader()
     assert slip.past(utc_now()) == Past()
     assert slip.asks_since() is None
 
 
 @pytest.mark.parametrize("serializer", ["json", "pickle"])
 def test_the_slip_comes_through_a_message(serializer: str) -> None:
-    slip = Slip({"ttl": 9}).next(utc_now(), 1.5, 0)
+    slip = LockHeader({"ttl": 9}).next(utc_now(), 1.5, 0)
     content_type, encoding, body = dumps(slip.to_message(), serializer)
     back = loads(body, content_type, encoding, accept=[content_type])
-    assert Slip.of(request(back)) == slip
+    assert LockHeader.of(request(back)) == slip
 
 
 def test_the_wait_counts_from_the_first_try_by_the_wall_clock() -> None:
     with freeze_time("2026-01-01 12:00:00") as clock:
-        slip = Slip().next(utc_now(), 1.0, 0)
+        slip = LockHeader().next(utc_now(), 1.0, 0)
         clock.tick(5)
         slip = slip.next(utc_now(), 2.0, 0)
         clock.tick(5)
@@ -79,42 +79,42 @@ def test_the_wait_counts_from_the_first_try_by_the_wall_clock() -> None:
 
 def test_a_clock_that_was_set_back_never_makes_the_wait_negative() -> None:
     with freeze_time("2026-01-01 12:00:00") as clock:
-        slip = Slip().next(utc_now(), 1.0, 0)
+        slip = LockHeader().next(utc_now(), 1.0, 0)
         clock.move_to("2026-01-01 11:00:00")
         assert slip.past(utc_now()).waited == 0.0
 
 
 def test_a_real_retry_starts_counting_anew_and_keeps_the_calls_options() -> None:
-    slip = Slip({"ttl": 9}).next(utc_now(), 1.0, 0)
-    again = Slip.of(request(slip.to_message(), retries=1))
-    assert again == Slip({"ttl": 9})
+    slip = LockHeader({"ttl": 9}).next(utc_now(), 1.0, 0)
+    again = LockHeader.of(request(slip.to_message(), retries=1))
+    assert again == LockHeader({"ttl": 9})
 
 
 def test_the_window_of_a_send_goes_on_through_deferrals_redeliveries_and_retries() -> None:
     carried = {"name": "t:k", "token": "T", "until": "finished"}
-    slip = Slip(id="1", unique=carried)
+    slip = LockHeader(id="1", unique=carried)
     assert slip.next(utc_now(), 1.0, 0, "1").unique == carried
-    assert slip.next_as_twin(0, "1").unique == carried
+    assert slip.next_redelivery(0, "1").unique == carried
     deferred = slip.next(utc_now(), 1.0, 0, "1").to_message()
-    assert Slip.of(request(deferred, retries=1)).unique == carried
-    waited = slip.next_as_twin(0, "1").to_message()
-    assert Slip.of(request(waited, retries=1)).unique == carried
+    assert LockHeader.of(request(deferred, retries=1)).unique == carried
+    waited = slip.next_redelivery(0, "1").to_message()
+    assert LockHeader.of(request(waited, retries=1)).unique == carried
 
 
 def test_a_child_that_inherits_its_parents_headers_does_not_inherit_the_slip() -> None:
-    parents = Slip({"key": False}).next(utc_now(), 1.0, 0, "parent").to_message()
-    assert Slip.of(request(parents, id="child")) == Slip()
-    assert Slip.of(request(parents, id="parent")).deferrals == 1
+    parents = LockHeader({"key": False}).next(utc_now(), 1.0, 0, "parent").to_message()
+    assert LockHeader.of(request(parents, id="child")) == LockHeader()
+    assert LockHeader.of(request(parents, id="parent")).deferrals == 1
 
 
 @pytest.mark.parametrize("header", ["text", 7, ["x"], None])
 def test_a_strangers_header_counts_as_nothing(header: Any) -> None:
-    assert Slip.of(request(header)) == Slip()
+    assert LockHeader.of(request(header)) == LockHeader()
 
 
 def test_an_eager_call_carries_its_header_among_the_others() -> None:
     eager = Context({"id": "1", "headers": {"redlock": {"options": {"ttl": 9}}}, "retries": 0})
-    assert Slip.of(eager).options == {"ttl": 9}
+    assert LockHeader.of(eager).options == {"ttl": 9}
 
 
 def test_a_requeue_is_a_reject_that_autoretry_lets_pass() -> None:
@@ -126,8 +126,8 @@ def test_a_requeue_is_a_reject_that_autoretry_lets_pass() -> None:
 
 def test_a_broker_without_delays_of_its_own_takes_any_countdown() -> None:
     app = Celery("t", broker="memory://", set_as_default=False)
-    assert bearable(app, 0.05, Address("celery", "celery")) == 0.05
-    home = destination(app, Address("celery", "celery", queue="celery"), 0.05)
+    assert supported_countdown(app, 0.05, Route("celery", "celery")) == 0.05
+    home = send_options(app, Route("celery", "celery", queue="celery"), 0.05)
     assert (home["exchange"], home["routing_key"]) == ("", "celery")
     assert home["declare"] == [app.amqp.queues["celery"]]
 
@@ -145,20 +145,22 @@ def quorum_app() -> Celery:
 
 
 def test_a_quorum_queue_takes_whole_seconds_from_one_upwards(quorum_app: Celery) -> None:
-    here = Address("tasks", "celery")
-    assert [bearable(quorum_app, s, here) for s in (0.05, 1.0, 1.2)] == [1.0, 1.0, 2.0]
+    here = Route("tasks", "celery")
+    assert [supported_countdown(quorum_app, s, here) for s in (0.05, 1.0, 1.2)] == [1.0, 1.0, 2.0]
 
 
 def test_what_rabbitmq_would_not_bring_back_waits_in_the_worker(quorum_app: Celery) -> None:
-    for where in (Address("direct", "direct"), Address("", "celery"), Address("tasks", "nobody")):
-        assert bearable(quorum_app, 0.05, where) == 0.05
-        options = destination(quorum_app, where, 0.05)
+    for where in (Route("direct", "direct"), Route("", "celery"), Route("tasks", "nobody")):
+        assert supported_countdown(quorum_app, 0.05, where) == 0.05
+        options = send_options(quorum_app, where, 0.05)
         assert (options["exchange"], options["routing_key"]) == (where.exchange, where.routing_key)
-        assert destination(quorum_app, replace(where, queue="celery"), 1)["routing_key"] == "celery"
+        assert (
+            send_options(quorum_app, replace(where, queue="celery"), 1)["routing_key"] == "celery"
+        )
 
 
 def test_what_rabbitmq_keeps_goes_by_its_own_routing_key_again(quorum_app: Celery) -> None:
-    options = destination(quorum_app, Address("wide", "wide.a.b"), 2.0)
+    options = send_options(quorum_app, Route("wide", "wide.a.b"), 2.0)
     assert options["exchange"].name == "celery_delayed_27"
     assert options["routing_key"] == f"{'0.' * 26}1.0.wide.a.b"
 
@@ -171,7 +173,7 @@ def test_a_queue_that_goes_with_its_consumer_or_that_nobody_declared_is_not_decl
 ) -> None:
     app = Celery("t", broker="memory://", set_as_default=False)
     app.conf.task_queues = [Queue("lasting"), Queue("passing", auto_delete=True)]
-    home = destination(app, Address("x", "key", queue), 1.0)
+    home = send_options(app, Route("x", "key", queue), 1.0)
     assert (home["exchange"], home["routing_key"], home["queue"].name) == ("", queue, queue)
     assert [one.name for one in home["declare"]] == declared
 
@@ -186,34 +188,34 @@ def test_a_queue_that_goes_with_its_consumer_or_that_nobody_declared_is_not_decl
 )  # fmt: skip
 def test_a_topic_fits_as_rabbitmq_says(binding: str, key: str, fits: bool) -> None:
     queue = Queue("q", Exchange("x", "topic"), routing_key=binding)
-    assert Address("x", key).reaches(queue) is fits
-    assert Address(None, key).reaches(queue) is fits
-    assert not Address("y", key).reaches(queue)
+    assert Route("x", key).reaches(queue) is fits
+    assert Route(None, key).reaches(queue) is fits
+    assert not Route("y", key).reaches(queue)
 
 
 def test_a_message_that_rabbitmq_kept_back_still_knows_where_it_was_sent() -> None:
     bits = "0." * 27 + "1."
     kept = {"exchange": "celery_delayed_delivery", "routing_key": f"{bits}{bits}wide.a"}
-    assert Address.of(kept) == Address(None, "wide.a")
-    assert Address.of(kept, "wide") == Address("wide", "wide.a")
+    assert Route.of(kept) == Route(None, "wide.a")
+    assert Route.of(kept, "wide") == Route("wide", "wide.a")
     own = {"exchange": "", "routing_key": "0.1.slow"}
-    assert Address.of(own, "wide") == Address("", "0.1.slow")
+    assert Route.of(own, "wide") == Route("", "0.1.slow")
 
 
 def test_a_first_delivery_asks_for_no_mark() -> None:
-    assert Slip().received({"redelivered": False}).asks_since() is None
-    assert Slip().received(None).asks_since() is None
+    assert LockHeader().received({"redelivered": False}).asks_since() is None
+    assert LockHeader().received(None).asks_since() is None
 
 
 def test_what_the_broker_delivers_again_asks_for_any_mark_from_then_on() -> None:
-    slip = Slip().received({"redelivered": True})
+    slip = LockHeader().received({"redelivered": True})
     assert slip.asks_since() == -math.inf
     assert slip.next(utc_now(), 1.0, 0, "1").asks_since() == -math.inf
 
 
 def test_a_deferred_message_asks_for_marks_since_its_first_try() -> None:
     with freeze_time("2026-01-01 12:00:00") as clock:
-        slip = Slip().next(utc_now(), 1.0, 0, "1")
+        slip = LockHeader().next(utc_now(), 1.0, 0, "1")
         clock.tick(60)
         slip = slip.next(utc_now(), 1.0, 0, "1")
         first_try = utc_now().timestamp() - 60
@@ -238,22 +240,27 @@ def test_of_a_message_that_no_worker_told_of_nobody_knows_when_it_came() -> None
 
 
 def test_a_twin_asks_for_any_mark_and_waits_on_its_own_account() -> None:
-    slip = Slip({"ttl": 9}).next(utc_now(), 1.0, 0, "1").next_as_twin(0, "1").next_as_twin(0, "1")
-    assert slip == Slip({"ttl": 9}, id="1", twin=2)
+    slip = (
+        LockHeader({"ttl": 9})
+        .next(utc_now(), 1.0, 0, "1")
+        .next_redelivery(0, "1")
+        .next_redelivery(0, "1")
+    )
+    assert slip == LockHeader({"ttl": 9}, id="1", twin=2)
     assert slip.asks_since() == -math.inf
     assert slip.past(utc_now()) == Past()
-    assert Slip.of(request(slip.to_message())) == slip
+    assert LockHeader.of(request(slip.to_message())) == slip
 
 
 def test_what_was_revoked_stays_so_in_every_worker_but_for_a_retry() -> None:
-    slip = Slip(redelivered=True, revoked=True).next_as_twin(0, "1")
-    assert Slip.of(request(slip.to_message())).revoked
-    assert not Slip.of(request(slip.to_message(), retries=1)).revoked
+    slip = LockHeader(redelivered=True, revoked=True).next_redelivery(0, "1")
+    assert LockHeader.of(request(slip.to_message())).revoked
+    assert not LockHeader.of(request(slip.to_message(), retries=1)).revoked
 
 
 def test_the_retry_of_a_run_that_was_a_twin_is_none() -> None:
-    slip = Slip({"ttl": 9}).next_as_twin(0, "1")
-    assert Slip.of(request(slip.to_message(), retries=1)) == Slip({"ttl": 9}, id="1")
+    slip = LockHeader({"ttl": 9}).next_redelivery(0, "1")
+    assert LockHeader.of(request(slip.to_message(), retries=1)) == LockHeader({"ttl": 9}, id="1")
 
 
 def test_a_body_is_made_again_as_it_was_made() -> None:
@@ -285,7 +292,7 @@ def test_a_broker_that_is_away_for_long_is_asked_now_and_then(
 
     monkeypatch.setattr(app.amqp, "send_task_message", send)
     where = {"exchange": "", "routing_key": "away for long"}
-    put_back(early, request({}, args=(), kwargs={}, delivery_info=where), Slip(), 0.1)
+    republish(early, request({}, args=(), kwargs={}, delivery_info=where), LockHeader(), 0.1)
     assert len(tries) == 13
     assert len(pauses) == 12
     assert min(pauses) > 0

@@ -24,7 +24,7 @@ from kombu.exceptions import DecodeError, EncodeError
 from kombu.serialization import dumps, loads
 
 from celery_redlock import LockedTask, SettingsError
-from celery_redlock.tasks.settings import Plan, compile_plan, read_app
+from celery_redlock.tasks.settings import TaskLockConfig, compile_config, read_app
 
 SERIALIZERS = ["json", "pickle", "yaml", "msgpack"]
 TOKYO = ZoneInfo("Asia/Tokyo")
@@ -36,10 +36,12 @@ def f(a: Any, *rest: Any, **options: Any) -> None:
     """Stand for a task's body."""
 
 
-def plan(key: Any = None, body: Any = f, args: tuple[str, ...] | None = None, **conf: Any) -> Plan:
+def plan(
+    key: Any = None, body: Any = f, args: tuple[str, ...] | None = None, **conf: Any
+) -> TaskLockConfig:
     app = read_app({"redlock_nodes": ["redis://a"], **conf})
     attributes = {"lock_key": key, "lock_args": args}
-    return compile_plan(app, "shop.f", attributes, inspect.signature(body))
+    return compile_config(app, "shop.f", attributes, inspect.signature(body))
 
 
 PLANS = [*(plan(key) for key in KEYS), plan(args=("a",))]
@@ -279,7 +281,7 @@ class TestADefaultWithoutAStableForm:
 
     def test_is_found_for_the_key_of_the_app_and_of_a_call(self) -> None:
         with pytest.raises(SettingsError, match="default of 'b'"):
-            compile_plan(
+            compile_config(
                 read_app({"redlock_nodes": ["redis://a"], "redlock_key": "x:{b}"}),
                 "shop.f", {}, inspect.signature(self.body),
             )  # fmt: skip

@@ -9,7 +9,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_redlock import LockLost
 from celery_redlock.tasks.deferral import Requeue
-from celery_redlock.tasks.gate import is_done, noted
+from celery_redlock.tasks.gate import is_done, wrap_hook
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,6 @@ def test_a_hook_of_any_kind_is_called_as_it_was_written(kind: Callable[[Any], An
     is_bound = kind not in (staticmethod, Unbound)
     hook = kind(lambda *args: calls.append(args))
     task = SimpleNamespace(request=SimpleNamespace())
-    noted(hook)(task, "a", "b")
+    wrap_hook(hook)(task, "a", "b")
     assert [call[-2:] for call in calls] == [("a", "b")]
     assert len(calls[0]) == (3 if is_bound else 2)

@@ -20,7 +20,7 @@ from celery_redlock.operate.lints import (
     lint_queues,
     visibility_of,
 )
-from celery_redlock.tasks.settings import compile_others_plan, compile_plan, read_app
+from celery_redlock.tasks.settings import compile_adopted_config, compile_config, read_app
 
 NODES = ["redis://a", "redis://b", "redis://c"]
 
@@ -34,7 +34,7 @@ def facts(
     """Return those of an app with one task. lock: its options; task: of it; more: of the app."""
     app = read_app({"redlock_nodes": NODES, **(conf or {})})
     attributes = {f"lock_{name}": value for name, value in (lock or {}).items()}
-    plan = compile_plan(app, "shop.f", attributes, inspect.signature(lambda a: None))
+    plan = compile_config(app, "shop.f", attributes, inspect.signature(lambda a: None))
     about = {"queue": "celery", "acks_late": True, "reject_on_worker_lost": True, **(task or {})}
     return Facts(app, names=("shop.f", "celery.map"), tasks=[TaskFacts(plan, **about)], **more)
 
@@ -291,7 +291,7 @@ def test_a_task_that_cannot_be_meant_leaves_other_tasks_their_lints() -> None:
 def test_a_thing_of_many_tasks_is_said_once_and_names_some() -> None:
     app = read_app({"redlock_nodes": NODES, "redlock_max_wait": 1, "redlock_wait": 1})
     signature = inspect.signature(lambda a: None)
-    plans = [compile_plan(app, f"shop.t{n}", {}, signature) for n in range(7)]
+    plans = [compile_config(app, f"shop.t{n}", {}, signature) for n in range(7)]
     found = lint(Facts(app, tasks=[TaskFacts(plan, "celery") for plan in plans]))
     assert [one.setting for one in found] == ["app: redlock_max_wait", "acks_late"]
     assert found[1].hint.startswith("shop.t0, shop.t1, shop.t2, shop.t3, shop.t4 and 2 more: ")
@@ -301,7 +301,7 @@ def several(conf: dict[str, Any], **tasks: dict[str, Any]) -> tuple[Lint, ...]:
     """Return the lints of some tasks with one argument each, by their options."""
     app = read_app({"redlock_nodes": NODES, **conf})
     plans = [
-        compile_plan(
+        compile_config(
             app, name, {f"lock_{n}": v for n, v in lock.items()},
             inspect.signature(eval(f"lambda {name}_id: None")),
         )
@@ -374,7 +374,7 @@ def test_errors_stand_first_and_advice_last() -> None:
 
 def test_a_task_of_others_is_looked_at_like_ones_own() -> None:
     app = read_app({"redlock_nodes": NODES, "redlock_tasks": {"vendor.*": {"on_give_up": "skip"}}})
-    plan = compile_others_plan(app, "vendor.f", "vendor.*", inspect.signature(lambda a: None))
+    plan = compile_adopted_config(app, "vendor.f", "vendor.*", inspect.signature(lambda a: None))
     task = TaskFacts(plan, "celery", True, True, takes_entry=True)
     (one,) = lint(Facts(app, names=("vendor.f",), tasks=[task]))
     assert one.setting == "task 'vendor.*': redlock_tasks['vendor.*']['on_give_up']"

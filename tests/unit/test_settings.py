@@ -24,13 +24,13 @@ from celery_redlock.tasks.runtime import name_of, settings_of
 from celery_redlock.tasks.settings import (
     BUILT_IN,
     OPTIONS,
-    Plan,
-    Rules,
+    TaskLockConfig,
+    TaskLockOptions,
     canonical,
     check_known_names,
     check_outside,
-    compile_others_plan,
-    compile_plan,
+    compile_adopted_config,
+    compile_config,
     digest,
     one_redis,
     pattern_for,
@@ -44,17 +44,21 @@ def f(a: Any, b: Any = 2, *rest: Any, **options: Any) -> None:
     """Stand for a task's body."""
 
 
-def plan(conf: dict[str, Any] | None = None, body: Callable[..., Any] = f, **lock: Any) -> Plan:
+def plan(
+    conf: dict[str, Any] | None = None, body: Callable[..., Any] = f, **lock: Any
+) -> TaskLockConfig:
     app = read_app({"redlock_nodes": NODES, **(conf or {})})
     attributes = {f"lock_{name}": value for name, value in lock.items()}
-    return compile_plan(app, "shop.f", attributes, inspect.signature(body))
+    return compile_config(app, "shop.f", attributes, inspect.signature(body))
 
 
-def resources(made: Plan, *args: Any, queue: str = "celery", **kwargs: Any) -> tuple[str, ...]:
+def resources(
+    made: TaskLockConfig, *args: Any, queue: str = "celery", **kwargs: Any
+) -> tuple[str, ...]:
     return made.resources(made.rules(queue), None, args, kwargs, queue)
 
 
-def resource(made: Plan, *args: Any, queue: str = "celery", **kwargs: Any) -> str:
+def resource(made: TaskLockConfig, *args: Any, queue: str = "celery", **kwargs: Any) -> str:
     (one,) = resources(made, *args, queue=queue, **kwargs)
     return one
 
@@ -152,7 +156,7 @@ class TestEveryOptionAtEveryLevel:
     def test_each_is_looked_at(self) -> None:
         assert set(OPTIONS) == set(FOUR)
 
-    @pytest.mark.parametrize("name", [n for n in FOUR if n in Rules.__dataclass_fields__])
+    @pytest.mark.parametrize("name", [n for n in FOUR if n in TaskLockOptions.__dataclass_fields__])
     @pytest.mark.parametrize("queue", ["slow", "slow.eu"], ids=["by name", "by glob"])
     def test_the_nearer_level_wins_and_is_named(self, name: str, queue: str) -> None:
         of_app, of_queue, of_task, of_call = FOUR[name]
@@ -178,14 +182,14 @@ class TestEveryOptionAtEveryLevel:
         ).splitlines()
         assert lines[0] == "shop.f in queue slow"
         assert "all arguments" in lines[1]
-        assert [line.split()[0] for line in lines[1:]] == list(Rules.__dataclass_fields__)
+        assert [line.split()[0] for line in lines[1:]] == list(TaskLockOptions.__dataclass_fields__)
         assert "app: redlock_ttl" in lines[3]
 
 
 class TestTasksOfOthers:
-    def others(self, entries: dict[str, Any], pattern: str) -> Plan:
+    def others(self, entries: dict[str, Any], pattern: str) -> TaskLockConfig:
         app = read_app({"redlock_nodes": NODES, "redlock_ttl": 11, "redlock_tasks": entries})
-        return compile_others_plan(app, "vendor.sync", pattern, inspect.signature(f))
+        return compile_adopted_config(app, "vendor.sync", pattern, inspect.signature(f))
 
     def test_an_entry_stands_where_a_tasks_own_options_do(self) -> None:
         made = self.others({"vendor.*": {"wait": 3, "args": ["a"]}}, "vendor.*")

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from celery_redlock.tasks.waiting import SEATS, VIGIL, Lines, Waiting, seats
+from celery_redlock.tasks.waiting import CAPACITY, RETRY_NEXT_AFTER, Waiter, WaitQueues, capacity
 
 
 class Message:
     """What stands for a worker's request."""
 
 
-def waiting(since: str, channel: str = "a", limit: int = 1) -> Waiting:
+def waiting(since: str, channel: str = "a", limit: int = 1) -> Waiter:
     request = Message()
-    return Waiting(request, (since, id(request)), (channel, limit), 0.0, patient=True)
+    return Waiter(request, (since, id(request)), (channel, limit), 0.0, patient=True)
 
 
-def line(*sinces: str) -> tuple[Lines, Sequence[Waiting]]:
-    lines, all_ = Lines(), [waiting(since) for since in sinces]
+def line(*sinces: str) -> tuple[WaitQueues, Sequence[Waiter]]:
+    lines, all_ = WaitQueues(), [waiting(since) for since in sinces]
     for one in all_:
         lines.add(one)
     return lines, all_
@@ -66,15 +66,15 @@ def test_the_last_patient_one_of_the_longest_line_can_best_be_spared() -> None:
     for one in (first, second):
         lines.remove(one, 0.0)
     assert lines.patient == 2
-    assert Lines().last_of_longest() is None
+    assert WaitQueues().last_of_longest() is None
 
 
 @pytest.mark.parametrize(
     ("limit", "prefetch", "expected"),
     [
-        (None, 4, SEATS),
-        (10_000, 4, SEATS),
-        (SEATS + 3, 4, SEATS - 1),
+        (None, 4, CAPACITY),
+        (10_000, 4, CAPACITY),
+        (CAPACITY + 3, 4, CAPACITY - 1),
         (20, 4, 16),
         (3, 4, 1),
         (None, 0, sys.maxsize),
@@ -85,7 +85,7 @@ def test_the_seats_stay_below_celerys_limit(
     limit: int | None, prefetch: int, expected: int
 ) -> None:
     conf = {} if limit is None else {"worker_eta_task_limit": limit}
-    assert seats(conf, prefetch) == expected
+    assert capacity(conf, prefetch) == expected
 
 
 def test_only_the_first_may_try_by_itself() -> None:
@@ -97,8 +97,8 @@ def test_only_the_first_may_try_by_itself() -> None:
 def test_while_the_first_tries_the_next_holds_back_for_a_moment() -> None:
     lines, (first, second) = line("10:01", "10:02")
     lines.remove(first, 100.0)
-    assert lines.may_try(second, 100.25) == VIGIL - 0.25
-    assert lines.may_try(second, 100.0 + VIGIL) == 0.0
+    assert lines.may_try(second, 100.25) == RETRY_NEXT_AFTER - 0.25
+    assert lines.may_try(second, 100.0 + RETRY_NEXT_AFTER) == 0.0
 
 
 def test_one_that_comes_while_the_first_tries_holds_back_too() -> None:
@@ -106,7 +106,7 @@ def test_one_that_comes_while_the_first_tries_holds_back_too() -> None:
     lines.remove(first, 100.0)
     second = waiting("10:02")
     lines.add(second)
-    assert lines.may_try(second, 100.0) == VIGIL
+    assert lines.may_try(second, 100.0) == RETRY_NEXT_AFTER
 
 
 def test_the_first_that_is_back_goes_by_its_own_countdown() -> None:

@@ -7,7 +7,7 @@ from tests.mutants.mutant import CONTRACT, INTEGRATION, KIT, UNIT, Mutant
 MUTANTS = (
     Mutant(
         "an error ends the watch over a pool's children",
-        "tasks.children:Watch.run",
+        "tasks.children:ChildReaper.run",
         "except BaseException:",
         "except Exception:",
         (
@@ -17,7 +17,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker keeps a descriptor of each child that has ended",
-        "tasks.children:Watch.reap",
+        "tasks.children:ChildReaper.reap",
         "        process.close()\n",
         "",
         (
@@ -39,9 +39,9 @@ MUTANTS = (
         "a message is published before DEFERRED is stored",
         "tasks.gate:defer",
         """    states.show_deferred(task, request, info, why)
-    put_back(task, request, following, countdown)
+    republish(task, request, following, countdown)
 """,
-        """    put_back(task, request, following, countdown)
+        """    republish(task, request, following, countdown)
     states.show_deferred(task, request, info, why)
 """,
         (f"{INTEGRATION}/test_states.py::test_deferred_is_stored_before_the_message_is_published",),
@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant(
         "a deferral ends its send's window",
         "tasks.gate:defer",
-        "    request.__dict__[GOES_ON] = True\n",
+        "    request.__dict__[CONTINUES] = True\n",
         "",
         (f"{INTEGRATION}/test_unique.py",),
         "test_is_the_first_one_until or test_returns_the_result",
@@ -102,7 +102,7 @@ MUTANTS = (
     ),
     Mutant(
         "a task class goes by the settings of an app that had it before",
-        "tasks.gate:plan_of",
+        "tasks.gate:config_of",
         "which = (task.name, id(task.app))",
         "which = (task.name, 0)",
         (
@@ -188,7 +188,8 @@ MUTANTS = (
     Mutant(
         "a redelivery of what runs is dropped, and lost if the first delivery dies",
         "tasks.gate:await_first",
-        "    put_back(task, request, slip.next_as_twin(request.retries, request.id), countdown)\n",
+        "    republish(task, request, slip.next_redelivery(request.retries, request.id), "
+        "countdown)\n",
         "",
         (f"{INTEGRATION}/test_twins.py::test_a_message_that_is_delivered_again_while_it_runs",),
         "killed",
@@ -205,7 +206,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lost lock does not interrupt its body",
-        "tasks.runtime:Body.hear",
+        "tasks.runtime:MonitoredBody.hear",
         "if self.abort:",
         "if False:",
         (f"{KIT}/test_kit.py",),
@@ -213,7 +214,7 @@ MUTANTS = (
     ),
     Mutant(
         "the lock of a child that still runs is released",
-        "tasks.children:Process.is_gone",
+        "tasks.children:ChildProcess.is_gone",
         "return self._gone or self.descriptor in ready",
         "return True",
         (f"{UNIT}/test_children.py",),
@@ -221,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         "the lock of a killed child stays for its ttl",
-        "tasks.children:Watch._look",
+        "tasks.children:ChildReaper._look",
         "if process.is_gone(ready):",
         "if False:",
         (f"{INTEGRATION}/test_killed_child.py::test_the_lock_of_a_killed_child_is_released",),
@@ -229,7 +230,7 @@ MUTANTS = (
     ),
     Mutant(
         "of several locks of a killed child one is released",
-        "tasks.children:Slot.read",
+        "tasks.children:JournalSlot.read",
         "range(HEADER, SIZE, LINE)",
         "range(HEADER, HEADER + LINE, LINE)",
         (f"{UNIT}/test_children.py",),
@@ -237,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "a run whose child was killed counts as done, and its message is lost",
-        "tasks.children:Watch.reap",
+        "tasks.children:ChildReaper.reap",
         "ended = {run for run in runs if slot.is_ended(run)}",
         "ended = runs",
         (f"{INTEGRATION}/test_killed_child.py::test_the_lock_of_a_killed_child_is_released",),
@@ -245,7 +246,7 @@ MUTANTS = (
     ),
     Mutant(
         "a run that never had its lock counts as done, and its message is lost",
-        "tasks.children:Watch._release",
+        "tasks.children:ChildReaper._release",
         "is_done = first.run in ended and states != {CLAIMED}",
         "is_done = first.run in ended",
         (
@@ -256,7 +257,7 @@ MUTANTS = (
         "a message that cannot be put back for good leaves its send's window open",
         "tasks.gate:defer",
         "    states.show_deferred",
-        "    request.__dict__[GOES_ON] = True\n    states.show_deferred",
+        "    request.__dict__[CONTINUES] = True\n    states.show_deferred",
         (
             f"{INTEGRATION}/test_put_back.py::"
             "test_what_is_refused_for_good_is_the_end_of_its_sends_window",

@@ -7,8 +7,8 @@ from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
 MUTANTS = (
     Mutant(
         "a worker listens for ever for what nobody waits for",
-        "tasks.waiting:Room._look",
-        "            self._lines.forget_empty(now - LINGER)\n",
+        "tasks.waiting:WaitingRoom._look",
+        "            self._lines.forget_empty(now - UNSUBSCRIBE_AFTER)\n",
         "",
         (
             f"{CONTRACT}/test_waiting_room.py::"
@@ -17,8 +17,8 @@ MUTANTS = (
     ),
     Mutant(
         "a worker remembers every release that it ever heard",
-        "tasks.waiting:Room.on_release_message",
-        "if len(self._words) > WORDS:",
+        "tasks.waiting:WaitingRoom.on_release_message",
+        "if len(self._words) > MESSAGE_IDS:",
         "if False:",
         (
             f"{CONTRACT}/test_waiting_room.py::"
@@ -27,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "a retry after a deferral forgets its send's window",
-        "tasks.deferral:Slip.of",
+        "tasks.deferral:LockHeader.of",
         "slip = cls(slip.options, id=slip.id, unique=slip.unique)",
         "slip = cls(slip.options, id=slip.id)",
         (
@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery forgets its send's window",
-        "tasks.deferral:Slip.next_as_twin",
+        "tasks.deferral:LockHeader.next_redelivery",
         "            unique=self.unique,\n",
         "",
         (
@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         "a copy that RabbitMQ brought to another queue runs there",
-        "tasks.deferral:is_astray",
+        "tasks.deferral:is_for_another_queue",
         ".get(QUEUE, slip.queue) != slip.queue",
         ".get(QUEUE, slip.queue) != slip.queue and False",
         (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "a deferral goes to every queue of its exchange",
-        "tasks.routes:destination",
+        "tasks.routes:send_options",
         "if home is None:",
         "if address.exchange:",
         (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "a body begins before a quorum knows that its window is over",
-        "tasks.uniqueness:Ticket.start",
+        "tasks.uniqueness:UniqueToken.start",
         "not self._end(redlock).wait()",
         "self._end(redlock) is None",
         (
@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release that comes late ends the window of the next try",
-        "tasks.uniqueness:Window._attempt",
+        "tasks.uniqueness:UniqueClaim._attempt",
         "self._before = self._session.platform.new_token(),",
         "self._before = self._token or self._session.platform.new_token(),",
         (
@@ -128,7 +128,7 @@ MUTANTS = (
     ),
     Mutant(
         "a node that refuses to end a window is not told again",
-        "tasks.uniqueness:Ending.on_reply",
+        "tasks.uniqueness:UniqueRelease.on_reply",
         "if replaced or is_error:",
         "if replaced:",
         (
@@ -138,7 +138,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window lasts longer by as long as its publish took",
-        "tasks.uniqueness:Window.confirm",
+        "tasks.uniqueness:UniqueClaim.confirm",
         "left = self._opened_at + self._send.window - now",
         "left = self._send.window",
         (
@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         "a redelivery stores REVOKED over its first delivery, which a later send replaces",
         "tasks.gate:_sent_once",
-        "heeds_later=not slip.is_second",
+        "heeds_later=not slip.is_redelivered",
         "heeds_later=True",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
@@ -199,7 +199,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release wakes a message past its rate limit",
-        "tasks.waiting:Room.admit",
+        "tasks.waiting:WaitingRoom.admit",
         "if consumer.task_buckets[request.name] is not None and not consumer.disable_rate_limits:",
         "if False:",
         (f"{INTEGRATION}/test_waiting.py::test_a_release_wakes_nothing_past_its_rate_limit",),
@@ -244,28 +244,28 @@ MUTANTS = (
     ),
     Mutant(
         "max_wait is counted from the last deferral, so that it never ends a wait",
-        "tasks.deferral:Slip.next",
+        "tasks.deferral:LockHeader.next",
         "since = self.since or now.isoformat()",
         "since = now.isoformat()",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "max_deferrals never ends a wait",
-        "tasks.deferral:Slip.next",
+        "tasks.deferral:LockHeader.next",
         "count = self.deferrals + 1",
         "count = 1",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "a deferred message goes by the task's options instead of its call's",
-        "tasks.deferral:Slip.to_message",
+        "tasks.deferral:LockHeader.to_message",
         '"options": dict(self.options)',
         '"options": {}',
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "a retry goes on with the wait of the run before it",
-        "tasks.deferral:Slip.of",
+        "tasks.deferral:LockHeader.of",
         "if put_back_before and slip.retries != request.retries:",
         "if False:",
         (f"{UNIT}/test_deferral.py",),
@@ -335,30 +335,30 @@ MUTANTS = (
     ),
     Mutant(
         "who was deferred last runs first",
-        "tasks.waiting:Waiting.__lt__",
+        "tasks.waiting:Waiter.__lt__",
         "return self.order < other.order",
         "return self.order > other.order",
         (f"{UNIT}/test_waiting.py",),
     ),
     Mutant(
         "all messages that wait for a lock try again, not the first alone",
-        "tasks.waiting:Lines.may_try",
+        "tasks.waiting:WaitQueues.may_try",
         "return math.inf",
         "return 0.0",
         (f"{UNIT}/test_waiting.py",),
     ),
     Mutant(
         "a release wakes no message that waits in a worker",
-        "tasks.waiting:Room._serve",
-        """                if word or first.due >= now + SOON:
+        "tasks.waiting:WaitingRoom._serve",
+        """                if word or first.due >= now + IMMINENT:
                     self._hand_on(first)""",
-        """                if word or first.due >= now + SOON:
+        """                if word or first.due >= now + IMMINENT:
                     pass""",
         (f"{CONTRACT}/test_waiting_room.py",),
     ),
     Mutant(
         "nobody can look who waits while a body runs in the main process",
-        "tasks.waiting:Room._make_way",
+        "tasks.waiting:WaitingRoom._make_way",
         """        if last is not None:  # outside: a solo pool runs its body here
             self._wake(last)""",
         """            if last is not None:
@@ -368,15 +368,15 @@ MUTANTS = (
     ),
     Mutant(
         "a release wakes a message that has expired, and nobody behind it",
-        "tasks.waiting:Room._firsts",
+        "tasks.waiting:WaitingRoom._firsts",
         "over = [first for first in firsts if self._is_over(first.request)]",
-        "over: list[Waiting] = []",
+        "over: list[Waiter] = []",
         (f"{CONTRACT}/test_waiting_room.py",),
         "passes_those",
     ),
     Mutant(
         "one message that cannot be handed on ends the worker's event loop",
-        "tasks.waiting:Room._hand_on",
+        "tasks.waiting:WaitingRoom._hand_on",
         "except Exception:",
         "except ZeroDivisionError:",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -384,7 +384,7 @@ MUTANTS = (
     ),
     Mutant(
         "after a refusal the first in line tries each second",
-        "tasks.waiting:Room._try_again",
+        "tasks.waiting:WaitingRoom._try_again",
         "if first_time or refused_at < told_at - CLOCKS_DIFFER:",
         "if True:",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -392,7 +392,7 @@ MUTANTS = (
     ),
     Mutant(
         "of several released permits one alone is for messages on their way",
-        "tasks.waiting:Room._has_missed",
+        "tasks.waiting:WaitingRoom._has_missed",
         "[-limit:]",
         "[-1:]",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -400,7 +400,7 @@ MUTANTS = (
     ),
     Mutant(
         "one node's word wakes a message",
-        "tasks.waiting:Room.on_release_message",
+        "tasks.waiting:WaitingRoom.on_release_message",
         "is_news = said == needed",
         "is_news = said >= 1",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -408,7 +408,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release that was missed while the broker was away wakes nobody",
-        "tasks.waiting:Room._told_on",
+        "tasks.waiting:WaitingRoom._told_on",
         """        if channel == self._votes:
 """,
         """        if channel:
@@ -434,7 +434,7 @@ MUTANTS = (
     ),
     Mutant(
         "a send is dropped for one that was never published",
-        "tasks.uniqueness:Standing.of",
+        "tasks.uniqueness:EarlierSend.of",
         "return cls(token, state == SENT and bool(run), gone_by, run, value, expires_in)",
         "return cls(token, True, gone_by, run, value, expires_in)",
         (f"{CONTRACT}/test_unique.py",),
@@ -442,7 +442,7 @@ MUTANTS = (
     ),
     Mutant(
         "a send is dropped though the nodes name different earlier ones",
-        "tasks.uniqueness:Ballot.agreed",
+        "tasks.uniqueness:CompareAndSetRound.agreed",
         "if tokens.count(token) < self._quorum.size:",
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
@@ -450,7 +450,7 @@ MUTANTS = (
     ),
     Mutant(
         "a send that was replaced runs as well",
-        "tasks.uniqueness:Window.confirm",
+        "tasks.uniqueness:UniqueClaim.confirm",
         "if self.replaced is not None:",
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
@@ -458,7 +458,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to end with its run stays",
-        "tasks.uniqueness:Ticket.end",
+        "tasks.uniqueness:UniqueToken.end",
         'if self.until != "expired":',
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
@@ -466,7 +466,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to last ends with its run",
-        "tasks.uniqueness:Ticket.end",
+        "tasks.uniqueness:UniqueToken.end",
         'if self.until != "expired":',
         "if True:",
         (f"{CONTRACT}/test_unique.py",),
@@ -474,7 +474,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to end at the start of its body stays until the end",
-        "tasks.uniqueness:Ticket.start",
+        "tasks.uniqueness:UniqueToken.start",
         'if self.until == "started" and not self._end(redlock).wait():',
         "if False:",
         (f"{INTEGRATION}/test_unique.py",),
@@ -483,7 +483,7 @@ MUTANTS = (
     Mutant(
         "a copy that began and comes again is dropped for a later send",
         "tasks.gate:_heed_later_send",
-        "if own == run or slip.is_second or request.retries:",
+        "if own == run or slip.is_redelivered or request.retries:",
         "if own == run or request.retries:",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"

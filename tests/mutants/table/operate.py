@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         "the app's and the queues' unique_for do nothing",
-        "tasks.settings:Plan.may_be_unique",
+        "tasks.settings:TaskLockConfig.may_be_unique",
         "levels = (self.app.options, *self.app.queues.values(), self.options)",
         "levels = (self.options,)",
         (
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "a key of the app that a task cannot fill is found at each run",
         "tasks.settings:_planned",
-        'plan.check_what({"key": None, **plan.app.options}, app_place)',
+        'plan.check_what({"key": None, **plan.app.options}, app_source)',
         "pass",
         (
             f"{UNIT}/test_settings.py::"
@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "a task that may run once at a time runs once for each of its arguments",
-        "tasks.settings:Plan.resources",
+        "tasks.settings:TaskLockConfig.resources",
         "        if rules.args is None:\n",
         "        if not rules.args:\n",
         (
@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "the same argument names in another order are another lock",
-        "tasks.settings:Plan.resources",
+        "tasks.settings:TaskLockConfig.resources",
         "{name: value for name, value in arguments.items() if name in rules.args}",
         "{name: arguments[name] for name in rules.args if name in arguments}",
         (
@@ -136,9 +136,9 @@ MUTANTS = (
     ),
     Mutant(
         "an option of a call does not go before its task's",
-        "tasks.settings:Plan._levels",
-        "        yield self.options, self.place\n        yield call, call_place\n",
-        "        yield call, call_place\n        yield self.options, self.place\n",
+        "tasks.settings:TaskLockConfig._levels",
+        "        yield self.options, self.place\n        yield call, call_source\n",
+        "        yield call, call_source\n        yield self.options, self.place\n",
         (f"{UNIT}/test_settings.py",),
         "nearer_level",
     ),
