@@ -18,7 +18,7 @@ from celery.signals import worker_init
 from redis import Redis
 
 from celery_redlock import Backoff, LockedTask
-from celery_redlock.tasks.waiting import WaitingRoom
+from celery_redlock.tasks.waiting.room import WaitingRoom
 
 BROKER, STORE, NODES = "BENCHMARK_BROKER", "BENCHMARK_STORE", "BENCHMARK_NODES"
 QUEUE, WAKES = "BENCHMARK_QUEUE", "BENCHMARK_WAKES"

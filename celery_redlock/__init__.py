@@ -3,9 +3,6 @@
 `@app.task(base=LockedTask)` runs one at a time for the same arguments; see the README.
 """
 
-import celery_redlock.operate.control
-import celery_redlock.operate.lints
-import celery_redlock.operate.metrics  # noqa: F401 - these three hear of workers and of apps
 from celery_redlock.errors import (
     DuplicateTask,
     LockLost,
@@ -18,9 +15,14 @@ from celery_redlock.errors import (
 )
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.lock import Lock
-from celery_redlock.tasks.backoff import Backoff
-from celery_redlock.tasks.contention import Contention
-from celery_redlock.tasks.task import LockedTask, current_lock, install, send_unique
+from celery_redlock.tasks.execution.contention import Contention
+from celery_redlock.tasks.settings.backoff import Backoff
+from celery_redlock.tasks.startup import install
+from celery_redlock.tasks.task import LockedTask, current_lock
+from celery_redlock.tasks.unique.send import send_unique
+from celery_redlock.wiring import connect
+
+connect()
 
 __version__ = "0.1.0"
 

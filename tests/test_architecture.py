@@ -27,20 +27,23 @@ GROUPS: list[tuple[str, list[str]]] = [
     ("engine", ["lock.engine.*"]),
     ("face of the lock", ["lock.*"]),
 ]
-# Above the lock, a module imports only modules named before it.
+# Above the lock each folder is a group, and each file beside the folders is one, too.
 ORDER = [
-    *(f"tasks.{name}" for name in ("backoff", "settings", "contention", "runtime", "signals")),
-    "tasks.states",
-    *(f"tasks.{name}" for name in ("children", "uniqueness", "routes", "deferral", "waiting")),
-    *(f"tasks.{name}" for name in ("request", "gate", "task")),
-    *(f"operate.{name}" for name in ("lints", "control", "metrics", "cli")),
+    *("tasks.settings.*", "tasks.per_app", "tasks.signatures", "tasks.declaration"),
+    *("tasks.body.*", "tasks.signals", "tasks.reporting", "tasks.children.*", "tasks.delivery.*"),
+    *("tasks.unique.*", "tasks.waiting.*", "tasks.execution.*", "tasks.worker_request"),
+    *("tasks.wrapping", "tasks.adoption", "tasks.task", "tasks.startup"),
+    *("operate.lints.*", "operate.control", "operate.metrics.*", "operate.tracing"),
+    *("operate.cli.*", "wiring"),
 ]
 GROUPS += [(name, [name]) for name in ORDER]
 # They only re-export, so nothing below may import them.
 FACES = [
     "",
     *("lock", "lock.platform", "lock.transport", "lock.model", "lock.server", "lock.engine"),
-    *("tasks", "operate", "signals"),
+    *("tasks", "tasks.settings", "tasks.body", "tasks.children", "tasks.delivery", "tasks.unique"),
+    *("tasks.waiting", "tasks.execution"),
+    *("operate", "operate.lints", "operate.metrics", "operate.cli", "signals"),
 ]
 # Of the lock, "" for its faces.
 LOCK_FOLDERS = ["", "platform", "transport", "model", "server", "engine"]
@@ -63,7 +66,6 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "what a task class keeps for its subclasses",
     ),
     "integration/test_copies.py": ("_queue_of", "asks for the queue of a send that is not sent"),
-    "integration/test_cut_release.py": ("_end_late", POINT),
     "integration/test_metrics.py": ("_exporter", "sees in a script that counting is on"),
     "simulation/clients.py": (
         "_dropped",
@@ -222,7 +224,7 @@ def test_every_log_line_names_its_event() -> None:
 
 def test_every_room_has_a_name_and_there_are_few() -> None:
     assert not {path.stem for path in MODULES} & BANNED
-    assert len([path for path in MODULES if path.stem != "__init__"]) <= 80
+    assert len([path for path in MODULES if path.stem != "__init__"]) <= 120
 
 
 def test_nothing_in_the_package_imports_its_test_support() -> None:

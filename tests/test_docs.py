@@ -21,9 +21,11 @@ from celery.bin.celery import celery as celery_command
 from prometheus_client import CollectorRegistry
 
 from celery_redlock import Backoff
-from celery_redlock.operate.cli import redlock as redlock_command
-from celery_redlock.operate.metrics import Metrics
-from celery_redlock.tasks.settings import APP_ONLY, OPTIONS, compile_config, read_app
+from celery_redlock.operate.cli.group import redlock as redlock_command
+from celery_redlock.operate.metrics.counters import Metrics
+from celery_redlock.tasks.settings.conf import read_app
+from celery_redlock.tasks.settings.options import APP_ONLY, OPTIONS
+from celery_redlock.tasks.settings.task_config import compile_config
 from celery_redlock.testing import EmbeddedNode
 from tests.pages import PAGES, ROOT, Block, blocks, name_of, on_servers
 

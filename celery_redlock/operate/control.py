@@ -11,15 +11,13 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from celery.worker.control import inspect_command
-
 from celery_redlock.errors import RUN
 from celery_redlock.lock.model.keys import label_of, since_of
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.tasks.children import held_by_children
-from celery_redlock.tasks.deferral import LockHeader
-from celery_redlock.tasks.runtime import redlock_of
-from celery_redlock.tasks.waiting import waiters_of
+from celery_redlock.tasks.children.forks import held_by_children
+from celery_redlock.tasks.delivery.header import LockHeader
+from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.waiting.room import waiters_of
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,11 @@ def holds_of(app: Any) -> list[HeldHere]:
     ]
 
 
-@inspect_command()
 def redlock_held(state: Any) -> list[dict[str, Any]]:
     """Return the locks that this worker holds: resource, holder, since."""
     return [{**asdict(held), "since": in_iso(held.since)} for held in holds_of(state.app)]
 
 
-@inspect_command()
 def redlock_waiting(state: Any) -> list[dict[str, Any]]:
     """Return the messages that wait here for a lock, those that wait longest first."""
     now = SystemClock().now()

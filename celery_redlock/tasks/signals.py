@@ -12,10 +12,9 @@ from typing import Any
 
 from celery.utils.dispatch import Signal
 
-from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.tasks.runtime import notify_bodies
+from celery_redlock.tasks.body.monitored import notify_bodies
 
 
 def _signal(name: str) -> Any:
@@ -160,6 +159,3 @@ def tell_released(redlock: Any, acquisition: Acquisition, by: str = "holder") ->
 def _sender(redlock: Any, acquisition: Acquisition) -> Any:
     sender = acquisition.options.sender
     return redlock if sender is None else sender
-
-
-Redlock.observer = SignalObserver()

@@ -19,7 +19,7 @@ from celery_redlock.lock.held_locks import Sight, Standing, break_lock, look_at_
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.tasks.runtime import forget, redlock_of
+from celery_redlock.tasks.per_app import forget, redlock_of
 
 __all__ = ["assert_released", "at_work", "hold", "lose", "trust_nodes", "use_nodes"]
 

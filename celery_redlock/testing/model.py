@@ -15,7 +15,7 @@ from typing import Any
 from celery_redlock.lock.server.scripts import BREAK, GRANT, GUARD, RELEASE, RENEW, TRUST
 from celery_redlock.lock.transport.encoding import encode_bulk
 from celery_redlock.lock.transport.script import Script
-from celery_redlock.tasks.uniqueness import UNIQUE
+from celery_redlock.tasks.unique.rounds import UNIQUE
 
 SCRIPTS = (GRANT, RENEW, RELEASE, GUARD, TRUST, BREAK, UNIQUE)
 NOSCRIPT = b"-NOSCRIPT No matching script. Please use EVAL.\r\n"

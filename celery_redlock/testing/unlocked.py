@@ -22,8 +22,8 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
 from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.tasks import task as task_module
-from celery_redlock.tasks.uniqueness import send_once
+from celery_redlock.tasks.unique import send as send_module
+from celery_redlock.tasks.unique.send import send_once
 
 __all__ = ["locking_off"]
 
@@ -93,7 +93,7 @@ def locking_off() -> Iterator[None]:
     with (
         mock.patch.object(Session, "new_acquisition", new_acquisition),
         mock.patch.object(Session, "try_acquire", try_acquire),
-        mock.patch.object(task_module, "send_once", send),
+        mock.patch.object(send_module, "send_once", send),
     ):
         yield
 

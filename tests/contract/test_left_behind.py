@@ -16,7 +16,17 @@ from celery_redlock.lock.engine.releaser import REPEATED_AFTER, OrphanedKey
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease, lock_keys
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.tasks import children, runtime
+from celery_redlock.tasks.children.forks import Children
+from celery_redlock.tasks.children.journal import (
+    CLAIMED,
+    HELD,
+    RELEASED,
+    JournalSlot,
+    encode_entry,
+)
+from celery_redlock.tasks.children.process import ChildProcess, started_at
+from celery_redlock.tasks.children.reaper import ChildReaper
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
 from tests.contract.proxy import FAIR, Proxy, Way, Weather, proxies
@@ -196,7 +206,7 @@ def test_what_a_run_claims_for_itself_is_released_and_not_named(
 
 @pytest.mark.parametrize(
     ("state", "is_done"),
-    [(children.CLAIMED, False), (children.HELD, True), (children.RELEASED, True)],
+    [(CLAIMED, False), (HELD, True), (RELEASED, True)],
 )
 def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
     nodes: list[EmbeddedNode], state: int, is_done: bool
@@ -204,19 +214,19 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
     run = "id:task:0:0"
     app = Celery("buries", set_as_default=False)
     app.conf.redlock_nodes = [node.url for node in nodes]
-    with runtime.redlock_of(app) as redlock:
+    with redlock_of(app) as redlock:
         terms = LockOptions(("k",), TTL, 0.0, renew=False, max_hold=None, label=f"{run} worker")
         session = redlock.session
         keys = lock_keys("redlock", terms)
         holding = Acquisition(terms, keys, session.reentrancy.current_owner())
         holding.key_leases = [session.acquirer.new_key_lease(terms, key) for key in keys]
-        slot, known = children.JournalSlot(), children.Children()
-        slot.mark(slot.write(children.encode_entry(session, holding, holding.key_leases[0])), state)
+        slot, known = JournalSlot(), Children()
+        slot.mark(slot.write(encode_entry(session, holding, holding.key_leases[0])), state)
         slot.tell_end(run)
         known.slots.append(slot)
-        process = children.ChildProcess(os.getpid(), children.started_at(os.getpid()))
+        process = ChildProcess(os.getpid(), started_at(os.getpid()))
         known.processes[slot] = process
-        children.ChildReaper(known, app).reap(slot, process)
+        ChildReaper(known, app).reap(slot, process)
         settle(redlock)
     marks = [node.client().keys(f"*:done:{run}") for node in nodes]
     assert [bool(found) for found in marks] == [is_done] * 3

@@ -8,7 +8,7 @@ import pytest
 from celery import Celery
 
 from celery_redlock import LockedTask, Redlock
-from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, TTL, eventually, settle
 

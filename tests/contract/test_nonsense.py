@@ -14,8 +14,9 @@ from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.node_status import ask_nodes, look_at_nodes, look_at_terms
 from celery_redlock.lock.release import acquisitions_of
 from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW
-from celery_redlock.tasks.gate import marks_of
-from celery_redlock.tasks.uniqueness import UNIQUE, UniqueToken
+from celery_redlock.tasks.execution.redelivery import marks_of
+from celery_redlock.tasks.unique.rounds import UNIQUE
+from celery_redlock.tasks.unique.token import UniqueToken
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
 from tests.contract.liar import Liar, liar

@@ -24,7 +24,7 @@ from celery_redlock.lock.model.keys import (
 )
 from celery_redlock.lock.server.scripts import BREAK, GRANT, GUARD, RELEASE, RENEW, TRUST
 from celery_redlock.lock.transport.script import Script
-from celery_redlock.tasks.uniqueness import UNIQUE
+from celery_redlock.tasks.unique.rounds import UNIQUE
 from celery_redlock.testing import EmbeddedNode
 from tests.simulation.nodes import Node, library
 from tests.simulation.world import World

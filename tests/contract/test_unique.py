@@ -19,18 +19,13 @@ from celery import Celery
 from redis import Redis
 
 from celery_redlock import LockedTask, QuorumUnreachable, Redlock
-from celery_redlock.tasks import uniqueness
-from celery_redlock.tasks.deferral import HEADER
-from celery_redlock.tasks.runtime import redlock_of
-from celery_redlock.tasks.task import put_ticket
-from celery_redlock.tasks.uniqueness import (
-    UNIQUE,
-    EarlierSend,
-    UniqueClaim,
-    UniqueSend,
-    UniqueToken,
-    send_once,
-)
+from celery_redlock.tasks.delivery.header import HEADER
+from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.unique import token
+from celery_redlock.tasks.unique.claim import UniqueClaim, UniqueSend
+from celery_redlock.tasks.unique.rounds import UNIQUE, EarlierSend
+from celery_redlock.tasks.unique.send import put_ticket, send_once
+from celery_redlock.tasks.unique.token import UniqueToken
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, eventually, settle
 from tests.contract.proxy import FAIR, Way, Weather, proxies
@@ -485,7 +480,7 @@ class TestFaults:
         self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
-        monkeypatch.setattr(uniqueness, "OWED", 0.1)
+        monkeypatch.setattr(token, "OWED", 0.1)
         with proxies(nodes) as made:
             sender = make_sender(made)
             settle(sender.redlock)
@@ -494,7 +489,7 @@ class TestFaults:
                 proxy.weather = Weather(refuses=True)
                 proxy.cut()
             sender.ticket(first).end(sender.redlock)
-            late = time.monotonic() + 2 * uniqueness.OWED
+            late = time.monotonic() + 2 * token.OWED
             eventually(lambda: values(nodes)[0] is None and time.monotonic() > late)
             assert is_sent(values(nodes)[2], first)
             for proxy in made[1:]:

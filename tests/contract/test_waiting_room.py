@@ -21,10 +21,12 @@ from kombu.common import QoS
 from celery_redlock import Redlock
 from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.transport import subscriber
-from celery_redlock.tasks import waiting as waiting_module
-from celery_redlock.tasks.deferral import CLOCKS_DIFFER, LockHeader, utc_now
-from celery_redlock.tasks.runtime import redlock_of
-from celery_redlock.tasks.waiting import WaitingRoom
+from celery_redlock.tasks.delivery.delivery import utc_now
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, LockHeader
+from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.waiting import queues as queues_module
+from celery_redlock.tasks.waiting import room as room_module
+from celery_redlock.tasks.waiting.room import WaitingRoom
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually
 
@@ -104,7 +106,7 @@ class Stage:
         before the room was opened: what was released since then was heard by nobody.
         """
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(waiting_module, "CLOCKS_DIFFER", 0.0)
+            patch.setattr(room_module, "CLOCKS_DIFFER", 0.0)
             later = utc_now() + timedelta(minutes=1)
             self.admit("as it begins", resource, limit=NOBODYS, refused_at=later)
         self.turn_until(lambda: self.handed_on and self.hears(resource) == self.nodes)
@@ -151,8 +153,9 @@ def release(redlock: Redlock, resource: str = "a") -> None:
 @pytest.fixture
 def make_stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
     """Give rooms in which nobody looks or tries by the clock."""
-    monkeypatch.setattr(waiting_module, "LOOK", NEVER)
-    monkeypatch.setattr(waiting_module, "VIGIL", NEVER)
+    monkeypatch.setattr(room_module, "SWEEP_INTERVAL", NEVER)
+    monkeypatch.setattr(queues_module, "RETRY_NEXT_AFTER", NEVER)
+    monkeypatch.setattr(room_module, "RETRY_NEXT_AFTER", NEVER)
     made: list[Stage] = []
 
     def make(nodes: list[EmbeddedNode], **conf: Any) -> Stage:
@@ -254,7 +257,8 @@ def test_after_a_refusal_in_its_own_line_nobody_tries_each_second(
     refused_before: s before it tried, by the calendar of who was refused.
     """
     stage.listen("b")
-    monkeypatch.setattr(waiting_module, "VIGIL", 0.2)
+    monkeypatch.setattr(queues_module, "RETRY_NEXT_AFTER", 0.2)
+    monkeypatch.setattr(room_module, "RETRY_NEXT_AFTER", 0.2)
 
     def apply(request: Any) -> None:
         if request.id == "second":
@@ -320,8 +324,8 @@ def test_a_worker_does_not_listen_for_ever_for_what_nobody_waits_for(
     redlock: Redlock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(waiting_module, "LOOK", 0.02)
-    monkeypatch.setattr(waiting_module, "LINGER", 0.0)
+    monkeypatch.setattr(room_module, "SWEEP_INTERVAL", 0.02)
+    monkeypatch.setattr(room_module, "UNSUBSCRIBE_AFTER", 0.0)
     monkeypatch.setattr(subscriber, "LINGER", 0.1)
     stage, channel = make_stage(nodes), wake_channel("redlock", "a")
 
@@ -359,7 +363,7 @@ def test_what_was_refused_before_the_broker_was_lost_may_have_missed_a_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No node answers, so nothing else than that wakes anybody."""
-    monkeypatch.setattr(waiting_module, "CLOCKS_DIFFER", 0.0)
+    monkeypatch.setattr(room_module, "CLOCKS_DIFFER", 0.0)
     for node in mortal_nodes:
         node.kill()
     stage = make_stage(mortal_nodes)
@@ -389,7 +393,7 @@ def test_of_a_room_that_opens_anew_no_look_is_left_over(
 ) -> None:
     """A greenlets' timer can cancel the next call of a repeated one only where that is known."""
     timers = pytest.importorskip("celery.concurrency.gevent")
-    monkeypatch.setattr(waiting_module, "LOOK", 0.01)
+    monkeypatch.setattr(room_module, "SWEEP_INTERVAL", 0.01)
     timer, app = timers.Timer(), SimpleNamespace(conf={})
     parent = {"initial_prefetch_count": 1, "hub": None, "pool": None}
     consumer = Consumer(apply_eta_task=fail, app=app, timer=timer, **parent)

@@ -34,7 +34,7 @@ from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
 from celery_redlock import Backoff, Contention, LockedTask, LockLost, current_lock
-from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.signals import (
     LockExtendedEvent,
     LockReleasedEvent,

@@ -24,7 +24,7 @@ from celery.exceptions import ChordError
 from kombu import Connection
 
 from celery_redlock import SettingsError
-from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import (
     NODE_TIMEOUT,

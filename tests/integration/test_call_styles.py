@@ -26,8 +26,8 @@ from celery_redlock import (
     SettingsError,
     current_lock,
 )
-from celery_redlock.tasks.gate import goes_back
-from celery_redlock.tasks.routes import Route, queue_of
+from celery_redlock.tasks.delivery.route import Route, queue_of
+from celery_redlock.tasks.execution.redelivery import goes_back
 from celery_redlock.tasks.signals import (
     LockAcquiredEvent,
     LockReleasedEvent,

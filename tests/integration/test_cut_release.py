@@ -15,17 +15,17 @@ from celery.app.trace import build_tracer
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_redlock import LockedTask
-from celery_redlock.tasks.gate import _end_late
-from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.execution.completion import end_run
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually, see_freed, settle
 
 # what lies below takes mutexes, which no exception from outside strikes between `with` and its end
-ROOMS = ("gate.py", "lock.py", "retry.py", "releaser.py")
+ROOMS = ("run.py", "completion.py", "lock.py", "retry.py", "releaser.py")
 
 
 def cut(run: Callable[[], object], at: int) -> bool:
-    """Run, and raise at a line of the first `_end_late`; False where it has no so many."""
+    """Run, and raise at a line of the first `end_run`; False where it has no so many."""
     lines = 0
 
     def strike(frame: FrameType, event: str, arg: Any) -> Any:
@@ -34,13 +34,13 @@ def cut(run: Callable[[], object], at: int) -> bool:
         if lines == at:
             sys.settrace(None)
             raise SoftTimeLimitExceeded
-        if event == "return" and frame.f_code is _end_late.__code__:
+        if event == "return" and frame.f_code is end_run.__code__:
             sys.settrace(None)
         return strike
 
     def watch(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal inside
-        inside = inside or frame.f_code is _end_late.__code__
+        inside = inside or frame.f_code is end_run.__code__
         return strike if inside and Path(frame.f_code.co_filename).name in ROOMS else None
 
     inside, before = False, sys.gettrace()

@@ -12,7 +12,7 @@ from pathlib import Path
 import celery
 import pytest
 
-from celery_redlock.tasks.children import SIZE
+from celery_redlock.tasks.children.journal import SIZE
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import TTL, eventually
 from tests.contract.proxy import FAIR, Proxy, Way, Weather, proxies

@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from celery_redlock import LockLost, SettingsError
 from celery_redlock.lock.model.keys import lock_key
-from celery_redlock.operate.metrics import Metrics
-from celery_redlock.tasks.settings import read_app
+from celery_redlock.operate.metrics.counters import Metrics
+from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually
 from tests.integration.conftest import ROOT, Stage

@@ -19,7 +19,9 @@ from billiard.pool import soft_timeout_sighandler
 from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_redlock.tasks.deferral import LockHeader, logger, republish, utc_now
+from celery_redlock.tasks.delivery.delivery import utc_now
+from celery_redlock.tasks.delivery.header import LockHeader
+from celery_redlock.tasks.delivery.republish import logger, republish
 from celery_redlock.testing import EmbeddedNode, hold
 from tests.conftest import eventually
 from tests.integration.conftest import Stage

@@ -18,7 +18,7 @@ from celery import Celery
 from celery.exceptions import TaskRevokedError
 
 from celery_redlock import LockedTask, LockTaken, QuorumUnreachable, SettingsError
-from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import PATIENCE, eventually, trust_nodes
 from tests.integration.conftest import PASSWORD, Stage, slow_but

@@ -18,7 +18,7 @@ from celery.exceptions import ChordError, TaskRevokedError
 
 import celery_redlock
 from celery_redlock import LockedTask, LockTaken, Redlock, RedlockError, SettingsError, current_lock
-from celery_redlock.tasks.request import Request
+from celery_redlock.tasks.worker_request import Request
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually
 from tests.integration.conftest import ROOT, Stage, no_shared_task_left

@@ -32,8 +32,8 @@ from celery_redlock import (
     SettingsError,
     send_unique,
 )
-from celery_redlock.tasks.runtime import redlock_of
-from celery_redlock.tasks.uniqueness import UniqueToken
+from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.unique.token import UniqueToken
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, PATIENCE, eventually, is_free
 from tests.integration.conftest import ROOT, Stage, slow_but

@@ -18,8 +18,8 @@ SIMULATION, KIT = "tests/simulation", "tests/testing"
 class Mutant:
     """A fault, and the tests of which at least one fails with it.
 
-    name: what a user would see. where: module and function, as "tasks.gate:defer", or the whole
-    module, as "tasks.gate:"; of a script its file, as "lock/server/lua/grant.lua:". old, new: a
+    name: what a user would see. where: module and class, as "tasks.task:LockedTask", or the whole
+    module, as "tasks.task:"; of a script its file, as "lock/server/lua/grant.lua:". old, new: a
     piece of its source, and what stands there instead.
     tests: as pytest names them; keyword: narrows them, as of `pytest -k`.
     """

@@ -43,7 +43,7 @@ from celery_redlock.testing.model import digest_of
 from tests.simulation.nodes import Node
 
 if TYPE_CHECKING:
-    from celery_redlock.tasks.uniqueness import UniqueSend
+    from celery_redlock.tasks.unique.claim import UniqueSend
     from tests.simulation.clients import Process
     from tests.simulation.network import Link
     from tests.simulation.world import World

@@ -33,7 +33,7 @@ from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.script import Script
-from celery_redlock.tasks.uniqueness import CompareAndSetRound, EarlierSend
+from celery_redlock.tasks.unique.rounds import CompareAndSetRound, EarlierSend
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
 from tests.simulation.invariants import Witness

@@ -13,14 +13,10 @@ from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.release import acquisitions_of, release_all
-from celery_redlock.tasks.uniqueness import (
-    ROUNDS_WHILE_SENDING,
-    SENDING,
-    EarlierSend,
-    UniqueSend,
-    UniqueToken,
-    send_once,
-)
+from celery_redlock.tasks.unique.claim import ROUNDS_WHILE_SENDING, SENDING, UniqueSend
+from celery_redlock.tasks.unique.rounds import EarlierSend
+from celery_redlock.tasks.unique.send import send_once
+from celery_redlock.tasks.unique.token import UniqueToken
 from tests.simulation.clients import Process, SoftTimeLimit
 from tests.simulation.faults import NODE_TIMEOUT, TTL, Faults, Profile, guard_silence, options_of
 from tests.simulation.invariants import Witness

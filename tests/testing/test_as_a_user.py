@@ -14,7 +14,7 @@ from freezegun import freeze_time
 
 from celery_redlock import LockedTask, LockLost, LockTaken, Redlock, current_lock
 from celery_redlock.lock.model.keys import wake_channel
-from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import FakeNode, assert_released, hold, lose, use_nodes
 from tests.conftest import eventually
 

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
 
 from celery_redlock import LockedTask, SettingsError
-from celery_redlock.operate.lints import facts_of
-from celery_redlock.tasks.settings import TaskLockConfig, compile_config, digest, read_app
+from celery_redlock.operate.lints.facts import facts_of
+from celery_redlock.tasks.settings.conf import read_app
+from celery_redlock.tasks.settings.digest import digest
+from celery_redlock.tasks.settings.task_config import TaskLockConfig, compile_config
 
 NODES = ["redis://a", "redis://b", "redis://c"]
 QUEUE = {"redlock_queues": {"q": {"args": ["b"]}}}

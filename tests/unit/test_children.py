@@ -26,8 +26,9 @@ from celery_redlock.lock.client import Redlock, session_of
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.tasks import children, runtime
-from celery_redlock.tasks.children import (
+from celery_redlock.tasks.children import forks as forks_module
+from celery_redlock.tasks.children.forks import Children
+from celery_redlock.tasks.children.journal import (
     CLAIMED,
     HEADER,
     HELD,
@@ -35,16 +36,15 @@ from celery_redlock.tasks.children import (
     LINES,
     RELEASED,
     SIZE,
-    ChildProcess,
-    Children,
     JournalEntry,
-    JournalingObserver,
     JournalSlot,
     encode_entry,
-    has_ended,
     parse_entry,
-    started_at,
 )
+from celery_redlock.tasks.children.observers import JournalingObserver
+from celery_redlock.tasks.children.process import ChildProcess, has_ended, started_at
+from celery_redlock.tasks.children.reaper import ChildReaper, watch_children
+from celery_redlock.tasks.per_app import redlock_of
 
 NOWHERE = Redlock(["redis://127.0.0.1:1"])  # never connected to
 TEXTS = st.text(st.characters(codec=None), max_size=60)  # surrogates, too
@@ -244,17 +244,17 @@ class GreenPool(BasePool):
 def test_only_a_pool_that_may_fork_is_looked_after(
     pool: object, forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(children, "_children", None)
+    monkeypatch.setattr(forks_module, "_children", None)
     monkeypatch.setattr(Redlock, "observer", Redlock.observer)
-    known = children.expect_children(SimpleNamespace(pool_cls=pool))
+    known = forks_module.expect_children(SimpleNamespace(pool_cls=pool))
     assert (known is not None) == forks
     looks = SimpleNamespace(uses_semaphore=True, num_processes=2)
-    children.watch_children(None, looks)  # no child, no thread
+    watch_children(None, looks)  # no child, no thread
     assert known is None or not known.is_watched
 
 
 def test_slots_that_no_child_ever_signed_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "UNWATCHED", 3)
+    monkeypatch.setattr(forks_module, "UNWATCHED", 3)
     made = Children()
     for _ in range(10):
         made.before_fork()
@@ -263,7 +263,7 @@ def test_slots_that_no_child_ever_signed_do_not_pile_up(monkeypatch: pytest.Monk
 
 
 def test_a_fork_waits_until_the_dead_are_buried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "PATIENCE", 0.01)
+    monkeypatch.setattr(forks_module, "PATIENCE", 0.01)
     made = Children()
     made.before_fork()
     assert not made.working.acquire(False)
@@ -275,7 +275,7 @@ def test_a_fork_waits_until_the_dead_are_buried(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_forks_of_two_threads_at_once_have_a_slot_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "PATIENCE", 0.01)
+    monkeypatch.setattr(forks_module, "PATIENCE", 0.01)
     made = Children()
     made.before_fork()
     [own] = made.slots
@@ -291,7 +291,7 @@ GENERATIONS = """
 import os
 from types import SimpleNamespace
 from celery_redlock.lock.client import Redlock
-from celery_redlock.tasks import children
+from celery_redlock.tasks.children import forks as forks_module
 
 def fork(run):
     pid = os.fork()
@@ -312,7 +312,7 @@ def child():
     say("child")
 
 fork(lambda: say("of no pool"))
-slots = children.expect_children(SimpleNamespace(pool_cls="prefork")).slots
+slots = forks_module.expect_children(SimpleNamespace(pool_cls="prefork")).slots
 pids = [fork(child), fork(child)]
 assert [slot.child[0] for slot in slots] == pids
 say("parent")
@@ -431,8 +431,8 @@ def test_the_parent_warns_of_a_ttl_only_where_something_may_be_left(
     known = Children()
     known.slots.append(slot)
     known.processes[slot] = process = ChildProcess(os.getpid(), started_at(os.getpid()))
-    with runtime.redlock_of(app):
-        assert children.ChildReaper(known, app).reap(slot, process) == []
+    with redlock_of(app):
+        assert ChildReaper(known, app).reap(slot, process) == []
     assert ("ends with its ttl" in caplog.text) == warns
 
 

@@ -10,18 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock import Backoff, LockTaken, NotAcquired, QuorumUnreachable, SettingsError
-from celery_redlock.tasks.contention import (
+from celery_redlock.tasks.delivery.header import Past
+from celery_redlock.tasks.execution.contention import (
     Contention,
     Decision,
     Defer,
     Fail,
-    Past,
     RunUnlocked,
     Skip,
-    await_twin,
     decide,
+    decide_redelivery,
 )
-from celery_redlock.tasks.settings import TaskLockOptions, compile_config, read_app
+from celery_redlock.tasks.settings.conf import read_app
+from celery_redlock.tasks.settings.options import TaskLockOptions
+from celery_redlock.tasks.settings.task_config import compile_config
 
 TAKEN = LockTaken("stock:7", "the other", expires_in=9.0)
 AWAY = QuorumUnreachable("stock:7", ["a:1: refused"], 2)
@@ -42,8 +44,8 @@ def decided(
     **lock: Any,
 ) -> Decision:
     def ask(on_conflict: Callable[[Contention], object], taken: LockTaken) -> object:
-        told = (taken.resource, taken.holder, past.deferrals, past.waited, None)
-        return on_conflict(Contention(*told, (), {}))
+        with_history = (taken.resource, taken.holder, past.deferrals, past.waited, None)
+        return on_conflict(Contention(*with_history, (), {}))
 
     return decide(rules(**lock), refused, past, ask, uniform, cap)
 
@@ -128,15 +130,19 @@ def test_unreachable_is_not_contention() -> None:
 
 
 def test_a_conflict_callable_decides_by_what_it_is_told() -> None:
-    told: list[Contention] = []
+    with_history: list[Contention] = []
 
     def on_conflict(contention: Contention) -> str:
-        told.append(contention)
+        with_history.append(contention)
         return "skip" if contention.deferrals else "defer"
 
     assert isinstance(decided(on_conflict=on_conflict), Defer)
     assert isinstance(decided(TAKEN, Past(deferrals=1, waited=2.0), on_conflict=on_conflict), Skip)
-    assert (told[1].resource, told[1].holder, told[1].waited) == ("stock:7", "the other", 2.0)
+    assert (with_history[1].resource, with_history[1].holder, with_history[1].waited) == (
+        "stock:7",
+        "the other",
+        2.0,
+    )
 
 
 def test_a_conflict_callable_that_returns_another_word_is_an_error() -> None:
@@ -154,10 +160,12 @@ def test_a_twin_looks_again_soon_after_the_lease_and_never_gives_up(
     tries: int, expires_in: float, seed: int
 ) -> None:
     refused = LockTaken("stock:7", "itself", expires_in=expires_in)
-    decision = await_twin(refused, tries, random.Random(seed).uniform, 20.0)
+    decision = decide_redelivery(refused, tries, random.Random(seed).uniform, 20.0)
     assert 0 <= decision.countdown <= min(20.0, expires_in + 0.25)
 
 
 def test_a_twin_looks_less_often_the_longer_it_waits() -> None:
-    delays = [await_twin(TAKEN, tries, lambda low, high: high, 900.0).delay for tries in range(7)]
+    delays = [
+        decide_redelivery(TAKEN, tries, lambda low, high: high, 900.0).delay for tries in range(7)
+    ]
     assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]

@@ -15,21 +15,16 @@ from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.serialization import dumps, loads
 
-from celery_redlock.tasks import deferral
-from celery_redlock.tasks.contention import Past
-from celery_redlock.tasks.deferral import (
-    CLOCKS_DIFFER,
+from celery_redlock.tasks.delivery import republish as republish_module
+from celery_redlock.tasks.delivery.delivery import RECEIVED, note_receipt, received_at, utc_now
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, LockHeader, Past
+from celery_redlock.tasks.delivery.republish import (
     LONGEST_PAUSE,
-    RECEIVED,
-    LockHeader,
     Requeue,
-    note_on_message,
     own_serializer,
-    received_at,
     republish,
-    utc_now,
 )
-from celery_redlock.tasks.routes import Route, send_options, supported_countdown
+from celery_redlock.tasks.delivery.route import Route, send_options, supported_countdown
 
 STRANGE = {
     "options": [], "deferrals": "3", "since": "yesterday", "delay": "1", "retries": None, "id": 7,
@@ -230,7 +225,7 @@ def test_a_message_could_have_begun_when_it_came_or_its_countdown_was_over(
         now = utc_now()
         eta = None if countdown is None else now + timedelta(seconds=countdown)
         came = SimpleNamespace(eta=eta, content_type=None, request_dict={"properties": {}})
-        note_on_message(request=came)
+        note_receipt(request=came)
     assert received_at(Context(came.request_dict)) == now.timestamp() + at
 
 
@@ -277,7 +272,7 @@ def test_a_broker_that_is_away_for_long_is_asked_now_and_then(
     """Neither in a busy loop, nor ever less often: an hour's pause would outlast the outage."""
     pauses: list[float] = []
     clock = SimpleNamespace(sleep=pauses.append)
-    monkeypatch.setattr(deferral, "SystemClock", lambda: clock)
+    monkeypatch.setattr(republish_module, "SystemClock", lambda: clock)
     app = Celery("t", broker="memory://", set_as_default=False)
 
     @app.task(name="unit.early", shared=False)

@@ -8,8 +8,9 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_redlock import LockLost
-from celery_redlock.tasks.deferral import Requeue
-from celery_redlock.tasks.gate import is_done, wrap_hook
+from celery_redlock.tasks.delivery.republish import Requeue
+from celery_redlock.tasks.execution.completion import is_done
+from celery_redlock.tasks.wrapping import wrap_hook
 
 
 @pytest.mark.parametrize(

@@ -20,21 +20,15 @@ from redis.sentinel import Sentinel
 
 from celery_redlock import Backoff, LockedTask, SettingsError
 from celery_redlock.lock.validation import check_nodes
-from celery_redlock.tasks.runtime import name_of, settings_of
-from celery_redlock.tasks.settings import (
-    BUILT_IN,
-    OPTIONS,
+from celery_redlock.tasks.per_app import name_of, settings_of
+from celery_redlock.tasks.settings.app import pattern_for
+from celery_redlock.tasks.settings.conf import check_known_names, one_redis, read_app
+from celery_redlock.tasks.settings.digest import canonical, digest
+from celery_redlock.tasks.settings.options import BUILT_IN, OPTIONS, TaskLockOptions, check_outside
+from celery_redlock.tasks.settings.task_config import (
     TaskLockConfig,
-    TaskLockOptions,
-    canonical,
-    check_known_names,
-    check_outside,
     compile_adopted_config,
     compile_config,
-    digest,
-    one_redis,
-    pattern_for,
-    read_app,
 )
 
 NODES = ["redis://a", "redis://b", "redis://c"]

@@ -12,7 +12,7 @@ from celery.backends.base import KeyValueStoreBackend
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import task_revoked
 
-from celery_redlock.tasks.states import has_end, is_over, show_revoked, show_started
+from celery_redlock.tasks.reporting import has_end, is_over, show_revoked, show_started
 
 
 class Backend(KeyValueStoreBackend):

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from celery_redlock.tasks.uniqueness import name_of
+from celery_redlock.tasks.unique.send import name_of
 
 texts = st.text(alphabet="t:%1", min_size=1, max_size=5)
 sends = st.tuples(texts, st.lists(texts, min_size=1, max_size=2).map(tuple))

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from celery_redlock.tasks.waiting import CAPACITY, RETRY_NEXT_AFTER, Waiter, WaitQueues, capacity
+from celery_redlock.tasks.waiting.capacity import CAPACITY, capacity
+from celery_redlock.tasks.waiting.queues import RETRY_NEXT_AFTER, Waiter, WaitQueues
 
 
 class Message:

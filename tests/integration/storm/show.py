@@ -17,7 +17,7 @@ from celery import Celery, Signature, chord
 from redis import Redis
 
 from celery_redlock import send_unique
-from celery_redlock.tasks.runtime import redlock_of
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import WorkerProcess, embedded_nodes
 from tests.conftest import trust_nodes
 from tests.integration.storm import tasks

@@ -7,7 +7,7 @@ from tests.mutants.mutant import CONTRACT, INTEGRATION, KIT, UNIT, Mutant
 MUTANTS = (
     Mutant(
         "an error ends the watch over a pool's children",
-        "tasks.children:ChildReaper.run",
+        "tasks.children.reaper:ChildReaper.run",
         "except BaseException:",
         "except Exception:",
         (
@@ -17,7 +17,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker keeps a descriptor of each child that has ended",
-        "tasks.children:ChildReaper.reap",
+        "tasks.children.reaper:ChildReaper.reap",
         "        process.close()\n",
         "",
         (
@@ -27,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "a child keeps descriptors of the other children",
-        "tasks.children:Children.become_child",
+        "tasks.children.forks:Children.become_child",
         "            process.close()\n",
         "            pass\n",
         (
@@ -37,18 +37,18 @@ MUTANTS = (
     ),
     Mutant(
         "a message is published before DEFERRED is stored",
-        "tasks.gate:defer",
-        """    states.show_deferred(task, request, info, why)
+        "tasks.execution.outcomes:defer",
+        """    reporting.show_deferred(task, request, info, why)
     republish(task, request, following, countdown)
 """,
         """    republish(task, request, following, countdown)
-    states.show_deferred(task, request, info, why)
+    reporting.show_deferred(task, request, info, why)
 """,
         (f"{INTEGRATION}/test_states.py::test_deferred_is_stored_before_the_message_is_published",),
     ),
     Mutant(
         "a late acknowledging run lets go before its result is stored",
-        "tasks.gate:_run_body",
+        "tasks.execution.run:_run_body",
         "if not passage.late:",
         "if True:",
         (
@@ -58,28 +58,28 @@ MUTANTS = (
     ),
     Mutant(
         "a message that its body hands back counts as done",
-        "tasks.gate:is_done",
+        "tasks.execution.completion:is_done",
         "return isinstance(outcome, Reject) and not outcome.requeue",
         "return isinstance(outcome, Reject)",
         (f"{UNIT}/test_gate.py",),
     ),
     Mutant(
         "a MemoryError counts as done, though its message comes back",
-        "tasks.gate:is_done",
+        "tasks.execution.completion:is_done",
         "return not isinstance(outcome, MemoryError)",
         "return True",
         (f"{UNIT}/test_gate.py",),
     ),
     Mutant(
         "a redelivery of what runs is deferred like any other message",
-        "tasks.gate:is_twin",
+        "tasks.execution.redelivery:is_twin",
         "return isinstance(refused, LockTaken) and",
         "return False and",
         (f"{INTEGRATION}/test_twins.py::test_nothing_that_ends_a_wait_ends_that_of_a_twin",),
     ),
     Mutant(
         "a deferral ends its send's window",
-        "tasks.gate:defer",
+        "tasks.execution.outcomes:defer",
         "    request.__dict__[CONTINUES] = True\n",
         "",
         (f"{INTEGRATION}/test_unique.py",),
@@ -87,14 +87,14 @@ MUTANTS = (
     ),
     Mutant(
         "STARTED is not stored over DEFERRED",
-        "tasks.gate:_run_body",
+        "tasks.execution.run:_run_body",
         "deferred=slip.deferrals > 0",
         "deferred=False",
         (f"{INTEGRATION}/test_states.py::test_started_means_that_the_lock_is_held",),
     ),
     Mutant(
         "a body that ends without its lock is a success",
-        "tasks.gate:_run_held",
+        "tasks.execution.run:_run_held",
         'if rules.on_lost == "abort":\n            ensure_to_the_end(lock)',
         'if rules.on_lost == "abort":\n            pass',
         (f"{INTEGRATION}/test_loss.py::test_a_body_that_ends_without_its_lock_is_no_success",),
@@ -102,7 +102,7 @@ MUTANTS = (
     ),
     Mutant(
         "a task class goes by the settings of an app that had it before",
-        "tasks.gate:config_of",
+        "tasks.declaration:config_of",
         "which = (task.name, id(task.app))",
         "which = (task.name, 0)",
         (
@@ -112,9 +112,9 @@ MUTANTS = (
     ),
     Mutant(
         "a receiver of the user's that exits keeps the lock",
-        "tasks.gate:",
-        "task_postrun.receivers.insert(0, task_postrun.receivers.pop())\n",
-        "",
+        "wiring:",
+        "completion.release_after_run, first=True",
+        "completion.release_after_run",
         (
             f"{INTEGRATION}/test_call_styles.py::"
             "test_the_lock_is_released_before_any_receiver_of_a_users_own",
@@ -122,7 +122,7 @@ MUTANTS = (
     ),
     Mutant(
         "a late run whose result cannot be stored counts as done",
-        "tasks.gate:is_stored",
+        "tasks.execution.completion:is_stored",
         'if passage is None or not getattr(passage, "stored", False):',
         "if passage is None:",
         (
@@ -138,7 +138,7 @@ MUTANTS = (
     ),
     Mutant(
         "a soft limit that strikes as STARTED is stored is swallowed",
-        "tasks.states:show_started",
+        "tasks.reporting:show_started",
         "let_through=(SoftTimeLimitExceeded,),",
         "let_through=(),",
         (
@@ -148,14 +148,14 @@ MUTANTS = (
     ),
     Mutant(
         "a result backend that cannot be read counts as one that has an end",
-        "tasks.states:has_end",
+        "tasks.reporting:has_end",
         "logger.warning(text, task.name, request.id, error, extra=told)\n        return False",
         "logger.warning(text, task.name, request.id, error, extra=told)\n        return True",
         (f"{UNIT}/test_states.py::test_of_a_backend_that_cannot_be_read_no_message_is_dropped",),
     ),
     Mutant(
         "receivers of task_revoked do not hear of what the gate revokes",
-        "tasks.states:show_revoked",
+        "tasks.reporting:show_revoked",
         "    task_revoked.send(task, request=request, **told)\n",
         "",
         (
@@ -165,14 +165,14 @@ MUTANTS = (
     ),
     Mutant(
         "a body runs though another holds its lock",
-        "tasks.gate:run_locked",
+        "tasks.execution.run:run_locked",
         "turn_away(task, request, rules, slip, refused, in_order(resources), args, kwargs)",
         "pass",
         (f"{KIT}/test_as_a_user.py::test_a_run_is_refused_while_another_owner_holds_it",),
     ),
     Mutant(
         "a task that has ended keeps its lock",
-        "tasks.gate:let_go",
+        "tasks.execution.run:let_go",
         "release_all(passage.lock, ended=done)",
         "pass",
         (f"{KIT}/test_as_a_user.py",),
@@ -180,14 +180,14 @@ MUTANTS = (
     ),
     Mutant(
         "a late run that its body hands back is marked as done, and never runs again",
-        "tasks.gate:_end_late",
+        "tasks.execution.completion:end_run",
         "done = is_done(state, retval)",
         "done = True",
         (f"{INTEGRATION}/test_twins.py::test_a_message_that_its_body_hands_back_is_not_done",),
     ),
     Mutant(
         "a redelivery of what runs is dropped, and lost if the first delivery dies",
-        "tasks.gate:await_first",
+        "tasks.execution.outcomes:await_first",
         "    republish(task, request, slip.next_redelivery(request.retries, request.id), "
         "countdown)\n",
         "",
@@ -196,7 +196,7 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery that has expired stores REVOKED over its first delivery, which runs",
-        "tasks.gate:turn_away_unrun",
+        "tasks.execution.outcomes:turn_away_unrun",
         "if may_be_twin(task, request, slip, refused):",
         "if False:",
         (
@@ -206,7 +206,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lost lock does not interrupt its body",
-        "tasks.runtime:MonitoredBody.hear",
+        "tasks.body.monitored:MonitoredBody.hear",
         "if self.abort:",
         "if False:",
         (f"{KIT}/test_kit.py",),
@@ -214,7 +214,7 @@ MUTANTS = (
     ),
     Mutant(
         "the lock of a child that still runs is released",
-        "tasks.children:ChildProcess.is_gone",
+        "tasks.children.process:ChildProcess.is_gone",
         "return self._gone or self.descriptor in ready",
         "return True",
         (f"{UNIT}/test_children.py",),
@@ -222,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         "the lock of a killed child stays for its ttl",
-        "tasks.children:ChildReaper._look",
+        "tasks.children.reaper:ChildReaper._look",
         "if process.is_gone(ready):",
         "if False:",
         (f"{INTEGRATION}/test_killed_child.py::test_the_lock_of_a_killed_child_is_released",),
@@ -230,7 +230,7 @@ MUTANTS = (
     ),
     Mutant(
         "of several locks of a killed child one is released",
-        "tasks.children:JournalSlot.read",
+        "tasks.children.journal:JournalSlot.read",
         "range(HEADER, SIZE, LINE)",
         "range(HEADER, HEADER + LINE, LINE)",
         (f"{UNIT}/test_children.py",),
@@ -238,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "a run whose child was killed counts as done, and its message is lost",
-        "tasks.children:ChildReaper.reap",
+        "tasks.children.reaper:ChildReaper.reap",
         "ended = {run for run in runs if slot.is_ended(run)}",
         "ended = runs",
         (f"{INTEGRATION}/test_killed_child.py::test_the_lock_of_a_killed_child_is_released",),
@@ -246,7 +246,7 @@ MUTANTS = (
     ),
     Mutant(
         "a run that never had its lock counts as done, and its message is lost",
-        "tasks.children:ChildReaper._release",
+        "tasks.children.reaper:ChildReaper._release",
         "is_done = first.run in ended and states != {CLAIMED}",
         "is_done = first.run in ended",
         (
@@ -255,9 +255,9 @@ MUTANTS = (
     ),
     Mutant(
         "a message that cannot be put back for good leaves its send's window open",
-        "tasks.gate:defer",
-        "    states.show_deferred",
-        "    request.__dict__[CONTINUES] = True\n    states.show_deferred",
+        "tasks.execution.outcomes:defer",
+        "    reporting.show_deferred",
+        "    request.__dict__[CONTINUES] = True\n    reporting.show_deferred",
         (
             f"{INTEGRATION}/test_put_back.py::"
             "test_what_is_refused_for_good_is_the_end_of_its_sends_window",
@@ -265,7 +265,7 @@ MUTANTS = (
     ),
     Mutant(
         "a message that stays with the broker ends as FAILURE",
-        "tasks.deferral:_put_back_or_keep",
+        "tasks.delivery.republish:_put_back_or_keep",
         "raise Requeue(error, requeue=True) from error",
         "raise",
         (f"{INTEGRATION}/test_put_back.py",),
@@ -273,14 +273,14 @@ MUTANTS = (
     ),
     Mutant(
         "a run does not wait in its slot",
-        "tasks.gate:lock_of",
+        "tasks.execution.run:lock_of",
         "wait=rules.wait if wait is None else wait,",
         "wait=wait or 0.0,",
         ("tests/testing/test_as_a_user.py::test_a_run_that_may_wait_gets_it_from_who_lets_it_go",),
     ),
     Mutant(
         "a run without a lock keeps the lock that it had got",
-        "tasks.gate:run_locked",
+        "tasks.execution.run:run_locked",
         "        release_all(lock)  # where it was taken, and what comes before the body failed\n",
         "",
         (

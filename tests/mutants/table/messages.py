@@ -7,7 +7,7 @@ from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
 MUTANTS = (
     Mutant(
         "a worker listens for ever for what nobody waits for",
-        "tasks.waiting:WaitingRoom._look",
+        "tasks.waiting.room:WaitingRoom._look",
         "            self._lines.forget_empty(now - UNSUBSCRIBE_AFTER)\n",
         "",
         (
@@ -17,7 +17,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker remembers every release that it ever heard",
-        "tasks.waiting:WaitingRoom.on_release_message",
+        "tasks.waiting.room:WaitingRoom.on_release_message",
         "if len(self._words) > MESSAGE_IDS:",
         "if False:",
         (
@@ -27,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "a retry after a deferral forgets its send's window",
-        "tasks.deferral:LockHeader.of",
+        "tasks.delivery.header:LockHeader.of",
         "slip = cls(slip.options, id=slip.id, unique=slip.unique)",
         "slip = cls(slip.options, id=slip.id)",
         (
@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery forgets its send's window",
-        "tasks.deferral:LockHeader.next_redelivery",
+        "tasks.delivery.header:LockHeader.next_redelivery",
         "            unique=self.unique,\n",
         "",
         (
@@ -47,14 +47,14 @@ MUTANTS = (
     ),
     Mutant(
         "a deferral makes a task its own parent",
-        "tasks.deferral:_fields_of_message",
+        "tasks.delivery.republish:_fields_of_message",
         '"parent_id": request.parent_id,',
         '"parent_id": request.parent_id or request.id,',
         (f"{INTEGRATION}/test_message.py::test_a_task_without_a_parent_does_not_become_its_own",),
     ),
     Mutant(
         "a deferral shows a masked argument",
-        "tasks.deferral:_fields_of_message",
+        "tasks.delivery.republish:_fields_of_message",
         '"argsrepr": request.get("argsrepr")',
         '"argsrepr": None',
         (
@@ -63,42 +63,42 @@ MUTANTS = (
     ),
     Mutant(
         "two copies of a message are one run",
-        "tasks.deferral:name_of_run",
+        "tasks.delivery.run_id:name_of_run",
         "return name if queue is None else",
         "return name if queue else",
         (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
     ),
     Mutant(
         "a copy that RabbitMQ brought to another queue runs there",
-        "tasks.deferral:is_for_another_queue",
+        "tasks.delivery.delivery:is_for_another_queue",
         ".get(QUEUE, slip.queue) != slip.queue",
         ".get(QUEUE, slip.queue) != slip.queue and False",
         (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
     ),
     Mutant(
         "a deferral loses what a hook took from the arguments",
-        "tasks.deferral:_keep_arguments",
+        "tasks.delivery.delivery:keep_arguments",
         "= tuple(args), dict(kwargs)",
         "= args, kwargs",
         (f"{INTEGRATION}/test_message.py::test_a_deferral_keeps_the_arguments_as_they_came",),
     ),
     Mutant(
         "autoretry takes a message that is handed back for an error",
-        "tasks.deferral:Requeue",
+        "tasks.delivery.republish:Requeue",
         "class Requeue(Reject, Ignore):",
         "class Requeue(Reject):",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "a deferral goes to every queue of its exchange",
-        "tasks.routes:send_options",
+        "tasks.delivery.route:send_options",
         "if home is None:",
         "if address.exchange:",
         (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
     ),
     Mutant(
         "a child sent with its parent's headers never ends its window",
-        "tasks.task:put_ticket",
+        "tasks.unique.send:put_ticket",
         'or slip.get("id") != task_id',
         "",
         (
@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "a body begins before a quorum knows that its window is over",
-        "tasks.uniqueness:UniqueToken.start",
+        "tasks.unique.token:UniqueToken.start",
         "not self._end(redlock).wait()",
         "self._end(redlock) is None",
         (
@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release that comes late ends the window of the next try",
-        "tasks.uniqueness:UniqueClaim._attempt",
+        "tasks.unique.claim:UniqueClaim._attempt",
         "self._before = self._session.platform.new_token(),",
         "self._before = self._token or self._session.platform.new_token(),",
         (
@@ -128,7 +128,7 @@ MUTANTS = (
     ),
     Mutant(
         "a node that refuses to end a window is not told again",
-        "tasks.uniqueness:UniqueRelease.on_reply",
+        "tasks.unique.token:UniqueRelease.on_reply",
         "if replaced or is_error:",
         "if replaced:",
         (
@@ -138,7 +138,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window lasts longer by as long as its publish took",
-        "tasks.uniqueness:UniqueClaim.confirm",
+        "tasks.unique.claim:UniqueClaim.confirm",
         "left = self._opened_at + self._send.window - now",
         "left = self._send.window",
         (
@@ -148,14 +148,14 @@ MUTANTS = (
     ),
     Mutant(
         "a message with an eta runs beside the send that took its place",
-        "tasks.task:send_of",
+        "tasks.unique.send:send_of",
         'options.get("eta") or options.get("countdown")',
         'options.get("countdown")',
         (f"{CONTRACT}/test_unique.py::test_nodes_keep_of_a_send_that_it_may_come_that_much_later",),
     ),
     Mutant(
         "what a dead sender replaced runs beside what replaces it",
-        "tasks.gate:_sent_once",
+        "tasks.execution.run:_sent_once",
         "    ticket.take_place(redlock_of(task.app))\n",
         "",
         (
@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery stores REVOKED over its first delivery, which a later send replaces",
-        "tasks.gate:_sent_once",
+        "tasks.execution.run:_sent_once",
         "heeds_later=not slip.is_redelivered",
         "heeds_later=True",
         (
@@ -175,21 +175,21 @@ MUTANTS = (
     ),
     Mutant(
         "a broker that is away is asked again without a pause",
-        "tasks.deferral:_put_back_at_last",
+        "tasks.delivery.republish:_put_back_at_last",
         "                    clock.sleep(pause)\n",
         "",
         (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
     ),
     Mutant(
         "pauses between tries to put a message back grow without a bound",
-        "tasks.deferral:_put_back_at_last",
+        "tasks.delivery.republish:_put_back_at_last",
         "pause = min(LONGEST_PAUSE, 2 * pause)",
         "pause = 2 * pause",
         (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
     ),
     Mutant(
         "a message with a budget waits for a release alone",
-        "tasks.gate:is_patient",
+        "tasks.execution.outcomes:is_patient",
         " and rules.max_wait is None and rules.max_deferrals is None",
         "",
         (
@@ -199,35 +199,35 @@ MUTANTS = (
     ),
     Mutant(
         "a release wakes a message past its rate limit",
-        "tasks.waiting:WaitingRoom.admit",
+        "tasks.waiting.room:WaitingRoom.admit",
         "if consumer.task_buckets[request.name] is not None and not consumer.disable_rate_limits:",
         "if False:",
         (f"{INTEGRATION}/test_waiting.py::test_a_release_wakes_nothing_past_its_rate_limit",),
     ),
     Mutant(
         "a deferred message never expires",
-        "tasks.deferral:_fields_of_message",
+        "tasks.delivery.republish:_fields_of_message",
         '"expires": request.expires,',
         '"expires": None,',
         (f"{INTEGRATION}/test_message.py::test_a_deferral_leaves_expires_where_it_was",),
     ),
     Mutant(
         "a deferral burns a retry",
-        "tasks.deferral:_fields_of_message",
+        "tasks.delivery.republish:_fields_of_message",
         '"retries": request.retries,',
         '"retries": request.retries + 1,',
         (f"{INTEGRATION}/test_message.py::test_ten_deferrals_burn_no_retries",),
     ),
     Mutant(
         "a deferred message comes back at once, and goes round and round",
-        "tasks.deferral:_publish",
+        "tasks.delivery.republish:_publish",
         "countdown=countdown, **fields",
         "countdown=countdown / 100, **fields",
         (f"{INTEGRATION}/test_put_back.py::test_what_is_put_back_comes_after_its_countdown",),
     ),
     Mutant(
         "a late message that cannot be put back is lost",
-        "tasks.deferral:_put_back_or_keep",
+        "tasks.delivery.republish:_put_back_or_keep",
         "raise Requeue(error, requeue=True) from error",
         "raise Ignore from error",
         (
@@ -237,119 +237,119 @@ MUTANTS = (
     ),
     Mutant(
         "an early message that cannot be put back at once is lost",
-        "tasks.deferral:_put_back_at_last",
+        "tasks.delivery.republish:_put_back_at_last",
         "                    clock.sleep(pause)\n",
         "                    raise\n",
         (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
     ),
     Mutant(
         "max_wait is counted from the last deferral, so that it never ends a wait",
-        "tasks.deferral:LockHeader.next",
+        "tasks.delivery.header:LockHeader.next",
         "since = self.since or now.isoformat()",
         "since = now.isoformat()",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "max_deferrals never ends a wait",
-        "tasks.deferral:LockHeader.next",
+        "tasks.delivery.header:LockHeader.next",
         "count = self.deferrals + 1",
         "count = 1",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "a deferred message goes by the task's options instead of its call's",
-        "tasks.deferral:LockHeader.to_message",
+        "tasks.delivery.header:LockHeader.to_message",
         '"options": dict(self.options)',
         '"options": {}',
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "a retry goes on with the wait of the run before it",
-        "tasks.deferral:LockHeader.of",
+        "tasks.delivery.header:LockHeader.of",
         "if put_back_before and slip.retries != request.retries:",
         "if False:",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "on_conflict decides though no quorum of nodes answers",
-        "tasks.contention:decide",
+        "tasks.execution.contention:decide",
         "word = rules.on_unreachable",
         "word = str(rules.on_conflict)",
         (f"{UNIT}/test_contention.py",),
     ),
     Mutant(
         "a body runs without its lock where its message is to wait",
-        "tasks.contention:decide",
+        "tasks.execution.contention:decide",
         'if word == "run":',
         'if word in ("run", "defer"):',
         (f"{UNIT}/test_contention.py",),
     ),
     Mutant(
         'a message waits though on_conflict="skip" says that it is not to run',
-        "tasks.contention:decide",
+        "tasks.execution.contention:decide",
         'if word == "skip":',
         "if False:",
         (f"{UNIT}/test_contention.py::test_conflict_can_skip_or_fail",),
     ),
     Mutant(
         'a message waits though on_conflict="fail" says that it is to fail',
-        "tasks.contention:decide",
+        "tasks.execution.contention:decide",
         'if word == "fail":',
         "if False:",
         (f"{UNIT}/test_contention.py::test_conflict_can_skip_or_fail",),
     ),
     Mutant(
         "a message waits for longer than max_wait",
-        "tasks.contention:_again",
+        "tasks.execution.contention:_again",
         "countdown = min(countdown, max(0.0, left))",
         "pass",
         (f"{UNIT}/test_contention.py",),
     ),
     Mutant(
         "a message is deferred once more than max_deferrals",
-        "tasks.contention:_again",
+        "tasks.execution.contention:_again",
         "past.deferrals >= rules.max_deferrals",
         "past.deferrals > rules.max_deferrals",
         (f"{UNIT}/test_contention.py",),
     ),
     Mutant(
         "a message waits past the end of a dead holder's lease",
-        "tasks.contention:_by_the_lease",
+        "tasks.execution.contention:_by_the_lease",
         "return min(countdown, refused.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))",
         "return countdown",
         (f"{UNIT}/test_contention.py",),
     ),
     Mutant(
         "messages that were refused together try again together",
-        "tasks.backoff:Backoff.delay",
+        "tasks.settings.backoff:Backoff.delay",
         'return grown if self.jitter == "none" else uniform(0.0, grown)',
         "return grown",
         (f"{UNIT}/test_backoff.py",),
     ),
     Mutant(
         "a backoff grows past its cap",
-        "tasks.backoff:Backoff.delay",
+        "tasks.settings.backoff:Backoff.delay",
         "grown = min(self.cap, self.first * self.factor**attempt)",
         "grown = self.first * self.factor**attempt",
         (f"{UNIT}/test_backoff.py",),
     ),
     Mutant(
         "who was deferred last runs first",
-        "tasks.waiting:Waiter.__lt__",
+        "tasks.waiting.queues:Waiter.__lt__",
         "return self.order < other.order",
         "return self.order > other.order",
         (f"{UNIT}/test_waiting.py",),
     ),
     Mutant(
         "all messages that wait for a lock try again, not the first alone",
-        "tasks.waiting:WaitQueues.may_try",
+        "tasks.waiting.queues:WaitQueues.may_try",
         "return math.inf",
         "return 0.0",
         (f"{UNIT}/test_waiting.py",),
     ),
     Mutant(
         "a release wakes no message that waits in a worker",
-        "tasks.waiting:WaitingRoom._serve",
+        "tasks.waiting.room:WaitingRoom._serve",
         """                if word or first.due >= now + IMMINENT:
                     self._hand_on(first)""",
         """                if word or first.due >= now + IMMINENT:
@@ -358,7 +358,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody can look who waits while a body runs in the main process",
-        "tasks.waiting:WaitingRoom._make_way",
+        "tasks.waiting.room:WaitingRoom._make_way",
         """        if last is not None:  # outside: a solo pool runs its body here
             self._wake(last)""",
         """            if last is not None:
@@ -368,7 +368,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release wakes a message that has expired, and nobody behind it",
-        "tasks.waiting:WaitingRoom._firsts",
+        "tasks.waiting.room:WaitingRoom._firsts",
         "over = [first for first in firsts if self._is_over(first.request)]",
         "over: list[Waiter] = []",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -376,7 +376,7 @@ MUTANTS = (
     ),
     Mutant(
         "one message that cannot be handed on ends the worker's event loop",
-        "tasks.waiting:WaitingRoom._hand_on",
+        "tasks.waiting.room:WaitingRoom._hand_on",
         "except Exception:",
         "except ZeroDivisionError:",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -384,7 +384,7 @@ MUTANTS = (
     ),
     Mutant(
         "after a refusal the first in line tries each second",
-        "tasks.waiting:WaitingRoom._try_again",
+        "tasks.waiting.room:WaitingRoom._try_again",
         "if first_time or refused_at < told_at - CLOCKS_DIFFER:",
         "if True:",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -392,7 +392,7 @@ MUTANTS = (
     ),
     Mutant(
         "of several released permits one alone is for messages on their way",
-        "tasks.waiting:WaitingRoom._has_missed",
+        "tasks.waiting.room:WaitingRoom._has_missed",
         "[-limit:]",
         "[-1:]",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -400,7 +400,7 @@ MUTANTS = (
     ),
     Mutant(
         "one node's word wakes a message",
-        "tasks.waiting:WaitingRoom.on_release_message",
+        "tasks.waiting.room:WaitingRoom.on_release_message",
         "is_news = said == needed",
         "is_news = said >= 1",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -408,7 +408,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release that was missed while the broker was away wakes nobody",
-        "tasks.waiting:WaitingRoom._told_on",
+        "tasks.waiting.room:WaitingRoom._told_on",
         """        if channel == self._votes:
 """,
         """        if channel:
@@ -418,7 +418,7 @@ MUTANTS = (
     ),
     Mutant(
         "a second send in a window is published",
-        "tasks.uniqueness:send_once",
+        "tasks.unique.send:send_once",
         "if earlier is not None:",
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
@@ -426,7 +426,7 @@ MUTANTS = (
     ),
     Mutant(
         "a send whose publish failed holds up later ones",
-        "tasks.uniqueness:send_once",
+        "tasks.unique.send:send_once",
         "        window.give_up()\n        raise\n    window.confirm()",
         "        raise\n    window.confirm()",
         (f"{CONTRACT}/test_unique.py",),
@@ -434,7 +434,7 @@ MUTANTS = (
     ),
     Mutant(
         "a send is dropped for one that was never published",
-        "tasks.uniqueness:EarlierSend.of",
+        "tasks.unique.rounds:EarlierSend.of",
         "return cls(token, state == SENT and bool(run), gone_by, run, value, expires_in)",
         "return cls(token, True, gone_by, run, value, expires_in)",
         (f"{CONTRACT}/test_unique.py",),
@@ -442,7 +442,7 @@ MUTANTS = (
     ),
     Mutant(
         "a send is dropped though the nodes name different earlier ones",
-        "tasks.uniqueness:CompareAndSetRound.agreed",
+        "tasks.unique.rounds:CompareAndSetRound.agreed",
         "if tokens.count(token) < self._quorum.size:",
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
@@ -450,7 +450,7 @@ MUTANTS = (
     ),
     Mutant(
         "a send that was replaced runs as well",
-        "tasks.uniqueness:UniqueClaim.confirm",
+        "tasks.unique.claim:UniqueClaim.confirm",
         "if self.replaced is not None:",
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
@@ -458,7 +458,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to end with its run stays",
-        "tasks.uniqueness:UniqueToken.end",
+        "tasks.unique.token:UniqueToken.end",
         'if self.until != "expired":',
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
@@ -466,7 +466,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to last ends with its run",
-        "tasks.uniqueness:UniqueToken.end",
+        "tasks.unique.token:UniqueToken.end",
         'if self.until != "expired":',
         "if True:",
         (f"{CONTRACT}/test_unique.py",),
@@ -474,7 +474,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to end at the start of its body stays until the end",
-        "tasks.uniqueness:UniqueToken.start",
+        "tasks.unique.token:UniqueToken.start",
         'if self.until == "started" and not self._end(redlock).wait():',
         "if False:",
         (f"{INTEGRATION}/test_unique.py",),
@@ -482,7 +482,7 @@ MUTANTS = (
     ),
     Mutant(
         "a copy that began and comes again is dropped for a later send",
-        "tasks.gate:_heed_later_send",
+        "tasks.execution.run:_heed_later_send",
         "if own == run or slip.is_redelivered or request.retries:",
         "if own == run or request.retries:",
         (

@@ -7,7 +7,7 @@ from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
 MUTANTS = (
     Mutant(
         "a worker leaves its folder of metrics behind",
-        "operate.metrics:Exporter.__init__",
+        "operate.metrics.exporter:Exporter.__init__",
         "            self._stack.callback(shutil.rmtree, directory, ignore_errors=True)\n",
         "",
         (
@@ -17,7 +17,7 @@ MUTANTS = (
     ),
     Mutant(
         "another lock of the running task stands on its span as the run's own",
-        "operate.metrics:_is_own",
+        "operate.tracing:_is_own",
         "bool(passage.lock.resource == resource)",
         "True",
         (
@@ -27,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "break --permit breaks all permits",
-        "operate.cli:break_",
+        "operate.cli.actions:break_",
         "if permit in (None, lock.permit) and lock.value",
         "if lock.value",
         (
@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         "break ends with 0 though no quorum was told",
-        "operate.cli:break_",
+        "operate.cli.actions:break_",
         "if any(one.failing and len(one.gone) < one.lock.needed for one in broken):",
         "if False:",
         (
@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "trust ends with 0 though a node could not be told",
-        "operate.cli:trust",
+        "operate.cli.actions:trust",
         "    if failing:\n        ctx.exit(1)",
         "    if False:\n        ctx.exit(1)",
         (
@@ -57,21 +57,21 @@ MUTANTS = (
     ),
     Mutant(
         "one task that cannot be meant ends the lints of all others",
-        "operate.lints:_all",
+        "operate.lints.rules:_all",
         "            continue\n        told.append",
         "            return\n        told.append",
         (f"{UNIT}/test_lints.py::test_a_task_that_cannot_be_meant_leaves_other_tasks_their_lints",),
     ),
     Mutant(
         "a release by a parent is not shown as 0",
-        "operate.metrics:Metrics.begin",
+        "operate.metrics.counters:Metrics.begin",
         'for by in ("holder", "parent"):',
         'for by in ("holder",):',
         (f"{INTEGRATION}/test_metrics.py::test_what_is_rare_is_0_before_it_comes",),
     ),
     Mutant(
         "the app's and the queues' unique_for do nothing",
-        "tasks.settings:TaskLockConfig.may_be_unique",
+        "tasks.settings.task_config:TaskLockConfig.may_be_unique",
         "levels = (self.app.options, *self.app.queues.values(), self.options)",
         "levels = (self.options,)",
         (
@@ -81,7 +81,7 @@ MUTANTS = (
     ),
     Mutant(
         "a key of the app that a task cannot fill is found at each run",
-        "tasks.settings:_planned",
+        "tasks.settings.task_config:_planned",
         'plan.check_what({"key": None, **plan.app.options}, app_source)',
         "pass",
         (
@@ -91,14 +91,14 @@ MUTANTS = (
     ),
     Mutant(
         "a farther level's key stays in force beside a nearer level's args",
-        "tasks.settings:merged",
+        "tasks.settings.options:merged",
         "            result.update(dict.fromkeys(WHAT))\n",
         "            pass\n",
         (f"{UNIT}/test_args.py::TestOfTwoLevelsTheNearerDecidesBoth",),
     ),
     Mutant(
         "a task that may run once at a time runs once for each of its arguments",
-        "tasks.settings:TaskLockConfig.resources",
+        "tasks.settings.task_config:TaskLockConfig.resources",
         "        if rules.args is None:\n",
         "        if not rules.args:\n",
         (
@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "the same argument names in another order are another lock",
-        "tasks.settings:TaskLockConfig.resources",
+        "tasks.settings.task_config:TaskLockConfig.resources",
         "{name: value for name, value in arguments.items() if name in rules.args}",
         "{name: arguments[name] for name in rules.args if name in arguments}",
         (
@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker with the eventlet pool starts locked tasks",
-        "tasks.task:RefuseEventlet.__init__",
+        "tasks.startup:RefuseEventlet.__init__",
         "if not is_of_eventlet(worker.pool_cls):",
         "if True:",
         (f"{INTEGRATION}/test_eventlet.py::test_a_worker_with_locked_tasks_refuses_to_start",),
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "an option of a call does not go before its task's",
-        "tasks.settings:TaskLockConfig._levels",
+        "tasks.settings.task_config:TaskLockConfig._levels",
         "        yield self.options, self.place\n        yield call, call_source\n",
         "        yield call, call_source\n        yield self.options, self.place\n",
         (f"{UNIT}/test_settings.py",),
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         "a misspelled setting does nothing and is not told",
-        "tasks.settings:check_known_names",
+        "tasks.settings.conf:check_known_names",
         'if name.startswith("redlock_") and name not in known:',
         "if False:",
         (f"{UNIT}/test_settings.py",),
@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     Mutant(
         "all calls without a value for their key share one lock",
-        "tasks.settings:_Formatter.get_field",
+        "tasks.settings.keys:_Formatter.get_field",
         "if value is None:",
         "if False:",
         (f"{UNIT}/test_settings.py",),

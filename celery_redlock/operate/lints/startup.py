@@ -1,0 +1,47 @@
+"""Lints when an app finalizes and when a worker starts."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from celery_redlock.errors import SettingsError
+from celery_redlock.operate.lints.facts import declared_queues, facts_of
+from celery_redlock.operate.lints.model import ADVICE, ERROR
+from celery_redlock.operate.lints.rules import lint, lint_queues
+from celery_redlock.tasks.startup import locked_tasks
+
+logger = logging.getLogger(__name__)
+
+
+def refuse_errors(app: Any) -> None:
+    """Raise SettingsError for the first error that the settings alone show."""
+    patterns, conf = app.conf.get("redlock_queues"), app.conf
+    if isinstance(patterns, Mapping):
+        creates = bool(conf.task_create_missing_queues)
+        for one in lint_queues(map(str, patterns), declared_queues(conf), creates=creates):
+            if one.level == ERROR:
+                raise SettingsError("app", "redlock_queues", one.value, one.hint)
+
+
+_said: weakref.WeakSet[Any] = weakref.WeakSet()  # apps whose worker has said it
+
+
+def report_lints(sender: Any = None, **_: Any) -> None:
+    """Log the warnings, once: a consumer that connects anew is ready anew."""
+    app = sender.app
+    if app in _said:
+        return
+    _said.add(app)
+    if not locked_tasks(app):
+        return
+    try:
+        found = lint(facts_of(app))
+    except SettingsError:
+        return  # said where the nodes are looked at
+    for one in found:
+        if one.level != ADVICE:
+            level = logging.ERROR if one.level == ERROR else logging.WARNING
+            logger.log(level, "%s", one, extra={"event": "lint"})

@@ -1,0 +1,196 @@
+"""The same message put back, whole: it keeps its id and everything else that it carries.
+
+Source: Celery's own `Task.retry` and `send_task`, which make their message of the same parts; what
+they leave out (`argsrepr`, `kwargsrepr`, `compression`, the delivery mode and other properties, and
+on 5.5 and 5.6 `ignore_result`) is passed on here, and the message does not become its own parent.
+
+RabbitMQ needs two things more. What dead-lettering wrote into the headers must not go out again,
+or RabbitMQ takes the message for one that runs in a circle and drops it. And a publish is only
+known to have arrived where the broker confirms it.
+
+What `expires` says goes along as a header, which the worker heeds, and not as RabbitMQ's own
+expiration: the broker would drop the message in silence, and nobody would write REVOKED.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from kombu.exceptions import OperationalError
+from kombu.serialization import registry
+
+from celery_redlock.errors import RedlockError
+from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.tasks.delivery.delivery import ARGUMENTS, own_headers, route_of
+from celery_redlock.tasks.delivery.header import HEADER, LockHeader
+from celery_redlock.tasks.delivery.producer import confirming_producer, without_soft_limit
+from celery_redlock.tasks.delivery.route import driver_of, send_options
+from celery_redlock.tasks.reporting import fields, ignores_result, show_lost
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to put a message back, broker away
+BEFORE_REQUEUE = 1.0  # s: else a broker that takes acknowledgements only would spin the message
+# of a send that its message carries; the last one is SQS' own
+_PROPERTIES = ("app_id", "cluster_id", "correlation_id", "message_id", "timestamp", "type",
+               "user_id", "MessageGroupId")  # fmt: skip
+
+
+class Requeue(Reject, Ignore):
+    """Hand the message back to the broker.
+
+    A Reject for Celery's tracer; being an Ignore too, it passes through autoretry, which would
+    take a Reject for an error to be retried.
+    """
+
+
+def republish(task: Any, request: Any, slip: LockHeader, countdown: float) -> None:
+    """Publish the message again, to run after so many s; returns once the broker has it.
+
+    With late acknowledgement nothing is lost where that fails, for the message was never let go:
+    Requeue hands it back. With early acknowledgement nobody but this slot still knows of it.
+    """
+    if task.acks_late:
+        _put_back_or_keep(task, request, slip, countdown)
+    else:
+        _put_back_at_last(task, request, slip, countdown)
+
+
+def _put_back_or_keep(task: Any, request: Any, slip: LockHeader, countdown: float) -> None:
+    try:
+        _publish(task, request, slip, countdown)
+    except Exception as error:
+        with contextlib.suppress(SoftTimeLimitExceeded):  # a limit on the body, which has not begun
+            text = "cannot put back %s: %s; it stays with the broker"
+            told = fields("republish_failed", task, request)
+            logger.warning(text, request.id, error, extra=told)
+            SystemClock().sleep(BEFORE_REQUEUE)
+        raise Requeue(error, requeue=True) from error
+
+
+def _put_back_at_last(task: Any, request: Any, slip: LockHeader, countdown: float) -> None:
+    """Try until the broker is back; what is not a matter of the connection is raised.
+
+    From a connection that broke in the middle of something kombu's transports raise anything: so,
+    whatever it is, it is tried once more over a new one. A soft time limit is one on the body,
+    which has not begun: only the hard one ends this, or the worker, and that as FAILURE, so that
+    whoever waits learns of it.
+    """
+    clock, pause, is_sent, anew = SystemClock(), FIRST_PAUSE, False, False
+    away: Exception | None = None
+    try:
+        while not is_sent:
+            with contextlib.suppress(SoftTimeLimitExceeded):
+                try:
+                    with without_soft_limit():
+                        _publish(task, request, slip, countdown, anew=anew)
+                        is_sent = True
+                except OperationalError as error:  # what kombu makes of all errors of connections
+                    away = error
+                    told = fields("republish_failed", task, request)
+                    logger.warning(
+                        "cannot put back %s: %s; again soon", request.id, error, extra=told
+                    )
+                    clock.sleep(pause)
+                    pause = min(LONGEST_PAUSE, 2 * pause)
+                except Exception as error:
+                    if anew:
+                        raise
+                    anew = True
+                    text = "cannot put back %s: %r; once more, over a new connection"
+                    told = fields("republish_failed", task, request)
+                    logger.warning(text, request.id, error, extra=told)
+    except Exception:
+        raise
+    except BaseException as end:  # the worker stops, or this greenlet is killed
+        if away is not None and not is_sent:
+            lost = RedlockError(f"put back nowhere: {type(end).__name__}, and {away}")
+            show_lost(task, request, lost)
+        raise
+
+
+def _publish(
+    task: Any, request: Any, slip: LockHeader, countdown: float, *, anew: bool = False
+) -> None:
+    """Publish it past a user's `apply_async`, the task's routes and `task_always_eager`.
+
+    Those are for sends. Receivers of `before_task_publish` hear of it, as of a retry.
+    Source: celery.app.base: Celery.send_task makes and sends a message by the same two calls.
+    """
+    app, address = task.app, route_of(request, slip)
+    slip = replace(
+        slip, exchange=address.exchange, routing_key=address.routing_key, queue=address.queue
+    )
+    args, kwargs = request.__dict__.get(ARGUMENTS) or (request.args, request.kwargs)
+    fields = _fields_of_message(task, request)
+    message = app.amqp.create_task_message(
+        request.id, task.name, args, kwargs, countdown=countdown, **fields
+    )
+    properties = request.get("properties") or {}
+    with confirming_producer(app, anew=anew) as producer:
+        app.amqp.send_task_message(
+            producer,
+            task.name,
+            message,
+            headers={**own_headers(request), HEADER: slip.to_message()},
+            compression=request.get("compression"),
+            delivery_mode=properties.get("delivery_mode"),
+            priority=(request.delivery_info or {}).get("priority"),
+            retry=True,  # else kombu raises errors of connections as the transport's own
+            **{"serializer": task.serializer, **own_serializer(properties)},
+            **own_properties(properties, app, producer),
+            **send_options(app, address, countdown),
+        )
+
+
+def _fields_of_message(task: Any, request: Any) -> dict[str, Any]:
+    """Return what Celery writes into a message, beside its arguments, as it was in this one."""
+    hard, soft = request.timelimit or (None, None)
+    stamps = request.stamps or {}
+    stamped = [name for name in request.stamped_headers or () if name in stamps]
+    return {
+        **{name: stamps[name] for name in stamped},
+        "stamped_headers": stamped or request.stamped_headers,
+        "root_id": request.root_id,
+        "parent_id": request.parent_id,
+        "group_id": request.group,
+        "group_index": request.group_index,
+        "chord": request.chord,
+        "chain": request.chain,
+        "callbacks": request.callbacks,
+        "errbacks": request.errbacks,
+        "expires": request.expires,
+        "retries": request.retries,
+        "time_limit": hard,
+        "soft_time_limit": soft,
+        "reply_to": request.reply_to,
+        "origin": request.origin,
+        "shadow": request.shadow,
+        "replaced_task_nesting": request.replaced_task_nesting,
+        "ignore_result": ignores_result(task, request),
+        "argsrepr": request.get("argsrepr"),
+        "kwargsrepr": request.get("kwargsrepr"),
+        "create_sent_event": task.app.conf.task_send_sent_event,
+    }
+
+
+def own_properties(properties: Mapping[str, Any], app: Any, producer: Any) -> dict[str, Any]:
+    """Return what a send gave to its publisher and the message carries.
+
+    RabbitMQ refuses the name of a user that is not its connection's: that one is left out.
+    """
+    own = {name: properties[name] for name in _PROPERTIES if properties.get(name) is not None}
+    if driver_of(app) == "amqp" and own.get("user_id") != (producer.connection.userid or "guest"):
+        own.pop("user_id", None)
+    return own
+
+
+def own_serializer(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option of a send that makes a message's body as it was made before."""
+    name = registry.type_to_name.get(properties.get("content_type"))
+    return {} if name is None else {"serializer": name}

@@ -1,0 +1,195 @@
+"""Where a message came from, and where it goes back to.
+
+An exchange may give one message to several queues: its copies share an id, and each is to run. So
+a deferral goes back to the queue that its copy came through, and not to its exchange. The worker
+asks its consumer for that queue: neither AMQP nor kombu's virtual transports write it into a
+message.
+
+Where quorum queues are in use, Celery lets RabbitMQ keep a delayed message. It comes back by
+another exchange, with the delay before its routing key, and to each queue that is bound to its
+topic. Those that it was not put back to let it go.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from celery.utils.quorum_queues import detect_quorum_queues
+from kombu.common import Broadcast
+from kombu.entity import Exchange, Queue
+from kombu.transport.native_delayed_delivery import MAX_LEVEL, calculate_routing_key, level_name
+
+QUEUE = "redlock_queue"  # the property of a delivery, never of a message, that names its queue
+
+# Source for both: kombu.transport.native_delayed_delivery
+CAME_BACK = "celery_delayed_delivery"  # the exchange by which RabbitMQ brings back what it kept
+_DELAYED = re.compile(r"^(?:(?:[01]\.){28})+")
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a message was published to, before RabbitMQ may have kept it back.
+
+    exchange: its name, "" for the default one; None where RabbitMQ kept the message back and nobody
+    noted it. queue: the one that it came through, None where nobody knows.
+    """
+
+    exchange: str | None
+    routing_key: str
+    queue: str | None = None
+
+    @classmethod
+    def of(
+        cls, where: Mapping[str, Any] | None, noted: str | None = None, queue: str | None = None
+    ) -> Route:
+        """Read it from a run's delivery info or from the options of a send.
+
+        noted: the exchange of a message that RabbitMQ kept back.
+        """
+        where = where or {}
+        exchange, key = where.get("exchange") or "", where.get("routing_key") or ""
+        exchange = str(getattr(exchange, "name", exchange))
+        if exchange == CAME_BACK:
+            return cls(noted, _DELAYED.sub("", key), queue)
+        return cls(exchange, str(key), queue)
+
+    @property
+    def home(self) -> str | None:
+        """The one queue that a message came through; None where nobody knows."""
+        return self.routing_key if self.queue is None and self.exchange == "" else self.queue
+
+    def reaches(self, queue: Queue) -> bool:
+        """Tell whether a message to here comes into a queue, by its declared bindings."""
+        if self.exchange == "":
+            return bool(queue.name == self.routing_key)
+        return any(self._fits(*binding) for binding in bindings_of(queue))
+
+    def _fits(self, exchange: Exchange, binding: str) -> bool:
+        if self.exchange not in (None, exchange.name):
+            return False
+        if exchange.type == "direct":
+            return binding == self.routing_key
+        return (exchange.type == "fanout" and self.exchange is not None) or self.has_topic(binding)
+
+    def has_topic(self, binding: str) -> bool:
+        """Tell whether its routing key fits a binding of a topic exchange."""
+        words = {"*": r"[^.]+\.", "#": r"(?:[^.]+\.)*"}
+        pattern = "".join(words.get(word, re.escape(word) + r"\.") for word in binding.split("."))
+        return re.fullmatch(pattern, f"{self.routing_key}.") is not None
+
+
+def bindings_of(queue: Queue) -> Iterator[tuple[Exchange, str]]:
+    """Give each exchange that a queue is declared to be bound to, with the key of the binding."""
+    if queue.exchange:
+        yield queue.exchange, str(queue.routing_key or "")
+    for binding in queue.bindings or ():
+        yield binding.exchange, str(binding.routing_key or "")
+
+
+def queue_of(
+    app: Any, address: Route, known: dict[tuple[str | None, str], str] | None = None
+) -> str:
+    """Return the queue that a message came through, or the first one that a send to here reaches.
+
+    Of declared queues one that is bound by this very key goes before those whose topic fits; where
+    there is none it is the routing key. known: queues found before, by exchange and routing key;
+    for those that come with each run.
+    """
+    if address.queue is not None:
+        return address.queue
+    exchange, key = address.exchange, address.routing_key
+    if known and (found := known.get((exchange, key))) is not None:
+        return found
+    reached = [queue for queue in app.amqp.queues.values() if address.reaches(queue)]
+    if not reached:
+        return key
+    exact = (queue for queue in reached if key in [bound for _, bound in bindings_of(queue)])
+    name = str(next(exact, reached[0]).name)
+    if known is not None:
+        known[exchange, key] = name
+    return name
+
+
+def has_quorum_queues(app: Any) -> bool:
+    """Tell whether Celery lets the broker, a RabbitMQ, keep delayed messages."""
+    driver = driver_of(app)
+    return driver == "amqp" and bool(detect_quorum_queues(app, driver)[0])
+
+
+def driver_of(app: Any) -> str:
+    """Return the kind of broker in kombu's word: "amqp", "redis" and so on."""
+    return str(app.producer_pool.connections.connection.transport.driver_type)
+
+
+def is_kept_by_broker(app: Any, address: Route) -> bool:
+    """Tell whether RabbitMQ keeps a delayed message to here, and brings it back.
+
+    Source: kombu.transport.native_delayed_delivery, celery.worker.consumer.delayed_delivery: a
+    queue is bound by its own exchange, else by its other bindings; direct exchanges and broadcasts
+    are left out. What fits no queue would be dropped in silence.
+    """
+    if not address.routing_key or not has_quorum_queues(app):
+        return False
+    queues = app.amqp.queues.values()
+    return any(_is_brought_to(queue, address) for queue in queues)
+
+
+def _is_brought_to(queue: Queue, address: Route) -> bool:
+    if isinstance(queue, Broadcast) or address.queue not in (None, queue.name):
+        return False
+    bindings = list(bindings_of(queue))[: 1 if queue.exchange else None]
+    return any(
+        exchange.type != "direct"
+        and address.exchange in (None, exchange.name)
+        and address.has_topic(key)
+        for exchange, key in bindings
+    )
+
+
+def has_way_back(app: Any, address: Route) -> bool:
+    """Tell whether a message can be put back without a copy of it for other queues.
+
+    kombu's virtual transports carry a fan-out past all queues: there it is in none that another
+    message could be put into. Where nobody knows the queue, it goes back to its exchange.
+    """
+    is_fanned_out = any(
+        exchange.type == "fanout" and exchange.name == address.exchange
+        for queue in app.amqp.queues.values()
+        for exchange, _ in bindings_of(queue)
+    )
+    return not is_fanned_out or (address.queue is not None and driver_of(app) == "amqp")
+
+
+def supported_countdown(app: Any, countdown: float, address: Route) -> float:
+    """Return a countdown, s, as the broker can keep it.
+
+    RabbitMQ's quorum queues keep delayed messages themselves, in whole seconds from 1 upwards.
+    """
+    if is_kept_by_broker(app, address):
+        return float(max(1, -int(-countdown // 1)))
+    return countdown
+
+
+def send_options(app: Any, address: Route, countdown: float) -> dict[str, Any]:
+    """Return the options of a publish that bring a message back to where it came from.
+
+    countdown: s, as of `supported_countdown`. A queue that goes with its consumer is not declared
+    anew, nor one that the app does not know: it is there, for the message came through it.
+    Source: celery.app.base: Celery.send_task, for what RabbitMQ keeps; celery.app.amqp.
+    """
+    key, home = address.routing_key, address.home
+    if is_kept_by_broker(app, address):
+        kept = calculate_routing_key(int(countdown), key)
+        first = Exchange(level_name(MAX_LEVEL), type="topic")
+        return {"exchange": first, "routing_key": kept, "exchange_type": "topic", "declare": []}
+    if home is None:
+        exchange = CAME_BACK if address.exchange is None else address.exchange
+        # said to be a topic: by a direct exchange Celery would take an empty key for none
+        return {"exchange": exchange, "routing_key": key, "exchange_type": "topic", "declare": []}
+    declared = app.amqp.queues.get(home)
+    lasts = declared is not None and not (declared.auto_delete or declared.exclusive)
+    declare = [declared] if lasts else []
+    return {"queue": Queue(home), "exchange": "", "routing_key": home, "declare": declare}

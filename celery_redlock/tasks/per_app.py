@@ -1,0 +1,86 @@
+"""What one process keeps for each app: its settings and its one `Redlock`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from types import ModuleType
+from typing import Any
+
+import click
+
+from celery_redlock.lock.client import Redlock
+from celery_redlock.tasks.settings.app import AppSettings
+from celery_redlock.tasks.settings.conf import read_app
+
+_settings: weakref.WeakKeyDictionary[Any, AppSettings] = weakref.WeakKeyDictionary()
+_redlocks: weakref.WeakKeyDictionary[Any, Redlock] = weakref.WeakKeyDictionary()
+_making = threading.RLock()  # a finalizer, or a signal handler, may come in between
+_is_worker = False
+
+
+def settings_of(app: Any) -> AppSettings:
+    """Return an app's settings, read once; raises SettingsError each time while they are wrong."""
+    settings = _settings.get(app)
+    if settings is None:
+        settings = _settings[app] = read_app(app.conf, app.namespace)
+    return settings
+
+
+def redlock_of(app: Any) -> Redlock:
+    """Return the app's `Redlock` in this process, made at the first call.
+
+    It connects with the first lock, so before a worker forks nothing is open; a forked child
+    connects anew by itself.
+    """
+    redlock = _redlocks.get(app)
+    if redlock is None:
+        settings = settings_of(app)
+        with _making:
+            redlock = _redlocks.get(app)
+            if redlock is None:
+                made = Redlock(
+                    settings.nodes,
+                    prefix=settings.prefix,
+                    node_timeout=settings.node_timeout,
+                    clock_drift=settings.clock_drift,
+                    max_ttl=settings.max_ttl,
+                    restart_guard=settings.restart_guard,
+                )
+                made.session.events.tells_of_new_nodes = not _is_worker
+                made.session.warns = False  # nobody but the app could close it
+                redlock = _redlocks.setdefault(app, made)  # one that came in between was first
+    return redlock
+
+
+def note_worker(**_: Any) -> None:
+    """Have this process say nothing of each new node: a worker says so of all of them at once."""
+    global _is_worker
+    _is_worker = True
+
+
+def name_of(app: Any) -> str:
+    """Return what `celery -A` takes for an app; "" where that is not known.
+
+    As the command line of this process says it, else the module in which the app stands.
+    Source: celery.bin.celery keeps the option as it was written, or the app where that was given.
+    """
+    context = click.get_current_context(silent=True)
+    written = None if context is None else context.find_root().params.get("app")
+    if isinstance(written, str):
+        return written
+    for module, found in list(sys.modules.items()):
+        if module != "__main__":
+            for name, value in list(vars(found).items()) if isinstance(found, ModuleType) else ():
+                if value is app:
+                    return f"{module}:{name}"
+    return ""
+
+
+def forget(app: Any) -> None:
+    """Read an app's settings anew and connect anew: they have changed. For tests."""
+    _settings.pop(app, None)
+    redlock = _redlocks.pop(app, None)
+    if redlock is not None:
+        redlock.close()

@@ -1,0 +1,157 @@
+"""What a worker does at its start, and an app when it finalizes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from celery import bootsteps
+
+from celery_redlock.errors import SettingsError
+from celery_redlock.lock.node_status import NodeReport, ask_nodes, exchange_terms, terms_of
+from celery_redlock.tasks.adoption import AdoptingRegistry
+from celery_redlock.tasks.children.reaper import watch_children
+from celery_redlock.tasks.declaration import config_of
+from celery_redlock.tasks.delivery.header import HEADER, LockHeader
+from celery_redlock.tasks.per_app import name_of as name_of_app
+from celery_redlock.tasks.per_app import redlock_of, settings_of
+from celery_redlock.tasks.settings.app import CELERY_PREFIX
+from celery_redlock.tasks.settings.conf import check_known_names
+from celery_redlock.tasks.task import LockedTask
+
+logger = logging.getLogger(__name__)
+
+
+_said_unlocked: set[str] = set()
+
+
+def warn_if_unlocked(request: Any = None, **_: Any) -> None:
+    """Say once that a task takes no lock for which a message brings options of one."""
+    if HEADER not in request.request_dict or isinstance(request.task, LockedTask):
+        return
+    if request.name not in _said_unlocked and LockHeader.of(request._context).options:
+        _said_unlocked.add(request.name)
+        text = "%s takes no lock, for it is no LockedTask: lock=... of its calls does nothing"
+        logger.warning(text, request.name, extra={"event": "not_locked", "task": request.name})
+
+
+def install(app: Any) -> None:
+    """Lock the tasks that `redlock_tasks` names in an app of this process; once is enough.
+
+    Importing the package does the same for every app that finalizes later, and so does Celery's
+    command line. Raises SettingsError where the app has finalized, else when it does.
+    """
+    if app.finalized:
+        check_app(app)
+
+
+def check_app(app: Any) -> None:
+    """Lock tasks of others, and refuse unknown and wrong settings, as soon as an app is complete.
+
+    Source: celery._state; what a receiver of on_after_finalize raises would be swallowed.
+    """
+    others = app.conf.get("redlock_tasks")
+    if others:
+        AdoptingRegistry.watch(app, LockedTask)
+    check_known_names(app.conf, app.namespace)
+    if others or app.conf.get("redlock_nodes") is not None:
+        settings_of(app)
+
+
+def adopt_in_worker(sender: Any = None, **_: Any) -> None:
+    """Lock tasks of others in a worker whose app had finalized before the package was imported.
+
+    An error raised here would be swallowed, and bodies would run without their lock: a run of such
+    a task raises it again.
+    """
+    install(sender.app)
+
+
+class RefuseEventlet(bootsteps.Step):
+    """Ends a worker with the eventlet pool at its start if it has locked tasks.
+
+    Under eventlet a body that never gives way stops every thread, so that no renewal is in time.
+    Raises SettingsError. Source: celery.bootsteps; receivers of `worker_init` cannot end a worker.
+    """
+
+    name = "celery_redlock pool"
+
+    def __init__(self, worker: Any, **options: Any) -> None:
+        super().__init__(worker, **options)
+        if not is_of_eventlet(worker.pool_cls):
+            return
+        locked = sorted(task.name for task in locked_tasks(worker.app) if config_of(task).may_lock)
+        if locked:
+            hint = (
+                f"eventlet cannot run locked tasks ({', '.join(locked)}): start the worker with "
+                "-P gevent, or with prefork, threads or solo"
+            )
+            raise SettingsError("worker", "worker_pool", "eventlet", hint)
+
+
+def add_eventlet_check(sender: Any, **_: Any) -> None:
+    """Give the worker the step that refuses eventlet."""
+    sender.app.steps["worker"].add(RefuseEventlet)
+
+
+def is_of_eventlet(pool: type) -> bool:
+    """Return whether a pool's class is Celery's eventlet pool, or is made of it."""
+    return any(cls.__module__ == "celery.concurrency.eventlet" for cls in pool.__mro__)
+
+
+def locked_tasks(app: Any) -> list[LockedTask]:
+    """Return an app's LockedTasks, without those of Celery's own."""
+    own = (task for name, task in app.tasks.items() if not name.startswith(CELERY_PREFIX))
+    return [task for task in own if isinstance(task, LockedTask)]
+
+
+def report_nodes(sender: Any = None, **_: Any) -> None:
+    """Check the nodes at a worker's start and say what was found; the worker starts anyway."""
+    app = sender.app
+    watch_children(app, sender.pool)
+    if not locked_tasks(app):
+        return
+    try:
+        redlock = redlock_of(app)
+        report, others = ask_nodes(redlock), exchange_terms(redlock)
+    except SettingsError as error:
+        told = {"event": "settings_wrong"}
+        logger.error("locks cannot be taken: %s", error, extra=told)  # noqa: TRY400 - says it all
+        return
+    _say_who_votes(app, report)
+    for terms, names in others.items():
+        logger.error(
+            "other clients go by %s (so say %s), this worker by %s: until all of them go by the "
+            "same, two may hold one lock",
+            terms, ", ".join(names), terms_of(redlock), extra={"event": "settings_differ"},
+        )  # fmt: skip
+
+
+def _say_who_votes(app: Any, report: NodeReport) -> None:
+    """Say in one line which nodes answer, and which wait before they grant a lock."""
+    level = logging.WARNING
+    if report.voting == report.nodes:
+        level = logging.INFO
+    elif report.voting < report.quorum and report.failing:
+        level = logging.ERROR  # else it ends by itself
+    told = {"event": "nodes_answer", "answering": report.answering, "voting": report.voting}
+    told |= {"nodes": report.nodes, "quorum": report.quorum}
+    logger.log(level, "%s", _who_votes(app, report), extra=told)
+
+
+def _who_votes(app: Any, report: NodeReport) -> str:
+    of_them, needed = f"of {report.nodes} lock nodes", f", {report.quorum} needed"
+    failing = f"; not: {'; '.join(report.failing)}" if report.failing else ""
+    if not report.silent:
+        return f"{report.voting} {of_them} answer{needed}{failing}"
+    left = math.ceil(max(report.silent.values()))
+    if failing or report.voting >= report.quorum:
+        waiting = f"new or restarted nodes wait {left} s: {', '.join(report.silent)}"
+        return f"{report.voting} {of_them} may grant locks{needed} ({waiting}){failing}"
+    name = name_of_app(app)
+    command = f"celery{name and f' -A {name}'} redlock trust --all"
+    return (
+        f"{report.voting} {of_them} may grant locks yet (new or restarted nodes wait {left} s). "
+        f"To skip the wait on a new cluster: {command}"
+    )
