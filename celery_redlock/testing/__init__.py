@@ -4,8 +4,9 @@ Needs the extra `celery_redlock[testing]`. Nothing in the package itself imports
 fixtures over it are in `pytest_celery_redlock`, which pytest finds by itself; see docs/testing.md.
 """
 
-from celery_redlock.testing.fake import FakeNode, VirtualClock, fake_nodes
+from celery_redlock.testing.clock import VirtualClock
 from celery_redlock.testing.holders import assert_released, hold, lose, trust_nodes, use_nodes
+from celery_redlock.testing.node import FakeNode, fake_nodes
 from celery_redlock.testing.servers import EmbeddedNode, WorkerProcess, embedded_nodes
 from celery_redlock.testing.unlocked import locking_off
 

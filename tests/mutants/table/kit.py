@@ -16,7 +16,7 @@ MUTANTS = (
     ),
     Mutant(
         "a jump of the kit's clock does not wake the watchdog",
-        "testing.fake:VirtualClock.tell",
+        "testing.clock:VirtualClock.tell",
         "session.watchdog.look()",
         "pass",
         (f"{KIT}::TestClock::test_a_jump_past_a_lease_is_told_at_once",),
