@@ -28,4 +28,11 @@ MUTANTS = (
         "quoted",
         (f"{KIT}::TestNodes::test_a_prefix_with_letters_of_a_pattern_is_that_prefix_alone",),
     ),
+    Mutant(
+        "a send is deduplicated though locking is off",
+        "testing.unlocked:locking_off",
+        'mock.patch.object(task_module, "send_once", send),',
+        "",
+        (f"{KIT}::TestLockingOff::test_a_unique_send_is_published_without_any_node",),
+    ),
 )
