@@ -1,4 +1,4 @@
-"""The clock of fake nodes: it goes on as the machine's does, and a test makes it jump."""
+"""The clock of fake nodes: it runs at the machine's rate, and a test makes it jump ahead."""
 
 from __future__ import annotations
 
@@ -14,50 +14,51 @@ from celery_redlock.lock.client import sessions
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.threads import new_mutex
 
-LEAST_JUMP = 0.001  # s: less than that is the noise of two clocks
+MIN_JUMP = 0.001  # seconds: a smaller difference is the noise between two clocks
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a virtual clock has last compared. Times in s.
+    """The last reading of a virtual clock. All times in seconds.
 
-    real: monotonic. wall: since 1970, as a test says. depth: how many tools hold the clock.
-    ahead: by how much the virtual clock is. left: the wall of what held the clock before.
+    real: the machine's monotonic clock. wall: since 1970, as freezegun or time-machine sets it.
+    freezes: how many freezes of these tools are active. ahead: the sum of all jumps so far.
+    exit_wall: the last wall reading inside the freeze that ended last, None if none has ended.
     """
 
     real: float
     wall: float
-    depth: int = 0
+    freezes: int = 0
     ahead: float = 0.0
-    left: float | None = None
+    exit_wall: float | None = None
 
-    def jump(self, real: float, wall: float, depth: int) -> float:
-        """Return the s by which the clock has jumped ahead since.
+    def jump(self, real: float, wall: float, freezes: int) -> float:
+        """Return by how many seconds the clock has jumped ahead since this sample.
 
-        Whoever lets go of the clock lets no time pass by that; who holds it next goes on from
-        where that was, or from the machine's time, whichever means that time has passed.
+        The end of a freeze is no jump. A new freeze that lies before the machine's time counts from
+        the last time of the freeze before it: two freezes in a row are time that passes.
         """
         gained = (wall - self.wall) - (real - self.real)
-        if depth < self.depth:
+        if freezes < self.freezes:
             return 0.0
-        if depth > self.depth and gained < 0 and self.left is not None:
-            return max(0.0, wall - self.left)
+        if freezes > self.freezes and gained < 0 and self.exit_wall is not None:
+            return max(0.0, wall - self.exit_wall)
         return max(0.0, gained)
 
-    def says_the_same(self, real: float, wall: float, depth: int) -> bool:
-        """Tell whether nobody has touched the clock since."""
+    def is_unchanged(self, real: float, wall: float, freezes: int) -> bool:
+        """Return whether no tool has moved, frozen or released the clock since this sample."""
         gained = (wall - self.wall) - (real - self.real)
-        return depth == self.depth and abs(gained) < LEAST_JUMP
+        return freezes == self.freezes and abs(gained) < MIN_JUMP
 
 
 class VirtualClock:
-    """What time it is for fake nodes, and for whoever locks on them in this process.
+    """The time of fake nodes, and of every lock on them in this process.
 
-    It goes on as the machine's clock does, and never stops: threads that wait do not hang. It
-    jumps ahead by `advance`, and whenever freezegun (`freezer.tick(31)`, `move_to`) or time-machine
-    (`traveller.shift(31)`, `move_to`) moves the time ahead; that they freeze it, or set it back, or
-    let go of it, does not touch it. A jump is what a suspended machine has: who held a lease has
-    lost it.
+    It runs at the machine's rate and never stops, so a waiting thread does not hang. `advance`
+    makes it jump ahead, and so do freezegun (`freezer.tick(31)`, `move_to`) and time-machine
+    (`traveller.shift(31)`, `move_to`) if they move the time ahead. A freeze, its end, or a clock
+    that is set back has no effect. A jump acts like a suspended machine: a lease that ended during
+    the jump is lost.
     """
 
     resolution = 0.0
@@ -67,47 +68,47 @@ class VirtualClock:
         self._last = Sample(*self._read())
         self._epoch = self._last.wall - self._last.real
         self._mutex = new_mutex()
-        self._jumps = self._told = 0
+        self._jumps = self._announced = 0
 
     def now(self) -> float:
-        """Return monotonic s. Never waits: a signal handler may ask."""
+        """Return monotonic seconds. Never blocks, because a signal handler may call it."""
         last = self._last
-        real, wall, depth = self._read()
-        if last.says_the_same(real, wall, depth):
+        real, wall, freezes = self._read()
+        if last.is_unchanged(real, wall, freezes):
             return real + last.ahead
-        jump = last.jump(real, wall, depth)
+        jump = last.jump(real, wall, freezes)
         if self._mutex.acquire(False):
-            if self._last is last:  # else another thread has just noticed the same
-                left = last.wall if depth < last.depth else last.left
-                self._last = Sample(real, wall, depth, last.ahead + jump, left)
+            if self._last is last:  # else another thread has just recorded the same jump
+                exit_wall = last.wall if freezes < last.freezes else last.exit_wall
+                self._last = Sample(real, wall, freezes, last.ahead + jump, exit_wall)
                 self._jumps += jump > 0
             self._mutex.release()
         return real + last.ahead + jump
 
     def _read(self) -> tuple[float, float, int]:
-        """Return the machine's monotonic s, and the wall and its depth as of one moment."""
+        """Return the machine's monotonic seconds, the wall clock and the freezes of one moment."""
         for _ in range(5):
-            before, depth = self._machine.now(), held_by()
+            before, freezes = self._machine.now(), active_freezes()
             wall = wall_clock()
             after = self._machine.now()
-            if after - before < LEAST_JUMP / 2 and held_by() == depth:
-                break  # else the thread was stopped in between
-        return after, wall, depth
+            if after - before < MIN_JUMP / 2 and active_freezes() == freezes:
+                break  # else the thread was suspended between the readings
+        return after, wall, freezes
 
     def wall_us(self) -> int:
-        """Return the us since 1970, as a test says."""
+        """Return microseconds since 1970, as freezegun or time-machine sets them."""
         return int(wall_clock() * 1e6)
 
     def node_ms(self) -> int:
-        """Return the ms since 1970 of the nodes, which are never set back."""
+        """Return the nodes' milliseconds since 1970, which are never set back."""
         return int((self._epoch + self.now()) * 1000)
 
     def sleep(self, seconds: float) -> None:
-        """Let so many s pass."""
+        """Sleep for this many seconds of the machine's time."""
         self._machine.sleep(seconds)
 
     def advance(self, seconds: float) -> None:
-        """Jump so many s ahead, for all nodes that go by this clock and all who lock on them."""
+        """Jump ahead, for all nodes with this clock and for every lock on them."""
         self.now()
         with self._mutex:
             self._last = replace(self._last, ahead=self._last.ahead + seconds)
@@ -115,42 +116,44 @@ class VirtualClock:
         self.tell()
 
     def tell(self) -> None:
-        """Wake what sleeps by this clock, where it has jumped since the last time."""
+        """Wake the watchdogs and waiters that go by this clock if it jumped since the last call."""
         self.now()
         jumps = self._jumps
-        if self._told == jumps:
+        if self._announced == jumps:
             return
-        with contextlib.suppress(RuntimeError):  # one was made meanwhile: the next time
+        with contextlib.suppress(RuntimeError):  # a new session in the loop: the next call retries
             for session in sessions():
                 if session.clock is self:
                     session.watchdog.look()
                     for channel in session.wait_queue.channels():
                         session.wait_queue.heard(channel)
-            self._told = jumps
+            self._announced = jumps
 
 
-def _frozen() -> Sequence[Any]:
-    """Return what freezegun goes by, the innermost last.
+def _freezegun_clocks() -> Sequence[Any]:
+    """Return the clocks of freezegun's active freezes, the innermost last.
 
-    Its own fakes of `time` are of no use here: what is called near the top of a threading.Thread
-    is given the real time, by the modules on the stack.
+    Its fakes of `time` do not work here: below a threading.Thread, freezegun chooses by the modules
+    on the stack and returns the real time.
     """
     return getattr(sys.modules.get("freezegun.api"), "freeze_factories", ())
 
 
-def held_by() -> int:
-    """Return how many of freezegun and time-machine hold the clock, each freeze counted."""
+def active_freezes() -> int:
+    """Return how many freezes of freezegun and time-machine are active."""
     machine = sys.modules.get("time_machine")
-    return len(_frozen()) + (machine is not None and machine.escape_hatch.is_travelling())
+    is_travelling = machine is not None and machine.escape_hatch.is_travelling()
+    return len(_freezegun_clocks()) + is_travelling
 
 
 def wall_clock() -> float:
-    """Return the s since 1970 as a test says.
+    """Return seconds since 1970, as freezegun or time-machine sets them.
 
     Source: time-machine moves CLOCK_REALTIME, freezegun does not; neither moves CLOCK_BOOTTIME.
     """
-    for factory in _frozen()[-1:]:
-        steps = hasattr(factory, "step_width")  # auto_tick_seconds: each look moves it; not ours
-        frozen: dt.datetime = factory.time_to_freeze if steps else factory()
+    for factory in _freezegun_clocks()[-1:]:
+        # a factory with auto_tick_seconds moves at each call, and the kit's calls must not move it
+        ticks = hasattr(factory, "step_width")
+        frozen: dt.datetime = factory.time_to_freeze if ticks else factory()
         return frozen.replace(tzinfo=dt.timezone.utc).timestamp()
     return time.clock_gettime(time.CLOCK_REALTIME)

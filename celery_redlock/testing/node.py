@@ -1,6 +1,6 @@
-"""Lock nodes without a server, by a clock that a test moves.
+"""Lock nodes without a server: threads of this process, with a clock that a test moves.
 
-Everything in this process that locks on them goes by their clock.
+Every lock on them in this process uses their clock.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from celery_redlock.testing.servers import claim_port
 class FakeNode:
     """A lock node that is a thread of this process, with a clock that a test moves.
 
-    It answers what this package asks, by the package's own scripts, and nothing else: it is no
-    broker. `start`, `kill`, `pause`, `resume` and `with` are as an `EmbeddedNode`'s; with `kill` it
-    loses its keys. clock: what it goes by, its own where None; give several nodes one.
+    It answers this package's requests, by the package's own scripts, and no others: it cannot be a
+    broker. `start`, `kill`, `pause`, `resume` and `with` work as for an `EmbeddedNode`; `kill`
+    loses the keys. clock: several nodes may share one; None makes a new one.
     Other processes may connect, but their leases go by the machine's clock.
     """
 
@@ -38,30 +38,30 @@ class FakeNode:
         return f"redis://{self._server}/0"
 
     def start(self) -> FakeNode:
-        """Start it, empty; nothing happens where it is up."""
+        """Start the node, empty; do nothing if it is up."""
         if self._thread is None:
             install_platform(self._server, Platform(self.clock))
             self._thread = NodeThread(self.port, self.clock)
         return self
 
     def kill(self) -> None:
-        """End it with its keys and connections; nothing happens where it is down."""
+        """End the node with its keys and connections; do nothing if it is down."""
         if self._thread is not None:
-            self._thread.end()
+            self._thread.stop()
             self._thread = None
 
     def pause(self) -> None:
-        """Freeze it: connections open, nothing is answered."""
+        """Freeze the node: connections stay open, and no request is answered."""
         if self._thread is not None:
-            self._thread.pause(True)
+            self._thread.set_paused(True)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Let a paused node answer again."""
         if self._thread is not None:
-            self._thread.pause(False)
+            self._thread.set_paused(False)
 
     def advance(self, seconds: float) -> None:
-        """Let so many s pass at once on its clock, for its holders and the other nodes, too."""
+        """Let the node's clock jump ahead, also for its lock holders and nodes that share it."""
         self.clock.advance(seconds)
 
     def client(self) -> Redis:
@@ -79,7 +79,7 @@ class FakeNode:
 
 @contextlib.contextmanager
 def fake_nodes(count: int = 3) -> Iterator[list[FakeNode]]:
-    """Start so many fake nodes with one clock, and end all of them on the way out."""
+    """Start fake nodes that share one clock, and end all of them at exit."""
     clock = VirtualClock()
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(FakeNode(clock)) for _ in range(count)]

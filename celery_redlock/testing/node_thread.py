@@ -1,7 +1,6 @@
-"""The thread that answers as a lock node: one life of it, from its start to its end.
+"""The thread that answers as a lock node, from the node's start until `kill`.
 
-It runs the shipped scripts (`model`), on a TCP port, so that what takes a lock on it is the whole
-of the package.
+It runs the shipped scripts (`model.py`) behind a TCP port, so a lock on it uses the whole package.
 """
 
 from __future__ import annotations
@@ -20,156 +19,158 @@ from celery_redlock.lock.transport.encoding import encode_bulk
 from celery_redlock.testing.clock import VirtualClock
 from celery_redlock.testing.model import Server, library
 
-LOOKED_AT = 0.01  # s: how often a node looks whether the clock has jumped
-PATIENCE = 1.0  # s for a client that does not read
-WELCOME = (b"SELECT", b"AUTH", b"CLIENT")  # what a client says first
+POLL_INTERVAL = 0.01  # seconds between two checks of the clock for a jump
+SEND_TIMEOUT = 1.0  # seconds for a client that does not read
+CONNECTION_SETUP = (b"SELECT", b"AUTH", b"CLIENT")  # a client's first commands
 
 
-class Memory(Server):
-    """One life of a fake node: its keys, and who listens.
+class FakeServer(Server):
+    """The keys and the connections of a fake node, from its start until `kill`.
 
-    clients: all connections.
+    connections: by file descriptor.
     """
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(library())
         self.run_id = os.urandom(20).hex()
-        self.clients: dict[int, Client] = {}
+        self.connections: dict[int, ClientConnection] = {}
         self._clock = clock
         self._started = clock.now()
 
     @property
     def wall_ms(self) -> int:
-        """The ms of its own wall clock."""
+        """Milliseconds since 1970, by the node's own clock."""
         return self._clock.node_ms()
 
     @property
     def uptime(self) -> float:
-        """S since it was started."""
+        """Seconds since the start."""
         return self._clock.now() - self._started
 
     def published(self, channel: bytes, message: bytes) -> int:
-        """Send a message to who has subscribed to a channel."""
-        heard = [client for client in self.clients.values() if channel in client.channels]
-        for client in heard:
-            client.send(b"*3\r\n" + b"".join(map(encode_bulk, (b"message", channel, message))))
-        return len(heard)
+        """Send a message to the subscribers of a channel; return how many there are."""
+        subscribers = [one for one in self.connections.values() if channel in one.channels]
+        for one in subscribers:
+            one.send(b"*3\r\n" + b"".join(map(encode_bulk, (b"message", channel, message))))
+        return len(subscribers)
 
 
-class Client:
-    """A connection to a fake node. channels: that it has subscribed to."""
+class ClientConnection:
+    """A client's connection to a fake node. channels: the client's subscriptions."""
 
     def __init__(self, connected: Any) -> None:
-        connected.settimeout(PATIENCE)
+        connected.settimeout(SEND_TIMEOUT)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connected
         self.reader = hiredis.Reader()
         self.channels: dict[bytes, None] = {}
 
     def send(self, reply: bytes) -> None:
-        """Write a reply; one that does not read it is hung up on at its next word."""
+        """Write a message; if the client is gone, its next read closes the connection."""
         with contextlib.suppress(OSError):
             self.socket.sendall(reply)
 
     def close(self) -> None:
-        """Hang up, also where a forked child has the descriptor."""
+        """Close the connection, even if a forked child has a copy of the descriptor."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
 
 class NodeThread:
-    """The thread that is a fake node from its start to its end."""
+    """Listens on a fake node's port and answers its clients, until `stop`."""
 
     def __init__(self, port: int, clock: VirtualClock) -> None:
-        self._clock, self._memory = clock, Memory(clock)
-        self._bell, self._over = Waker(), new_mutex()
-        self._ended = self._paused = False
+        self._clock, self._server = clock, FakeServer(clock)
+        self._waker, self._running = Waker(), new_mutex()
+        self._stopping = self._paused = False
         self._listener = socket.socket()
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._listener.bind(("127.0.0.1", port))
         self._listener.listen(64)
-        self._over.acquire()
+        self._running.acquire()
         start_thread(self._run)
 
-    def pause(self, paused: bool) -> None:
-        """Stop or begin to answer."""
+    def set_paused(self, paused: bool) -> None:
+        """Stop answering requests, or answer them again."""
         self._paused = paused
-        self._bell.wake()
+        self._waker.wake()
 
-    def end(self) -> None:
-        """Hang up on everybody; returns when that is done."""
-        self._ended = True
-        self._bell.wake()
-        self._over.acquire()
+    def stop(self) -> None:
+        """Close all connections; return once the thread has done so."""
+        self._stopping = True
+        self._waker.wake()
+        self._running.acquire()
 
     def _run(self) -> None:
         try:
-            while not self._ended:
+            while not self._stopping:
                 for descriptor in self._ready():
-                    self._attend(descriptor)
+                    self._handle(descriptor)
                 self._clock.tell()
         finally:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
-            for client in self._memory.clients.values():
-                client.close()
-            self._over.release()
+            for connection in self._server.connections.values():
+                connection.close()
+            self._running.release()
 
     def _ready(self) -> list[int]:
-        """Return the descriptors that have something to read, after a moment at the most."""
+        """Return the descriptors with data to read; wait at most `POLL_INTERVAL` for some."""
         poll = original("select", "poll")()
-        poll.register(self._bell.descriptor, select.POLLIN)
-        for descriptor in () if self._paused else (self._listener.fileno(), *self._memory.clients):
+        poll.register(self._waker.descriptor, select.POLLIN)
+        sockets = () if self._paused else (self._listener.fileno(), *self._server.connections)
+        for descriptor in sockets:
             poll.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in poll.poll(int(LOOKED_AT * 1000))]
-        self._bell.clear()
-        return [descriptor for descriptor in ready if descriptor != self._bell.descriptor]
+        ready = [descriptor for descriptor, _ in poll.poll(int(POLL_INTERVAL * 1000))]
+        self._waker.clear()
+        return [descriptor for descriptor in ready if descriptor != self._waker.descriptor]
 
-    def _attend(self, descriptor: int) -> None:
-        clients = self._memory.clients
+    def _handle(self, descriptor: int) -> None:
+        """Accept a connection, or answer a client's requests."""
+        connections = self._server.connections
         if descriptor == self._listener.fileno():
-            client = Client(self._listener.accept()[0])
-            clients[client.socket.fileno()] = client
+            connection = ClientConnection(self._listener.accept()[0])
+            connections[connection.socket.fileno()] = connection
             return
-        client = clients[descriptor]
         try:
-            self._serve(client)
+            self._answer(connections[descriptor])
         except (OSError, hiredis.ProtocolError):
-            clients.pop(descriptor).close()
+            connections.pop(descriptor).close()
 
-    def _serve(self, client: Client) -> None:
-        """Answer what has come. Raises OSError at the connection's end."""
-        data = client.socket.recv(65536)
+    def _answer(self, connection: ClientConnection) -> None:
+        """Answer the requests that have arrived. Raises OSError at the connection's end."""
+        data = connection.socket.recv(65536)
         if not data:
-            raise OSError("the client has hung up")
-        client.reader.feed(data)
+            raise OSError("the client has closed the connection")
+        connection.reader.feed(data)
         replies = []
-        while (words := client.reader.gets()) is not False:
-            replies.append(self._reply(client, words))
-        client.socket.sendall(b"".join(replies))
+        while (words := connection.reader.gets()) is not False:
+            replies.append(self._execute(connection, words))
+        connection.socket.sendall(b"".join(replies))
 
-    def _reply(self, client: Client, words: list[bytes]) -> bytes:
+    def _execute(self, connection: ClientConnection, words: list[bytes]) -> bytes:
+        """Run one command; return the reply."""
         verb = words[0].upper()
         if verb in (b"SUBSCRIBE", b"UNSUBSCRIBE"):
-            return b"".join(subscribed(client, verb, channel) for channel in words[1:])
-        if verb == b"PING" and client.channels:
+            return b"".join(subscribe(connection, verb, channel) for channel in words[1:])
+        if verb == b"PING" and connection.channels:
             return b"*2\r\n" + encode_bulk(b"pong") + encode_bulk(b"".join(words[1:]))
-        if verb in WELCOME:
+        if verb in CONNECTION_SETUP:
             return b"+OK\r\n"
-        with _one_lua:
-            return self._memory.execute(words)[1]
+        with _lua_mutex:
+            return self._server.execute(words)[1]
 
 
-_one_lua = new_mutex()  # shared by all nodes
+_lua_mutex = new_mutex()  # all nodes share one Lua engine
 
 
-def subscribed(client: Client, verb: bytes, channel: bytes) -> bytes:
-    """Note a subscription, or its end; returns the reply."""
+def subscribe(connection: ClientConnection, verb: bytes, channel: bytes) -> bytes:
+    """Record a subscription, or its end; return the reply."""
     if verb == b"SUBSCRIBE":
-        client.channels[channel] = None
+        connection.channels[channel] = None
     else:
-        client.channels.pop(channel, None)
+        connection.channels.pop(channel, None)
     words = encode_bulk(verb.lower()) + encode_bulk(channel)
-    return b"*3\r\n%b:%d\r\n" % (words, len(client.channels))
+    return b"*3\r\n%b:%d\r\n" % (words, len(connection.channels))

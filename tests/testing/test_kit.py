@@ -176,17 +176,17 @@ class TestNodes:
 
 class TestClock:
     def test_a_clock_that_goes_ahead_jumps(self) -> None:
-        assert Sample(10, 1000, depth=1).jump(11, 1031, 1) == 30
+        assert Sample(10, 1000, freezes=1).jump(11, 1031, 1) == 30
 
     def test_a_clock_that_is_frozen_or_set_back_does_not(self) -> None:
         assert Sample(10, 1000).jump(15, 1000, 1) == 0
         assert Sample(10, 1000).jump(10, 500, 1) == 0
 
     def test_who_lets_go_of_the_clock_lets_no_time_pass(self) -> None:
-        assert Sample(10, 1000, depth=1).jump(10, 9_000_000, 0) == 0
+        assert Sample(10, 1000, freezes=1).jump(10, 9_000_000, 0) == 0
 
     def test_the_next_freeze_goes_on_where_the_one_before_was(self) -> None:
-        assert Sample(10, 9_000_000, left=1000.0).jump(10, 1031, 1) == 31
+        assert Sample(10, 9_000_000, exit_wall=1000.0).jump(10, 1031, 1) == 31
 
     def test_a_lock_outlives_a_frozen_past_and_its_end(self, redlock: Redlock) -> None:
         with redlock.lock("r") as lock:
