@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "a fake node takes a quoted letter for a pattern's",
-        "testing.model:fits",
+        "testing.model:matches",
         'f"[{quoted}]" if quoted in "*?[" else quoted',
         "quoted",
         (f"{KIT}::TestNodes::test_a_prefix_with_letters_of_a_pattern_is_that_prefix_alone",),
