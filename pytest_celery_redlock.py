@@ -1,7 +1,7 @@
 """The pytest fixtures of `celery_redlock.testing`, which pytest finds by itself: docs/testing.md.
 
-A module of its own beside the package: pytest imports it at each start, also where nobody locks,
-and the package with all that it needs is imported by the first fixture that is asked for.
+This module is outside the package, because pytest imports it at each start, even if no test uses a
+lock. The first fixture that a test uses imports the package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def redlock_node_count() -> int:
-    """Give how many nodes there are. Override it for another number."""
+    """Give the number of nodes. Override it for another number."""
     return 3
 
 
@@ -30,16 +30,16 @@ def redlock_prefix() -> str:
 
 @pytest.fixture(scope="session")
 def redlock_node_timeout() -> float:
-    """Give s for one node in a round: more than in production, for CI machines stall.
+    """Give `redlock_node_timeout` in seconds: longer than in production, because CI machines stall.
 
-    A ttl is at least four of it; override it for shorter ones.
+    A ttl must be at least four times as long; override it for shorter ones.
     """
     return 1.0
 
 
 @pytest.fixture
 def redlock_fake_nodes(redlock_node_count: int, redlock_prefix: str) -> Iterator[list[FakeNode]]:
-    """Give new fake nodes with one clock, already trusted."""
+    """Give new fake nodes that share one clock and are trusted already."""
     from celery_redlock.testing import fake_nodes, trust_nodes
 
     with fake_nodes(redlock_node_count) as nodes:
@@ -49,7 +49,7 @@ def redlock_fake_nodes(redlock_node_count: int, redlock_prefix: str) -> Iterator
 
 @pytest.fixture(scope="session")
 def redlock_servers(redlock_node_count: int) -> Iterator[list[EmbeddedNode]]:
-    """Give embedded nodes that run for the whole session; use `redlock_embedded_nodes`."""
+    """Give embedded nodes that run for the whole session; tests use `redlock_embedded_nodes`."""
     from celery_redlock.testing import embedded_nodes
 
     with embedded_nodes(redlock_node_count) as nodes:
@@ -60,7 +60,7 @@ def redlock_servers(redlock_node_count: int) -> Iterator[list[EmbeddedNode]]:
 def redlock_embedded_nodes(
     redlock_servers: list[EmbeddedNode], redlock_prefix: str
 ) -> list[EmbeddedNode]:
-    """Give embedded nodes that are up, empty, and already trusted."""
+    """Give embedded nodes that are up, empty, and trusted already."""
     from celery_redlock.testing import trust_nodes
 
     for node in redlock_servers:
@@ -75,9 +75,9 @@ def redlock_embedded_nodes(
 
 @pytest.fixture
 def redlock_nodes(redlock_fake_nodes: list[FakeNode]) -> Sequence[Any]:
-    """Give the nodes that the fixtures below mean: fake ones.
+    """Give the nodes of `redlock` and `redlock_settings`: fake ones.
 
-    Override it to return `redlock_embedded_nodes` where workers in other processes lock, too.
+    Override it to return `redlock_embedded_nodes` if workers in other processes lock, too.
     """
     return redlock_fake_nodes
 
@@ -87,17 +87,17 @@ def _redlock(
     redlock_nodes: Sequence[Any], redlock_prefix: str, redlock_node_timeout: float
 ) -> Iterator[Redlock]:
     from celery_redlock import Redlock
-    from celery_redlock.testing.holders import at_work
+    from celery_redlock.testing.holders import default_target
 
     urls = [node.url for node in redlock_nodes]
-    made = Redlock(urls, prefix=redlock_prefix, node_timeout=redlock_node_timeout)
-    with made, at_work(made):
-        yield made
+    redlock = Redlock(urls, prefix=redlock_prefix, node_timeout=redlock_node_timeout)
+    with redlock, default_target(redlock):
+        yield redlock
 
 
 @pytest.fixture
 def redlock(_redlock: Redlock) -> Redlock:
-    """Give a `Redlock` over `redlock_nodes`, which `hold`, `lose`, `assert_released` mean, too."""
+    """Give a `Redlock` over `redlock_nodes`, the default of `hold`, `lose`, `assert_released`."""
     return _redlock
 
 
@@ -108,7 +108,7 @@ def redlock_settings(
     redlock_prefix: str,
     redlock_node_timeout: float,
 ) -> dict[str, Any]:
-    """Give settings for a Celery app that is to lock on `redlock_nodes`."""
+    """Give the settings with which a Celery app locks on `redlock_nodes`."""
     return {
         "redlock_nodes": [node.url for node in redlock_nodes],
         "redlock_prefix": redlock_prefix,
@@ -118,7 +118,7 @@ def redlock_settings(
 
 @pytest.fixture
 def redlock_off() -> Iterator[None]:
-    """Switch locking off in this process for a test; see `locking_off`."""
+    """Switch locking off in this process for one test; see `locking_off`."""
     from celery_redlock.testing import locking_off
 
     with locking_off():

@@ -1,11 +1,17 @@
-"""Support for testing locked tasks: fake nodes with a clock, real ones, and real workers.
+"""Support for tests of locked tasks: fake nodes with a clock, embedded servers, worker processes.
 
-Needs the extra `celery_redlock[testing]`. Nothing in the package itself imports it. The pytest
-fixtures over it are in `pytest_celery_redlock`, which pytest finds by itself; see docs/testing.md.
+Read `node.py` first: a `FakeNode` is a lock node without a server. `node_thread.py` answers for the
+node, by the shipped scripts (`model.py`) and by a clock that a test moves (`clock.py`).
+`holders.py`: hold a lock, lose a lock, check that it was released. `unlocked.py`: no locks at all.
+`servers.py`: real servers and workers, which `reaper.py` kills if the test run dies.
+`processes.py`: pytest-celery without Docker. Not here: the fixtures; pytest finds them in
+`pytest_celery_redlock`, beside the package. Needs the extra `celery_redlock[testing]`; no other
+folder imports this one. Examples: docs/testing.md.
 """
 
-from celery_redlock.testing.fake import FakeNode, VirtualClock, fake_nodes
+from celery_redlock.testing.clock import VirtualClock
 from celery_redlock.testing.holders import assert_released, hold, lose, trust_nodes, use_nodes
+from celery_redlock.testing.node import FakeNode, fake_nodes
 from celery_redlock.testing.servers import EmbeddedNode, WorkerProcess, embedded_nodes
 from celery_redlock.testing.unlocked import locking_off
 

@@ -1,4 +1,4 @@
-"""What a test does to locks: others hold them, they are lost, and nothing of them is left."""
+"""Hold a lock as another owner, take a lock away from its holder, check that it was released."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.per_app import forget, redlock_of
 
-__all__ = ["assert_released", "at_work", "hold", "lose", "trust_nodes", "use_nodes"]
+__all__ = ["assert_released", "default_target", "hold", "lose", "trust_nodes", "use_nodes"]
 
-PAUSE = 0.02  # s: between looks at the nodes
-_in_use: list[Any] = []  # what tests work on just now, the latest last
+POLL_INTERVAL = 0.02  # seconds between two checks of a condition
+_targets: list[Any] = []  # of `default_target`, the innermost last
 
 
 def trust_nodes(nodes: Sequence[Any], prefix: str = "redlock") -> None:
-    """Let new nodes vote at once, as `Redlock.trust` does."""
-    with _redlock_over(nodes, prefix) as made:
-        made.trust()
+    """Let new nodes grant locks at once, as `Redlock.trust` does."""
+    with _redlock_over(nodes, prefix) as redlock:
+        redlock.trust()
 
 
 @contextlib.contextmanager
 def use_nodes(app: Any, nodes: Sequence[Any]) -> Iterator[Redlock]:
-    """Let an app of yours lock on these nodes, and trust them; gives its `Redlock`.
+    """Let an app lock on these nodes inside the `with`, and trust them; gives its `Redlock`.
 
-    app: a Celery app, with all of its own settings but `redlock_nodes`. nodes: `FakeNode`s,
-    `EmbeddedNode`s, or what `redlock_nodes` takes. `hold`, `lose` and `assert_released` mean them
-    meanwhile.
+    app: a Celery app; it keeps all settings except `redlock_nodes`. nodes: `FakeNode`s,
+    `EmbeddedNode`s, or values that `redlock_nodes` takes. They are also the default target of
+    `hold`, `lose` and `assert_released`.
     """
     before = app.conf.get("redlock_nodes")
     app.conf.redlock_nodes = addresses_of(nodes)
     forget(app)
     try:
-        made = redlock_of(app)
-        made.trust()
-        with at_work(made):
-            yield made
+        redlock = redlock_of(app)
+        redlock.trust()
+        with default_target(redlock):
+            yield redlock
     finally:
         app.conf.redlock_nodes = before
         forget(app)
 
 
 @contextlib.contextmanager
-def at_work(on: Any) -> Iterator[None]:
-    """Let `hold`, `lose` and `assert_released` mean the nodes of this app or `Redlock`."""
-    _in_use.append(on)
+def default_target(on: Any) -> Iterator[None]:
+    """Make an app or a `Redlock` the default target of `hold`, `lose` and `assert_released`."""
+    _targets.append(on)
     try:
         yield
     finally:
-        _in_use.remove(on)
+        _targets.remove(on)
 
 
 @contextlib.contextmanager
@@ -73,26 +73,28 @@ def hold(
     limit: int = 1,
     by: str = "another owner, made by hold()",
 ) -> Iterator[Lock]:
-    """Hold resources as somebody else would: whoever wants them meanwhile finds them taken.
+    """Hold resources as another owner: an acquire by the test or a task finds them taken.
 
-    on: an app, a `Redlock` or nodes; where None those of the fixtures or of `use_nodes`, else
-    Celery's current app. ttl, renew: as of `Redlock.lock`; renew=False is a holder that has died.
-    limit: takes one of so many permits. by: what the nodes, and errors, say of the holder.
-    Raises LockTaken where somebody holds them.
+    on: an app, a `Redlock` or nodes; None means those of the fixtures or of `use_nodes`, else
+    Celery's current app. ttl, renew: as for `Redlock.lock`; renew=False acts like a holder that has
+    died. limit: the number of permits, of which this takes one. by: the holder's name on the nodes
+    and in errors.
+    Raises LockTaken if the resources are held already.
     """
-    with _redlock_on(on) as theirs, _another(theirs) as others:
-        plain = others.lock(resources, ttl=ttl, renew=renew, limit=limit)
-        with Lock(others, replace(plain._options, label=by)) as lock:
+    with _redlock_on(on) as redlock, _other_client(redlock) as other:
+        options = other.lock(resources, ttl=ttl, renew=renew, limit=limit)._options
+        with Lock(other, replace(options, label=by)) as lock:
             yield lock
 
 
 def lose(resource: str | Lock, *, on: Any = None, within: float = 5.0) -> None:
-    """Take a lock from whoever holds it, for ever: a body of this process sees LockLost.
+    """Take a lock away from its holder for good: a body in this process sees LockLost.
 
-    resource: its name, or the lock. The nodes forget it, as `celery redlock break` has them do,
-    and every holder of this process renews at once, and so learns of it; another process does
-    that within a third of its ttl. within: s (real ones) for the holder here to learn it.
-    Raises AssertionError where nobody holds it.
+    resource: its name, or the lock. The key is deleted on the nodes, as by `celery redlock break`.
+    Every holder in this process renews at once and so notices the loss; a holder in another process
+    notices it within a third of its ttl.
+    within: seconds of the machine's time for the holders in this process to notice.
+    Raises AssertionError if no owner holds the lock.
     """
     names = resource._options.resources if isinstance(resource, Lock) else (resource,)
     with _redlock_on(on) as redlock:
@@ -109,10 +111,10 @@ def lose(resource: str | Lock, *, on: Any = None, within: float = 5.0) -> None:
 
 
 def assert_released(*resources: str, on: Any = None, within: float = 5.0) -> None:
-    """Assert that no lock on these resources stands on any node; of all resources where none.
+    """Assert that no node has a lock on these resources, or on any resource if none is given.
 
-    A release is written without waiting for the nodes, so they have `within` s (real ones) for it.
-    Raises AssertionError, which says who holds what since when, and where.
+    within: seconds of the machine's time to wait, because a release does not wait for the nodes.
+    Raises AssertionError, which names each lock, its holder, its nodes and the time of its acquire.
     """
     with _redlock_on(on) as redlock:
         found: list[Sight] = []
@@ -125,31 +127,31 @@ def assert_released(*resources: str, on: Any = None, within: float = 5.0) -> Non
             return
         now = redlock.session.clock.wall_us() / 1e6
         total = len(redlock.session.node_set.nodes)
-        said = [told(lock, now, total) for sight in found for lock in sight.locks]
+        lines = [describe(lock, now, total) for sight in found for lock in sight.locks]
         failing = {node: cause for sight in found for node, cause in sight.failing.items()}
-        said += [f"{node} cannot be asked: {cause}" for node, cause in failing.items()]
-        raise AssertionError(f"not released after {within:g} s:\n  " + "\n  ".join(said))
+        lines += [f"{node} cannot be asked: {cause}" for node, cause in failing.items()]
+        raise AssertionError(f"not released after {within:g} s:\n  " + "\n  ".join(lines))
 
 
-def told(lock: Standing, now: float, nodes: int) -> str:
-    """Return in words who holds a lock, since when, and where. now: s since 1970."""
+def describe(lock: Standing, now: float, nodes: int) -> str:
+    """Return a text with a lock's holder, nodes and time of acquire. now: seconds since 1970."""
     permit = f" (permit {lock.permit})" if lock.permit else ""
-    since = "since nobody knows when"
+    since = "since an unknown time"
     if lock.since is not None:
-        at = dt.datetime.fromtimestamp(lock.since, dt.timezone.utc)
-        since = f"since {at:%Y-%m-%d %H:%M:%S} UTC ({max(0.0, now - lock.since):.1f} s)"
-    where = ", ".join(f"{node} ({left:.1f} s left)" for node, left in lock.votes.items())
+        acquired_at = dt.datetime.fromtimestamp(lock.since, dt.timezone.utc)
+        since = f"since {acquired_at:%Y-%m-%d %H:%M:%S} UTC ({max(0.0, now - lock.since):.1f} s)"
+    on = ", ".join(f"{node} ({left:.1f} s left)" for node, left in lock.votes.items())
     holder = f"{lock.resource!r}{permit} is held by {in_person(lock.holder)!r}"
-    return f"{holder} {since} on {len(lock.votes)} of {nodes} nodes: {where}"
+    return f"{holder} {since} on {len(lock.votes)} of {nodes} nodes: {on}"
 
 
 def addresses_of(nodes: Sequence[Any]) -> list[Any]:
-    """Return what `redlock_nodes` takes for these nodes."""
+    """Return these nodes as values that `redlock_nodes` takes."""
     return [getattr(node, "url", node) for node in nodes]
 
 
-def _another(redlock: Redlock) -> Redlock:
-    """Return a `Redlock` over the same nodes, which is to it what another process is."""
+def _other_client(redlock: Redlock) -> Redlock:
+    """Return a new `Redlock` over the same nodes: another owner, as another process would be."""
     pools = [node.address.pool for node in redlock.session.node_set.nodes]
     return Redlock(
         [redis.Redis(connection_pool=pool) for pool in pools],
@@ -163,15 +165,16 @@ def _another(redlock: Redlock) -> Redlock:
 
 @contextlib.contextmanager
 def _redlock_on(on: Any) -> Iterator[Redlock]:
-    """Give a `Redlock` over what a test means; one made for this is closed."""
-    meant = on if on is not None else _in_use[-1] if _in_use else current_app._get_current_object()
-    if isinstance(meant, Redlock):
-        yield meant
-    elif hasattr(meant, "conf"):
-        yield redlock_of(meant)
+    """Give the `Redlock` of an app or over nodes; it is closed at exit if it is made here."""
+    if on is None:
+        on = _targets[-1] if _targets else current_app._get_current_object()
+    if isinstance(on, Redlock):
+        yield on
+    elif hasattr(on, "conf"):
+        yield redlock_of(on)
     else:
-        with _redlock_over(meant, "redlock") as made:
-            yield made
+        with _redlock_over(on, "redlock") as redlock:
+            yield redlock
 
 
 def _redlock_over(nodes: Sequence[Any], prefix: str) -> Redlock:
@@ -179,7 +182,7 @@ def _redlock_over(nodes: Sequence[Any], prefix: str) -> Redlock:
 
 
 def _holders_of(lock: Standing) -> list[tuple[Session, Acquisition]]:
-    """Return who holds a lock in this process."""
+    """Return the acquisitions of this process that hold a lock, each with its session."""
     return [
         (session, acquisition)
         for session in sessions()
@@ -194,11 +197,11 @@ def _bytes(value: Any) -> bytes:
 
 
 def _eventually(is_true: Callable[[], bool], within: float) -> bool:
-    """Tell whether something comes true within so many s of the machine, frozen or not."""
+    """Return whether a condition comes true in time. within: seconds of the machine's time."""
     clock = SystemClock()
     end = clock.now() + within
     while not is_true():
         if clock.now() > end:
             return False
-        time.sleep(PAUSE)
+        time.sleep(POLL_INTERVAL)
     return True

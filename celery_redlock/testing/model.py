@@ -1,6 +1,6 @@
-"""One server as the shipped scripts see it: the scripts in a real Lua, over a memory of its own.
+"""A model of one server: it runs the shipped scripts in a real Lua, over keys in memory.
 
-The simulator's nodes and `FakeNode` are made of it; contract tests hold it to a real server.
+The simulator's nodes and `FakeNode` use it; contract tests compare it with a real server.
 Needs lupa, which is in the extra `celery_redlock[testing]`.
 """
 
@@ -19,20 +19,20 @@ from celery_redlock.tasks.unique.rounds import UNIQUE
 
 SCRIPTS = (GRANT, RENEW, RELEASE, GUARD, TRUST, BREAK, UNIQUE)
 NOSCRIPT = b"-NOSCRIPT No matching script. Please use EVAL.\r\n"
-FOREIGN = b"-ERR this node is a fake: it runs the scripts of celery_redlock alone\r\n"
+FOREIGN_SCRIPT = b"-ERR this node is a fake: it runs the scripts of celery_redlock alone\r\n"
 
-Scripts = Mapping[bytes, tuple[str, Any]]  # by digest: the name, and the body as a Lua function
+Scripts = Mapping[bytes, tuple[str, Any]]  # by digest: the name and the Lua function
 
 
 class Engine:
-    """One Lua for all servers of an operating system process: making it costs a lot.
+    """The Lua that all servers of one process share, because making one is slow.
 
-    publish: called with a channel and a message; returns how many hear of it.
+    publish: called with a channel and a message; returns the number of subscribers.
     """
 
     def __init__(self) -> None:
         try:
-            from lupa.lua51 import LuaRuntime  # here: whoever has real nodes does not need it
+            from lupa.lua51 import LuaRuntime  # late: a test with real nodes needs no lupa
         except ImportError:
             raise RuntimeError(
                 "a fake node runs the lock's scripts in lupa's Lua, which is not installed: "
@@ -40,60 +40,59 @@ class Engine:
             ) from None
         lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)
         self.publish: Callable[[bytes, bytes], int] = lambda channel, message: 0
-        names = lua.globals()
-        names[b"publish"] = lambda channel, message: self.publish(channel, message)
+        functions = lua.globals()
+        functions[b"publish"] = lambda channel, message: self.publish(channel, message)
         lua.execute((Path(__file__).parent / "server.lua").read_bytes())
-        self.run: Callable[..., bytes] = names[b"run"]
-        self.call: Callable[..., bytes | None] = names[b"call"]
-        self.peek: Callable[[Any, int, bytes], bytes | None] = names[b"peek"]
-        self.look: Callable[[Any, int, bytes], tuple[bytes | None, int]] = names[b"look"]
-        self.put: Callable[[Any, int, bytes, bytes, int], None] = names[b"put"]
-        self.drop: Callable[[Any, int, bytes], None] = names[b"drop"]
-        self.copy: Callable[[Any], Any] = names[b"copy"]
-        self.names: Callable[[Any, int], bytes] = names[b"names"]
+        self.run: Callable[..., bytes] = functions[b"run"]
+        self.call: Callable[..., bytes | None] = functions[b"call"]
+        self.peek: Callable[[Any, int, bytes], bytes | None] = functions[b"peek"]
+        self.look: Callable[[Any, int, bytes], tuple[bytes | None, int]] = functions[b"look"]
+        self.put: Callable[[Any, int, bytes, bytes, int], None] = functions[b"put"]
+        self.drop: Callable[[Any, int, bytes], None] = functions[b"drop"]
+        self.copy: Callable[[Any], Any] = functions[b"copy"]
+        self.names: Callable[[Any, int], bytes] = functions[b"names"]
         self.empty: Callable[[], Any] = lua.table
         self._compile = lua.eval(b"function(text) return assert(loadstring(text)) end")
 
-    def body(self, source: bytes) -> Any:
+    def compile(self, source: bytes) -> Any:
         """Return a script as a Lua function."""
         return self._compile(source)
 
 
 @functools.lru_cache(maxsize=1)
 def engine() -> Engine:
-    """Return the one Lua of this process."""
+    """Return the Lua of this process."""
     return Engine()
 
 
 @functools.lru_cache(maxsize=64)
-def body_of(source: bytes) -> Any:
-    """Return a script as a Lua function, compiled once."""
-    return engine().body(source)
+def compiled(source: bytes) -> Any:
+    """Return a script as a Lua function; each script is compiled once."""
+    return engine().compile(source)
 
 
 @functools.lru_cache(maxsize=16)
 def digest_of(script: Script) -> bytes:
-    """Return the digest by which a script is called."""
+    """Return the digest that EVALSHA takes for a script."""
     return script.by_digest.split(b"\r\n")[3]
 
 
 def library(texts: Mapping[Script, bytes] | None = None) -> dict[bytes, tuple[str, Any]]:
-    """Return by digest the shipped scripts' names and bodies.
+    """Return the names and the Lua functions of the shipped scripts, by digest.
 
-    texts: other texts for some of them, which run under the shipped digests.
+    texts: replacements for some scripts, which run under the shipped digests.
     """
     changed = texts or {}
     return {
-        digest_of(script): (script.name, body_of(changed.get(script, script.source)))
+        digest_of(script): (script.name, compiled(changed.get(script, script.source)))
         for script in SCRIPTS
     }
 
 
 class Server:
-    """One server: its keys, and what it replies. A subclass says what time it is.
+    """One server: its keys and its replies. A subclass gives the time.
 
-    scripts: by digest, what it can be asked to run once it was loaded. run_id: which of its lives
-    this is.
+    scripts: by digest, what a client can load. run_id: as in INFO, new at each start.
     """
 
     run_id = ""
@@ -106,26 +105,26 @@ class Server:
 
     @property
     def wall_ms(self) -> int:
-        """The ms of its own wall clock."""
+        """Milliseconds since 1970, by the server's own clock."""
         raise NotImplementedError
 
     @property
     def uptime(self) -> float:
-        """S for which it has been up, by its own clock."""
+        """Seconds since the start, by the server's own clock."""
         raise NotImplementedError
 
     def published(self, channel: bytes, message: bytes) -> int:
-        """Hand a message to who hears a channel; returns how many did."""
+        """Send a message to the subscribers of a channel; return how many there are."""
         return 0
 
-    # what stands there
+    # the keys
 
     def holder(self, key: bytes) -> bytes | None:
-        """Return the value that stands under a key."""
+        """Return the value of a key, None if there is no such key."""
         return self._engine.peek(self.store, self.wall_ms, key) or None
 
     def put(self, key: bytes, value: bytes, seconds: float) -> None:
-        """Set a key for so many s of its clock."""
+        """Set a key that expires after this many seconds of the server's clock."""
         self._engine.put(self.store, self.wall_ms, key, value, int(seconds * 1000))
 
     def drop(self, key: bytes) -> None:
@@ -133,18 +132,18 @@ class Server:
         self._engine.drop(self.store, self.wall_ms, key)
 
     def look(self, key: bytes) -> tuple[bytes | None, int]:
-        """Return what stands under a key, and the ms that are left: -1 for ever, -2 nothing."""
+        """Return the value of a key and its PTTL: ms, -1 without expiry, -2 without the key."""
         value, ms = self._engine.look(self.store, self.wall_ms, key)
         return value or None, ms
 
     def keys(self) -> list[bytes]:
-        """Return the names that stand there."""
+        """Return the names of all keys."""
         return self._engine.names(self.store, self.wall_ms).split(b"\n")
 
-    # what it is asked
+    # the commands
 
     def execute(self, words: list[bytes]) -> tuple[str, bytes]:
-        """Run one command; returns the name of the script, "" for others, and the reply."""
+        """Run one command; return the name of its script, "" if it has none, and the reply."""
         verb = words[0]
         if verb == b"EVALSHA":
             script = self._loaded.get(words[1])
@@ -153,7 +152,7 @@ class Server:
             return script[0], self._run(script[1], words)
         if verb == b"EVAL":
             known = self._by_source(words[1])
-            return ("", FOREIGN) if known is None else (known[0], self._run(known[1], words))
+            return ("", FOREIGN_SCRIPT) if known is None else (known[0], self._run(known[1], words))
         return "", self._answer(verb.upper(), words)
 
     def _by_source(self, source: bytes) -> tuple[str, Any] | None:
@@ -173,7 +172,7 @@ class Server:
         if verb == b"PING":
             return b"+PONG\r\n"
         if verb == b"SCRIPT":
-            return FOREIGN if self._by_source(words[-1]) is None else b"$2\r\nok\r\n"
+            return FOREIGN_SCRIPT if self._by_source(words[-1]) is None else b"$2\r\nok\r\n"
         if verb == b"INFO":
             return encode_bulk(self._info())
         if verb in (b"SCAN", b"KEYS"):
@@ -181,7 +180,7 @@ class Server:
         engine = self._engine
         engine.publish = self.published
         reply = engine.call(self.store, self.wall_ms, verb, *words[1:])
-        return unknown(verb) if reply is None else reply
+        return unknown_command(verb) if reply is None else reply
 
     def _info(self) -> bytes:
         facts = {
@@ -196,30 +195,30 @@ class Server:
         return "".join(f"{name}:{fact}\r\n" for name, fact in facts.items()).encode()
 
     def _names(self, verb: bytes, words: Sequence[bytes]) -> bytes:
-        """Return the names that a pattern fits: all at once, as a scan that is over."""
+        """Return the keys that match a pattern: a SCAN gets all of them in one reply."""
         pattern = b"*"
         if verb == b"KEYS":
             pattern = words[1]
         elif b"MATCH" in words:
             pattern = words[words.index(b"MATCH") + 1]
-        found = [encode_bulk(name) for name in self.keys() if name and fits(name, pattern)]
+        found = [encode_bulk(name) for name in self.keys() if name and matches(name, pattern)]
         listed = b"*%d\r\n%b" % (len(found), b"".join(found))
         return listed if verb == b"KEYS" else b"*2\r\n$1\r\n0\r\n" + listed
 
 
-def unknown(verb: bytes) -> bytes:
-    """Return the reply to a command that the model does not have."""
+def unknown_command(verb: bytes) -> bytes:
+    """Return the error reply to a command that the model lacks."""
     name = verb.decode(errors="replace")
     return f"-ERR unknown command '{name}': this node is a fake\r\n".encode()
 
 
-def fits(name: bytes, pattern: bytes) -> bool:
-    """Tell whether a name fits a pattern as SCAN takes it: a backslash quotes one letter."""
-    made, letters = "", iter(pattern.decode("latin-1"))
+def matches(name: bytes, pattern: bytes) -> bool:
+    """Return whether a name matches a pattern of SCAN: a backslash quotes one character."""
+    translated, letters = "", iter(pattern.decode("latin-1"))
     for letter in letters:
         if letter == "\\":
             quoted = next(letters, "\\")
-            made += f"[{quoted}]" if quoted in "*?[" else quoted
+            translated += f"[{quoted}]" if quoted in "*?[" else quoted
         else:
-            made += letter
-    return fnmatch.fnmatchcase(name.decode("latin-1"), made)
+            translated += letter
+    return fnmatch.fnmatchcase(name.decode("latin-1"), translated)

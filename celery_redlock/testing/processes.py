@@ -1,8 +1,8 @@
 """pytest-celery without Docker: its broker, backend and worker as processes of this machine.
 
-`pytest_plugins = ["celery_redlock.testing.processes"]` in a conftest, and `celery_setup` works as
-ever: the broker and the result backend are embedded servers, and the worker runs what pytest-celery
-would put into its container (app, tasks, signals, configuration), in a folder of its own.
+With `pytest_plugins = ["celery_redlock.testing.processes"]` in a conftest, `celery_setup` works as
+before. The broker and the result backend are embedded servers. The worker runs the files that
+pytest-celery would put into its container (app, tasks, signals, configuration), in its own folder.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from typing import Any
 import celery
 import pytest
 from pytest_celery import CeleryTestBackend, CeleryTestBroker, RedisTestBackend
-from pytest_celery.vendors.worker.content.app import app as template
+from pytest_celery.vendors.worker.content.app import app as template_app
 from redis import Redis
 
 from celery_redlock.testing.servers import EmbeddedNode, WorkerProcess
 
 __all__ = ["celery_backend", "celery_broker", "default_worker_container"]
 
+KILL = signal.SIGKILL
+ENDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
-# pytest-celery's template of a worker's app is imported with it and finalized, for pytest looks at
-# each name of its plugin. Nobody runs it, but shared tasks that a test module declares are bound to
-# it, too, and checked.
-template.conf.redlock_nodes = ["redis://nobody-locks-by-this-app.invalid"]
+# pytest-celery imports its template of a worker's app, and pytest finalizes it by looking at each
+# name of the plugin. No worker runs it, but the shared tasks of a test module are bound to it and
+# checked, and without nodes that check fails.
+template_app.conf.redlock_nodes = ["redis://nobody-locks-by-this-app.invalid"]
 
 
 class ServerContainer:
-    """An embedded server with the face of a pytest-celery container."""
+    """An embedded server with the interface of a pytest-celery container."""
 
     def __init__(self) -> None:
         self._node = EmbeddedNode().__enter__()
@@ -43,7 +45,7 @@ class ServerContainer:
 
     @property
     def celeryconfig(self) -> dict[str, Any]:
-        """What Celery is to be told of it."""
+        """The settings by which Celery finds the server."""
         host, url = "127.0.0.1", self._node.url
         return {
             "url": url,
@@ -55,24 +57,24 @@ class ServerContainer:
 
     @property
     def client(self) -> Redis:
-        """A client of it."""
+        """A redis-py client of the server."""
         return self._node.client()
 
     @property
     def status(self) -> str:
-        """Docker's word for whether it runs."""
+        """Docker's word for a process that runs or has ended."""
         return "running" if self._node.pid else "exited"
 
     def ready(self) -> bool:
-        """Tell whether it runs: it answered when it was started."""
+        """Return whether the server runs: its start waited for an answer."""
         return bool(self._node.pid)
 
     def logs(self) -> str:
-        """Return what it has written."""
+        """Return what the server has written."""
         return self._node.log()
 
     def kill(self, signal: str | int = "SIGKILL") -> None:
-        """End it, or send it another signal."""
+        """End the server, or send it another signal."""
         number = number_of(signal)
         if number in ENDS:
             self._node.kill()
@@ -80,91 +82,91 @@ class ServerContainer:
             os.kill(self._node.pid, number)
 
     def restart(self, timeout: float = 60.0) -> None:
-        """Start it anew, empty."""
+        """Restart the server, empty. timeout: seconds for the start."""
         self._node.kill()
         self._node.start(timeout)
 
     def reload(self) -> None:
-        """Nothing: what is told of it is always of now."""
+        """Do nothing: the attributes are always up to date."""
 
     def teardown(self) -> None:
-        """End it for good."""
+        """End it for good, with its files."""
         self._node.__exit__()
 
 
 class WorkerContainer:
-    """A worker process with the face of a pytest-celery container.
+    """A worker process with the interface of a pytest-celery container.
 
-    about: pytest-celery's class of worker containers, or one made of it: its name, queue and log
-    level. content: the files that it would find in its volume.
+    container_class: pytest-celery's class of worker containers, or a subclass: it gives the
+    worker's name, queue and log level. files: the content of the container's volume.
     """
 
     def __init__(
         self,
-        about: Any,
+        container_class: Any,
         command: Sequence[str],
         env: Mapping[str, str],
-        content: Mapping[str, bytes],
+        files: Mapping[str, bytes],
         folder: Path,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.name = f"worker-{self.id[:12]}"
-        self._about, self._folder = about, folder
-        for name, text in content.items():
+        self._container_class, self._folder = container_class, folder
+        for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(text)
+            (folder / name).write_bytes(content)
         path = os.pathsep.join([str(folder), *filter(None, sys.path)])
         self._env = {**env, "PYTHONPATH": path}
         programs = {"celery": [sys.executable, "-m", "celery"], "python": [sys.executable]}
         words = [*programs.get(command[0], command[:1]), *command[1:]]
-        # a container's host has its own name, and pytest-celery knows the worker by it
+        # a container's host name is its id, and pytest-celery finds the worker by that
         self._command = [word.replace("%h", self.id[:12]) for word in words]
-        self._lives: list[WorkerProcess] = []
+        self._processes: list[WorkerProcess] = []
         self._launch()
 
     def _launch(self) -> None:
-        life = WorkerProcess(
+        process = WorkerProcess(
             "app", name=self.name, env=self._env, cwd=self._folder, command=self._command
         )
-        self._lives.append(life)
-        life.start()
+        self._processes.append(process)
+        process.start()
 
     @property
     def status(self) -> str:
-        """Docker's word for whether it runs."""
-        return "running" if self._lives[-1].runs else "exited"
+        """Docker's word for a process that runs or has ended."""
+        return "running" if self._processes[-1].runs else "exited"
 
     def ready(self) -> bool:
-        """Tell whether it runs: it said that it was ready when it was started."""
-        return self._lives[-1].runs
+        """Return whether the worker runs: its start waited until it was ready."""
+        return self._processes[-1].runs
 
     def logs(self) -> str:
-        """Return what it has written, in all of its lives."""
-        return "".join(life.output() for life in self._lives)
+        """Return what the worker has written, before each restart and since."""
+        return "".join(process.output() for process in self._processes)
 
     def kill(self, signal: str | int = "SIGKILL") -> None:
-        """End it with its children, or send its main process another signal."""
+        """Kill the worker with its children, or send its main process another signal."""
         number = number_of(signal)
         if number == KILL:
-            self._lives[-1].kill()
+            self._processes[-1].kill()
         else:
-            self._lives[-1].signal(number)
+            self._processes[-1].signal(number)
 
     def restart(self, timeout: float = 60.0) -> None:
-        """End it warmly, by force after so many s, and start it again."""
-        self._lives[-1].stop(timeout)
+        """Start the worker again after a warm shutdown. timeout: seconds before it is killed."""
+        self._processes[-1].stop(timeout)
         self._launch()
 
     def reload(self) -> None:
-        """Nothing: what is told of it is always of now."""
+        """Do nothing: the attributes are always up to date."""
 
     def teardown(self) -> None:
-        """End it for good."""
-        for life in self._lives:
-            life.__exit__()
+        """End it for good, with its files."""
+        for process in self._processes:
+            process.__exit__()
 
     def exec_run(self, command: str) -> tuple[int, bytes]:
-        """Run a command in its folder; returns the exit code and the output."""
+        """Run a command in the worker's folder; return the exit code and the output."""
         done = subprocess.run(  # noqa: S602 - a command line of the test's own
             command, shell=True, cwd=self._folder, env={**os.environ, **self._env}, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -172,34 +174,30 @@ class WorkerContainer:
         return done.returncode, done.stdout
 
     def version(self) -> str:
-        """Return the version of Celery that it runs: this environment's."""
+        """Return the worker's version of Celery, which is this environment's."""
         return str(celery.__version__)
 
     def log_level(self) -> str:
-        """Return its log level."""
-        return str(self._about.log_level())
+        """Return the worker's log level."""
+        return str(self._container_class.log_level())
 
     def worker_name(self) -> str:
-        """Return its name, without the host's."""
-        return str(self._about.worker_name())
+        """Return the worker's name, without the host."""
+        return str(self._container_class.worker_name())
 
     def worker_queue(self) -> str:
-        """Return the queue that it consumes."""
-        return str(self._about.worker_queue())
-
-
-KILL = signal.SIGKILL
-ENDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+        """Return the queue that the worker consumes."""
+        return str(self._container_class.worker_queue())
 
 
 def number_of(word: str | int) -> int:
-    """Return a signal's number, from its name or itself."""
+    """Return the number of a signal, given by its name or number."""
     return int(signal.Signals[word]) if isinstance(word, str) else int(word)
 
 
 @pytest.fixture
 def celery_broker() -> Iterator[CeleryTestBroker]:
-    """Give an embedded server as the broker, instead of one container after another."""
+    """Give an embedded server as the only broker, instead of a container of each kind."""
     broker = CeleryTestBroker(ServerContainer())
     yield broker
     broker.teardown()
@@ -207,7 +205,7 @@ def celery_broker() -> Iterator[CeleryTestBroker]:
 
 @pytest.fixture
 def celery_backend() -> Iterator[CeleryTestBackend]:
-    """Give an embedded server as the result backend, instead of one container after another."""
+    """Give an embedded server as the only result backend, instead of a container of each kind."""
     backend = RedisTestBackend(ServerContainer())
     yield backend
     backend.teardown()
@@ -221,8 +219,11 @@ def default_worker_container(
     default_worker_initial_content: Mapping[str, bytes],
     tmp_path: Path,
 ) -> WorkerContainer:
-    """Give a worker process, made of what pytest-celery's container would be made of."""
-    folder = tmp_path / "worker"
-    about = default_worker_container_cls
-    content = default_worker_initial_content
-    return WorkerContainer(about, default_worker_command, default_worker_env, content, folder)
+    """Give a worker process with the command, environment and files of a container."""
+    return WorkerContainer(
+        default_worker_container_cls,
+        default_worker_command,
+        default_worker_env,
+        default_worker_initial_content,
+        tmp_path / "worker",
+    )

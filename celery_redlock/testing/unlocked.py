@@ -1,8 +1,7 @@
-"""Locking switched off, for unit tests of what bodies do.
+"""Locking switched off, for unit tests of task bodies.
 
-There is no setting and no environment variable for it: it is a `with` of the test's own process.
-A forked or started process does not have it, and a run that a worker makes of a message takes its
-lock whatever this process says.
+No setting and no environment variable does this, only a `with` in the test's own process. A process
+that is forked or started there locks, and so does a worker's run of a message in this process.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _tokens = itertools.count(1)
 
 
 class Unlocked(Acquisition):
-    """What stands for an acquisition while locking is off: held until its release, on no node."""
+    """An acquisition while locking is off: no node has it, and it is held until its release."""
 
     __slots__ = ("_token",)
 
@@ -40,7 +39,7 @@ class Unlocked(Acquisition):
         self._token = next(_tokens)
 
     def held(self, now: float) -> bool:
-        """Return True: after its release nobody asks it."""
+        """Return True; it is not asked after its release."""
         return True
 
     def lost(self, now: float) -> bool:
@@ -48,12 +47,12 @@ class Unlocked(Acquisition):
         return False
 
     def remaining(self, now: float) -> float:
-        """Return a whole ttl, always."""
+        """Return the full ttl, always."""
         return self.options.ttl
 
     @property
     def fencing_token(self) -> int:
-        """A number greater than that of every such acquisition before it."""
+        """A number greater than the token of every earlier acquisition of this class."""
         return self._token
 
     def begin_renewal(self, now: float) -> bool:
@@ -63,25 +62,25 @@ class Unlocked(Acquisition):
 
 @contextlib.contextmanager
 def locking_off() -> Iterator[None]:
-    """Let locked bodies just run in this process: no node is asked, nobody waits or is refused.
+    """Run locked bodies in this process without locks: no node is asked, no acquire waits or fails.
 
     `apply`, eager calls, `lock_for` and `Redlock.lock` take no lock, and `self.lock` and
-    `current_lock()` say that it is held. A send is not deduplicated. Runs that a worker makes of
-    messages are locked all the same. Raises RedlockError in such a run.
+    `current_lock()` say that it is held. A send is not deduplicated. A worker's run of a message is
+    still locked. Raises RedlockError inside such a run.
     """
     if in_worker():
         raise RedlockError("locking_off() is for tests: a run in a worker is always locked")
-    own, shipped = os.getpid(), Session.try_acquire
+    pid, locking_acquire = os.getpid(), Session.try_acquire
 
     def is_off() -> bool:
-        return os.getpid() == own and not in_worker()
+        return os.getpid() == pid and not in_worker()
 
-    def new_acquisition(session: Session, *what: Any) -> Acquisition:
-        return Unlocked(*what) if is_off() else Acquisition(*what)
+    def new_acquisition(session: Session, *args: Any) -> Acquisition:
+        return Unlocked(*args) if is_off() else Acquisition(*args)
 
     def try_acquire(session: Session, acquisition: Acquisition) -> Failure | None:
         if not isinstance(acquisition, Unlocked):
-            return shipped(session, acquisition)
+            return locking_acquire(session, acquisition)
         acquisition.acquired_at = session.clock.now()
         session.reentrancy.enter(acquisition)
         session.events.acquired(acquisition)
@@ -90,6 +89,7 @@ def locking_off() -> Iterator[None]:
     def send(redlock: Any, message: Any, publish: Any) -> Any:
         return publish(None) if is_off() else send_once(redlock, message, publish)
 
+    # by name: a test fails if a send is deduplicated by a function of another name
     with (
         mock.patch.object(Session, "new_acquisition", new_acquisition),
         mock.patch.object(Session, "try_acquire", try_acquire),
@@ -99,6 +99,6 @@ def locking_off() -> Iterator[None]:
 
 
 def in_worker() -> bool:
-    """Tell whether what runs here was begun by a worker, for a message that it got."""
+    """Return whether this code is part of a worker's run of a message."""
     requests = [task.request for task in _task_stack.stack]
-    return any(not (one.called_directly or one.is_eager) for one in requests)
+    return any(not (request.called_directly or request.is_eager) for request in requests)

@@ -15,6 +15,7 @@ import pytest
 import time_machine
 from celery import Celery, _state
 from celery.contrib.testing.worker import start_worker
+from celery.utils import uuid
 from freezegun import freeze_time
 
 from celery_redlock import (
@@ -25,6 +26,7 @@ from celery_redlock import (
     Redlock,
     RedlockError,
     current_lock,
+    send_unique,
 )
 from celery_redlock.tasks.signals import LockLostEvent, lock_lost
 from celery_redlock.testing import (
@@ -37,7 +39,7 @@ from celery_redlock.testing import (
     trust_nodes,
     use_nodes,
 )
-from celery_redlock.testing.fake import Sample
+from celery_redlock.testing.clock import Sample
 from tests.conftest import eventually
 
 PATIENT = 7.0  # s for one node: no stall of a busy machine is what is told here
@@ -174,17 +176,17 @@ class TestNodes:
 
 class TestClock:
     def test_a_clock_that_goes_ahead_jumps(self) -> None:
-        assert Sample(10, 1000, depth=1).jump(11, 1031, 1) == 30
+        assert Sample(10, 1000, freezes=1).jump(11, 1031, 1) == 30
 
     def test_a_clock_that_is_frozen_or_set_back_does_not(self) -> None:
         assert Sample(10, 1000).jump(15, 1000, 1) == 0
         assert Sample(10, 1000).jump(10, 500, 1) == 0
 
     def test_who_lets_go_of_the_clock_lets_no_time_pass(self) -> None:
-        assert Sample(10, 1000, depth=1).jump(10, 9_000_000, 0) == 0
+        assert Sample(10, 1000, freezes=1).jump(10, 9_000_000, 0) == 0
 
     def test_the_next_freeze_goes_on_where_the_one_before_was(self) -> None:
-        assert Sample(10, 9_000_000, left=1000.0).jump(10, 1031, 1) == 31
+        assert Sample(10, 9_000_000, exit_wall=1000.0).jump(10, 1031, 1) == 31
 
     def test_a_lock_outlives_a_frozen_past_and_its_end(self, redlock: Redlock) -> None:
         with redlock.lock("r") as lock:
@@ -353,6 +355,38 @@ class TestLockingOff:
             with redlock.lock("r") as again:
                 assert again.held
             assert not redlock.session.is_used
+
+    @pytest.mark.parametrize("by_name", [False, True], ids=["by the task", "by name"])
+    def test_a_unique_send_is_published_without_any_node(self, by_name: bool) -> None:
+        """A send that were still deduplicated would raise: no node can be reached."""
+        app = an_app()
+        app.conf.redlock_nodes = ["redis://127.0.0.1:1"]
+        app.conf.redlock_node_timeout = 0.1
+        app.conf.task_default_queue = uuid()  # memory:// is one broker for the whole process
+
+        @app.task(
+            name="kit.unique", base=LockedTask, lock_key="r", shared=False,
+            lock_unique_for=60, lock_on_unreachable="fail",
+        )  # fmt: skip
+        def body() -> None: ...
+
+        def send() -> Any:
+            if by_name:
+                how = {"resource": "r", "unique_for": 60, "on_unreachable": "fail"}
+                return send_unique(app, body.name, **how)
+            return body.apply_async()
+
+        with pytest.raises(QuorumUnreachable):
+            send()
+        with locking_off():
+            sent = [send().id, send().id]
+        with (
+            app.connection_for_read() as broker,
+            broker.SimpleQueue(app.conf.task_default_queue) as queue,
+        ):
+            assert [queue.get(block=False).headers["id"] for _ in sent] == sent
+            assert not queue.qsize()
+        assert sent[0] != sent[1]
 
     def test_it_is_on_again_behind_it(self, app: Celery) -> None:
         with contextlib.suppress(KeyError), locking_off():
