@@ -78,14 +78,14 @@ def redlock_waiting(state: Any) -> list[dict[str, Any]]:
     now = SystemClock().now()
     return [
         {
-            "resources": list(slip.waits_for),
-            "reason": slip.reason or "the lock is taken",
+            "resources": list(header.wait.resources),
+            "reason": header.wait.reason or "the lock is taken",
             "task_id": waiting.request.id,
             "task": waiting.request.name,
-            "since": slip.since,
-            "deferrals": slip.deferrals,
+            "since": header.deferral.since,
+            "deferrals": header.deferral.count,
             "tries_in": max(0.0, waiting.due - now),
         }
         for waiting in waiters_of(state.consumer)
-        for slip in (LockHeader.of(waiting.request._context),)
+        if (header := LockHeader.of(waiting.request._context)).wait is not None
     ]

@@ -24,8 +24,9 @@ def _on_span(sender: Any, event: Any, outcome: str) -> None:
         span.add_event(f"redlock.{outcome}", attributes)
         return
     if outcome == "acquired":
-        past = LockHeader.of(sender.request).past(utc_now())
-        attributes |= {"redlock.waited": past.waited, "redlock.deferrals": past.deferrals}
+        deferral = LockHeader.of(sender.request).deferral
+        waited = {"redlock.waited": deferral.waited(utc_now()), "redlock.deferrals": deferral.count}
+        attributes |= waited
     span.set_attributes({**attributes, "redlock.outcome": outcome})
 
 

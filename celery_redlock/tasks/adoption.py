@@ -17,51 +17,50 @@ from celery_redlock.tasks.settings.sources import tasks_source
 
 
 class AdoptingRegistry(TaskRegistry):
-    """An app's tasks, of which those that `redlock_tasks` names get their gate as they come in.
+    """An app's tasks; those that `redlock_tasks` names become LockedTasks as they are added.
 
-    Celery adds a task here before it binds it, whenever that is: with the app, as a shared task,
-    or by a module that is imported late. From then on it is a LockedTask like any other; that class
-    is handed in, for it stands above this module.
+    Celery adds a task here before it binds it: with the app, as a shared task, or when a module is
+    imported late. locked_task: the class `LockedTask`, handed in, for it is above this module.
     """
 
     @classmethod
     def watch(cls, app: Any, locked_task: Any) -> None:
-        """Lock what an app's registry holds, and what is added to it; refuse what cannot be."""
-        registry = cls.put_gates(app, locked_task)
+        """Adopt the tasks of an app, and all that are added later. Raises SettingsError."""
+        registry = cls.adopt_all(app, locked_task)
         for name, task in registry.items():
             registry.check(name, task)
 
     @classmethod
-    def put_gates(cls, app: Any, locked_task: Any) -> Any:
-        """Have an app's registry lock what it holds, and what is added to it; returns that."""
+    def adopt_all(cls, app: Any, locked_task: Any) -> Any:
+        """Adopt the tasks of an app, and all that are added later; return its registry."""
         registry = app._tasks
         if not isinstance(registry, AdoptingRegistry):
             kind = type(registry)
             registry.__class__ = type(kind.__name__, (cls, kind), {})
         registry.app, registry.locked_task = app, locked_task
-        found = [task for name, task in registry.items() if registry.put_gate(name, task)]
-        for task in found:  # all of them are locked by now, whatever is wrong with one
+        found = [task for name, task in registry.items() if registry.adopt(name, task)]
+        for task in found:  # all of them are adopted by now, even if one of them is wrong
             if task.__bound__:
                 task.bind(app)
         return registry
 
     def __setitem__(self, name: str, task: Any) -> None:
-        """Add a task, behind its gate."""
+        """Add a task; adopt it if it has an entry."""
         super().__setitem__(name, task)
-        self.put_gate(name, task)
+        self.adopt(name, task)
         self.check(name, task)
 
     def pattern_for(self, name: str) -> str | None:
-        """Return the entry that a task's name goes by, None where there is none."""
+        """Return the entry of `redlock_tasks` for a task's name, None if there is none."""
         if name.startswith(CELERY_PREFIX):
             return None
         entries = self.app.conf.get("redlock_tasks")
-        # what is no mapping raises at each use of what it names, rather than have that run unlocked
+        # a wrong type raises at each use of a task that it names: such a task never runs unlocked
         known = entries if isinstance(entries, (Mapping, list, tuple, set)) else ()
         return pattern_for(name, map(str, known))
 
-    def put_gate(self, name: str, task: Any) -> bool:
-        """Lock a task of others that has an entry; False where nothing was to be done."""
+    def adopt(self, name: str, task: Any) -> bool:
+        """Adopt a task that has an entry; return whether it was adopted now."""
         pattern = self.pattern_for(name)
         if pattern is None or isinstance(task, self.locked_task):
             return False
@@ -69,7 +68,7 @@ class AdoptingRegistry(TaskRegistry):
         return True
 
     def check(self, name: str, task: Any) -> None:
-        """Raise SettingsError where an entry is of a task that has options of its own."""
+        """Raise SettingsError if an entry names a task that has options of its own."""
         pattern = self.pattern_for(name)
         if pattern == name and ENTRY not in type(task).__dict__:
             hint = (
@@ -82,13 +81,13 @@ class AdoptingRegistry(TaskRegistry):
 def adopt_task(task: Any, pattern: str, locked_task: Any) -> None:
     """Make a task of others a LockedTask, which goes by an entry of `redlock_tasks`.
 
-    locked_task: the class `LockedTask`.
-    It gets a class of its own below its own one, so that the instance is the one that others may
-    hold, and their class stays as it is. LockedTask comes first, for their `apply_async` need not
-    know `lock`; what they call `lock` themselves stays theirs.
+    locked_task: the class `LockedTask`. The task keeps its identity, for others may hold it. It
+    gets a new class that derives from LockedTask and from its own class, which stays as it is.
+    LockedTask comes first, for the task's own `apply_async` need not know `lock`. An attribute
+    `lock` of the task's own stays.
     """
     cls = type(task)
-    own = task.__dict__.pop("run", None)  # of the instance: autoretry, or what its __init__ set
+    own = task.__dict__.pop("run", None)  # autoretry's, or one that its __init__ has set
     autoretry = own if "_orig_run" in task.__dict__ else None
     if autoretry is not None:
         own = task.__dict__.pop("_orig_run")
@@ -104,7 +103,7 @@ def adopt_task(task: Any, pattern: str, locked_task: Any) -> None:
     made = types.new_class(cls.__name__, (locked_task, cls), {}, lambda made: made.update(body))
     made.__qualname__ = cls.__qualname__
     task.__class__ = made
-    if autoretry is not None:  # around the gate, as where a LockedTask is made
+    if autoretry is not None:  # around the wrapper, as for a task that is made a LockedTask
         said = dict(inspect.getclosurevars(autoretry).nonlocals)
         said["dont_autoretry_for"] = said["dont_autoretry_for"] or spared
         del said["task"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from typing import Any, NoReturn
 
 from celery_redlock.errors import SettingsError
@@ -18,7 +19,7 @@ ENTRY = "_redlock_entry"  # the name on a class under which its entry of redlock
 
 
 def refuse_awaitable(task: Any, found: str) -> NoReturn:
-    """Raise SettingsError; found: what is to be awaited."""
+    """Raise SettingsError for a task whose body must be awaited. found: what is to be awaited."""
     hint = (
         "whoever awaits it would do so without its lock, and Celery does not: take a `def` that "
         "runs it to its end, as by asyncio.run or asgiref's async_to_sync, or lock_key=False"
@@ -26,25 +27,42 @@ def refuse_awaitable(task: Any, found: str) -> NoReturn:
     raise SettingsError(f"task {task.name!r}", "run", found, hint)
 
 
+def check_finished(task: Any, result: Any) -> None:
+    """Raise SettingsError if a body returned something that is still to be run."""
+    if not (inspect.isawaitable(result) or inspect.isasyncgen(result)):
+        return
+    if isinstance(result, (types.CoroutineType, types.GeneratorType)):
+        result.close()  # else Python warns that it was never awaited
+    refuse_awaitable(task, f"a {type(result).__name__} that it returned")
+
+
 def config_of(task: Any) -> TaskLockConfig:
-    """Return what a task's declaration means; raises SettingsError each time while it is wrong."""
+    """Return what a task's declaration means; made once, for it is looked up at each run.
+
+    Raises SettingsError each time while the declaration is wrong.
+    """
     cls = type(task)
-    plans: dict[Any, TaskLockConfig] = cls.__dict__.get("_redlock_plans") or {}
+    configs: dict[Any, TaskLockConfig] = cls.__dict__.get("_redlock_configs") or {}
     which = (task.name, id(task.app))  # a class may be two tasks, by names set on instances
-    plan = plans.get(which)
-    if plan is None:
-        settings, bodies = settings_of(task.app), bodies_of(task)
-        signature = signature_of(bodies[0])
-        pattern = cls.__dict__.get(ENTRY)
-        if pattern is None:
-            attributes, others = _declared(task)
-            plan = compile_config(settings, task.name, attributes, signature, others)
-        else:
-            plan = compile_adopted_config(settings, task.name, pattern, signature)
-        if plan.may_lock and any(map(is_async, bodies)):
-            refuse_awaitable(task, "async def")
-        cls._redlock_plans = {**plans, which: plan}
-    return plan
+    config = configs.get(which)
+    if config is None:
+        config = _compile(task)
+        cls._redlock_configs = {**configs, which: config}
+    return config
+
+
+def _compile(task: Any) -> TaskLockConfig:
+    settings, bodies = settings_of(task.app), bodies_of(task)
+    signature = signature_of(bodies[0])
+    pattern = type(task).__dict__.get(ENTRY)
+    if pattern is None:
+        attributes, others = _declared(task)
+        config = compile_config(settings, task.name, attributes, signature, others)
+    else:
+        config = compile_adopted_config(settings, task.name, pattern, signature)
+    if config.may_lock and any(map(is_async, bodies)):
+        refuse_awaitable(task, "async def")
+    return config
 
 
 def _declared(task: Any) -> tuple[dict[str, Any], list[str]]:

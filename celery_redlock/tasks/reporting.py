@@ -1,17 +1,18 @@
 """DEFERRED, STARTED, SKIPPED: what is stored in the result backend and sent as an event.
 
-Order matters: DEFERRED is stored and sent before the message is out, for whoever takes the
-message may finish it at once, and a later write would stay for ever.
+Order matters: DEFERRED is stored and sent before the message is published, for another worker may
+finish the message at once, and a later write would stay for ever.
 
-Each event that is none of Celery's own says as `result` why it was sent: of all the fields of an
-event a monitor shows those alone that celery.events.state.Task names.
+Each event that is none of Celery's own says as `result` why it was sent: a monitor shows only those
+fields of an event that celery.events.state.Task names.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -24,190 +25,197 @@ from celery_redlock.errors import LockLost
 
 logger = logging.getLogger(__name__)
 
-
 DEFERRED = "DEFERRED"
 
 
-def fields(event: str, task: Any, request: Any, **more: Any) -> dict[str, Any]:
-    """Return what a log line of a run says as fields, for handlers that write them."""
-    return {"event": event, "task": task.name, "task_id": request.id, **more}
+@dataclass(frozen=True)
+class DeferredInfo:
+    """What is stored and sent with DEFERRED.
 
-
-def ignores_result(task: Any, request: Any) -> bool:
-    """Tell whether a run's result is not wanted: the call's word goes before the task's.
-
-    Source: celery.app.task.Context has a class-level False, which is nobody's word.
+    holder: its label, "" if none is known. waited: seconds since the first try. next_try: ISO 8601.
     """
-    of_call = request.__dict__.get("ignore_result")
-    return bool(task.ignore_result if of_call is None else of_call)
 
+    resource: str
+    holder: str
+    deferrals: int
+    waited: float
+    next_try: str
 
-def stores(task: Any, request: Any) -> bool:
-    """Tell whether a run's state goes into the result backend, unless it is an error."""
-    return not request.is_eager and not ignores_result(task, request)
-
-
-def stores_errors(task: Any, request: Any) -> bool:
-    """Tell whether a run's end goes into the result backend where it is an error, REVOKED too.
-
-    Source: celery.app.trace: TraceInfo.handle_error_state; celery.worker.request: store_errors.
-    """
-    if ignores_result(task, request):
-        return bool(task.store_errors_even_if_ignored)
-    return not request.is_eager or bool(task.store_eager_result)
-
-
-def may_show(task: Any, request: Any) -> bool:
-    """Tell whether a state of a run on its way may be stored; not over celery.contrib's ABORTED."""
-    asks = getattr(task, "is_aborted", None)
-    return stores(task, request) and not (asks is not None and asks(task_id=request.id))
-
-
-def is_over(task: Any, request: Any) -> bool:
-    """Tell whether a final state is stored for a task, so that who comes late need store none.
-
-    True where none is wanted. False where the result backend cannot say.
-    """
-    if not stores(task, request) or isinstance(task.backend, DisabledBackend):
-        return True
-    return has_end(task, request)
-
-
-def has_end(task: Any, request: Any) -> bool:
-    """Tell whether a final state is stored for a task; reads the result backend.
-
-    False where that cannot say.
-    """
-    backend = task.backend
-    if isinstance(backend, DisabledBackend):
-        return False
-    if not backend.persistent:  # rpc: what is stored is in its caller's queue
-        return False
-    try:
-        meta = backend.get_task_meta(request.id, cache=False)
-    except Exception as error:
-        text = "cannot read the state of %s[%s]: %s"
-        told = fields("state_not_read", task, request)
-        logger.warning(text, task.name, request.id, error, extra=told)
-        return False
-    return meta["status"] in states.READY_STATES
+    def describe(self, why: str) -> str:
+        """Return the same as one line. why: who holds the lock, or why no quorum voted."""
+        counts = f"deferrals: {self.deferrals}; waited: {self.waited:.1f} s"
+        return f"{self.resource}: {why}; {counts}; next try: {self.next_try}"
 
 
 def in_iso(now: datetime, seconds: float) -> str:
-    """Return the moment so many s after `now`, ISO 8601 with its zone."""
+    """Return the time that many seconds after `now`, ISO 8601 with its zone."""
     return (now + timedelta(seconds=seconds)).isoformat()
 
 
-def in_words(info: dict[str, Any], why: str) -> str:
-    """Return what is known of a deferral as one line. why: held by whom, or what no node said."""
-    counts = f"deferrals: {info['deferrals']}; waited: {info['waited']:.1f} s"
-    return f"{info['resource']}: {why}; {counts}; next try: {info['next_try']}"
+class StateReporter:
+    """Stores the states of one run in its result backend, and sends its events.
 
-
-def show_deferred(task: Any, request: Any, info: dict[str, Any], why: str) -> None:
-    """Store and send DEFERRED.
-
-    info: resource, holder, deferrals, waited, next_try. why: as of `in_words`.
+    task, request: Celery's. A result backend or broker that is away is logged, and does not keep a
+    message from being republished.
     """
-    if may_show(task, request):
-        _show(task, lambda: task.backend.store_result(request.id, info, DEFERRED, request=request))
-    _send(task, "task-deferred", result=in_words(info, why), **info)
 
+    __slots__ = ("_request", "_task")
 
-def show_started(task: Any, request: Any, *, tracked: bool, deferred: bool) -> None:
-    """Store STARTED once the lock is held, and let monitors leave DEFERRED.
+    def __init__(self, task: Any, request: Any) -> None:
+        self._task, self._request = task, request
 
-    tracked: the task has `track_started`, which the gate took over, or a state may stand there that
-    an earlier delivery of the message has left. deferred: this message was put back before, so
-    DEFERRED and its reason are what a person sees until now.
-    Source: celery.events.state: a task-started after a custom event does not change the state,
-    a task-retried does.
-    """
-    if not (tracked or deferred):
-        return
-    if may_show(task, request):
-        meta = {"pid": os.getpid(), "hostname": request.hostname}
-        store = task.backend.store_result
-        _show(
-            task,
-            lambda: store(request.id, meta, states.STARTED, request=request),
-            let_through=(SoftTimeLimitExceeded,),  # the body is about to begin, and must not now
+    @property
+    def ignores_result(self) -> bool:
+        """Whether nobody wants the result: the call's option goes before the task's.
+
+        Source: celery.app.task.Context has a class-level False, which is nobody's option.
+        """
+        of_call = self._request.__dict__.get("ignore_result")
+        return bool(self._task.ignore_result if of_call is None else of_call)
+
+    @property
+    def stores(self) -> bool:
+        """Whether the run's state goes into the result backend, unless it is an error."""
+        return not self._request.is_eager and not self.ignores_result
+
+    @property
+    def stores_errors(self) -> bool:
+        """Whether the run's end goes into the result backend if it is an error; REVOKED is one.
+
+        Source: celery.app.trace: TraceInfo.handle_error_state; celery.worker.request: store_errors.
+        """
+        if self.ignores_result:
+            return bool(self._task.store_errors_even_if_ignored)
+        return not self._request.is_eager or bool(self._task.store_eager_result)
+
+    def _may_store(self) -> bool:
+        """Return whether a state on the way may be stored; not over celery.contrib's ABORTED."""
+        is_aborted = getattr(self._task, "is_aborted", None)
+        return self.stores and not (is_aborted and is_aborted(task_id=self._request.id))
+
+    def has_final_state_if_wanted(self) -> bool:
+        """Return whether a final state is stored, or none is wanted; reads the result backend.
+
+        False if the result backend cannot be read.
+        """
+        if not self.stores or isinstance(self._task.backend, DisabledBackend):
+            return True
+        return self.has_final_state()
+
+    def has_final_state(self) -> bool:
+        """Return whether a final state is stored; reads the result backend.
+
+        False if the result backend cannot be read.
+        """
+        backend = self._task.backend
+        if isinstance(backend, DisabledBackend):
+            return False
+        if not backend.persistent:  # rpc: the result is in the queue of its caller
+            return False
+        try:
+            meta = backend.get_task_meta(self._request.id, cache=False)
+        except Exception as error:
+            self._warn("state_not_read", "cannot read the state of %s[%s]: %s", error)
+            return False
+        return meta["status"] in states.READY_STATES
+
+    def deferred(self, info: DeferredInfo, why: str) -> None:
+        """Store and send DEFERRED. why: as of `DeferredInfo.describe`."""
+        task, request, fields = self._task, self._request, asdict(info)
+        if self._may_store():
+            store = task.backend.store_result
+            self._attempt(lambda: store(request.id, fields, DEFERRED, request=request))
+        self._send("task-deferred", result=info.describe(why), **fields)
+
+    def started(self, *, was_deferred: bool) -> None:
+        """Store STARTED once the lock is held, and let monitors leave DEFERRED.
+
+        was_deferred: DEFERRED and its reason are what monitors show until now.
+        Source: celery.events.state: a task-started after a custom event does not change the state,
+        a task-retried does.
+        """
+        task, request = self._task, self._request
+        if self._may_store():
+            meta = {"pid": os.getpid(), "hostname": request.hostname}
+            store = task.backend.store_result
+            self._attempt(
+                lambda: store(request.id, meta, states.STARTED, request=request),
+                # the body is about to begin, and must not now
+                let_through=(SoftTimeLimitExceeded,),
+            )
+        if was_deferred and not request.is_eager:
+            reason = "lock acquired after a deferral"
+            self._send("task-retried", exception=reason, traceback="")
+            # clear the reason of DEFERRED: a run that got its lock has no exception
+            self._send("task-started", result=None, exception=None, traceback=None)
+
+    def skipped(self, resource: str, reason: str) -> None:
+        """Store REVOKED, so that callers, chains and chords end, and send SKIPPED."""
+        if self._request.is_eager:
+            if self.stores_errors:
+                self._store_revoked(reason)
+            return
+        self._store_revoked(reason)
+        self._send("task-skipped", resource=resource, reason=reason, result=reason)
+
+    def revoked(self, reason: str) -> None:
+        """Store REVOKED, and report it as Celery does in the main process.
+
+        reason: "expired" or "revoked".
+        """
+        self._store_revoked(reason)
+        fields = {"terminated": False, "signum": None, "expired": reason == "expired"}
+        self._send("task-revoked", **fields)
+        task_revoked.send(self._task, request=self._request, **fields)
+
+    def _store_revoked(self, reason: str) -> None:
+        """Store REVOKED, so that all that wait for the task learn of it.
+
+        Source: celery.backends.base: mark_as_revoked leaves out what is chained after the task, and
+        a chord behind it would wait for ever; mark_as_failure reports to all of it.
+        """
+        self._task.backend.mark_as_failure(
+            self._request.id,
+            TaskRevokedError(reason),
+            request=self._request,
+            store_result=self.stores_errors,
+            call_errbacks=False,
+            state=states.REVOKED,
         )
-    if deferred and not request.is_eager:
-        _send(task, "task-retried", exception="lock acquired after a deferral", traceback="")
-        # the reason of DEFERRED is over, and a run that got its lock has no exception
-        _send(task, "task-started", result=None, exception=None, traceback=None)
 
+    def message_lost(self, error: Exception) -> None:
+        """Store FAILURE for a message that no process has any more."""
+        request, store = self._request, self.stores_errors
+        mark = self._task.backend.mark_as_failure
+        self._attempt(lambda: mark(request.id, error, request=request, store_result=store))
 
-def show_skipped(task: Any, request: Any, resource: str, reason: str) -> None:
-    """Store REVOKED, so that callers, chains and chords end, and send SKIPPED."""
-    if request.is_eager:
-        if stores_errors(task, request):
-            _store_revoked(task, request, reason)
-        return
-    _store_revoked(task, request, reason)
-    _send(task, "task-skipped", resource=resource, reason=reason, result=reason)
+    def lock_lost(self, lost: LockLost) -> None:
+        """Send task-lock-lost, in whatever thread or greenlet this is called."""
+        task, request = self._task, self._request
+        if request.is_eager:
+            return
+        task.request_stack.push(request)  # an event is about the task's current request
+        try:
+            text = f"{lost.resource}: lost, {lost.reason}"
+            self._send("task-lock-lost", result=text, resource=lost.resource, reason=lost.reason)
+        finally:
+            task.request_stack.pop()
 
+    def _send(self, event: str, **fields: Any) -> None:
+        self._attempt(lambda: self._task.send_event(event, **fields))
 
-def show_revoked(task: Any, request: Any, reason: str) -> None:
-    """Store REVOKED, and tell of it as Celery does in the main process.
+    def _attempt(
+        self, report: Callable[[], object], let_through: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """Store or send; an error of the backend or the broker is logged."""
+        try:
+            report()
+        except let_through:
+            raise
+        except Exception as error:
+            self._warn("state_not_shown", "cannot report the state of %s[%s]: %s", error)
 
-    reason: "expired" or "revoked".
-    """
-    _store_revoked(task, request, reason)
-    told = {"terminated": False, "signum": None, "expired": reason == "expired"}
-    _send(task, "task-revoked", **told)
-    task_revoked.send(task, request=request, **told)
-
-
-def _store_revoked(task: Any, request: Any, reason: str) -> None:
-    """Store REVOKED, so that all who wait hear of it.
-
-    Source: celery.backends.base: mark_as_revoked leaves out what is chained after the task, and a
-    chord that stands behind it would wait for ever; mark_as_failure tells all of it.
-    """
-    task.backend.mark_as_failure(
-        request.id,
-        TaskRevokedError(reason),
-        request=request,
-        store_result=stores_errors(task, request),
-        call_errbacks=False,
-        state=states.REVOKED,
-    )
-
-
-def show_lost(task: Any, request: Any, error: Exception) -> None:
-    """Store FAILURE for a message that nobody has any more."""
-    store = stores_errors(task, request)
-    mark = task.backend.mark_as_failure
-    _show(task, lambda: mark(request.id, error, request=request, store_result=store))
-
-
-def show_lock_lost(task: Any, request: Any, lost: LockLost) -> None:
-    """Send task-lock-lost, in whatever thread or greenlet this is called."""
-    if request.is_eager:
-        return
-    task.request_stack.push(request)  # what is sent is about the task's current request
-    try:
-        told = {"resource": lost.resource, "reason": lost.reason}
-        _send(task, "task-lock-lost", result=f"{lost.resource}: lost, {lost.reason}", **told)
-    finally:
-        task.request_stack.pop()
-
-
-def _send(task: Any, event: str, **fields: Any) -> None:
-    _show(task, lambda: task.send_event(event, **fields))
-
-
-def _show(
-    task: Any, show: Callable[[], object], let_through: tuple[type[Exception], ...] = ()
-) -> None:
-    """Show a state; a backend or broker that is away keeps nobody from putting a message back."""
-    try:
-        show()
-    except let_through:
-        raise
-    except Exception as error:
-        text = "cannot show the state of %s[%s]: %s"
-        told = fields("state_not_shown", task, task.request)
-        logger.warning(text, task.name, task.request.id, error, extra=told)
+    def _warn(self, event: str, text: str, error: Exception) -> None:
+        name, task_id = self._task.name, self._request.id
+        extra: Mapping[str, Any] = {"event": event, "task": name, "task_id": task_id}
+        logger.warning(text, name, task_id, error, extra=extra)

@@ -12,29 +12,29 @@ Body = Callable[..., Any]
 
 
 def bound_to(task: Any, attribute: Any) -> Any:
-    """Return what stands in a task's class, bound to the task as Python binds it."""
+    """Return an attribute of a task's class, bound to the task as Python binds it."""
     bind = getattr(type(attribute), "__get__", None)
     return attribute if bind is None else bind(attribute, task, type(task))
 
 
 def is_wrapper(body: Any) -> bool:
-    """Tell a gate from a body that `functools.wraps` gave a gate's attributes."""
-    return getattr(body, "redlock_gate", None) is body
+    """Return whether this is a wrapper, and no body that `functools.wraps` made look like one."""
+    return getattr(body, "redlock_wrapper", None) is body
 
 
 def bodies_of(task: Any) -> list[Body]:
     """Return a task's own `run` and `__call__`, as far as it has them, bound.
 
-    By the class: on the instance autoretry's wrapper may stand, which hides them.
+    They are looked up on the class: the wrapper of autoretry on the instance may hide them.
     """
-    gates = (inspect.getattr_static(type(task), name) for name in ("run", "__call__"))
-    return [bound_to(task, gate.redlock_body) for gate in gates if is_wrapper(gate)]
+    found = (inspect.getattr_static(type(task), name) for name in ("run", "__call__"))
+    return [bound_to(task, one.redlock_body) for one in found if is_wrapper(one)]
 
 
 def is_async(function: Any) -> bool:
-    """Tell whether a function is an `async def`.
+    """Return whether a function is an `async def`.
 
-    What wraps one is not, though inspect may say so: of that, only what it returns can tell.
+    What wraps one is not, though inspect may say so: only what that returns can tell.
     """
     while type(function) in (functools.partial, types.MethodType):
         is_partial = type(function) is functools.partial
@@ -44,7 +44,7 @@ def is_async(function: Any) -> bool:
 
 
 def signature_of(function: Body) -> inspect.Signature:
-    """Return what a function takes; of one that a decorator wraps, what the decorator takes.
+    """Return what a function takes; if a decorator wraps it, what the decorator takes.
 
     A decorator that passes everything on takes what the function takes.
     """
@@ -60,7 +60,7 @@ def signature_of(function: Body) -> inspect.Signature:
     return signature
 
 
-def _with_self(body: Any) -> inspect.Signature:
+def with_self(body: Any) -> inspect.Signature:
     """Return the signature of a class's function, which loses its first parameter when bound."""
     if not isinstance(body, staticmethod):
         return signature_of(body)

@@ -1,16 +1,16 @@
-"""A message in the worker's main process, where Celery ends runs that it cannot see.
+"""A message in the worker's main process, where Celery ends runs that the process cannot see.
 
-Two of its decisions there need more than that process knows. It takes a message that has expired or
-was revoked for one that has not run, and writes REVOKED: of a message that is delivered again, only
-the nodes can tell. And it lets go of the message of a run that it cuts, at a hard time limit or for
-`revoke`, of which the child hears no more than a signal, the same as at a shutdown that gives the
-message back. A third one loses messages: where a hard time limit passes while a cold shutdown
-waits for its pool, it lets go of the message, and stores no state.
+Celery decides three things there with too little knowledge:
+- A message that has expired or was revoked counts as one that has not run, and gets REVOKED. If the
+  message was delivered before, only the nodes know whether it has run.
+- The message of a run that Celery kills, at a hard time limit or for `revoke`, is acknowledged. The
+  child sees a signal only, the same as at a shutdown that hands the message back.
+- If a hard time limit passes while a cold shutdown waits for the pool, the message is acknowledged,
+  and no state is stored.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import celery.worker.request
@@ -19,121 +19,121 @@ from celery.utils.functional import noop
 from celery.worker import state
 
 from celery_redlock.tasks.children.forks import tell_end
-from celery_redlock.tasks.delivery.delivery import NESTED, is_for_another_queue
+from celery_redlock.tasks.delivery.delivery import NESTED, Delivery
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
-from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
-from celery_redlock.tasks.delivery.run_id import name_of_run
+from celery_redlock.tasks.delivery.route import QUEUE
 
 
 class Request(celery.worker.request.Request):
     """What `LockedTask.Request` names; a task's own class may derive from it.
 
+    is_revoked: the run acts on a revocation that this process leaves to it.
     Source: celery.worker.strategy makes one for each delivery.
     """
 
     is_handed_back = False
-    is_revoked = False  # which is for the gate to act on
+    is_revoked = False
 
     def __init__(self, message: Any, **options: Any) -> None:
         """Note what only this process sees of a delivery, and where its message was sent to."""
         super().__init__(message, **options)
-        carried, where = self._request_dict, message.delivery_info or {}
-        noted = {QUEUE: where[QUEUE]} if QUEUE in where else {}
+        carried, info = self._request_dict, message.delivery_info or {}
+        seen_here = {QUEUE: info[QUEUE]} if QUEUE in info else {}
         if "headers" in carried and not options.get("decoded"):
-            noted[NESTED] = True
-        if noted:
-            carried["properties"] = {**carried["properties"], **noted}
+            seen_here[NESTED] = True
+        if seen_here:
+            carried["properties"] = {**carried["properties"], **seen_here}
         if HEADER in carried:
-            self._restore_address()
+            self._restore_route()
 
-    def _restore_address(self) -> None:
+    def _restore_route(self) -> None:
         """Let the run see the exchange and routing key that its message was sent to."""
-        slip, where = LockHeader.of(self._context), self.delivery_info
-        went_home = not where["exchange"] and where["routing_key"] == slip.queue
-        if slip.exchange and slip.queue and went_home:
-            where.update(exchange=slip.exchange, routing_key=slip.routing_key)
+        origin, info = LockHeader.of(self._context).origin, self.delivery_info
+        if origin is None or not origin.exchange or not origin.queue:
+            return
+        if not info["exchange"] and info["routing_key"] == origin.queue:
+            info.update(exchange=origin.exchange, routing_key=origin.routing_key)
 
     @property
-    def is_for_another_queue(self) -> bool:
-        """Whether it is for another queue; nobody is told anything of it then."""
-        return self.delivery_info["exchange"] == CAME_BACK and is_for_another_queue(
-            self._context, self.slip
-        )
+    def delivery(self) -> Delivery:
+        """What is known of this delivery; new each time, for Celery rewrites the request."""
+        return Delivery(self.task, self._context)
 
     @property
-    def slip(self) -> LockHeader:
-        """What the message carries of ours, with what the broker says of this delivery."""
-        return LockHeader.of(self._context).received(self.delivery_info)
+    def _is_left_to_run(self) -> bool:
+        """Whether the run itself decides what becomes of an expired or revoked message."""
+        return bool(self.task.acks_late) and self.delivery.may_have_run_elsewhere
 
     def maybe_expire(self) -> bool:
-        """Tell whether it has expired, where that is for this process to say; else the gate does.
+        """Return whether the message has expired, if this process decides that; else the run does.
 
         Source: celery.worker.request: Request.revoked asks, and writes REVOKED.
         """
-        if self.is_for_another_queue or (self.task.acks_late and self.slip.may_have_run_elsewhere):
+        if self.delivery.is_for_another_queue or self._is_left_to_run:
             return False
         return bool(super().maybe_expire())
 
     def revoked(self) -> bool:
-        """Tell whether it is over before it runs, where that is for this process to say.
+        """Return whether the message has ended before its run, if this process decides that.
 
         Source: celery.worker.strategy and celery.worker.request: Request.execute_using_pool ask.
         """
-        return not self.is_for_another_queue and bool(super().revoked()) and not self.is_revoked
+        if self.delivery.is_for_another_queue:  # no state and no event is to tell of it
+            return False
+        return bool(super().revoked()) and not self.is_revoked
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
-        """Write REVOKED; of what may run elsewhere the gate does, unless that runs or is done.
+        """Store REVOKED; if the message may have run elsewhere, leave that to the run.
 
         Source: celery.worker.request: Request.revoked calls it with what it has found out.
         """
-        slip = self.slip
-        if terminated or expired or not (self.task.acks_late and slip.may_have_run_elsewhere):
+        if terminated or expired or not self._is_left_to_run:
             super()._announce_revoked(reason, terminated, signum, expired)
             return
         self.is_revoked = True
-        self.request_dict[HEADER] = replace(slip, revoked=True).to_message()
+        self.request_dict[HEADER] = self.delivery.header.revoked().to_message()
 
     def reject(self, requeue: bool = False) -> None:
-        """Hand the message back, or let go of it."""
+        """Hand the message back, or drop it."""
         self.is_handed_back = self.is_handed_back or requeue
         super().reject(requeue)
 
     def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> None:
-        """Hear of a run's error, which for Celery may be the end of its message.
+        """Handle a run's error, with which Celery may acknowledge the message.
 
         Source: celery.concurrency.prefork: TaskPool.on_stop fires the timers of hard time limits
-        while it waits for children, also for one that is cut already.
+        while it waits for children, also for one that is killed already.
         """
-        if not (exc_info.type is TimeLimitExceeded and self._is_cut_late):
+        if not (exc_info.type is TimeLimitExceeded and self._is_killed_by_shutdown):
             super().on_failure(exc_info, *args, **kwargs)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
-        """Hear of a time limit; of the hard one after its failure was told, before its signal.
+        """Handle a time limit; the hard one after its failure was reported, before its signal.
 
-        Source: billiard.pool, TimeoutHandler.on_hard_timeout.
+        Source: billiard.pool, TimeoutHandler.on_hard_timeout, which names the parameters.
         """
-        if not soft and not self.acknowledged and self._is_cut_late:
+        if not soft and not self.acknowledged and self._is_killed_by_shutdown:
             return
         if not soft and self.acknowledged and not self.is_handed_back:
-            self._tell_end()
+            self._announce_end()
         super().on_timeout(soft, timeout)
 
     @property
-    def _is_cut_late(self) -> bool:
-        """Tell whether a cold shutdown is to give its message back to the broker.
+    def _is_killed_by_shutdown(self) -> bool:
+        """Whether a cold shutdown is to give the message back to the broker.
 
         Source: celery.worker.request: on_failure and on_timeout acknowledge, and store nothing.
         """
         return bool(self.task.acks_late and state.should_terminate)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
-        """End the run by a signal, and let go of the message whatever the child does then."""
+        """End the run by a signal; the message is acknowledged whatever the child does then."""
         if self.time_start:
-            self._tell_end()
+            self._announce_end()
         super().terminate(pool, signal)
 
     def cancel(self, pool: Any, signal: Any = None, **how: Any) -> None:
-        """Cut the run for a shutdown or a lost connection; a late message stays with the broker.
+        """End the run for a shutdown or a lost connection; a late message stays with the broker.
 
         Source: celery.concurrency.gevent reports a killed greenlet as one that has returned, which
         acknowledges its message.
@@ -143,10 +143,10 @@ class Request(celery.worker.request.Request):
             return
         if self.task.acks_late:
             self._on_ack = noop
-        # a shutdown's handler runs in the event loop, where nothing may wait for a socket, and
-        # what is raised there leaves the requests that come after this one alone
+        # A shutdown's handler runs in the event loop, where nothing may wait for a socket. An error
+        # raised there would skip the requests that come after this one.
         pool.spawn_n(super().cancel, pool, signal, **how)
 
-    def _tell_end(self) -> None:
+    def _announce_end(self) -> None:
         if self.task.acks_late:
-            tell_end(self.worker_pid, name_of_run(self.task, self._context))
+            tell_end(self.worker_pid, str(self.delivery.run_id))

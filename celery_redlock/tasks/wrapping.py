@@ -15,20 +15,20 @@ from celery.exceptions import Ignore, Reject
 
 from celery_redlock.errors import RedlockError
 from celery_redlock.tasks.body.monitored import MonitoredBody
-from celery_redlock.tasks.execution.run import RUN, _run_body, _run_held, run_locked, run_of
+from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.execution.run import RUN, LockedRun, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
-from celery_redlock.tasks.signatures import Body, _with_self, bound_to
+from celery_redlock.tasks.signatures import Body, bound_to, with_self
 
 _OURS = "celery_redlock."
 _CALLS_BODIES = ("celery.map", "celery.starmap", "celery.chunks")
 
 
 def wrap_run(body: Any) -> Body:
-    """Return a class's `run` or `__call__` with the gate around it.
+    """Return a class's `run` or `__call__`, to be called under the task's lock.
 
     body: the attribute as it stands in the class: a function, or any other descriptor. No
-    `__wrapped__` is left, for `task_annotations` with "@run" unwraps it and would throw the gate
-    away.
+    `__wrapped__` is left, for `task_annotations` with "@run" unwraps it, and would drop the lock.
     """
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,40 +42,40 @@ def wrap_run(body: Any) -> Body:
             refuse_map(self, request)
             return call(*args, **kwargs)
         try:
-            return run_locked(self, request, call, args, kwargs)
+            return LockedRun(Delivery(self, request), args, kwargs).execute(call)
         except BaseException as error:
-            cut_our_frames(error)
+            hide_own_frames(error)
             raise
 
     functools.update_wrapper(run, body)
     run.__dict__.pop("__wrapped__", None)
     if type(body) in (types.FunctionType, staticmethod):
-        run.__signature__ = _with_self(body)  # type: ignore[attr-defined]
-    run.redlock_gate, run.redlock_body = run, body  # type: ignore[attr-defined]
+        run.__signature__ = with_self(body)  # type: ignore[attr-defined]
+    run.redlock_wrapper, run.redlock_body = run, body  # type: ignore[attr-defined]
     return run
 
 
 def wrap_hook(hook: Any) -> Body:
-    """Return a hook of the user's, as it stands in the class, that notes that it was called.
+    """Return a hook of the user's, as it stands in the class; the run learns that it was called.
 
     Source: celery.app.trace calls `on_success`, `on_failure`, `on_retry` and `after_return` when
-    the outcome is stored and the links and the retry are published. What such a hook raises goes
-    on through the tracer, which says nothing of that.
+    the outcome is stored and the links and the retry are published. An error of such a hook passes
+    through the tracer, which does not say where it comes from.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        passage = run_of(self.request)
-        if passage is not None:
-            passage.stored = True
+        run = run_of(self.request)
+        if run is not None:
+            run.outcome_stored = True
         return bound_to(self, hook)(*args, **kwargs)
 
     functools.update_wrapper(call, hook)
-    call.redlock_gate = call  # type: ignore[attr-defined]
+    call.redlock_wrapper = call  # type: ignore[attr-defined]
     return call
 
 
 def refuse_map(task: Any, request: Any) -> None:
-    """Raise RedlockError where chunks, map or starmap calls this body: it would take no lock."""
+    """Raise RedlockError if chunks, map or starmap calls this body: it would take no lock."""
     if not request.called_directly:
         return
     caller = get_current_worker_task()
@@ -86,26 +86,31 @@ def refuse_map(task: Any, request: Any) -> None:
         )
 
 
-_TO_A_BODY = frozenset(f.__code__ for f in (run_locked, _run_body, _run_held, MonitoredBody.run))
+_BETWEEN = frozenset(
+    function.__code__
+    for function in (
+        LockedRun.execute, LockedRun._run_body, LockedRun._run_monitored, MonitoredBody.run,
+    )
+)  # fmt: skip
 
 
-def cut_our_frames(error: BaseException) -> None:
-    """Leave of our frames the gate's alone; called there, with what comes out of it.
+def hide_own_frames(error: BaseException) -> None:
+    """Leave of our frames in a traceback the wrapper's alone; called there, with what passes it.
 
-    A body's own error shows its own frames then, and its chain. What ends a run without its body
-    shows nothing but that: Celery formats it twice for each deferral, which took half of its time.
-    What nobody has foreseen stays whole.
+    A body's own error then shows its own frames, and its chain. What ends a run without its body
+    shows that alone: Celery formats it twice for each deferral, which took half of its time. An
+    unforeseen error of ours stays whole.
     """
     first = error.__traceback__
     inner = None if first is None else first.tb_next
-    while inner is not None and inner.tb_frame.f_code in _TO_A_BODY:
+    while inner is not None and inner.tb_frame.f_code in _BETWEEN:
         inner = inner.tb_next
-    where = "" if inner is None else inner.tb_frame.f_globals.get("__name__") or "unnamed"
-    is_bodys = bool(where) and not where.startswith(_OURS)
-    if first is None or not (is_bodys or isinstance(error, (Ignore, Reject, RedlockError))):
+    module = "" if inner is None else inner.tb_frame.f_globals.get("__name__") or "unnamed"
+    is_of_body = bool(module) and not module.startswith(_OURS)
+    if first is None or not (is_of_body or isinstance(error, (Ignore, Reject, RedlockError))):
         return
-    first.tb_next = inner if is_bodys else None
-    if not is_bodys:
+    first.tb_next = inner if is_of_body else None
+    if not is_of_body:
         error.__context__ = None
         if isinstance(error, (Ignore, Reject)):
-            error.__cause__ = None  # of an error, it is the user's own
+            error.__cause__ = None  # the cause of any other error is the user's own

@@ -3,14 +3,13 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock import Backoff, LockTaken, NotAcquired, QuorumUnreachable, SettingsError
-from celery_redlock.tasks.delivery.header import Past
 from celery_redlock.tasks.execution.contention import (
     Contention,
     Decision,
@@ -35,6 +34,14 @@ def rules(**lock: Any) -> TaskLockOptions:
     return compile_config(app, "t", named, inspect.signature(lambda: None)).rules("q")
 
 
+class Past(NamedTuple):
+    """What a message has been through."""
+
+    deferrals: int = 0
+    waited: float = 0.0
+    delay: float | None = None
+
+
 def decided(
     refused: NotAcquired = TAKEN,
     past: Past = Past(),  # noqa: B008 - frozen
@@ -43,11 +50,9 @@ def decided(
     cap: float = 900.0,
     **lock: Any,
 ) -> Decision:
-    def ask(on_conflict: Callable[[Contention], object], taken: LockTaken) -> object:
-        with_history = (taken.resource, taken.holder, past.deferrals, past.waited, None)
-        return on_conflict(Contention(*with_history, (), {}))
-
-    return decide(rules(**lock), refused, past, ask, uniform, cap)
+    holder = refused.holder if isinstance(refused, LockTaken) else ""
+    found = Contention(refused.resource, holder, past.deferrals, past.waited, None, (), {})
+    return decide(rules(**lock), refused, found, past.delay, uniform, cap)
 
 
 def test_by_default_the_message_goes_back() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +16,16 @@ from kombu.exceptions import OperationalError
 from kombu.serialization import dumps, loads
 
 from celery_redlock.tasks.delivery import republish as republish_module
-from celery_redlock.tasks.delivery.delivery import RECEIVED, note_receipt, received_at, utc_now
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, LockHeader, Past
+from celery_redlock.tasks.delivery.delivery import RECEIVED, Delivery, note_receipt, utc_now
+from celery_redlock.tasks.delivery.header import (
+    CLOCKS_DIFFER,
+    NEVER_DEFERRED,
+    Deferral,
+    LockHeader,
+    Origin,
+    Redelivery,
+    Wait,
+)
 from celery_redlock.tasks.delivery.republish import (
     LONGEST_PAUSE,
     Requeue,
@@ -26,12 +34,18 @@ from celery_redlock.tasks.delivery.republish import (
 )
 from celery_redlock.tasks.delivery.route import Route, send_options, supported_countdown
 
-STRANGE = {
-    "options": [], "deferrals": "3", "since": "yesterday", "delay": "1", "retries": None, "id": 7,
-    "redelivered": 1, "twin": [], "exchange": 5, "queue": 6, "routing_key": None,
-    "waits_for": None, "unique": "u",
-    "patient": None, "reason": 5, "revoked": "no", "refused_by": 8, "refused_at": "now",
-    "limit": "3",
+STRANGE: dict[str, dict[str, Any]] = {
+    "deferral": {"count": "3", "since": "yesterday", "delay": "1"},
+    "redelivery": {"by_broker": 1, "waits": []},
+    "wait": {
+        "resources": None, "refused_by": 8, "refused_at": "now", "limit": "3",
+        "waits_for_release": None, "reason": 5,
+    },
+    "origin": {"exchange": 5, "routing_key": None, "queue": 6},
+}  # fmt: skip
+STRANGE_FIELDS = {"options": [], "retries": None, "id": 7, "is_revoked": "no", "unique": "u"}
+PARTS: dict[str, type] = {
+    "deferral": Deferral, "redelivery": Redelivery, "wait": Wait, "origin": Origin,
 }  # fmt: skip
 
 
@@ -39,67 +53,95 @@ def request(header: Any, **fields: Any) -> Context:
     return Context({"redlock": header, "retries": 0, "id": "1", **fields}, called_directly=False)
 
 
-def test_a_first_delivery_has_no_past() -> None:
-    assert LockHeader.of(Context({"id": "1"})).past(utc_now()) == Past()
+def deferred(
+    header: LockHeader, now: datetime, delay: float = 1.0, task_id: str | None = None
+) -> LockHeader:
+    """Return the header after one more deferral."""
+    return replace(header, deferral=header.deferral.next(now, delay), id=task_id)
+
+
+def test_a_first_delivery_was_never_deferred() -> None:
+    assert LockHeader.of(Context({"id": "1"})).deferral == NEVER_DEFERRED
+    assert NEVER_DEFERRED.waited(utc_now()) == 0.0
+
+
+def test_each_field_of_the_header_has_a_strange_value() -> None:
+    assert {*STRANGE, *STRANGE_FIELDS} == set(LockHeader.__dataclass_fields__)
+    for name, part in PARTS.items():
+        assert set(STRANGE[name]) == set(part.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(("name", "value"), [*STRANGE_FIELDS.items(), *((n, 7) for n in STRANGE)])
+def test_a_field_that_a_stranger_wrote_counts_as_absent(name: str, value: Any) -> None:
+    for written in (value, None):
+        assert LockHeader.of(request({name: written})) == LockHeader()
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [*STRANGE.items(), *((n, None) for n in STRANGE), ("waits_for", "k"), ("since", "2026-01-01")],
+    ("part", "name", "value"),
+    [(part, name, value) for part, fields in STRANGE.items() for name, value in fields.items()]
+    + [("deferral", "since", "2026-01-01"), ("wait", "resources", "k")],
 )
-def test_a_field_that_a_stranger_wrote_counts_as_nothing(name: str, value: Any) -> None:
-    assert set(STRANGE) == set(LockHeader.__dataclass_fields__)
-    slip = LockHeader.of(request({name: value}))
-    assert slip == LockHeader()
-    assert slip.past(utc_now()) == Past()
-    assert slip.asks_since() is None
+def test_a_field_of_a_part_that_a_stranger_wrote_counts_as_absent(
+    part: str, name: str, value: Any
+) -> None:
+    for written in (value, None):
+        header = LockHeader.of(request({part: {name: written}}))
+        assert getattr(header, part) in (getattr(LockHeader(), part), PARTS[part]())
+        assert header.ran_after() is None
 
 
 @pytest.mark.parametrize("serializer", ["json", "pickle"])
-def test_the_slip_comes_through_a_message(serializer: str) -> None:
-    slip = LockHeader({"ttl": 9}).next(utc_now(), 1.5, 0)
-    content_type, encoding, body = dumps(slip.to_message(), serializer)
-    back = loads(body, content_type, encoding, accept=[content_type])
-    assert LockHeader.of(request(back)) == slip
+def test_the_header_comes_through_a_message(serializer: str) -> None:
+    wait = Wait(("a", "b"), "a", 17.5, 2, True)
+    full = LockHeader(
+        {"ttl": 9}, "1", 0, True, redelivery=Redelivery(True, 2), wait=wait,
+        origin=Origin("x", "k", "q"), unique={"name": "n"},
+    )  # fmt: skip
+    for header in (deferred(LockHeader({"ttl": 9}), utc_now(), 1.5), full, LockHeader()):
+        content_type, encoding, body = dumps(header.to_message(), serializer)
+        back = loads(body, content_type, encoding, accept=[content_type])
+        assert LockHeader.of(request(back)) == header
 
 
 def test_the_wait_counts_from_the_first_try_by_the_wall_clock() -> None:
     with freeze_time("2026-01-01 12:00:00") as clock:
-        slip = LockHeader().next(utc_now(), 1.0, 0)
+        deferral = NEVER_DEFERRED.next(utc_now(), 1.0)
         clock.tick(5)
-        slip = slip.next(utc_now(), 2.0, 0)
+        deferral = deferral.next(utc_now(), 2.0)
         clock.tick(5)
-        assert slip.past(utc_now()) == Past(deferrals=2, waited=10.0, delay=2.0)
+        assert (deferral.count, deferral.waited(utc_now()), deferral.delay) == (2, 10.0, 2.0)
 
 
 def test_a_clock_that_was_set_back_never_makes_the_wait_negative() -> None:
     with freeze_time("2026-01-01 12:00:00") as clock:
-        slip = LockHeader().next(utc_now(), 1.0, 0)
+        deferral = NEVER_DEFERRED.next(utc_now(), 1.0)
         clock.move_to("2026-01-01 11:00:00")
-        assert slip.past(utc_now()).waited == 0.0
+        assert deferral.waited(utc_now()) == 0.0
 
 
 def test_a_real_retry_starts_counting_anew_and_keeps_the_calls_options() -> None:
-    slip = LockHeader({"ttl": 9}).next(utc_now(), 1.0, 0)
-    again = LockHeader.of(request(slip.to_message(), retries=1))
+    header = deferred(LockHeader({"ttl": 9}), utc_now())
+    again = LockHeader.of(request(header.to_message(), retries=1))
     assert again == LockHeader({"ttl": 9})
 
 
-def test_the_window_of_a_send_goes_on_through_deferrals_redeliveries_and_retries() -> None:
+def test_the_claim_of_a_send_goes_on_through_deferrals_redeliveries_and_retries() -> None:
     carried = {"name": "t:k", "token": "T", "until": "finished"}
-    slip = LockHeader(id="1", unique=carried)
-    assert slip.next(utc_now(), 1.0, 0, "1").unique == carried
-    assert slip.next_redelivery(0, "1").unique == carried
-    deferred = slip.next(utc_now(), 1.0, 0, "1").to_message()
-    assert LockHeader.of(request(deferred, retries=1)).unique == carried
-    waited = slip.next_redelivery(0, "1").to_message()
-    assert LockHeader.of(request(waited, retries=1)).unique == carried
+    header = LockHeader(id="1", unique=carried)
+    assert header.waiting_for_first_delivery(0, "1").unique == carried
+    for republished in (
+        deferred(header, utc_now(), task_id="1"),
+        header.waiting_for_first_delivery(0, "1"),
+    ):
+        message = republished.to_message()
+        assert LockHeader.of(request(message, retries=1)).unique == carried
 
 
-def test_a_child_that_inherits_its_parents_headers_does_not_inherit_the_slip() -> None:
-    parents = LockHeader({"key": False}).next(utc_now(), 1.0, 0, "parent").to_message()
+def test_a_child_that_inherits_its_parents_headers_does_not_inherit_the_lock_header() -> None:
+    parents = deferred(LockHeader({"key": False}), utc_now(), task_id="parent").to_message()
     assert LockHeader.of(request(parents, id="child")) == LockHeader()
-    assert LockHeader.of(request(parents, id="parent")).deferrals == 1
+    assert LockHeader.of(request(parents, id="parent")).deferral.count == 1
 
 
 @pytest.mark.parametrize("header", ["text", 7, ["x"], None])
@@ -197,24 +239,23 @@ def test_a_message_that_rabbitmq_kept_back_still_knows_where_it_was_sent() -> No
     assert Route.of(own, "wide") == Route("", "0.1.slow")
 
 
-def test_a_first_delivery_asks_for_no_mark() -> None:
-    assert LockHeader().received({"redelivered": False}).asks_since() is None
-    assert LockHeader().received(None).asks_since() is None
+def test_a_first_delivery_asks_for_no_completion_marker() -> None:
+    assert LockHeader().ran_after() is None
 
 
-def test_what_the_broker_delivers_again_asks_for_any_mark_from_then_on() -> None:
-    slip = LockHeader().received({"redelivered": True})
-    assert slip.asks_since() == -math.inf
-    assert slip.next(utc_now(), 1.0, 0, "1").asks_since() == -math.inf
+def test_a_message_that_the_broker_redelivers_asks_for_any_marker_from_then_on() -> None:
+    header = LockHeader().redelivered()
+    assert header.ran_after() == -math.inf
+    assert deferred(header, utc_now(), task_id="1").ran_after() == -math.inf
 
 
-def test_a_deferred_message_asks_for_marks_since_its_first_try() -> None:
+def test_a_deferred_message_asks_for_markers_since_its_first_try() -> None:
     with freeze_time("2026-01-01 12:00:00") as clock:
-        slip = LockHeader().next(utc_now(), 1.0, 0, "1")
+        header = deferred(LockHeader(), utc_now(), task_id="1")
         clock.tick(60)
-        slip = slip.next(utc_now(), 1.0, 0, "1")
+        header = deferred(header, utc_now(), task_id="1")
         first_try = utc_now().timestamp() - 60
-    assert slip.asks_since() == first_try - CLOCKS_DIFFER
+    assert header.ran_after() == first_try - CLOCKS_DIFFER
 
 
 @pytest.mark.parametrize(("countdown", "at"), [(None, 0), (60, 60), (-60, 0)])
@@ -226,36 +267,46 @@ def test_a_message_could_have_begun_when_it_came_or_its_countdown_was_over(
         eta = None if countdown is None else now + timedelta(seconds=countdown)
         came = SimpleNamespace(eta=eta, content_type=None, request_dict={"properties": {}})
         note_receipt(request=came)
-    assert received_at(Context(came.request_dict)) == now.timestamp() + at
+    assert received(came.request_dict) == now.timestamp() + at
 
 
 def test_of_a_message_that_no_worker_told_of_nobody_knows_when_it_came() -> None:
-    assert received_at(Context({"properties": {RECEIVED: "today"}})) is None
-    assert received_at(Context({})) is None
+    assert received({"properties": {RECEIVED: "today"}}) is None
+    assert received({}) is None
 
 
-def test_a_twin_asks_for_any_mark_and_waits_on_its_own_account() -> None:
-    slip = (
-        LockHeader({"ttl": 9})
-        .next(utc_now(), 1.0, 0, "1")
-        .next_redelivery(0, "1")
-        .next_redelivery(0, "1")
-    )
-    assert slip == LockHeader({"ttl": 9}, id="1", twin=2)
-    assert slip.asks_since() == -math.inf
-    assert slip.past(utc_now()) == Past()
-    assert LockHeader.of(request(slip.to_message())) == slip
+def received(request_dict: dict[str, Any]) -> float | None:
+    """Return when a delivery was received."""
+    task = SimpleNamespace(acks_late=True, name="t")
+    return Delivery(task, Context(request_dict)).received_at
 
 
-def test_what_was_revoked_stays_so_in_every_worker_but_for_a_retry() -> None:
-    slip = LockHeader(redelivered=True, revoked=True).next_redelivery(0, "1")
-    assert LockHeader.of(request(slip.to_message())).revoked
-    assert not LockHeader.of(request(slip.to_message(), retries=1)).revoked
+def test_a_redelivery_that_waits_asks_for_any_marker_and_has_deferrals_of_its_own() -> None:
+    header = deferred(LockHeader({"ttl": 9}), utc_now(), task_id="1")
+    for _ in range(2):
+        header = header.waiting_for_first_delivery(0, "1")
+    assert header == LockHeader({"ttl": 9}, id="1", redelivery=Redelivery(waits=2))
+    assert header.ran_after() == -math.inf
+    assert header.deferral == NEVER_DEFERRED
+    assert LockHeader.of(request(header.to_message())) == header
 
 
-def test_the_retry_of_a_run_that_was_a_twin_is_none() -> None:
-    slip = LockHeader({"ttl": 9}).next_redelivery(0, "1")
-    assert LockHeader.of(request(slip.to_message(), retries=1)) == LockHeader({"ttl": 9}, id="1")
+def test_a_revoked_message_stays_so_in_every_worker_but_for_a_retry() -> None:
+    header = LockHeader().redelivered().revoked().waiting_for_first_delivery(0, "1")
+    assert LockHeader.of(request(header.to_message())).is_revoked
+    assert not LockHeader.of(request(header.to_message(), retries=1)).is_revoked
+
+
+def test_a_revoked_message_that_was_only_deferred_is_no_redelivery() -> None:
+    header = deferred(LockHeader(), utc_now(), task_id="1").revoked()
+    assert LockHeader.of(request(header.to_message())) == header
+    assert not header.is_redelivered
+
+
+def test_the_retry_of_a_redelivered_run_is_no_redelivery() -> None:
+    header = LockHeader({"ttl": 9}).waiting_for_first_delivery(0, "1")
+    again = LockHeader.of(request(header.to_message(), retries=1))
+    assert again == LockHeader({"ttl": 9}, id="1")
 
 
 def test_a_body_is_made_again_as_it_was_made() -> None:
@@ -287,7 +338,8 @@ def test_a_broker_that_is_away_for_long_is_asked_now_and_then(
 
     monkeypatch.setattr(app.amqp, "send_task_message", send)
     where = {"exchange": "", "routing_key": "away for long"}
-    republish(early, request({}, args=(), kwargs={}, delivery_info=where), LockHeader(), 0.1)
+    delivery = Delivery(early, request({}, args=(), kwargs={}, delivery_info=where))
+    republish(delivery, LockHeader(), 0.1)
     assert len(tries) == 13
     assert len(pauses) == 12
     assert min(pauses) > 0

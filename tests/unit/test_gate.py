@@ -9,7 +9,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_redlock import LockLost
 from celery_redlock.tasks.delivery.republish import Requeue
-from celery_redlock.tasks.execution.completion import is_done
+from celery_redlock.tasks.execution.completion import is_completed
 from celery_redlock.tasks.wrapping import wrap_hook
 
 
@@ -25,8 +25,8 @@ from celery_redlock.tasks.wrapping import wrap_hook
         ("REJECTED", Reject("no", requeue=False)),
     ],
 )
-def test_a_run_whose_message_does_not_come_back_is_done(state: str, outcome: object) -> None:
-    assert is_done(state, outcome)
+def test_a_run_whose_message_does_not_come_back_is_completed(state: str, outcome: object) -> None:
+    assert is_completed(state, outcome)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_run_whose_message_does_not_come_back_is_done(state: str, outcome: obj
     ],
 )
 def test_a_run_whose_message_comes_back_is_not_done(state: str | None, outcome: object) -> None:
-    assert not is_done(state, outcome)
+    assert not is_completed(state, outcome)
 
 
 class Unbound:

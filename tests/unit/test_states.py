@@ -12,7 +12,7 @@ from celery.backends.base import KeyValueStoreBackend
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import task_revoked
 
-from celery_redlock.tasks.reporting import has_end, is_over, show_revoked, show_started
+from celery_redlock.tasks.reporting import StateReporter
 
 
 class Backend(KeyValueStoreBackend):
@@ -62,21 +62,21 @@ def a_request() -> Context:
 def test_a_soft_limit_that_strikes_as_started_is_stored_ends_the_run(make_task: Make) -> None:
     """A body that began after its own limit would run for as long as it likes."""
     with pytest.raises(SoftTimeLimitExceeded):
-        show_started(make_task(SoftTimeLimitExceeded()), a_request(), tracked=True, deferred=False)
+        StateReporter(make_task(SoftTimeLimitExceeded()), a_request()).started(was_deferred=False)
 
 
 def test_a_backend_that_is_away_as_started_is_stored_lets_the_body_run(
     make_task: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    show_started(make_task(OSError("backend")), a_request(), tracked=True, deferred=False)
-    assert "cannot show the state" in caplog.text
+    StateReporter(make_task(OSError("backend")), a_request()).started(was_deferred=False)
+    assert "cannot report the state" in caplog.text
 
 
 def test_of_a_backend_that_cannot_be_read_no_message_is_dropped(make_task: Make) -> None:
     """An end that nobody knows of is none: else the only delivery would be let go of."""
-    task = make_task(OSError("backend"))
-    assert not has_end(task, a_request())
-    assert not is_over(task, a_request())
+    reporter = StateReporter(make_task(OSError("backend")), a_request())
+    assert not reporter.has_final_state()
+    assert not reporter.has_final_state_if_wanted()
 
 
 def test_receivers_hear_of_what_the_gate_revokes_as_of_what_celery_does(make_task: Make) -> None:
@@ -87,5 +87,5 @@ def test_receivers_hear_of_what_the_gate_revokes_as_of_what_celery_does(make_tas
 
     task_revoked.connect(hear, sender=task)
     for reason in ("expired", "revoked"):
-        show_revoked(task, request, reason)
+        StateReporter(task, request).revoked(reason)
     assert told == [(task, request, False, True), (task, request, False, False)]

@@ -10,7 +10,7 @@ from typing import Any
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.operate.lints.model import Facts, TaskFacts
 from celery_redlock.tasks.declaration import ENTRY, config_of
-from celery_redlock.tasks.delivery.route import has_quorum_queues
+from celery_redlock.tasks.delivery.route import has_quorum_queues, queue_of_send
 from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.settings.app import AppSettings
 from celery_redlock.tasks.settings.conf import one_redis
@@ -101,7 +101,7 @@ def _task_facts(task: LockedTask) -> TaskFacts:
 
 def _queue_of(task: LockedTask) -> str:
     try:
-        return task._own_queue((), {})
+        return queue_of_send(task, (), {})
     except Exception as error:  # a router of the user's own, which may look at arguments
         told = {"event": "queue_unknown", "task": task.name}
         logger.debug("the queue of %s depends on its arguments: %s", task.name, error, extra=told)

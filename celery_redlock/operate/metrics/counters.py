@@ -67,7 +67,8 @@ class Metrics:
         self.acquired.labels(_task(sender)).inc()
         request = getattr(sender, "request", None)
         if request is not None and not request.called_directly:
-            self.waited.labels(_task(sender)).observe(LockHeader.of(request).past(utc_now()).waited)
+            deferral = LockHeader.of(request).deferral
+            self.waited.labels(_task(sender)).observe(deferral.waited(utc_now()))
 
     def _on_released(self, sender: Any = None, event: Any = None, **_: Any) -> None:
         self.released.labels(_task(sender), event.by).inc()

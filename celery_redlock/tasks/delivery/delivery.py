@@ -1,8 +1,9 @@
-"""One delivery of a message: facts and questions."""
+"""One delivery of a message, in any process: what is known of it, and the questions it answers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -10,24 +11,138 @@ from celery.app.task import Context
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_redlock.tasks.delivery.header import LockHeader
-from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE, Route
+from celery_redlock.tasks.delivery.route import (
+    CAME_BACK,
+    QUEUE,
+    Route,
+    has_way_back,
+    queue_of,
+)
+from celery_redlock.tasks.delivery.run_id import RunId
 
-ARGUMENTS = "_redlock_arguments"  # the name on the request under which they stand as they came
+ARGUMENTS = "_redlock_arguments"  # the name on the request of the arguments as they came
 NESTED = "redlock_nested"  # the property of a delivery that has a header called "headers"
 RECEIVED = "redlock_received"  # the property of a delivery, never of a message, that says when
-_ON_REQUEST = "_redlock_"  # what names of ours on a request begin with
+
+_ON_REQUEST = "_redlock_"  # what our names on a request begin with
 _DEATHS = ("x-death", "x-first-death-", "x-last-death-")  # headers; Source: RabbitMQ, "DLX"
 
 
-def expires_in(task: Any, request: Any) -> float:
-    """Return the s until a message's `expires`, below 0 after it; inf where it has none.
+class Delivery:
+    """One delivery of a message: facts and questions; immutable, and without I/O.
 
-    Source: celery.worker.request.Request.
+    task, request: Celery's, the request as `Context`. header: what the message carries, with what
+    the broker says of this delivery. acks_late: the message is acknowledged after the run.
+    In a worker's main process make a new one each time: Celery rewrites the request there.
     """
-    if not request.expires:
-        return math.inf
-    at: datetime = maybe_make_aware(maybe_iso8601(request.expires), task.app.conf.timezone)
-    return (at - utc_now()).total_seconds()
+
+    __slots__ = ("acks_late", "header", "request", "task")
+
+    def __init__(self, task: Any, request: Any) -> None:
+        self.task, self.request = task, request
+        self.acks_late = bool(task.acks_late) and not request.is_eager
+        header = LockHeader.of(request)
+        if self.acks_late and (request.delivery_info or {}).get("redelivered"):
+            header = header.redelivered()
+        self.header = header
+
+    @property
+    def run_id(self) -> RunId:
+        """What tells the run of this delivery from all others, but from redeliveries."""
+        return RunId.of(self.task.name, self.request)
+
+    @property
+    def route(self) -> Route:
+        """Where the message came from."""
+        origin = self.header.origin
+        exchange = None if origin is None else origin.exchange
+        return Route.of(self.request.delivery_info, exchange, self._noted_queue)
+
+    @property
+    def _noted_queue(self) -> str | None:
+        return (self.request.get("properties") or {}).get(QUEUE)
+
+    def queue(self, known: dict[tuple[str | None, str], str]) -> str:
+        """Return the name of the queue that the message came through; known: as of `queue_of`."""
+        return self._noted_queue or queue_of(self.task.app, self.route, known)
+
+    @property
+    def is_redelivered(self) -> bool:
+        """Whether this is not the first delivery of its message, as far as anybody has said."""
+        return self.header.redelivery is not None
+
+    @property
+    def may_have_run_elsewhere(self) -> bool:
+        """Whether another delivery of this message may be running, or have run."""
+        return self.header.may_have_run_elsewhere
+
+    @property
+    def is_for_another_queue(self) -> bool:
+        """Whether RabbitMQ brought a copy of a deferral to a queue that it was not meant for.
+
+        RabbitMQ goes by the topic, for each queue that is bound to it; each queue that has a run of
+        this message republishes its own copy.
+        """
+        origin = self.header.origin
+        if origin is None or origin.queue is None:
+            return False
+        if (self.request.delivery_info or {}).get("exchange") != CAME_BACK:
+            return False
+        return (self._noted_queue or origin.queue) != origin.queue
+
+    @property
+    def cancelled(self) -> str | None:
+        """Why a message that may have run elsewhere is not to run: "expired" or "revoked".
+
+        None: it is to run; or it acknowledges early, so the main process has ended it already.
+        """
+        if not self.acks_late:
+            return None
+        if self.header.is_revoked:
+            return "revoked"
+        return "expired" if self.may_have_run_elsewhere and self.expires_in < 0 else None
+
+    @property
+    def expires_in(self) -> float:
+        """Seconds until the message's `expires`, below 0 after it; inf if it has none.
+
+        Source: celery.worker.request.Request.
+        """
+        expires = self.request.expires
+        if not expires:
+            return math.inf
+        at: datetime = maybe_make_aware(maybe_iso8601(expires), self.task.app.conf.timezone)
+        return (at - utc_now()).total_seconds()
+
+    @property
+    def can_republish(self) -> bool:
+        """Whether the message can be republished.
+
+        An eager run has none: it has waited up to `wait`, and gives up. And if a copy could only go
+        to every queue of its exchange again, one message would become many.
+        """
+        request = self.request
+        if request.is_eager:
+            return False
+        if not (request.delivery_info or {}).get("exchange"):
+            return True  # of the default exchange, which has one queue for each routing key
+        return has_way_back(self.task.app, self.route)
+
+    @property
+    def received_at(self) -> float | None:
+        """Seconds since 1970 at which the run could have begun here; None if nobody noted it.
+
+        That is when the worker received the message, or when its countdown was over.
+        """
+        at = (self.request.get("properties") or {}).get(RECEIVED)
+        return at if isinstance(at, float) else None
+
+    def log_extra(self, event: str, **more: Any) -> dict[str, Any]:
+        """Return the fields of a log line of this run, for handlers that write them."""
+        return {"event": event, "task": self.task.name, "task_id": self.request.id, **more}
+
+    def __str__(self) -> str:
+        return f"{self.task.name}[{self.request.id}]"
 
 
 def utc_now() -> datetime:
@@ -35,29 +150,12 @@ def utc_now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def route_of(request: Any, slip: LockHeader) -> Route:
-    """Return where a run's message came from."""
-    queue = (request.get("properties") or {}).get(QUEUE)
-    return Route.of(request.delivery_info, slip.exchange, queue)
-
-
-def is_for_another_queue(request: Any, slip: LockHeader) -> bool:
-    """Tell whether RabbitMQ brought a copy of a deferral to another queue than it was meant for.
-
-    It goes by the topic, for whatever is bound to it; each queue that has a run of this message
-    puts its own copy back.
-    """
-    if (request.delivery_info or {}).get("exchange") != CAME_BACK or slip.queue is None:
-        return False
-    return bool((request.get("properties") or {}).get(QUEUE, slip.queue) != slip.queue)
-
-
 def own_headers(request: Any) -> dict[str, Any]:
     """Return the headers of a user's own that a message came with.
 
     Source: celery.app.task.Context takes a header called "headers" for all of them.
     """
-    headers = request.headers or {}
+    headers: Mapping[str, Any] = request.headers or {}
     if (request.get("properties") or {}).get(NESTED):
         rest = {name: value for name, value in request.__dict__.items() if name != "headers"}
         headers = {**(Context(rest).headers or {}), "headers": headers}
@@ -72,7 +170,8 @@ def note_receipt(request: Any = None, **_: Any) -> None:
     """Hand on to the run what only the main process knows: when it came, and its content type.
 
     Most brokers' properties leave that out.
-    Source: celery.worker.strategy sends this in the worker's main process, before the pool has it.
+    Source: celery.worker.strategy sends task_received in the worker's main process, before the pool
+    has the message.
     """
     came = {RECEIVED: max(utc_now(), request.eta or utc_now()).timestamp()}
     if request.content_type is not None:
@@ -84,16 +183,7 @@ def note_receipt(request: Any = None, **_: Any) -> None:
 def keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: Any) -> None:
     """Keep a run's arguments as they came, for a deferral.
 
-    Source: celery.app.trace hands the very same mapping to receivers, to `before_start` and to the
-    body, and the usual idiom is to take from it what is not the body's.
+    Source: celery.app.trace hands the very same mapping to receivers of task_prerun, to
+    `before_start` and to the body, and the usual idiom is to take from it what is not the body's.
     """
     task.request.__dict__[ARGUMENTS] = tuple(args), dict(kwargs)
-
-
-def received_at(request: Any) -> float | None:
-    """Return the s since 1970 at which a run's message could have begun here; None: nobody knows.
-
-    That is when the worker got it, or its countdown was over.
-    """
-    at = (request.get("properties") or {}).get(RECEIVED)
-    return at if isinstance(at, float) else None

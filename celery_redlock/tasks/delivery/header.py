@@ -1,171 +1,225 @@
-"""What the message header `redlock` carries."""
+"""The message header `redlock`: all that a message carries of its lock.
+
+Each part is absent until it is needed, so that a plain send with `lock=` carries its options and
+nothing else. A header that another program wrote, and a part with a wrong type, count as absent.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
+
+HEADER = "redlock"
+CLOCKS_DIFFER = 1.0  # s: the largest difference between the clocks of two workers
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
-class Past:
-    """What the message has been through. waited: s since its first try; delay: s, the last one."""
+class Deferral:
+    """How often a message was deferred. `NEVER_DEFERRED` is that of a first try.
 
-    deferrals: int = 0
-    waited: float = 0.0
+    count: deferrals so far. since: time of the first try, ISO 8601 with its zone. delay: seconds,
+    the last one that the backoff gave, before it was cut; None before the first.
+    """
+
+    count: int = 0
+    since: str | None = None
     delay: float | None = None
 
+    def waited(self, now: datetime) -> float:
+        """Return the seconds since the first try, 0.0 if there was none."""
+        if self.since is None:
+            return 0.0
+        return max(0.0, (now - datetime.fromisoformat(self.since)).total_seconds())
 
-HEADER = "redlock"
-CLOCKS_DIFFER = 1.0  # s: at the most, between the calendars of two workers
+    def next(self, now: datetime, delay: float) -> Deferral:
+        """Return the same after one more deferral."""
+        return Deferral(self.count + 1, self.since or now.isoformat(), delay)
+
+
+@dataclass(frozen=True)
+class Redelivery:
+    """What is known of another delivery of the same message.
+
+    by_broker: the broker has said so. waits: how often this one was republished while its first
+    delivery held the lock.
+    """
+
+    by_broker: bool = False
+    waits: int = 0
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For what a deferred message waits.
+
+    resources: those of its lock. refused_by: the one that was taken, None if no quorum voted.
+    refused_at: seconds since 1970. limit: the `limit` by which it asked. waits_for_release: the
+    message has no budget and no callable to ask, so it may wait for longer than its countdown.
+    reason: why no quorum voted, "" if the lock was taken.
+    """
+
+    resources: tuple[str, ...] = ()
+    refused_by: str | None = None
+    refused_at: float = 0.0
+    limit: int = 1
+    waits_for_release: bool = False
+    reason: str = ""
+
+    def seconds_since_refusal(self, now: datetime) -> float:
+        """Return the seconds since the refusal, by the clocks of two workers."""
+        return max(0.0, now.timestamp() - self.refused_at)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the message was sent to at first, and the queue that this copy of it goes back to."""
+
+    exchange: str | None = None
+    routing_key: str = ""
+    queue: str | None = None
+
+
+NEVER_DEFERRED = Deferral()
 
 
 @dataclass(frozen=True)
 class LockHeader:
-    """What the message header `redlock` carries.
+    """What the message header `redlock` carries; immutable.
 
-    options: those of the call. deferrals: so far. since: of the first try, ISO 8601 in UTC.
-    delay: s, the last one. retries: the message's own count when it was put back.
-    id: the task that this belongs to. redelivered: the broker has delivered it again. twin: how
-    often it has waited since for its own first delivery. exchange, routing_key: those that the
-    message was sent to. queue: the one that this copy came through and goes back to. waits_for: the
-    resources whose lock it was refused; refused_by: the one of them that was taken; refused_at: s
-    since 1970; limit: by which it was asked. unique: of a deduplicated send, what ends its window.
-    patient: it has no budget, and nothing is to be asked at each try, so that it may wait for a
-    release for longer than its countdown. revoked: a worker was told so of this delivery.
-    reason: why no quorum voted; "" where the lock was taken.
+    options: those of the call. id: the task that the header belongs to, for subtasks inherit the
+    headers of their parent. retries: the message's own count when it was republished. is_revoked: a
+    worker's main process was told so of this delivery. unique: what ends the claim of a
+    deduplicated send, as of `UniqueToken`.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    deferrals: int = 0
-    since: str | None = None
-    delay: float | None = None
-    retries: int = 0
     id: str | None = None
-    redelivered: bool = False
-    twin: int = 0
-    exchange: str | None = None
-    routing_key: str = ""
-    queue: str | None = None
-    waits_for: Sequence[str] = ()
-    refused_by: str | None = None
-    refused_at: float = 0.0
-    limit: int = 1
+    retries: int = 0
+    is_revoked: bool = False
+    deferral: Deferral = NEVER_DEFERRED
+    redelivery: Redelivery | None = None
+    wait: Wait | None = None
+    origin: Origin | None = None
     unique: Mapping[str, Any] | None = None
-    patient: bool = False
-    revoked: bool = False
-    reason: str = ""
 
     @classmethod
     def of(cls, request: Any) -> LockHeader:
-        """Read it from a run's request; what a stranger wrote there counts as nothing."""
-        carried = request.get(HEADER) or (request.headers or {}).get(HEADER)
+        """Return the header of a request, `NO_HEADER` if it has none of its own."""
+        carried = request.__dict__.get(HEADER)
+        if carried is None:
+            carried = (request.headers or {}).get(HEADER)
         if not isinstance(carried, Mapping):
-            return _BLANK
-        known: dict[str, Any] = {
-            name: carried[name]
-            for name, kind in _KINDS.items()
-            if isinstance(carried.get(name), kind)
-        }
-        known["waits_for"] = tuple(map(str, known.get("waits_for", ())))  # JSON makes it a list
-        if not _is_moment(known.get("since")):
-            known.pop("since", None)
-        slip = cls(**known)
-        if slip.id not in (None, request.id):
-            return _BLANK  # of a parent, whose headers were passed on
-        put_back_before = slip.since is not None or slip.twin > 0
-        if put_back_before and slip.retries != request.retries:
-            # a real retry takes the lock anew: what it waited before is not its own
-            slip = cls(slip.options, id=slip.id, unique=slip.unique)
-        return slip
-
-    def past(self, now: datetime) -> Past:
-        """Return what the message has been through by now."""
-        if self.since is None:
-            return Past()
-        waited = (now - datetime.fromisoformat(self.since)).total_seconds()
-        return Past(self.deferrals, max(0.0, waited), self.delay)
-
-    def waited_since_refused(self, now: datetime) -> float:
-        """Return the s since it was refused, by the calendars of two workers."""
-        return max(0.0, now.timestamp() - self.refused_at)
-
-    def next(
-        self, now: datetime, delay: float, retries: int, task_id: str | None = None
-    ) -> LockHeader:
-        """Return the slip for one more deferral."""
-        since = self.since or now.isoformat()
-        count = self.deferrals + 1
-        return replace(
-            self,
-            deferrals=count,
-            since=since,
-            delay=delay,
-            retries=retries,
-            id=task_id,
-        )
-
-    def next_redelivery(self, retries: int, task_id: str) -> LockHeader:
-        """Return the slip of a message whose first delivery runs: its own wait begins anew."""
-        return LockHeader(
-            self.options,
-            retries=retries,
-            id=task_id,
-            redelivered=self.redelivered,
-            twin=self.twin + 1,
-            exchange=self.exchange,
-            routing_key=self.routing_key,
-            queue=self.queue,
-            unique=self.unique,
-            revoked=self.revoked,
-        )
-
-    def received(self, delivery: Mapping[str, Any] | None) -> LockHeader:
-        """Return the slip with what the broker says of this delivery."""
-        if self.redelivered or not (delivery or {}).get("redelivered"):
-            return self
-        return replace(self, redelivered=True)
-
-    def asks_since(self) -> float | None:
-        """Return the s since 1970 after which a done mark is one of this message's own runs.
-
-        -inf: each is. None: nobody else can have run it, and who uses a task id again may do so.
-        """
-        if self.is_redelivered:
-            return -math.inf
-        if self.since is None:
-            return None
-        return datetime.fromisoformat(self.since).timestamp() - CLOCKS_DIFFER
+            return NO_HEADER
+        header = _parse(carried)
+        if header.id not in (None, request.id):
+            return NO_HEADER  # inherited from a parent
+        was_republished = header.deferral.since is not None or header.redelivery is not None
+        if was_republished and header.retries != request.retries:
+            # a real retry takes the lock anew: what the run before it waited is not its own
+            return LockHeader(header.options, header.id, unique=header.unique)
+        return header
 
     @property
     def is_redelivered(self) -> bool:
-        """Whether this is a second delivery of its message, as far as anybody has said."""
-        return self.redelivered or self.twin > 0
+        """Whether this is not the first delivery of its message, as far as anybody has said."""
+        return self.redelivery is not None
 
     @property
     def may_have_run_elsewhere(self) -> bool:
         """Whether another delivery of this message may be running, or have run."""
-        return self.asks_since() is not None
+        return self.redelivery is not None or self.deferral.since is not None
+
+    def ran_after(self) -> float | None:
+        """Return the time after which a completion marker is one of this message's own runs.
+
+        Seconds since 1970. -inf: any marker is. None: nobody else can have run it, and a task id
+        that is used again is to run again.
+        """
+        if self.redelivery is not None:
+            return -math.inf
+        if self.deferral.since is None:
+            return None
+        return datetime.fromisoformat(self.deferral.since).timestamp() - CLOCKS_DIFFER
+
+    def redelivered(self) -> LockHeader:
+        """Return the header of a delivery of which the broker says that it is not the first."""
+        known = self.redelivery or Redelivery()
+        return self if known.by_broker else replace(self, redelivery=replace(known, by_broker=True))
+
+    def revoked(self) -> LockHeader:
+        """Return the header of a delivery that was revoked; the run acts on it."""
+        return replace(self, is_revoked=True)
+
+    def waiting_for_first_delivery(self, retries: int, task_id: str) -> LockHeader:
+        """Return the header of a redelivery that is republished; its own deferrals begin anew."""
+        known = self.redelivery or Redelivery()
+        again = replace(known, waits=known.waits + 1)
+        begun_anew = replace(self, deferral=NEVER_DEFERRED, wait=None)
+        return replace(begun_anew, id=task_id, retries=retries, redelivery=again)
 
     def to_message(self) -> dict[str, Any]:
-        """Return it as a mapping that any serializer takes."""
-        return {**vars(self), "options": dict(self.options)}
+        """Return a mapping that any serializer takes; parts that are absent are left out."""
+        parts = ("redelivery", "wait", "origin")
+        found = {name: part for name in parts if (part := getattr(self, name)) is not None}
+        carried: dict[str, Any] = {name: dict(vars(part)) for name, part in found.items()}
+        if self.deferral.since is not None:
+            carried["deferral"] = dict(vars(self.deferral))
+        if self.unique is not None:
+            carried["unique"] = self.unique
+        if self.is_revoked:
+            carried["is_revoked"] = True
+        return {"options": dict(self.options), "id": self.id, "retries": self.retries, **carried}
 
 
-_KINDS: Mapping[str, Any] = {  # what its fields are; what is none counts as nothing
-    "options": Mapping, "deferrals": int, "since": str, "delay": (int, float), "retries": int,
-    "id": str, "redelivered": bool, "twin": int, "exchange": str, "routing_key": str, "queue": str,
-    "waits_for": (list, tuple),
-    "refused_by": str, "refused_at": (int, float), "limit": int, "unique": Mapping,
-    "patient": bool, "revoked": bool, "reason": str,
+NO_HEADER = LockHeader()
+
+_NUMBER = (int, float)
+_KINDS: Mapping[type, Mapping[str, Any]] = {  # by part: its fields, and their types
+    Deferral: {"count": int, "since": str, "delay": _NUMBER},
+    Redelivery: {"by_broker": bool, "waits": int},
+    Wait: {
+        "resources": (list, tuple), "refused_by": str, "refused_at": _NUMBER,
+        "limit": int, "waits_for_release": bool, "reason": str,
+    },
+    Origin: {"exchange": str, "routing_key": str, "queue": str},
+    LockHeader: {
+        "options": Mapping, "id": str, "retries": int, "is_revoked": bool, "unique": Mapping,
+    },
 }  # fmt: skip
-_BLANK = LockHeader()
 
 
-def _is_moment(text: object) -> bool:
-    """Tell whether a text is a moment in ISO 8601, with its zone."""
+def _parse(carried: Mapping[str, Any]) -> LockHeader:
+    deferral = _part(Deferral, carried.get("deferral")) or NEVER_DEFERRED
+    wait = _part(Wait, carried.get("wait"))
+    if wait is not None:  # JSON makes a list of a tuple
+        wait = replace(wait, resources=tuple(map(str, wait.resources)))
+    redelivery = _part(Redelivery, carried.get("redelivery"))
+    return LockHeader(
+        deferral=deferral if _is_time(deferral.since) else NEVER_DEFERRED,
+        redelivery=None if redelivery == Redelivery() else redelivery,
+        wait=wait,
+        origin=_part(Origin, carried.get("origin")),
+        **_known(LockHeader, carried),
+    )
+
+
+def _part(kind: type[P], carried: object) -> P | None:
+    return kind(**_known(kind, carried)) if isinstance(carried, Mapping) else None
+
+
+def _known(kind: type, carried: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a part carries with the right type."""
+    types = _KINDS[kind]
+    return {name: carried[name] for name in types if isinstance(carried.get(name), types[name])}
+
+
+def _is_time(text: object) -> bool:
+    """Return whether a text is a time in ISO 8601 with its zone."""
     try:
         return isinstance(text, str) and datetime.fromisoformat(text).tzinfo is not None
     except ValueError:

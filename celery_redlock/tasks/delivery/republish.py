@@ -1,15 +1,15 @@
-"""The same message put back, whole: it keeps its id and everything else that it carries.
+"""Publishes a run's message again, whole: it keeps its id and everything else that it carries.
 
 Source: Celery's own `Task.retry` and `send_task`, which make their message of the same parts; what
 they leave out (`argsrepr`, `kwargsrepr`, `compression`, the delivery mode and other properties, and
 on 5.5 and 5.6 `ignore_result`) is passed on here, and the message does not become its own parent.
 
-RabbitMQ needs two things more. What dead-lettering wrote into the headers must not go out again,
-or RabbitMQ takes the message for one that runs in a circle and drops it. And a publish is only
-known to have arrived where the broker confirms it.
+RabbitMQ needs two things more. What dead-lettering wrote into the headers must not go out again:
+RabbitMQ would take the message for one that runs in a circle, and drop it. And a publish is only
+known to have arrived if the broker confirms it.
 
-What `expires` says goes along as a header, which the worker heeds, and not as RabbitMQ's own
-expiration: the broker would drop the message in silence, and nobody would write REVOKED.
+`expires` goes along as a header, which the worker heeds, and not as RabbitMQ's own expiration: the
+broker would drop the message silently, and nothing would store REVOKED.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from kombu.serialization import registry
 
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.tasks.delivery.delivery import ARGUMENTS, own_headers, route_of
-from celery_redlock.tasks.delivery.header import HEADER, LockHeader
+from celery_redlock.tasks.delivery.delivery import ARGUMENTS, Delivery, own_headers
+from celery_redlock.tasks.delivery.header import HEADER, LockHeader, Origin
 from celery_redlock.tasks.delivery.producer import confirming_producer, without_soft_limit
 from celery_redlock.tasks.delivery.route import driver_of, send_options
-from celery_redlock.tasks.reporting import fields, ignores_result, show_lost
+from celery_redlock.tasks.reporting import StateReporter
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to put a message back, broker away
-BEFORE_REQUEUE = 1.0  # s: else a broker that takes acknowledgements only would spin the message
-# of a send that its message carries; the last one is SQS' own
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to republish while the broker is away
+BEFORE_REQUEUE = 1.0  # s: else a broker that only takes acknowledgements would spin the message
+# properties of a send that its message carries; the last one is SQS' own
 _PROPERTIES = ("app_id", "cluster_id", "correlation_id", "message_id", "timestamp", "type",
                "user_id", "MessageGroupId")  # fmt: skip
 
@@ -44,107 +44,106 @@ _PROPERTIES = ("app_id", "cluster_id", "correlation_id", "message_id", "timestam
 class Requeue(Reject, Ignore):
     """Hand the message back to the broker.
 
-    A Reject for Celery's tracer; being an Ignore too, it passes through autoretry, which would
-    take a Reject for an error to be retried.
+    It is a Reject for Celery's tracer. It is an Ignore, too, so that it passes through autoretry,
+    which takes a Reject for an error to be retried.
     """
 
 
-def republish(task: Any, request: Any, slip: LockHeader, countdown: float) -> None:
-    """Publish the message again, to run after so many s; returns once the broker has it.
+def republish(delivery: Delivery, header: LockHeader, countdown: float) -> None:
+    """Publish the message again; return once the broker has it.
 
-    With late acknowledgement nothing is lost where that fails, for the message was never let go:
-    Requeue hands it back. With early acknowledgement nobody but this slot still knows of it.
+    header: what the new message carries. countdown: seconds until it is to run.
+    If that fails and the task acknowledges late, nothing is lost: raises Requeue, which hands the
+    unacknowledged message back. If the task acknowledges early, only this process still has it.
     """
-    if task.acks_late:
-        _put_back_or_keep(task, request, slip, countdown)
+    if delivery.task.acks_late:
+        _republish_or_requeue(delivery, header, countdown)
     else:
-        _put_back_at_last(task, request, slip, countdown)
+        _republish_at_last(delivery, header, countdown)
 
 
-def _put_back_or_keep(task: Any, request: Any, slip: LockHeader, countdown: float) -> None:
+def _republish_or_requeue(delivery: Delivery, header: LockHeader, countdown: float) -> None:
     try:
-        _publish(task, request, slip, countdown)
+        _publish(delivery, header, countdown)
     except Exception as error:
         with contextlib.suppress(SoftTimeLimitExceeded):  # a limit on the body, which has not begun
-            text = "cannot put back %s: %s; it stays with the broker"
-            told = fields("republish_failed", task, request)
-            logger.warning(text, request.id, error, extra=told)
+            text = "cannot republish %s: %s; the message stays with the broker"
+            extra = delivery.log_extra("republish_failed")
+            logger.warning(text, delivery, error, extra=extra)
             SystemClock().sleep(BEFORE_REQUEUE)
         raise Requeue(error, requeue=True) from error
 
 
-def _put_back_at_last(task: Any, request: Any, slip: LockHeader, countdown: float) -> None:
-    """Try until the broker is back; what is not a matter of the connection is raised.
+def _republish_at_last(delivery: Delivery, header: LockHeader, countdown: float) -> None:
+    """Retry until the broker accepts the message.
 
-    From a connection that broke in the middle of something kombu's transports raise anything: so,
-    whatever it is, it is tried once more over a new one. A soft time limit is one on the body,
-    which has not begun: only the hard one ends this, or the worker, and that as FAILURE, so that
-    whoever waits learns of it.
+    `OperationalError` is retried with backoff. Any other error is retried once on a fresh
+    connection, then raised: kombu's transports raise anything if a connection breaks in the middle
+    of a publish. A soft time limit is one on the body, which has not begun. The hard one, or the
+    worker's end, ends this as FAILURE, so that whoever waits for the result learns of it.
     """
     clock, pause, is_sent, anew = SystemClock(), FIRST_PAUSE, False, False
     away: Exception | None = None
+    extra = delivery.log_extra("republish_failed")
     try:
         while not is_sent:
             with contextlib.suppress(SoftTimeLimitExceeded):
                 try:
                     with without_soft_limit():
-                        _publish(task, request, slip, countdown, anew=anew)
+                        _publish(delivery, header, countdown, anew=anew)
                         is_sent = True
                 except OperationalError as error:  # what kombu makes of all errors of connections
                     away = error
-                    told = fields("republish_failed", task, request)
-                    logger.warning(
-                        "cannot put back %s: %s; again soon", request.id, error, extra=told
-                    )
+                    text = "cannot republish %s: %s; trying again soon"
+                    logger.warning(text, delivery, error, extra=extra)
                     clock.sleep(pause)
                     pause = min(LONGEST_PAUSE, 2 * pause)
                 except Exception as error:
                     if anew:
                         raise
                     anew = True
-                    text = "cannot put back %s: %r; once more, over a new connection"
-                    told = fields("republish_failed", task, request)
-                    logger.warning(text, request.id, error, extra=told)
+                    text = "cannot republish %s: %r; trying once more on a fresh connection"
+                    logger.warning(text, delivery, error, extra=extra)
     except Exception:
         raise
     except BaseException as end:  # the worker stops, or this greenlet is killed
         if away is not None and not is_sent:
-            lost = RedlockError(f"put back nowhere: {type(end).__name__}, and {away}")
-            show_lost(task, request, lost)
+            lost = RedlockError(f"republished nowhere: {type(end).__name__}, and {away}")
+            StateReporter(delivery.task, delivery.request).message_lost(lost)
         raise
 
 
 def _publish(
-    task: Any, request: Any, slip: LockHeader, countdown: float, *, anew: bool = False
+    delivery: Delivery, header: LockHeader, countdown: float, *, anew: bool = False
 ) -> None:
-    """Publish it past a user's `apply_async`, the task's routes and `task_always_eager`.
+    """Publish past a user's `apply_async`, the task's routes and `task_always_eager`.
 
-    Those are for sends. Receivers of `before_task_publish` hear of it, as of a retry.
+    Those are for sends. Receivers of `before_task_publish` are called, as for a retry.
+    anew: over a fresh connection.
     Source: celery.app.base: Celery.send_task makes and sends a message by the same two calls.
     """
-    app, address = task.app, route_of(request, slip)
-    slip = replace(
-        slip, exchange=address.exchange, routing_key=address.routing_key, queue=address.queue
-    )
+    task, request, route = delivery.task, delivery.request, delivery.route
+    app, where = task.app, Origin(route.exchange, route.routing_key, route.queue)
     args, kwargs = request.__dict__.get(ARGUMENTS) or (request.args, request.kwargs)
     fields = _fields_of_message(task, request)
     message = app.amqp.create_task_message(
         request.id, task.name, args, kwargs, countdown=countdown, **fields
     )
     properties = request.get("properties") or {}
+    carried = replace(header, origin=where).to_message()
     with confirming_producer(app, anew=anew) as producer:
         app.amqp.send_task_message(
             producer,
             task.name,
             message,
-            headers={**own_headers(request), HEADER: slip.to_message()},
+            headers={**own_headers(request), HEADER: carried},
             compression=request.get("compression"),
             delivery_mode=properties.get("delivery_mode"),
             priority=(request.delivery_info or {}).get("priority"),
             retry=True,  # else kombu raises errors of connections as the transport's own
             **{"serializer": task.serializer, **own_serializer(properties)},
             **own_properties(properties, app, producer),
-            **send_options(app, address, countdown),
+            **send_options(app, route, countdown),
         )
 
 
@@ -172,7 +171,7 @@ def _fields_of_message(task: Any, request: Any) -> dict[str, Any]:
         "origin": request.origin,
         "shadow": request.shadow,
         "replaced_task_nesting": request.replaced_task_nesting,
-        "ignore_result": ignores_result(task, request),
+        "ignore_result": StateReporter(task, request).ignores_result,
         "argsrepr": request.get("argsrepr"),
         "kwargsrepr": request.get("kwargsrepr"),
         "create_sent_event": task.app.conf.task_send_sent_event,

@@ -113,6 +113,23 @@ def queue_of(
     return name
 
 
+def queue_of_send(
+    task: Any, args: Any, kwargs: Any, of_call: Mapping[str, Any] | None = None
+) -> str:
+    """Return the name of the queue that a send of these arguments goes to.
+
+    of_call: Celery's options of the send; None: the task's own routing.
+    """
+    options = {**task._get_exec_options(), **(of_call or {})}
+    if options.get("routing_key") and not options.get("queue"):
+        return queue_of(task.app, Route.of(options))
+    options = task.app.amqp.router.route(options, task.name, args, kwargs, task)
+    queue = options.get("queue")
+    if queue is None:
+        return queue_of(task.app, Route.of(options))
+    return str(getattr(queue, "name", queue))
+
+
 def has_quorum_queues(app: Any) -> bool:
     """Tell whether Celery lets the broker, a RabbitMQ, keep delayed messages."""
     driver = driver_of(app)

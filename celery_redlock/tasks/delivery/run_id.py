@@ -1,30 +1,62 @@
-"""The id of a run."""
+"""The id of a run: one spelling for the lock's holder, the completion marker and the journal."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from celery_redlock.tasks.delivery.route import QUEUE
 
-_OF_A_COPY = re.compile(r"(.*:[0-9]+:[0-9]+)@[^@\s]+", re.DOTALL)
+_TEXT = re.compile(
+    r"(?P<task_id>.+):(?P<name>[^:\s]+):(?P<retries>\d+):(?P<nesting>\d+)(?:@(?P<queue>[^@\s]+))?",
+    re.DOTALL,
+)
 
 
-def name_of_run(task: Any, request: Any) -> str:
-    """Return the name of a run: a retry is another one, and so is what a task is replaced by.
+@dataclass(frozen=True)
+class RunId:
+    """What tells one run from all others.
 
-    And so is each copy of a message that an exchange may have given to several queues.
+    A retry is another run than the one before, and so is what a task is replaced by. Each copy of a
+    message that an exchange may have given to several queues is a run of its own, too.
+    nesting: how often the task was replaced. queue: of a copy, quoted; "" for a message to one
+    queue.
     """
-    nesting = request.replaced_task_nesting or 0
-    name = f"{request.id}:{task.name}:{request.retries}:{nesting}"
-    if not (request.delivery_info or {}).get("exchange"):
-        return name  # of a message to one queue
-    queue = (request.get("properties") or {}).get(QUEUE)
-    return name if queue is None else f"{name}@{quote(queue, safe='')}"
 
+    task_id: str
+    name: str
+    retries: int = 0
+    nesting: int = 0
+    queue: str = ""
 
-def name_of_all_copies(run: str) -> str:
-    """Return the name of a run without its queue, as a sender knows it."""
-    found = _OF_A_COPY.fullmatch(run)
-    return run if found is None else found[1]
+    @classmethod
+    def of(cls, name: str, request: Any) -> RunId:
+        """Return the id of a task's run. name: the task's; request: Celery's `Context`."""
+        queue = ""
+        if (request.delivery_info or {}).get("exchange"):
+            queue = quote((request.get("properties") or {}).get(QUEUE) or "", safe="")
+        return cls(request.id, name, request.retries, request.replaced_task_nesting or 0, queue)
+
+    @classmethod
+    def parse(cls, text: str) -> RunId | None:
+        """Return the inverse of `str`; None for a text that names no run."""
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            return None
+        retries, nesting = int(found["retries"]), int(found["nesting"])
+        return cls(found["task_id"], found["name"], retries, nesting, found["queue"] or "")
+
+    def __str__(self) -> str:
+        text = f"{self.task_id}:{self.name}:{self.retries}:{self.nesting}"
+        return f"{text}@{self.queue}" if self.queue else text
+
+    @property
+    def of_all_copies(self) -> RunId:
+        """The id without its queue, as the sender of the message knows it."""
+        return RunId(self.task_id, self.name, self.retries, self.nesting)
+
+    def label(self, hostname: str | None) -> str:
+        """Return what the nodes show of the lock's holder: the run, and the worker's name."""
+        return f"{self} {hostname}"

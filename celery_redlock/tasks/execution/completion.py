@@ -13,19 +13,19 @@ from celery.exceptions import Reject
 
 from celery_redlock.tasks.children.forks import was_ended
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
-from celery_redlock.tasks.delivery.run_id import name_of_run
-from celery_redlock.tasks.execution.redelivery import CONTINUES
-from celery_redlock.tasks.execution.run import let_go, run_of
+from celery_redlock.tasks.delivery.run_id import RunId
+from celery_redlock.tasks.execution.outcomes import CONTINUES
+from celery_redlock.tasks.execution.run import run_of
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.token import UniqueToken
 
 
-def is_done(state: str | None, outcome: object) -> bool:
-    """Tell whether a run that ended like this is done: its message does not come back by itself.
+def is_completed(state: str | None, outcome: object) -> bool:
+    """Return whether a run that ended like this is completed: its message does not come back.
 
-    state: the tracer's word, None where an exception passed it. outcome: the result or the error.
+    state: the tracer's word, None if an exception passed it. outcome: the result or the error.
     Source: celery.worker.request: Request.on_success, on_failure and on_retry acknowledge, or
-    reject without requeue. A MemoryError ends the worker with the message in its hands.
+    reject without requeue. A MemoryError ends the worker with the message unacknowledged.
     """
     if state == celery_states.REJECTED:
         return isinstance(outcome, Reject) and not outcome.requeue
@@ -34,96 +34,102 @@ def is_done(state: str | None, outcome: object) -> bool:
     return state in (celery_states.SUCCESS, celery_states.RETRY, celery_states.IGNORED)
 
 
-def is_stored(request: Any, passing: BaseException) -> bool:
-    """Tell whether a run is done although an exception passes Celery's tracer: its hook's.
+def is_completed_before_hook(request: Any, error: BaseException) -> bool:
+    """Return whether a run was completed before its hook raised an error, past Celery's tracer.
 
-    Source: celery.worker.request: Request.on_failure lets go of the message whatever comes out of
-    the tracer, but for Reject with requeue, MemoryError, and what ends a process.
+    Source: celery.worker.request: Request.on_failure acknowledges or rejects the message whatever
+    comes out of the tracer, but for Reject with requeue, MemoryError, and what ends a process.
     """
-    passage = run_of(request)
-    if passage is None or not getattr(passage, "stored", False):
+    run = run_of(request)
+    if run is None or not run.outcome_stored:
         return False
-    if isinstance(passing, Reject):
-        return not passing.requeue
-    return isinstance(passing, Exception) and not isinstance(passing, MemoryError)
+    if isinstance(error, Reject):
+        return not error.requeue
+    return isinstance(error, Exception) and not isinstance(error, MemoryError)
 
 
 def release_after_run(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
     """Release after the result, links and retry are stored or published: late acknowledgement.
 
     Source: celery.app.trace sends task_postrun in a finally, with the request still in place, on
-    every way out of a run that the child itself can see. What is on its way out there meanwhile is
-    an exception of the result backend or of a link that could not be sent: not an end; or of a hook
-    of the user's, which comes after the end.
+    every way out of a run that the child itself can see. An exception that passes there meanwhile
+    is one of the result backend or of a link that could not be sent, and no end; or of a hook of
+    the user's, which comes after the end.
     """
-    passing = sys.exc_info()[1]
+    request = sender.request
+    if run_of(request) is None and HEADER not in request.__dict__:
+        return  # released already, and no claim to end
+    error = sys.exc_info()[1]
     try:
-        end_run(sender, retval, state, passing)
-    except BaseException:  # cut, as by a soft time limit: nobody comes after this
-        end_run(sender, retval, state, passing)
+        end_run(sender, retval, state, error)
+    except BaseException:  # cut, as by a soft time limit: nothing else releases the lock after this
+        end_run(sender, retval, state, error)
         raise
 
 
-def end_run(task: Any, retval: Any, state: str | None, passing: BaseException | None) -> None:
-    """End a send's window, mark the run as done, and release; twice does no harm.
+def end_run(task: Any, retval: Any, state: str | None, error: BaseException | None) -> None:
+    """End a send's claim, mark the run as completed, and release its lock; twice does no harm.
 
-    passing: the exception on its way out of the tracer.
+    error: the exception that passes Celery's tracer.
     """
     request = task.request
-    if passing is None:
-        done = is_done(state, retval)
+    if error is None:
+        completed = is_completed(state, retval)
     else:
-        done = is_stored(request, passing) or was_ended(name_of_run(task, request))
-    if done and HEADER in request.__dict__:
-        _end_window(task.app, request, state)
-    let_go(request, done=done)
+        run_id = str(RunId.of(task.name, request))
+        completed = is_completed_before_hook(request, error) or was_ended(run_id)
+    if completed and HEADER in request.__dict__:
+        _end_claim_of_run(task.app, request, state)
+    run = run_of(request)
+    if run is not None:
+        run.release(completed=completed)
 
 
-def _end_window(app: Any, request: Any, state: str | None) -> None:
-    """End the window of a send whose run is at its end, and neither put back nor to be retried."""
+def _end_claim_of_run(app: Any, request: Any, state: str | None) -> None:
+    """End the claim of a run that is neither republished nor retried."""
     if state != celery_states.RETRY and CONTINUES not in request.__dict__:
-        end_window(app, request)
+        end_claim(app, request)
 
 
-def end_window(app: Any, request: Any) -> None:
-    """End the window that a message's send has opened; nothing happens where there is none."""
-    ticket = UniqueToken.of(LockHeader.of(request).unique)
-    if ticket is not None:
-        ticket.end(redlock_of(app))
+def end_claim(app: Any, request: Any) -> None:
+    """End the claim that a message's send has made; nothing happens if there is none."""
+    token = UniqueToken.of(LockHeader.of(request).unique)
+    if token is not None:
+        token.end(redlock_of(app))
 
 
 def end_claim_of_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """End the window of what is revoked or expired, in the worker's main process."""
+    """End the claim of a revoked or expired message, in the worker's main process."""
     if HEADER in request.__dict__:
-        end_window(sender.app, request)
+        end_claim(sender.app, request)
 
 
 def end_claim_of_unread(sender: Any = None, message: Any = None, **_: Any) -> None:
-    """End the window of a message that no run comes of: its task is unknown, or its text wrong.
+    """End the claim of a message that starts no run: its task is unknown, or its body is wrong.
 
     Source: celery.worker.consumer: Consumer.on_unknown_task, on_invalid_task, on_unknown_message
     have rejected it by then, each without requeue. sender: the consumer.
     """
     headers = message.headers
     if isinstance(headers, Mapping) and HEADER in headers:
-        end_window(sender.app, Context(headers))
+        end_claim(sender.app, Context(headers))
 
 
 _received: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def note_claim(request: Any = None, **_: Any) -> None:
-    """Keep what has a window at hand for its end, as long as Celery itself keeps it."""
+    """Keep the request of a message that has a claim, for as long as Celery itself keeps it."""
     if HEADER in request.request_dict and LockHeader.of(request._context).unique is not None:
         _received[request.id] = request
 
 
 def end_claim_of_killed(sender: Any = None, task_id: Any = None, **_: Any) -> None:
-    """End the window of a run whose process is gone; its message does not come back.
+    """End the claim of a run whose process is gone; its message does not come back.
 
-    Source: celery.worker.request: Request.on_failure sends this in the worker's main process where
-    the child could not, and not where it hands the message back.
+    Source: celery.worker.request: Request.on_failure sends this in the worker's main process if the
+    child could not, and does not send it if it hands the message back.
     """
     request = _received.get(task_id)
     if request is not None:
-        end_window(sender.app, request._context)
+        end_claim(sender.app, request._context)

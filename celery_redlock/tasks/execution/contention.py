@@ -1,4 +1,4 @@
-"""What is to become of a message whose run did not get its lock. Decides, and does nothing."""
+"""What becomes of a message whose run did not get its lock. Decides, and does nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from celery_redlock.errors import (
     in_person,
     in_short,
 )
-from celery_redlock.tasks.delivery.header import Past
 from celery_redlock.tasks.settings.backoff import Backoff
 from celery_redlock.tasks.settings.options import TaskLockOptions
 
-WORDS = ("defer", "skip", "fail")
-TWINS = Backoff(first=1.0, cap=30.0)  # between the tries of a twin
-AFTER_LEASE = 0.25  # s: tries after the end of a lease are spread over so long, or `first` if less
+STRATEGIES = ("defer", "skip", "fail")
+OF_REDELIVERIES = Backoff(first=1.0, cap=30.0)  # between the tries of a redelivered message
+AFTER_LEASE = 0.25  # s: tries after the end of a lease are spread over it, or over `first` if less
+
+Uniform = Callable[[float, float], float]  # draws between two bounds
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Contention:
 
 @dataclass(frozen=True)
 class Defer:
-    """Put the message back. countdown: s; delay: s, what the backoff said before it was cut."""
+    """Republish the message. countdown: seconds; delay: seconds of the backoff before the cut."""
 
     countdown: float
     delay: float
@@ -51,136 +52,125 @@ class Defer:
 
 @dataclass(frozen=True)
 class Skip:
-    """Do not run it. reason: for people."""
+    """Do not run the body. reason: for people."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Fail:
-    """End it as FAILURE."""
+    """End the run as FAILURE."""
 
     error: NotAcquired
 
 
 @dataclass(frozen=True)
 class RunUnlocked:
-    """Run the body without a lock, loudly."""
+    """Run the body without a lock, and log an error."""
 
 
 Decision = Defer | Skip | Fail | RunUnlocked
 
 
 def decide(
-    rules: TaskLockOptions,
-    refused: NotAcquired,
-    past: Past,
-    ask: Callable[[Callable[[Contention], object], LockTaken], object],
-    uniform: Callable[[float, float], float],
+    options: TaskLockOptions,
+    refusal: NotAcquired,
+    contention: Contention,
+    last_delay: float | None,
+    uniform: Uniform,
     countdown_cap: float,
 ) -> Decision:
-    """Return what to do.
+    """Return what to do; calls a callable `on_conflict`.
 
-    ask: calls an `on_conflict` callable with its Contention. uniform: draws between two bounds.
-    countdown_cap: s, the longest countdown, whatever the backoff says.
+    last_delay: seconds, of the message's last deferral. countdown_cap: seconds, the longest
+    countdown, whatever the backoff gives. Raises SettingsError for what a callable raises, or if it
+    returns no strategy.
     """
-    if isinstance(refused, LockTaken):
-        word = _word(rules.on_conflict, refused, ask)
+    if isinstance(refusal, LockTaken):
+        strategy = _strategy(options.on_conflict, contention)
     else:
-        word = rules.on_unreachable
-    if word == "skip":
-        return Skip(f"{refused.resource!r} is held by {_holder(refused)}")
-    if word == "run":
+        strategy = options.on_unreachable
+    if strategy == "skip":
+        return Skip(f"{refusal.resource!r} is held by {_holder(refusal)}")
+    if strategy == "run":
         return RunUnlocked()
-    if word == "fail":
-        return Fail(with_history(refused, past))
-    return _again(rules, refused, past, uniform, countdown_cap)
+    failure = Fail(with_history(refusal, contention.waited, contention.deferrals))
+    if strategy == "fail":
+        return failure
+    if _is_budget_spent(options, contention):
+        if options.on_give_up == "fail":
+            return failure
+        reason = f"gave up on {refusal.resource!r} after {contention.waited:.1f} s"
+        return Skip(f"{reason}, {contention.deferrals} deferrals")
+    delay = options.backoff.delay(contention.deferrals, uniform, last_delay)
+    countdown = _cut_to_lease(min(delay, countdown_cap), options.backoff, refusal, uniform)
+    if options.max_wait is not None:
+        countdown = min(countdown, max(0.0, options.max_wait - contention.waited))
+    return Defer(countdown, delay)
 
 
-def _again(
-    rules: TaskLockOptions,
-    refused: NotAcquired,
-    past: Past,
-    uniform: Callable[[float, float], float],
-    countdown_cap: float,
-) -> Decision:
-    delay = rules.backoff.delay(past.deferrals, uniform, past.delay)
-    countdown = _by_the_lease(min(delay, countdown_cap), rules.backoff, refused, uniform)
-    spent = rules.max_deferrals is not None and past.deferrals >= rules.max_deferrals
-    if rules.max_wait is not None:
-        left = rules.max_wait - past.waited
-        spent = spent or left <= 0
-        countdown = min(countdown, max(0.0, left))
-    if not spent:
-        return Defer(countdown, delay)
-    if rules.on_give_up == "skip":
-        reason = f"gave up on {refused.resource!r} after {past.waited:.1f} s"
-        return Skip(f"{reason}, {past.deferrals} deferrals")
-    return Fail(with_history(refused, past))
+def _is_budget_spent(options: TaskLockOptions, contention: Contention) -> bool:
+    most = options.max_deferrals
+    if most is not None and contention.deferrals >= most:
+        return True
+    return options.max_wait is not None and contention.waited >= options.max_wait
 
 
 def decide_redelivery(
-    refused: Exception, tries: int, uniform: Callable[[float, float], float], countdown_cap: float
+    refusal: Exception, tries: int, uniform: Uniform, countdown_cap: float
 ) -> Defer:
-    """Return when a second delivery of the message that runs is to look again: without a budget.
+    """Return when a redelivered message looks again whether its first delivery still runs.
 
-    refused: why it does not run. tries: so far. uniform, countdown_cap: as for `decide`.
+    refusal: why it does not run now. tries: so far. No budget ends this: the message would be lost
+    if the first delivery died.
     """
-    delay = TWINS.delay(tries, uniform)
-    return Defer(_by_the_lease(min(delay, countdown_cap), TWINS, refused, uniform), delay)
+    delay = OF_REDELIVERIES.delay(tries, uniform)
+    countdown = min(delay, countdown_cap)
+    return Defer(_cut_to_lease(countdown, OF_REDELIVERIES, refusal, uniform), delay)
 
 
-def _by_the_lease(
-    countdown: float,
-    backoff: Backoff,
-    refused: Exception,
-    uniform: Callable[[float, float], float],
+def _cut_to_lease(
+    countdown: float, backoff: Backoff, refusal: Exception, uniform: Uniform
 ) -> float:
-    """Return a countdown that ends with the lease that refused: who died wakes nobody."""
-    if not isinstance(refused, LockTaken) or refused.expires_in is None:
+    """Return a countdown that ends with the lease that refused: a dead holder announces nothing."""
+    if not isinstance(refusal, LockTaken) or refusal.expires_in is None:
         return countdown
-    return min(countdown, refused.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))
+    return min(countdown, refusal.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))
 
 
-def with_history(refused: NotAcquired, past: Past) -> NotAcquired:
-    """Return the error with what the message has been through."""
-    if isinstance(refused, QuorumUnreachable):
+def with_history(refusal: NotAcquired, waited: float, deferrals: int) -> NotAcquired:
+    """Return the error with how long the message has waited, in seconds, and how often."""
+    if isinstance(refusal, QuorumUnreachable):
         return QuorumUnreachable(
-            refused.resource, refused.causes, refused.quorum, past.waited, past.deferrals
+            refusal.resource, refusal.causes, refusal.quorum, waited, deferrals
         )
-    if isinstance(refused, LockTaken):
-        return LockTaken(
-            refused.resource, refused.holder, refused.expires_in, past.waited, past.deferrals
-        )
-    return refused
+    if isinstance(refusal, LockTaken):
+        return LockTaken(refusal.resource, refusal.holder, refusal.expires_in, waited, deferrals)
+    return refusal
 
 
-def _word(
-    on_conflict: Any,
-    refused: LockTaken,
-    ask: Callable[[Callable[[Contention], object], LockTaken], object],
-) -> str:
+def _strategy(on_conflict: Any, contention: Contention) -> str:
     if not callable(on_conflict):
         return str(on_conflict)
-    level, allowed = f"resource {refused.resource!r}", ", ".join(map(repr, WORDS))
+    level, allowed = f"resource {contention.resource!r}", ", ".join(map(repr, STRATEGIES))
     try:
-        word = ask(on_conflict, refused)
+        strategy = on_conflict(contention)
     except Exception as error:
         hint = f"the callable raised {type(error).__name__}: {error}"
         raise SettingsError(level, "on_conflict", repr(on_conflict), hint) from error
-    if word not in WORDS:
-        hint = f"the callable returned {word!r}, and must return one of {allowed}"
+    if strategy not in STRATEGIES:
+        hint = f"the callable returned {strategy!r}, and must return one of {allowed}"
         raise SettingsError(level, "on_conflict", repr(on_conflict), hint)
-    return str(word)
+    return str(strategy)
 
 
-def describe_refusal(refused: NotAcquired) -> str:
+def describe_refusal(refusal: NotAcquired) -> str:
     """Return in few words why a lock was not acquired."""
-    if isinstance(refused, QuorumUnreachable):
-        return f"no quorum of {refused.quorum} nodes ({in_short(refused.causes)})"
-    return f"held by {_holder(refused)}"
+    if isinstance(refusal, QuorumUnreachable):
+        return f"no quorum of {refusal.quorum} nodes ({in_short(refusal.causes)})"
+    return f"held by {_holder(refusal)}"
 
 
-def _holder(refused: NotAcquired) -> str:
-    holder = in_person(refused.holder) if isinstance(refused, LockTaken) else ""
+def _holder(refusal: NotAcquired) -> str:
+    holder = in_person(refusal.holder) if isinstance(refusal, LockTaken) else ""
     return holder or "an unnamed holder"

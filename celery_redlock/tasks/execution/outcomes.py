@@ -1,24 +1,28 @@
-"""How a delivery ends whose body is not to run."""
+"""How a delivery ends whose body does not run: deferred, skipped, failed, discarded or cancelled.
+
+Each function takes the delivery and a reason, stores and sends what is to be known of it, and
+raises what Celery's tracer acts on: Ignore, Requeue, or the error that ends the run as FAILURE.
+"""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
 
 from celery_redlock.errors import LockTaken, NotAcquired
-from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
-from celery_redlock.tasks import reporting, signals
-from celery_redlock.tasks.delivery.delivery import expires_in, route_of, utc_now
-from celery_redlock.tasks.delivery.header import LockHeader, Past
+from celery_redlock.tasks import signals
+from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
+from celery_redlock.tasks.delivery.header import Wait
 from celery_redlock.tasks.delivery.republish import republish
 from celery_redlock.tasks.delivery.route import supported_countdown
 from celery_redlock.tasks.execution.contention import (
     Contention,
+    Decision,
     Defer,
     RunUnlocked,
     Skip,
@@ -28,221 +32,239 @@ from celery_redlock.tasks.execution.contention import (
     with_history,
 )
 from celery_redlock.tasks.execution.redelivery import (
-    CONTINUES,
-    goes_back,
-    is_marked_since,
-    is_twin,
-    may_be_twin,
+    is_completed_since,
+    is_held_by_own_run,
+    is_to_wait_for_first_delivery,
 )
 from celery_redlock.tasks.per_app import settings_of
+from celery_redlock.tasks.reporting import DeferredInfo, StateReporter, in_iso
 from celery_redlock.tasks.settings.options import TaskLockOptions
 
 logger = logging.getLogger(__name__)
 
-
-def _tell_nothing(task: Any, request: Any, slip: LockHeader, cut: BaseException) -> None:
-    """Put a second delivery back that a soft time limit has cut while it waited for its lock.
-
-    The first one may run by now, and what ends this one as FAILURE would be stored over its state.
-    """
-    if isinstance(cut, SoftTimeLimitExceeded) and slip.is_redelivered and goes_back(task, request):
-        await_first(task, request, slip, cut)
+# the name on the request of a run that goes on in another delivery, so that its claim stays
+CONTINUES = "_redlock_continues"
 
 
-def turn_away(
-    task: Any,
-    request: Any,
-    rules: TaskLockOptions,
-    slip: LockHeader,
-    refused: NotAcquired,
-    resources: Sequence[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> None:
-    """Do what the rules say of a run without its lock; returns only where it is to run without.
+@dataclass(frozen=True)
+class Refusal:
+    """That a run did not get its lock. at: seconds since 1970. resources: all that it asked for."""
 
-    Raises Ignore (put back, or skipped), or the error that ends the run as FAILURE.
-    """
-    refused_at = utc_now().timestamp()
-    may_wait = isinstance(refused, LockTaken) or rules.on_unreachable == "defer"
-    if may_wait and may_be_twin(task, request, slip, refused):
-        await_first(task, request, slip, refused)
-    past = slip.past(utc_now())
+    error: NotAcquired
+    at: float
+    options: TaskLockOptions
+    resources: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
-    def ask(on_conflict: Callable[[Contention], object], taken: LockTaken) -> object:
-        told = (taken.resource, taken.holder, past.deferrals, past.waited, task)
-        return on_conflict(Contention(*told, tuple(args), dict(kwargs)))
+    @property
+    def is_taken(self) -> bool:
+        """Whether the lock is taken; else no quorum voted."""
+        return isinstance(self.error, LockTaken)
 
-    cap = settings_of(task.app).countdown_cap
-    decision = decide(rules, refused, past, ask, random.uniform, cap)
-    _make_way_to_done(task, request, rules, slip, refused)
-    if isinstance(decision, RunUnlocked):
-        told = reporting.fields("run_unlocked", task, request, resource=refused.resource)
-        logger.error("%s runs WITHOUT its lock: %s", task.name, refused, extra=told)
-    elif isinstance(decision, Skip):
-        skip(task, request, refused.resource, decision.reason)
-    elif isinstance(decision, Defer) and goes_back(task, request):
-        following = slip.next(utc_now(), decision.delay, request.retries, request.id)
-        is_taken = isinstance(refused, LockTaken)
-        following = replace(
-            following,
-            waits_for=tuple(resources),
-            reason="" if is_taken else describe_refusal(refused),
-            refused_by=refused.resource if is_taken else None,
-            refused_at=refused_at,
-            limit=rules.limit,
-            patient=is_taken and is_patient(rules),
+    @property
+    def holder(self) -> str:
+        """The label of the holder, "" if none is known."""
+        return self.error.holder if isinstance(self.error, LockTaken) else ""
+
+    @property
+    def waits_for_release(self) -> bool:
+        """Whether the message may wait for a release alone: it has no budget, and asks no callable.
+
+        So it may wait in the worker's memory for longer than its countdown.
+        """
+        options = self.options
+        has_budget = options.max_wait is not None or options.max_deferrals is not None
+        return self.is_taken and options.on_conflict == "defer" and not has_budget
+
+    def to_wait(self) -> Wait:
+        """Return what the republished message carries of it."""
+        return Wait(
+            self.resources,
+            self.error.resource if self.is_taken else None,
+            self.at,
+            self.options.limit,
+            self.waits_for_release,
+            "" if self.is_taken else describe_refusal(self.error),
         )
-        defer(task, request, following, past, refused, decision.countdown)
+
+
+def end_refused(delivery: Delivery, refusal: Refusal) -> None:
+    """Do what the options say of a run without its lock; return only if it is to run without one.
+
+    Raises Ignore, Requeue, or the error that ends the run as FAILURE.
+    """
+    may_wait = refusal.is_taken or refusal.options.on_unreachable == "defer"
+    if may_wait and is_to_wait_for_first_delivery(delivery, refusal.error):
+        wait_for_first_delivery(delivery, refusal.error)
+    decision, contention = _decide(delivery, refusal)
+    _end_if_completed_meanwhile(delivery, refusal)
+    error = refusal.error
+    if isinstance(decision, RunUnlocked):
+        extra = delivery.log_extra("run_unlocked", resource=error.resource)
+        logger.error("%s runs WITHOUT its lock: %s", delivery.task.name, error, extra=extra)
+    elif isinstance(decision, Skip):
+        skip(delivery, error.resource, decision.reason)
+    elif isinstance(decision, Defer) and delivery.can_republish:
+        defer(delivery, refusal, decision)
     else:
-        raise with_history(refused, past)
+        raise with_history(error, contention.waited, contention.deferrals)
 
 
-def _make_way_to_done(
-    task: Any, request: Any, rules: TaskLockOptions, slip: LockHeader, refused: NotAcquired
-) -> None:
-    """Let go of a message that another delivery of it has brought to its end since the refusal.
+def _decide(delivery: Delivery, refusal: Refusal) -> tuple[Decision, Contention]:
+    deferral = delivery.header.deferral
+    contention = Contention(
+        refusal.error.resource,
+        refusal.holder,
+        deferral.count,
+        deferral.waited(utc_now()),
+        delivery.task,
+        refusal.args,
+        refusal.kwargs,
+    )
+    cap = settings_of(delivery.task.app).countdown_cap
+    decision = decide(
+        refusal.options, refusal.error, contention, deferral.delay, random.uniform, cap
+    )
+    return decision, contention
 
-    What this one would store, such as DEFERRED, would stay over that end. Where an end is stored
-    and not marked yet, its hooks run, or its process died: this one looks again.
+
+def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
+    """Discard a message that another delivery of it has completed since the refusal.
+
+    What this one would store, such as DEFERRED, would stay over the final state. If a final state
+    is stored and the run is not marked as completed yet, its hooks still run, or its process died:
+    then this one looks again later.
     """
-    since = slip.asks_since() if callable(rules.on_conflict) else None  # which takes its time
-    if since is not None and is_marked_since(task, request, max(0.0, since)):
-        make_way(task, request)
-    stores = isinstance(refused, LockTaken) or rules.on_unreachable != "run"
-    if (
-        slip.is_redelivered
-        and stores
-        and goes_back(task, request)
-        and reporting.has_end(task, request)
-    ):
-        await_first(task, request, slip, refused)
-
-
-def why_over(task: Any, request: Any, slip: LockHeader) -> str:
-    """Return why a message is not to run that may run elsewhere: "expired", "revoked", or ""."""
-    if slip.revoked:
-        return "revoked"
-    return "expired" if slip.may_have_run_elsewhere and expires_in(task, request) < 0 else ""
-
-
-def turn_away_unrun(
-    task: Any, request: Any, slip: LockHeader, refused: NotAcquired, over: str
-) -> None:
-    """End a message that is over, unless it runs already; where nobody can say, it waits.
-
-    over: as of `why_over`. What has expired by now, in its slot, is not put back, either: another
-    delivery may have been revoked for that, and DEFERRED would be stored over its end.
-    """
-    over = over or ("expired" if expires_in(task, request) < 0 else "")
-    if not over:
+    options = refusal.options
+    since = delivery.header.ran_after() if callable(options.on_conflict) else None
+    if since is not None and is_completed_since(delivery, max(0.0, since)):  # it took its time
+        discard_redelivery(delivery)
+    if not delivery.is_redelivered or not delivery.can_republish:
         return
-    if may_be_twin(task, request, slip, refused):
-        await_first(task, request, slip, refused)
-    end_unrun(task, request, slip, over)
+    stores_a_state = refusal.is_taken or options.on_unreachable != "run"
+    if stores_a_state and StateReporter(delivery.task, delivery.request).has_final_state():
+        wait_for_first_delivery(delivery, refusal.error)
 
 
-def is_patient(rules: TaskLockOptions) -> bool:
-    """Tell whether a message may wait for a release alone: without a budget, and asked nothing."""
-    return rules.on_conflict == "defer" and rules.max_wait is None and rules.max_deferrals is None
+def defer(delivery: Delivery, refusal: Refusal, decision: Defer) -> NoReturn:
+    """Republish the message: DEFERRED stored, sent, published, Ignore raised, in this order."""
+    task, request, error = delivery.task, delivery.request, refusal.error
+    now, before = utc_now(), delivery.header
+    deferral = before.deferral.next(now, decision.delay)
+    header = replace(
+        before,
+        id=request.id,
+        retries=request.retries,
+        deferral=deferral,
+        wait=refusal.to_wait(),
+    )
+    countdown = supported_countdown(task.app, decision.countdown, delivery.route)
+    waited, next_try = before.deferral.waited(now), in_iso(now, countdown)
+    info = DeferredInfo(error.resource, refusal.holder, deferral.count, waited, next_try)
+    why = describe_refusal(error)
+    text = "Task %s deferred for %.2f s: lock %r %s %s"
+    extra = delivery.log_extra("run_deferred", **vars(info))
+    verb = "is" if refusal.is_taken else "has"
+    logger.info(text, delivery, countdown, error.resource, verb, why, extra=extra)
+    StateReporter(task, request).deferred(info, why)
+    republish(delivery, header, countdown)
+    request.__dict__[CONTINUES] = True
+    event = signals.LockDeferredEvent(
+        error.resource, refusal.holder, deferral.count, waited, countdown
+    )
+    signals.lock_deferred.send(task, event=event)
+    raise Ignore(f"deferred: {why}")
 
 
-def await_first(task: Any, request: Any, slip: LockHeader, refused: Exception) -> NoReturn:
-    """Put a twin back, to look again whether the first delivery is done or has died.
+def skip(delivery: Delivery, resource: str, reason: str) -> NoReturn:
+    """End a run without its body: REVOKED is stored, SKIPPED sent, and Ignore raised."""
+    extra = delivery.log_extra("run_skipped", resource=resource, reason=reason)
+    logger.info("skipped %s: %s", delivery, reason, extra=extra)
+    StateReporter(delivery.task, delivery.request).skipped(resource, reason)
+    signals.lock_skipped.send(delivery.task, event=signals.LockSkippedEvent(resource, reason))
+    raise Ignore(reason)
 
-    refused: why it did not get its lock; a soft time limit, too. No state, event or signal tells
-    of it: they would overwrite what the first one is at. For the same reason no budget ends it, nor
-    what `on_conflict` says.
+
+def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
+    """Republish a redelivered message, to look again whether its first delivery has ended or died.
+
+    refusal: why it does not run now; a soft time limit, too. Writes no state and sends no event:
+    both would overwrite what the first delivery has stored. For the same reason it ignores the
+    conflict strategy and all budgets. Raises Ignore or Requeue.
     """
+    task, request = delivery.task, delivery.request
+    redelivery = delivery.header.redelivery
+    waits = 0 if redelivery is None else redelivery.waits
     cap = settings_of(task.app).countdown_cap
-    decision = decide_redelivery(refused, slip.twin, random.uniform, cap)
-    countdown = supported_countdown(task.app, decision.countdown, route_of(request, slip))
-    by = "by another delivery of its message"
-    why = f"may run already, {by} ({refused!r})"
-    if isinstance(refused, LockTaken):
-        runs = is_twin(task, request, refused)
-        why = f"runs already, {by}" if runs else f"is at its end already, {by}"
-    told = reporting.fields("redelivery_waits", task, request, countdown=countdown)
-    text = "%s[%s] %s: this one looks again in %.2f s"
-    logger.info(text, task.name, request.id, why, countdown, extra=told)
-    republish(task, request, slip.next_redelivery(request.retries, request.id), countdown)
+    decision = decide_redelivery(refusal, waits, random.uniform, cap)
+    countdown = supported_countdown(task.app, decision.countdown, delivery.route)
+    first = "another delivery of its message"
+    why = f"may run already, by {first} ({refusal!r})"
+    if isinstance(refusal, LockTaken):
+        runs = is_held_by_own_run(delivery, refusal)
+        why = f"runs already, by {first}" if runs else f"has ended already, by {first}"
+    extra = delivery.log_extra("redelivery_waits", countdown=countdown)
+    logger.info("%s %s: this one looks again in %.2f s", delivery, why, countdown, extra=extra)
+    header = delivery.header.waiting_for_first_delivery(request.retries, request.id)
+    republish(delivery, header, countdown)
     request.__dict__[CONTINUES] = True
     raise Ignore("runs already")
 
 
-def drop(task: Any, request: Any, known: AlreadyCompletedError | SupersededError) -> NoReturn:
-    """Let go of a message that is not to run: it has run already, or another one runs instead."""
-    if isinstance(known, SupersededError):
-        skip(task, request, str(known), "a later send of the same took its place")
-    make_way(task, request)
-
-
-def make_way(task: Any, request: Any) -> NoReturn:
-    """Let go of a message that another delivery of it has brought to its end; that state stays."""
-    request.__dict__[CONTINUES] = True
-    told = reporting.fields("redelivery_discarded", task, request)
-    text = "dropped %s[%s]: another delivery of its message is done"
-    logger.info(text, task.name, request.id, extra=told)
+def discard_redelivery(delivery: Delivery) -> NoReturn:
+    """Discard a message that another delivery has completed; the stored state stays."""
+    delivery.request.__dict__[CONTINUES] = True
+    extra = delivery.log_extra("redelivery_discarded")
+    logger.info("discarded %s: another delivery of it is done", delivery, extra=extra)
     raise Ignore("done already")
 
 
-def end_unrun(task: Any, request: Any, slip: LockHeader, over: str) -> None:
-    """End a message that is over; the worker's main process has left this to the gate.
+def discard_copy(delivery: Delivery) -> NoReturn:
+    """Discard a copy of a deferred message that was republished to another queue."""
+    delivery.request.__dict__[CONTINUES] = True
+    logger.debug("%s is for another queue", delivery, extra=delivery.log_extra("copy_astray"))
+    raise Ignore("for another queue")
 
-    over: as of `why_over`. Source: celery.worker.request: Request._announce_revoked.
+
+def end_cancelled_if_refused(
+    delivery: Delivery, cancelled: str | None, refusal: NotAcquired
+) -> None:
+    """End an expired or revoked message that did not get its lock, unless it may run already.
+
+    cancelled: as of `Delivery.cancelled`. A message that has expired by now, in its slot, is not
+    republished either: another delivery may have been revoked for that, and DEFERRED would be
+    stored over its final state.
     """
-    if not over:
+    cancelled = cancelled or ("expired" if delivery.expires_in < 0 else None)
+    if cancelled is None:
         return
-    if slip.is_redelivered and reporting.has_end(task, request):
-        make_way(task, request)
-    told = reporting.fields("run_cancelled", task, request, reason=over)
-    logger.info("%s[%s] is not run: %s", task.name, request.id, over, extra=told)
-    reporting.show_revoked(task, request, over)
-    raise Ignore(over)
+    if is_to_wait_for_first_delivery(delivery, refusal):
+        wait_for_first_delivery(delivery, refusal)
+    end_cancelled(delivery, cancelled)
 
 
-def skip(task: Any, request: Any, resource: str, reason: str) -> NoReturn:
-    """End a run without running its body."""
-    told = reporting.fields("run_skipped", task, request, resource=resource, reason=reason)
-    logger.info("skipped %s[%s]: %s", task.name, request.id, reason, extra=told)
-    reporting.show_skipped(task, request, resource, reason)
-    signals.lock_skipped.send(task, event=signals.LockSkippedEvent(resource, reason))
+def end_cancelled(delivery: Delivery, reason: str) -> NoReturn:
+    """Store REVOKED for an expired or revoked message; the main process has left that to the run.
+
+    reason: "expired" or "revoked". Source: celery.worker.request: Request._announce_revoked.
+    """
+    reporter = StateReporter(delivery.task, delivery.request)
+    if delivery.is_redelivered and reporter.has_final_state():
+        discard_redelivery(delivery)
+    extra = delivery.log_extra("run_cancelled", reason=reason)
+    logger.info("%s is not run: %s", delivery, reason, extra=extra)
+    reporter.revoked(reason)
     raise Ignore(reason)
 
 
-def defer(
-    task: Any,
-    request: Any,
-    following: LockHeader,
-    past: Past,
-    refused: NotAcquired,
-    countdown: float,
-) -> None:
-    """Put the message back: DEFERRED stored, sent, published, then Ignore raised, in this order.
+def end_interrupted(delivery: Delivery, error: BaseException) -> None:
+    """Republish a redelivered message that a soft time limit interrupts before its body.
 
-    following: the slip that it goes with. countdown: s.
+    The first delivery may run by now, and FAILURE would be stored over its state. Returns for any
+    other error, which ends the run.
     """
-    now = utc_now()
-    countdown = supported_countdown(task.app, countdown, route_of(request, following))
-    holder = refused.holder if isinstance(refused, LockTaken) else ""
-    info = {
-        "resource": refused.resource,
-        "holder": holder,
-        "deferrals": following.deferrals,
-        "waited": past.waited,
-        "next_try": reporting.in_iso(now, countdown),
-    }
-    why = describe_refusal(refused)
-    told = reporting.fields("run_deferred", task, request, **info)
-    text = "Task %s[%s] deferred for %.2f s: lock %r %s %s"
-    verb = "is" if isinstance(refused, LockTaken) else "has"
-    names = task.name, request.id, countdown, refused.resource
-    logger.info(text, *names, verb, why, extra=told)
-    reporting.show_deferred(task, request, info, why)
-    republish(task, request, following, countdown)
-    request.__dict__[CONTINUES] = True
-    event = signals.LockDeferredEvent(
-        refused.resource, holder, following.deferrals, past.waited, countdown
-    )
-    signals.lock_deferred.send(task, event=event)
-    raise Ignore(f"deferred: {why}")
+    if not isinstance(error, SoftTimeLimitExceeded):
+        return
+    if delivery.is_redelivered and delivery.can_republish:
+        wait_for_first_delivery(delivery, error)

@@ -1,106 +1,120 @@
-"""Another delivery of the same message: whether it runs, or has come to its end."""
+"""Another delivery of the same message: whether it runs, or has come to its end.
+
+A run that may be delivered again leaves a completion marker on the nodes, with the release of its
+lock. A redelivery reads the marker with its own grant, and does not run if it finds one.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from celery_redlock.errors import LockTaken, NotAcquired
+from celery_redlock.lock.engine.acquirer import SupersededError
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key, is_of_run
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.transport.encoding import encode_command, read_text
-from celery_redlock.tasks import reporting
-from celery_redlock.tasks.delivery.delivery import received_at, route_of
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, LockHeader
-from celery_redlock.tasks.delivery.route import has_way_back
-from celery_redlock.tasks.delivery.run_id import name_of_run
+from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER
 from celery_redlock.tasks.per_app import redlock_of, settings_of
+from celery_redlock.tasks.reporting import StateReporter
 
-CONTINUES = "_redlock_goes_on"  # the same of a run that has another one of this message behind it
-
-
-def is_late(task: Any, request: Any) -> bool:
-    """Tell whether a run's message is acknowledged after it."""
-    return bool(task.acks_late) and not request.is_eager
+_IS_A_MARKER = re.compile(r"-?[0-9]{1,18}")
 
 
-def goes_back(task: Any, request: Any) -> bool:
-    """Tell whether a message can be put back.
+def completion_marker(delivery: Delivery, run: str, *, is_unique: bool) -> CompletionMarker | None:
+    """Return the marker of a run that may be delivered again; None for one that may not.
 
-    An eager run has none: it has waited up to `wait`, and gives up. And where a copy could only go
-    to every queue of its exchange again, one message would become many.
+    run: its id as text. is_unique: the message is one of a deduplicated send.
+    A task that acknowledges early may run twice if its message was republished and the broker's
+    reply was lost: it was published twice. Each copy of a broadcast message is to run, though all
+    of them have one task id.
     """
-    return not request.is_eager and has_way_back(
-        task.app, route_of(request, LockHeader.of(request))
+    marker = _marker_of_deliveries(delivery, run)
+    if not is_unique:
+        return marker
+    marker = marker or CompletionMarker(run, settings_of(delivery.task.app).done_ttl)
+    asked = marker.asks_since if delivery.may_have_run_elsewhere else None
+    return replace(
+        marker,
+        asks_since=-math.inf if asked is None else asked,  # a later send may have replaced it
+        # a redelivery does not heed that: the first delivery may run, and has stored its state
+        heeds_later=not delivery.is_redelivered,
     )
 
 
-_IS_A_MARK = re.compile(r"-?[0-9]{1,18}")
-
-
-def mark_of(task: Any, request: Any, slip: LockHeader) -> CompletionMarker | None:
-    """Return the mark of a run that has a twin to come, perhaps; None where it has none.
-
-    With early acknowledgement that is what was put back: where the broker's word was lost that it
-    had the message, it was published twice. Each copy of a broadcast message is to run, though all
-    of them have one id.
-    """
-    since = slip.asks_since()
-    if since is None and not is_late(task, request):
+def _marker_of_deliveries(delivery: Delivery, run: str) -> CompletionMarker | None:
+    since = delivery.header.ran_after()
+    if (since is None and not delivery.acks_late) or not delivery.can_republish:
         return None
-    if not goes_back(task, request):
-        return None
-    came = received_at(request)
+    came = delivery.received_at
     if since is None and came is not None:  # a copy may have run while this one waited here
         since = came + CLOCKS_DIFFER
-    kept_for = settings_of(task.app).done_ttl
-    return CompletionMarker(
-        name_of_run(task, request), kept_for, since, is_redelivered=slip.is_redelivered
-    )
+    kept_for = settings_of(delivery.task.app).done_ttl
+    return CompletionMarker(run, kept_for, since, is_redelivered=delivery.is_redelivered)
 
 
-def is_done_since(task: Any, request: Any, began: float) -> bool:
-    """Tell whether another delivery of a message came to its end since this one's body began.
+def check_not_superseded(delivery: Delivery) -> None:
+    """Raise SupersededError if a later send has replaced the message of a copy.
 
-    began: s since 1970. False where no node can say, and where no final state is stored: this body
-    may have stored one of its own over it, and then somebody has to store another.
+    The sender knows no queue, so it marked the run without one, for which a copy does not ask with
+    its lock. Under the lock is not too early: the later send marks before it asks for the lock.
     """
-    return is_marked_since(task, request, began - CLOCKS_DIFFER) and reporting.is_over(
-        task, request
-    )
+    run = delivery.run_id
+    if not run.queue or delivery.is_redelivered or run.retries:
+        return
+    session = redlock_of(delivery.task.app).session
+    sent = str(run.of_all_copies)
+    if any(at is not None and at < 0 for at in read_markers(session, sent)):
+        raise SupersededError(sent)
 
 
-def marks_of(session: Session, run: str) -> list[float | None]:
-    """Return what each node that answers within one node timeout has noted of a run's end.
+def read_markers(session: Session, run: str) -> list[float | None]:
+    """Return the completion marker of each node that answers within one node timeout.
 
-    s since 1970, below 0 where a later send has taken its place; None: nothing.
+    Seconds since 1970, below 0 if a later send has replaced the run; None: the node has none.
     """
     request = encode_command("GET", completion_key(session.options.prefix, run))
-    return list(session.node_set.query(request, _read_mark).values())
+    return list(session.node_set.query(request, _read_marker).values())
 
 
-def _read_mark(reply: Any) -> float | None:
-    """Return when a run ended; raises UnexpectedReplyError. A stranger's text is no mark."""
+def _read_marker(reply: Any) -> float | None:
+    """Return when a run ended; raises UnexpectedReplyError. Another program's text is no marker."""
     text = "" if reply is None else read_text(reply)
-    return int(text) / 1000 if _IS_A_MARK.fullmatch(text) else None
+    return int(text) / 1000 if _IS_A_MARKER.fullmatch(text) else None
 
 
-def is_marked_since(task: Any, request: Any, since: float) -> bool:
-    """Tell whether a node knows that a run was done after that, s since 1970."""
-    marks = marks_of(redlock_of(task.app).session, name_of_run(task, request))
-    return any(mark is not None and mark > since for mark in marks)
+def is_completed_since(delivery: Delivery, since: float) -> bool:
+    """Return whether a node knows that the run was completed after that, seconds since 1970."""
+    markers = read_markers(redlock_of(delivery.task.app).session, str(delivery.run_id))
+    return any(at is not None and at > since for at in markers)
 
 
-def is_twin(task: Any, request: Any, refused: NotAcquired) -> bool:
-    """Tell whether who holds the lock is this very run, by another delivery of its message."""
-    return isinstance(refused, LockTaken) and is_of_run(refused.holder, name_of_run(task, request))
+def is_completed_elsewhere(delivery: Delivery, began: float) -> bool:
+    """Return whether another delivery came to its end since the body of this one began.
 
-
-def may_be_twin(task: Any, request: Any, slip: LockHeader, refused: NotAcquired) -> bool:
-    """Tell whether a message is to wait for its own first delivery, which may run or be done.
-
-    Where no quorum answers, nobody can tell that of a second delivery.
+    began: seconds since 1970. False if no node can tell, and if no final state is stored: this body
+    may have stored a state of its own over it, and then a final one is to be stored again.
     """
-    is_unknown = not isinstance(refused, LockTaken) and slip.is_redelivered
-    return (is_unknown or is_twin(task, request, refused)) and goes_back(task, request)
+    if not is_completed_since(delivery, began - CLOCKS_DIFFER):
+        return False
+    return StateReporter(delivery.task, delivery.request).has_final_state_if_wanted()
+
+
+def is_held_by_own_run(delivery: Delivery, refusal: NotAcquired) -> bool:
+    """Return whether the holder is this very run, by another delivery of its message."""
+    return isinstance(refusal, LockTaken) and is_of_run(refusal.holder, str(delivery.run_id))
+
+
+def is_to_wait_for_first_delivery(delivery: Delivery, refusal: NotAcquired) -> bool:
+    """Return whether a message is to wait for its own first delivery, which may run or be done.
+
+    If no quorum votes, that is not known of a redelivery, so it waits.
+    """
+    is_unknown = not isinstance(refusal, LockTaken) and delivery.is_redelivered
+    if not (is_unknown or is_held_by_own_run(delivery, refusal)):
+        return False
+    return delivery.can_republish

@@ -36,7 +36,7 @@ from celery_redlock.lock.platform.threads import Waker, new_mutex
 from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.tasks.body.interrupt import Interrupter, current_interrupter
 from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, LockHeader
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, LockHeader, Wait
 from celery_redlock.tasks.delivery.route import CAME_BACK
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.waiting.capacity import CAPACITY, capacity
@@ -124,23 +124,26 @@ class WaitingRoom(bootsteps.StartStopStep):
         for ear in self._ears:
             ear.close()
 
-    def admit(self, request: Any, slip: LockHeader) -> None:
+    def admit(self, request: Any, header: LockHeader, wait: Wait) -> None:
         """Take a message in whose countdown is about to begin."""
         consumer = self._consumer
         if consumer.task_buckets[request.name] is not None and not consumer.disable_rate_limits:
             return  # it goes through a rate limit's own line first
         settings = settings_of(consumer.app)
-        channel = wake_channel(settings.prefix, slip.refused_by or slip.waits_for[0])
-        if slip.reason:
+        channel = wake_channel(settings.prefix, wait.refused_by or wait.resources[0])
+        if wait.reason:
             channel = self._votes = votes_channel(settings.prefix)
         now = self._clock.now()
         due = now + max(0.0, (request.eta - utc_now()).total_seconds())
-        patient = slip.patient and request.expires is None
-        order, line = (str(slip.since), id(request)), (channel, 1 if slip.reason else slip.limit)
+        patient = wait.waits_for_release and request.expires is None
+        order, line = (
+            (str(header.deferral.since), id(request)),
+            (channel, 1 if wait.reason else wait.limit),
+        )
         waiting = Waiter(request, order, line, due, patient=patient)
         # all at once would be a herd
         waiting.until = now + settings.countdown_cap * random.uniform(0.5, 1.0)  # noqa: S311
-        refused_at = now - slip.waited_since_refused(utc_now())
+        refused_at = now - wait.seconds_since_refusal(utc_now())
         with self._mutex:
             self._refused[line] = max(self._refused.get(line, -math.inf), refused_at)
             displaced = self._lines.add(waiting)
@@ -470,11 +473,12 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     room = None if request.eta is None else _rooms.get(sender)
     if room is None:
         return
-    slip = LockHeader.of(request._context)
+    header = LockHeader.of(request._context)
     delivery = request.delivery_info or {}
-    if slip.waits_for and delivery.get("exchange") != CAME_BACK:
+    wait = header.wait
+    if wait is not None and wait.resources and delivery.get("exchange") != CAME_BACK:
         try:
-            room.admit(request, slip)
+            room.admit(request, header, wait)
         except RedlockError as error:
             told = {"event": "not_woken", "task": request.name, "task_id": request.id}
             text = "%s[%s] is not woken: %s"
