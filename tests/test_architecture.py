@@ -75,7 +75,6 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "_redlock_track_started",
         "what a task class keeps for its subclasses",
     ),
-    "integration/test_copies.py": ("_queue_of", "asks for the queue of a send that is not sent"),
     "integration/test_metrics.py": ("_exporter", "sees in a script that counting is on"),
     "simulation/clients.py": (
         "_dropped",

@@ -14,7 +14,7 @@ from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.node_status import ask_nodes, look_at_nodes, look_at_terms
 from celery_redlock.lock.release import acquisitions_of
 from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW
-from celery_redlock.tasks.execution.redelivery import marks_of
+from celery_redlock.tasks.execution.redelivery import read_markers
 from celery_redlock.tasks.unique.rounds import UNIQUE
 from celery_redlock.tasks.unique.token import UniqueToken
 from celery_redlock.testing import EmbeddedNode
@@ -225,9 +225,9 @@ class TestQuestions:
     ) -> None:
         settle(three)
         lies.lie(b"GET", reply)
-        assert set(marks_of(three.session, "1:t:0:0")) == {None}
+        assert set(read_markers(three.session, "1:t:0:0")) == {None}
         nodes[1].client().set(completion_key("redlock", "1:t:0:0"), "5000")
-        assert {*marks_of(three.session, "1:t:0:0")} == {None, 5.0}
+        assert {*read_markers(three.session, "1:t:0:0")} == {None, 5.0}
 
     @each(NONSENSE)
     def test_people_are_told_which_node_answers_what(

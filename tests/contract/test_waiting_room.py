@@ -22,7 +22,7 @@ from celery_redlock import Redlock
 from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, LockHeader
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Deferral, LockHeader, Wait
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting import queues as queues_module
 from celery_redlock.tasks.waiting import room as room_module
@@ -83,14 +83,10 @@ class Stage:
             id=id_, name="task", eta=now + timedelta(seconds=NEVER), expires=expires,
             **{"stamped_headers": None, **request},
         )  # fmt: skip
-        slip = LockHeader(
-            since=f"{self._count if since is None else since:09}",
-            waits_for=(resource,),
-            refused_at=(refused_at or now - timedelta(minutes=1)).timestamp(),
-            limit=limit,
-            patient=True,
-        )
-        self.room.admit(message, slip)
+        refused = (refused_at or now - timedelta(minutes=1)).timestamp()
+        wait = Wait((resource,), resource, refused, limit, waits_for_release=True)
+        deferral = Deferral(1, f"{self._count if since is None else since:09}")
+        self.room.admit(message, LockHeader(deferral=deferral), wait)
 
     def turn_until(self, condition: Callable[[], object]) -> None:
         def turned() -> object:

@@ -347,7 +347,7 @@ def shows_its_message(self: Any, *args: Any, **kwargs: Any) -> None:
     seen = {name: getattr(request, name, None) for name in kept}
     seen["headers"] = {k: v for k, v in (request.headers or {}).items() if k != "redlock"}
     delivery = {k: v for k, v in request.delivery_info.items() if k != "redelivered"}
-    deferrals = (request.get("redlock") or {}).get("deferrals", 0)
+    deferrals = (request.get("redlock") or {}).get("deferral", {}).get("count", 0)
     seen |= {**delivery, "args": repr(args), "kwargs": repr(kwargs)}
     write("message", request.id, seen=seen, deferrals=deferrals)
 
@@ -474,7 +474,7 @@ def until(self: Any, key: str, name: str) -> str:
 def die_between(headers: Any = None, **_: Any) -> None:
     """End the whole worker as it has put a message back, where a file asks for that."""
     trap = LOG.with_name("die")
-    if (headers or {}).get("redlock", {}).get("deferrals") and trap.exists():
+    if (headers or {}).get("redlock", {}).get("deferral") and trap.exists():
         trap.unlink()
         os.killpg(os.getpgid(0), signal.SIGKILL)
 

@@ -26,8 +26,8 @@ from celery_redlock import (
     SettingsError,
     current_lock,
 )
+from celery_redlock.tasks.delivery.delivery import Delivery
 from celery_redlock.tasks.delivery.route import Route, queue_of
-from celery_redlock.tasks.execution.redelivery import goes_back
 from celery_redlock.tasks.signals import (
     LockAcquiredEvent,
     LockReleasedEvent,
@@ -416,7 +416,7 @@ def test_a_message_of_a_fan_out_is_not_put_back(app: Celery) -> None:
     task = settle._get_current_object()
     for exchange, back in (("celery", True), ("all", False)):
         delivery = {"exchange": exchange, "routing_key": exchange}
-        assert goes_back(task, Context({"delivery_info": delivery})) is back
+        assert Delivery(task, Context({"delivery_info": delivery})).can_republish is back
 
 
 CONNECTS_FIRST = """

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from celery_redlock import LockTaken
+from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually, trust_nodes
 from tests.integration.carried import BITS
@@ -111,4 +112,4 @@ def test_a_send_goes_by_the_first_queue_that_its_topic_reaches(stage: Stage) -> 
     kind = stage.tasks.KIND
     send: dict[str, Any] = {"exchange": f"{kind}-wide", "routing_key": "wide.a.b"}
     task = stage.tasks.copied
-    assert task._queue_of(("k",), {}, send) == f"{kind}-wide"
+    assert queue_of_send(task, ("k",), {}, send) == f"{kind}-wide"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,17 +14,27 @@ from celery.app.trace import build_tracer
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_redlock import LockedTask
+from celery_redlock.lock import lock as lock_module
+from celery_redlock.lock import release as release_module
+from celery_redlock.lock.engine import releaser
+from celery_redlock.tasks.execution import completion
+from celery_redlock.tasks.execution import run as run_module
 from celery_redlock.tasks.execution.completion import end_run
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually, see_freed, settle
 
 # what lies below takes mutexes, which no exception from outside strikes between `with` and its end
-ROOMS = ("run.py", "completion.py", "lock.py", "retry.py", "releaser.py")
+CUT = {
+    module.__file__ for module in (run_module, completion, lock_module, release_module, releaser)
+}
 
 
-def cut(run: Callable[[], object], at: int) -> bool:
-    """Run, and raise at a line of the first `end_run`; False where it has no so many."""
+def cut(run: Callable[[], object], at: int, seen: set[str]) -> bool:
+    """Run, and raise at a line of the first `end_run`; return whether it has that many lines.
+
+    seen: the files of which lines are counted are added to it.
+    """
     lines = 0
 
     def strike(frame: FrameType, event: str, arg: Any) -> Any:
@@ -41,7 +50,11 @@ def cut(run: Callable[[], object], at: int) -> bool:
     def watch(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal inside
         inside = inside or frame.f_code is end_run.__code__
-        return strike if inside and Path(frame.f_code.co_filename).name in ROOMS else None
+        file = frame.f_code.co_filename
+        if not inside or file not in CUT:
+            return None
+        seen.add(file)
+        return strike
 
     inside, before = False, sys.gettrace()
     sys.settrace(watch)
@@ -74,12 +87,13 @@ def test_it_is_released_and_marked_as_done_all_the_same(nodes: list[EmbeddedNode
     with redlock_of(app) as redlock:
         settle(redlock)
         names = (f"cut-{number}" for number in itertools.count(1))
-        struck = []
+        struck, seen = [], set[str]()
         for at, name in enumerate(names, 1):
-            if not cut(lambda name=name: run(name), at):
+            if not cut(lambda name=name: run(name), at, seen):
                 break
             struck.append(name)
         assert len(struck) > 50
+        assert seen == CUT  # else a module was renamed, and nothing of it is cut
         for name in struck:
             see_freed(nodes, f"k:{name}")
             eventually(lambda name=name: is_marked(name))

@@ -124,7 +124,7 @@ def test_a_broker_that_is_away_while_a_message_is_put_back_loses_none(
         eventually(lambda: any(n.client().pubsub_numsub(channel)[0][1] for n in nodes))
         eventually(lambda: broker.client().hlen("unacked") == int(late))
         broker.kill()
-        eventually(lambda: "cannot put back" in worker.output())
+        eventually(lambda: "cannot republish" in worker.output())
         held.release()
         broker.start()
         if not late:

@@ -19,8 +19,8 @@ from billiard.pool import soft_timeout_sighandler
 from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import LockHeader
+from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
+from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, LockHeader
 from celery_redlock.tasks.delivery.republish import logger, republish
 from celery_redlock.testing import EmbeddedNode, hold
 from tests.conftest import eventually
@@ -90,7 +90,8 @@ def request_of(task: Any) -> Context:
 def test_what_is_put_back_comes_after_its_countdown(stage: Stage) -> None:
     task, before, hour = stage.tasks.work, utc_now(), dt.timedelta(hours=1)
     request = request_of(task)
-    republish(task, request, LockHeader().next(before, 3600.0, 0, request.id), 3600.0)
+    header = LockHeader(id=request.id, deferral=NEVER_DEFERRED.next(before, 3600.0))
+    republish(Delivery(task, request), header, 3600.0)
     comes = json.loads(messages_of(stage)[request.id])["headers"]["eta"]
     assert before + hour <= dt.datetime.fromisoformat(comes) <= utc_now() + hour
 
@@ -99,10 +100,11 @@ def test_early_acknowledged_what_is_published_twice_runs_once(stage: Stage) -> N
     """As where a connection breaks that had carried it, and the broker's word on it is lost."""
     task = stage.tasks.work
     request = request_of(task)
-    slip = LockHeader().next(utc_now(), 0.1, 0, request.id)
+    delivery, deferral = Delivery(task, request), NEVER_DEFERRED.next(utc_now(), 0.1)
+    header = LockHeader(id=request.id, deferral=deferral)
     with task.lock_for("k", wait=60):
-        republish(task, request, slip, 0.1)
-        republish(task, request, slip, 0.1)
+        republish(delivery, header, 0.1)
+        republish(delivery, header, 0.1)
         worker = stage.worker(concurrency=2)
         eventually(lambda: worker.output().count("] deferred for ") >= 4)
     eventually(lambda: DROPPED in worker.output())
@@ -190,13 +192,13 @@ def test_early_acknowledged_a_soft_limit_in_the_middle_of_it_makes_no_second_mes
     with EmbeddedNode() as broker:
         stage = make_stage(nodes, broker, result_backend=nodes[0].url)
         task = stage.tasks.work
-        republish(task, request_of(task), LockHeader(), 0.1)  # so that it is connected
+        republish(Delivery(task, request_of(task)), LockHeader(), 0.1)  # so that it is connected
         broker.pause()
         handler, thread = soft_timeout_sighandler, threading.Thread(target=interrupt)
         before = signal.signal(signal.SIGUSR1, handler)
         thread.start()
         try:
-            republish(task, request_of(task), LockHeader(), 0.1)
+            republish(Delivery(task, request_of(task)), LockHeader(), 0.1)
         finally:
             thread.join()
             assert signal.signal(signal.SIGUSR1, before) is handler
@@ -211,7 +213,7 @@ def test_early_acknowledged_a_connection_that_is_only_half_closed_is_left_for_a_
     task = stage.tasks.work
     with stage.app.producer_or_acquire() as producer:
         producer.channel.connection = producer.channel._pool = None
-    republish(task, request_of(task), LockHeader(), 0.1)
+    republish(Delivery(task, request_of(task)), LockHeader(), 0.1)
     assert stage.broker.client().llen(QUEUE) == 1
 
 

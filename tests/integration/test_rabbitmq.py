@@ -241,7 +241,7 @@ def test_what_is_redelivered_after_a_lost_connection_waits_and_is_dropped(
         assert stage.info(result)["status"] == "PENDING"  # the twin writes no state
         stage.log.with_name(key).touch()
         assert result.get(timeout=120) == "lasted"
-        dropped = f"dropped tests.lasts[{result.id}]"
+        dropped = f"discarded tests.lasts[{result.id}]"
         eventually(lambda: dropped in near.output() or len(begun()) > 1)
     assert len(begun()) == 1
     assert stage.info(result)["status"] == "SUCCESS"

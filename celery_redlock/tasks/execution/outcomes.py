@@ -216,7 +216,7 @@ def discard_redelivery(delivery: Delivery) -> NoReturn:
     """Discard a message that another delivery has completed; the stored state stays."""
     delivery.request.__dict__[CONTINUES] = True
     extra = delivery.log_extra("redelivery_discarded")
-    logger.info("discarded %s: another delivery of it is done", delivery, extra=extra)
+    logger.info("discarded %s: another delivery of its message is done", delivery, extra=extra)
     raise Ignore("done already")
 
 
