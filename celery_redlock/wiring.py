@@ -18,7 +18,7 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.operate import control, tracing
 from celery_redlock.operate.lints import startup as lints
 from celery_redlock.operate.metrics import exporter
-from celery_redlock.tasks import per_app, startup
+from celery_redlock.tasks import per_app, startup, task
 from celery_redlock.tasks.children import forks, reaper
 from celery_redlock.tasks.delivery import delivery, queue_names
 from celery_redlock.tasks.execution import completion
@@ -66,7 +66,7 @@ CONNECTIONS = (
     Connection(celery_signals.worker_process_init, per_app.note_worker),
     Connection(celery_signals.task_prerun, tracing.connect_at_first_run),
     # first: another receiver may change the arguments that it is given
-    Connection(celery_signals.task_prerun, delivery.keep_arguments, first=True),
+    Connection(celery_signals.task_prerun, task.keep_arguments, first=True),
     # first: what another receiver raises past Exception would keep the lock for ever
     Connection(celery_signals.task_postrun, completion.release_after_run, first=True),
 )

@@ -19,7 +19,7 @@ from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import check_wait
 from celery_redlock.tasks.adoption import AdoptingRegistry
 from celery_redlock.tasks.declaration import config_of
-from celery_redlock.tasks.delivery.delivery import own_headers
+from celery_redlock.tasks.delivery.delivery import ARGUMENTS, own_headers
 from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution.run import lock_of, run_of
@@ -278,6 +278,16 @@ class _CombinedRequest:
         if issubclass(of_user, ours):
             return of_user  # type: ignore[no-any-return]
         return types.new_class(of_user.__name__, (ours, of_user))
+
+
+def keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: Any) -> None:
+    """Keep a run's arguments as they came, for a deferral.
+
+    Source: celery.app.trace hands the very same mapping to receivers of task_prerun, to
+    `before_start` and to the body, and the usual idiom is to take from it what is not the body's.
+    """
+    if isinstance(task, LockedTask):
+        task.request.__dict__[ARGUMENTS] = tuple(args), dict(kwargs)
 
 
 def current_lock() -> Lock | None:

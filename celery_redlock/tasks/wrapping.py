@@ -30,10 +30,16 @@ def wrap_run(body: Any) -> Body:
     body: the attribute as it stands in the class: a function, or any other descriptor. No
     `__wrapped__` is left, for `task_annotations` with "@run" unwraps it, and would drop the lock.
     """
+    is_function, plain = type(body) is types.FunctionType, None
+    if type(body) is staticmethod:  # what Celery makes of a function without `bind`
+        plain = body.__func__
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = self.request
-        call = bound_to(self, body)
+        if plain is not None:
+            call = plain
+        else:
+            call = types.MethodType(body, self) if is_function else bound_to(self, body)
         if (
             request.called_directly
             or RUN in request.__dict__

@@ -10,7 +10,7 @@ from typing import Any
 from celery.app.task import Context
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_redlock.tasks.delivery.header import LockHeader
+from celery_redlock.tasks.delivery.header import HEADER, NO_HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import (
     CAME_BACK,
     QUEUE,
@@ -33,18 +33,23 @@ class Delivery:
 
     task, request: Celery's, the request as `Context`. header: what the message carries, with what
     the broker says of this delivery. acks_late: the message is acknowledged after the run.
+    is_plain: the message has no header, is a first delivery as far as anybody knows, and is
+    acknowledged before the run; so most questions below need not be asked.
     In a worker's main process make a new one each time: Celery rewrites the request there.
     """
 
-    __slots__ = ("acks_late", "header", "request", "task")
+    __slots__ = ("acks_late", "header", "is_plain", "request", "task")
 
     def __init__(self, task: Any, request: Any) -> None:
         self.task, self.request = task, request
         self.acks_late = bool(task.acks_late) and not request.is_eager
-        header = LockHeader.of(request)
+        fields = request.__dict__
+        has_none = HEADER not in fields and not fields.get("headers")
+        header = NO_HEADER if has_none else LockHeader.of(request)
         if self.acks_late and (request.delivery_info or {}).get("redelivered"):
             header = header.redelivered()
         self.header = header
+        self.is_plain = header is NO_HEADER and not self.acks_late
 
     @property
     def run_id(self) -> RunId:
@@ -60,7 +65,7 @@ class Delivery:
 
     @property
     def _noted_queue(self) -> str | None:
-        return (self.request.get("properties") or {}).get(QUEUE)
+        return (self.request.properties or {}).get(QUEUE)
 
     def queue(self, known: dict[tuple[str | None, str], str]) -> str:
         """Return the name of the queue that the message came through; known: as of `queue_of`."""
@@ -134,7 +139,7 @@ class Delivery:
 
         That is when the worker received the message, or when its countdown was over.
         """
-        at = (self.request.get("properties") or {}).get(RECEIVED)
+        at = (self.request.properties or {}).get(RECEIVED)
         return at if isinstance(at, float) else None
 
     def log_extra(self, event: str, **more: Any) -> dict[str, Any]:
@@ -178,12 +183,3 @@ def note_receipt(request: Any = None, **_: Any) -> None:
         came["content_type"] = request.content_type
     properties = request.request_dict["properties"]
     request.request_dict["properties"] = {**properties, **came}
-
-
-def keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: Any) -> None:
-    """Keep a run's arguments as they came, for a deferral.
-
-    Source: celery.app.trace hands the very same mapping to receivers of task_prerun, to
-    `before_start` and to the body, and the usual idiom is to take from it what is not the body's.
-    """
-    task.request.__dict__[ARGUMENTS] = tuple(args), dict(kwargs)

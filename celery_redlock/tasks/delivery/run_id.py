@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from celery_redlock.tasks.delivery.route import QUEUE
@@ -15,8 +14,7 @@ _TEXT = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class RunId:
+class RunId(NamedTuple):
     """What tells one run from all others.
 
     A retry is another run than the one before, and so is what a task is replaced by. Each copy of a
@@ -36,7 +34,7 @@ class RunId:
         """Return the id of a task's run. name: the task's; request: Celery's `Context`."""
         queue = ""
         if (request.delivery_info or {}).get("exchange"):
-            queue = quote((request.get("properties") or {}).get(QUEUE) or "", safe="")
+            queue = quote((request.properties or {}).get(QUEUE) or "", safe="")
         return cls(request.id, name, request.retries, request.replaced_task_nesting or 0, queue)
 
     @classmethod

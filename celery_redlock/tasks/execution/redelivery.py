@@ -25,14 +25,15 @@ from celery_redlock.tasks.reporting import StateReporter
 _IS_A_MARKER = re.compile(r"-?[0-9]{1,18}")
 
 
-def completion_marker(delivery: Delivery, run: str, *, is_unique: bool) -> CompletionMarker | None:
+def completion_marker(delivery: Delivery, *, is_unique: bool) -> CompletionMarker | None:
     """Return the marker of a run that may be delivered again; None for one that may not.
 
-    run: its id as text. is_unique: the message is one of a deduplicated send.
+    is_unique: the message is one of a deduplicated send.
     A task that acknowledges early may run twice if its message was republished and the broker's
     reply was lost: it was published twice. Each copy of a broadcast message is to run, though all
     of them have one task id.
     """
+    run = str(delivery.run_id)
     marker = _marker_of_deliveries(delivery, run)
     if not is_unique:
         return marker

@@ -45,18 +45,18 @@ class LockedRun:
 
     __slots__ = (
         "args", "cancelled", "delivery", "kwargs", "lock", "options", "outcome_stored", "resources",
-        "run_id", "token", "unlocked",
+        "token", "unlocked",
     )  # fmt: skip
 
     lock: Lock
     options: TaskLockOptions
     resources: tuple[str, ...]
     cancelled: str | None
-    run_id: str
 
     def __init__(self, delivery: Delivery, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.delivery, self.args, self.kwargs = delivery, args, kwargs
-        self.token = UniqueToken.of(delivery.header.unique)
+        unique = delivery.header.unique
+        self.token = None if unique is None else UniqueToken.of(unique)
         self.unlocked = self.outcome_stored = False
 
     def execute(self, body: Body) -> Any:
@@ -66,10 +66,10 @@ class LockedRun:
         or what the body raises end the run as FAILURE.
         """
         delivery = self.delivery
-        if delivery.is_for_another_queue:
+        if not delivery.is_plain and delivery.is_for_another_queue:
             outcomes.discard_copy(delivery)
         self._resolve_options()
-        self.cancelled = delivery.cancelled
+        self.cancelled = None if delivery.is_plain else delivery.cancelled
         if self.resources:
             self._acquire_or_end()
         if self.cancelled is not None:  # no other delivery ran it, as the lock has shown
@@ -96,14 +96,16 @@ class LockedRun:
             refuse_aio_pool(delivery.task)
         if self.token is not None:
             self.token.take_place(redlock_of(delivery.task.app))
-        self.run_id = str(delivery.run_id)
-        marker = completion_marker(delivery, self.run_id, is_unique=self.token is not None)
-        label = f"{self.run_id} {delivery.request.hostname}"
+        marker = None
+        if not delivery.is_plain:
+            marker = completion_marker(delivery, is_unique=self.token is not None)
+        label = delivery.run_id.label(delivery.request.hostname)
         self.lock = lock_of(delivery.task, self.options, self.resources, label, marker=marker)
         self.register()  # before the grant leaves, so that task_postrun finds the lock
         try:
             self._acquire()
-            self._begin()
+            if self.token is not None:
+                self._begin()
         except NotAcquired as refusal:
             self.unregister()
             release_all(self.lock)  # it may have been granted, and `_begin` failed
@@ -137,9 +139,8 @@ class LockedRun:
 
     def _begin(self) -> None:
         """Do what a deduplicated send asks for between the grant and the body."""
-        if self.token is not None:
-            check_not_superseded(self.delivery)
-            self._end_claim_at_start()
+        check_not_superseded(self.delivery)
+        self._end_claim_at_start()
 
     def _end_claim_at_start(self) -> None:
         """End the claim of a send that lasts until the body starts, before the body reads anything.
@@ -162,7 +163,8 @@ class LockedRun:
         delivery, completed = self.delivery, False
         try:
             self._report_started()
-            completed = delivery.may_have_run_elsewhere  # no further publication of it is to run
+            # no further publication of the message is to run
+            completed = not delivery.is_plain and delivery.may_have_run_elsewhere
             if self.unlocked:
                 return body(*self.args, **self.kwargs)
             return self._run_monitored(body)
@@ -174,7 +176,9 @@ class LockedRun:
         """Store STARTED if the task tracks it, or if a state of an earlier delivery is stored."""
         delivery = self.delivery
         was_deferred = delivery.header.deferral.count > 0
-        if was_deferred or delivery.is_redelivered or _tracks_started(delivery.task):
+        # taken over from `track_started` by `LockedTask.on_bound`
+        tracks = getattr(delivery.task, "_redlock_track_started", False)
+        if tracks or was_deferred or delivery.header.redelivery is not None:
             reporter = StateReporter(delivery.task, delivery.request)
             reporter.started(was_deferred=was_deferred)
 
@@ -185,7 +189,8 @@ class LockedRun:
         Ignore or Reject no SUCCESS is stored. But if the message was delivered again meanwhile, and
         that delivery has ended, then its outcome stands and this one is discarded.
         """
-        began, aborts = utc_now().timestamp(), self.options.on_lost == "abort"
+        aborts, acks_late = self.options.on_lost == "abort", self.delivery.acks_late
+        began = utc_now().timestamp() if acks_late else 0.0
         monitored = MonitoredBody(self.lock, abort=aborts, report=self._report_lock_lost)
         try:
             try:
@@ -195,14 +200,15 @@ class LockedRun:
             except Exception:
                 monitored.report_loss()
                 raise
-            monitored.report_loss()
-            if aborts:
-                self._ensure_held_to_the_end()
+            if not self.lock.held:
+                monitored.report_loss()
+                if aborts:
+                    self._ensure_held_to_the_end()
         except (Ignore, Reject, Retry):
             raise
         except Exception:
-            is_late_and_lost = self.delivery.acks_late and loss_of(self.lock) is not None
-            if is_late_and_lost and is_completed_elsewhere(self.delivery, began):
+            is_lost = acks_late and loss_of(self.lock) is not None
+            if is_lost and is_completed_elsewhere(self.delivery, began):
                 outcomes.discard_redelivery(self.delivery)
             raise
         return result
@@ -233,11 +239,6 @@ class LockedRun:
         if RUN in self.delivery.request.__dict__:
             release_all(self.lock, ended=completed)
             self.unregister()  # last: if this is cut before, task_postrun releases again
-
-
-def _tracks_started(task: Any) -> bool:
-    """Return whether a task has `track_started`, which `LockedTask.on_bound` has taken over."""
-    return bool(getattr(task, "_redlock_track_started", False))
 
 
 def run_of(request: Any) -> LockedRun | None:

@@ -61,14 +61,14 @@ MUTANTS = (
         "tasks.execution.completion:is_done",
         "return isinstance(outcome, Reject) and not outcome.requeue",
         "return isinstance(outcome, Reject)",
-        (f"{UNIT}/test_gate.py",),
+        (f"{UNIT}/test_wrapping.py",),
     ),
     Mutant(
         "a MemoryError counts as done, though its message comes back",
         "tasks.execution.completion:is_done",
         "return not isinstance(outcome, MemoryError)",
         "return True",
-        (f"{UNIT}/test_gate.py",),
+        (f"{UNIT}/test_wrapping.py",),
     ),
     Mutant(
         "a redelivery of what runs is deferred like any other message",

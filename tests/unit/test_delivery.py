@@ -1,0 +1,117 @@
+"""What a delivery answers: facts of its request, and nothing that needs a server."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.app.task import Context
+from celery.utils.imports import symbol_by_name
+from freezegun import freeze_time
+
+from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.header import (
+    NO_HEADER,
+    Deferral,
+    LockHeader,
+    Origin,
+)
+from celery_redlock.tasks.task import REQUEST
+from celery_redlock.tasks.worker_request import Request
+
+PAST = "2026-01-01T00:00:00+00:00"
+DEFERRED = LockHeader(deferral=Deferral(1, PAST, 1.0))
+
+
+def delivery_of(
+    header: LockHeader | None = None, *, acks_late: bool = False, **request: Any
+) -> Delivery:
+    app = Celery("unit", broker="memory://", set_as_current=False)
+    task = SimpleNamespace(name="t", acks_late=acks_late, app=app)
+    fields = {"id": "1", "delivery_info": {"exchange": "", "routing_key": "celery"}, **request}
+    if header is not None:
+        fields["redlock"] = header.to_message()
+    return Delivery(task, Context(fields))
+
+
+def test_a_first_delivery_without_a_header_that_acknowledges_early_is_plain() -> None:
+    plain = delivery_of()
+    assert plain.is_plain
+    assert plain.header is NO_HEADER
+    # what a run does not ask of a plain delivery
+    assert not plain.is_for_another_queue
+    assert plain.cancelled is None
+    assert not plain.may_have_run_elsewhere
+    assert not plain.is_redelivered
+    for other in (delivery_of(DEFERRED), delivery_of(acks_late=True)):
+        assert not other.is_plain
+
+
+def test_a_header_of_an_eager_call_is_among_the_others() -> None:
+    eager = delivery_of(headers={"redlock": {"options": {"ttl": 9}}}, is_eager=True)
+    assert not eager.is_plain
+    assert eager.header.options == {"ttl": 9}
+
+
+@pytest.mark.parametrize("acks_late", [True, False])
+def test_only_a_task_that_acknowledges_late_heeds_the_brokers_redelivered_flag(
+    acks_late: bool,
+) -> None:
+    info = {"exchange": "", "redelivered": True}
+    assert delivery_of(acks_late=acks_late, delivery_info=info).is_redelivered == acks_late
+    eager = delivery_of(acks_late=True, delivery_info=info, is_eager=True)
+    assert not eager.is_redelivered
+
+
+@pytest.mark.parametrize(
+    ("header", "expires", "acks_late", "cancelled"),
+    [
+        (None, PAST, True, None),  # the main process has ended it
+        (DEFERRED, PAST, True, "expired"),
+        (DEFERRED, None, True, None),
+        (DEFERRED, PAST, False, None),
+        (DEFERRED.revoked(), None, True, "revoked"),
+        (DEFERRED.revoked(), PAST, True, "revoked"),
+        (LockHeader().redelivered(), PAST, True, "expired"),
+    ],
+)
+def test_a_message_that_may_have_run_elsewhere_says_why_it_is_not_to_run(
+    header: LockHeader | None, expires: str | None, acks_late: bool, cancelled: str | None
+) -> None:
+    assert delivery_of(header, acks_late=acks_late, expires=expires).cancelled == cancelled
+
+
+def test_expires_is_counted_from_now_and_is_endless_without_one() -> None:
+    assert delivery_of().expires_in == math.inf
+    with freeze_time("2026-01-01 00:01:00"):
+        assert delivery_of(expires=PAST).expires_in == -60.0
+
+
+@pytest.mark.parametrize(
+    ("kept_for", "came_by", "is_astray"),
+    [("a", "a", False), ("a", "b", True), ("a", None, False), (None, "b", False)],
+)
+def test_a_copy_that_rabbitmq_brings_to_another_queue_is_told_by_its_header(
+    kept_for: str | None, came_by: str | None, is_astray: bool
+) -> None:
+    origin = Origin("x", "k", kept_for)
+    properties = {} if came_by is None else {"redlock_queue": came_by}
+    info = {"exchange": "celery_delayed_delivery", "routing_key": "k"}
+    header = replace(DEFERRED, origin=origin)
+    found = delivery_of(header, delivery_info=info, properties=properties)
+    assert found.is_for_another_queue == is_astray
+    by_other_exchange = delivery_of(header, properties=properties)
+    assert not by_other_exchange.is_for_another_queue
+
+
+def test_an_eager_run_has_no_message_to_republish() -> None:
+    assert delivery_of().can_republish
+    assert not delivery_of(is_eager=True).can_republish
+
+
+def test_the_name_by_which_workers_import_the_request_is_that_of_our_class() -> None:
+    assert symbol_by_name(REQUEST) is Request
