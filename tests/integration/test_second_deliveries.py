@@ -349,7 +349,7 @@ def test_a_second_delivery_stores_nothing_over_an_end_whose_hooks_still_run(
         take_away(stage, key)
         if word == "revoke":
             revoke(worker, result)
-        end, said = stored(stage, result), DROPPED if over else "at its end already"
+        end, said = stored(stage, result), DROPPED if over else "has ended already"
         deliver(stage, expired(message) if word == "expire" else message)
         eventually(lambda: says(worker, said, result) or stored(stage, result) != end)
         assert stored(stage, result) == end
