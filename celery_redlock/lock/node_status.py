@@ -69,7 +69,7 @@ def ask_nodes(redlock: Redlock) -> NodeReport:
     return NodeReport(len(quorum.nodes), quorum.size, tuple(causes), abstaining)
 
 
-def exchange_terms(redlock: Redlock) -> Mapping[str, list[str]]:
+def exchange_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     """Write this client's shared settings to every node; return other settings found there.
 
     Returns the nodes by the settings that another client wrote. Locks are safe only among clients
@@ -77,12 +77,12 @@ def exchange_terms(redlock: Redlock) -> Mapping[str, list[str]]:
     client warns once. Raises SettingsError if two nodes turn out to be one server.
     """
     quorum, answering = redlock.session.node_set, _connect(redlock)
-    request = encode_command("SET", _terms_key(redlock), terms_of(redlock), "GET")
-    noted = quorum.query(request, _read_terms, nodes=answering)
+    request = encode_command("SET", _settings_key(redlock), shared_settings_of(redlock), "GET")
+    noted = quorum.query(request, _read_settings, nodes=answering)
     return _differing(redlock, {quorum.nodes[index].name: text for index, text in noted.items()})
 
 
-def look_at_terms(redlock: Redlock) -> Mapping[str, list[str]]:
+def look_at_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     """Return the nodes by shared settings that differ from this client's. Writes nothing.
 
     Unlike a client, it does not begin the grace_period of a node that was never used. Raises
@@ -91,7 +91,7 @@ def look_at_terms(redlock: Redlock) -> Mapping[str, list[str]]:
 
     def look(connection: Any) -> tuple[str | None, str]:
         run_id = read_info(connection).get("run_id", "")
-        return _read_terms(reply_of(connection, "GET", encoded(_terms_key(redlock)))), run_id
+        return _read_settings(reply_of(connection, "GET", encoded(_settings_key(redlock)))), run_id
 
     found, _ = ask_each(redlock, look)
     seen: dict[str, str] = {}
@@ -99,30 +99,30 @@ def look_at_terms(redlock: Redlock) -> Mapping[str, list[str]]:
         if run_id and run_id in seen:
             raise one_server(type(redlock).__name__, (seen[run_id], node))
         seen[run_id] = node
-    return _differing(redlock, {node: terms for node, (terms, _) in found.items()})
+    return _differing(redlock, {node: settings for node, (settings, _) in found.items()})
 
 
-def _terms_key(redlock: Redlock) -> str:
+def _settings_key(redlock: Redlock) -> str:
     return f"{{{redlock.prefix}}}:terms"
 
 
-def _read_terms(reply: Any) -> str | None:
+def _read_settings(reply: Any) -> str | None:
     """Return the settings in a reply, or None if there are none; raises UnexpectedReplyError."""
     return None if reply is None else read_text(reply)
 
 
 def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> Mapping[str, list[str]]:
     """Return the nodes by the shared settings found on them, if not this client's."""
-    own = terms_of(redlock)
+    own = shared_settings_of(redlock)
     others: dict[str, list[str]] = {}
     for node, before in noted.items():
-        terms = own if before is None else before
-        if terms != own:
-            others.setdefault(terms, []).append(node)
+        settings = own if before is None else before
+        if settings != own:
+            others.setdefault(settings, []).append(node)
     return others
 
 
-def terms_of(redlock: Redlock) -> str:
+def shared_settings_of(redlock: Redlock) -> str:
     """Return the settings that all clients of a prefix must share, as text; times in seconds."""
     options, nodes = redlock.session.options, len(redlock.session.node_set.nodes)
     return f"max_ttl={redlock.max_ttl:g} restart_guard={options.guard.word} nodes={nodes}"

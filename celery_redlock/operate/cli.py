@@ -32,8 +32,8 @@ from celery_redlock.lock.held_locks import Sight, Standing, break_lock, look_at_
 from celery_redlock.lock.node_status import (
     NodeStatus,
     look_at_nodes,
-    look_at_terms,
-    terms_of,
+    look_at_shared_settings,
+    shared_settings_of,
     trust_nodes,
 )
 from celery_redlock.lock.platform.clock import SystemClock
@@ -309,8 +309,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
 def _terms_that_differ(redlock: Redlock) -> Iterator[Lint]:
     """Give what other clients of these nodes go by, if not what this one does."""
-    own = terms_of(redlock)
-    for terms, names in look_at_terms(redlock).items():
+    own = shared_settings_of(redlock)
+    for terms, names in look_at_shared_settings(redlock).items():
         hint = (
             f"so say {', '.join(names)}; this app goes by {own}: until all go by the same, two may "
             "hold one lock"

@@ -28,7 +28,12 @@ from celery_redlock.errors import (
     SettingsError,
 )
 from celery_redlock.lock.lock import Lock
-from celery_redlock.lock.node_status import NodeReport, ask_nodes, exchange_terms, terms_of
+from celery_redlock.lock.node_status import (
+    NodeReport,
+    ask_nodes,
+    exchange_shared_settings,
+    shared_settings_of,
+)
 from celery_redlock.lock.validation import check_wait
 from celery_redlock.tasks.backoff import Backoff
 from celery_redlock.tasks.children import watch_children
@@ -663,7 +668,7 @@ def _say_what_nodes_say(sender: Any = None, **_: Any) -> None:
         return
     try:
         redlock = redlock_of(app)
-        report, others = ask_nodes(redlock), exchange_terms(redlock)
+        report, others = ask_nodes(redlock), exchange_shared_settings(redlock)
     except SettingsError as error:
         told = {"event": "settings_wrong"}
         logger.error("locks cannot be taken: %s", error, extra=told)  # noqa: TRY400 - says it all
@@ -673,7 +678,8 @@ def _say_what_nodes_say(sender: Any = None, **_: Any) -> None:
         logger.error(
             "other clients go by %s (so say %s), this worker by %s: until all of them go by the "
             "same, two may hold one lock",
-            terms, ", ".join(names), terms_of(redlock), extra={"event": "settings_differ"},
+            terms, ", ".join(names), shared_settings_of(redlock),
+            extra={"event": "settings_differ"},
         )  # fmt: skip
 
 
