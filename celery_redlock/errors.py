@@ -26,14 +26,14 @@ __all__ = [
 # why a lock is not held that nobody took away, and what to do
 NEVER_ACQUIRED = "it was never acquired"
 RELEASED = "it was released"
-OF_THE_PARENT = "it belongs to the process that this one was forked from"
+HELD_BY_PARENT = "it belongs to the process that this one was forked from"
 _NOT_HELD = {
     NEVER_ACQUIRED: (
         "Acquire it first, by `with` or acquire(); a run that on_unreachable='run' lets through "
         "has none"
     ),
     RELEASED: "Acquire it again, or release it later",
-    OF_THE_PARENT: "Acquire a Lock of this process's own",
+    HELD_BY_PARENT: "Acquire a Lock of this process's own",
 }
 
 
@@ -42,7 +42,7 @@ RUN = re.compile(r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+(?:@[^@\s]+)?(?: (?P
 _ABSTAINS = re.compile(r"(?P<node>.+): grants no lock for (?P<seconds>\d+) s more .restart guard.")
 
 
-def in_person(label: str) -> str:
+def describe_holder(label: str) -> str:
     """Return who a label on the nodes speaks of: "shop.take[id] on worker" for a run of a task."""
     found = RUN.fullmatch(label)
     if found is None:
@@ -51,20 +51,21 @@ def in_person(label: str) -> str:
     return f"{found['task']}[{found['task_id']}]{worker}"
 
 
-def abstains(seconds: float) -> str:
+def abstention_cause(seconds: float) -> str:
     """Return why a node that is up gives no vote: it waits for so many s more."""
     return f"grants no lock for {seconds:.0f} s more (restart guard)"
 
 
-def in_short(causes: Sequence[str]) -> str:
+def summarize_causes(causes: Sequence[str]) -> str:
     """Return the causes of a `QuorumUnreachable` as one clause: nodes that abstain together."""
     found = [(cause, _ABSTAINS.fullmatch(cause)) for cause in causes]
-    away = [cause for cause, abstaining in found if abstaining is None]
-    quiet = [abstaining for _, abstaining in found if abstaining is not None]
-    if quiet:
-        longest = max(int(one["seconds"]) for one in quiet)
-        away.append(f"{', '.join(one['node'] for one in quiet)}: {abstains(longest)}")
-    return "; ".join(away) or "no answer in time"
+    summary = [cause for cause, match in found if match is None]
+    abstaining = [match for _, match in found if match is not None]
+    if abstaining:
+        longest = max(int(match["seconds"]) for match in abstaining)
+        names = ", ".join(match["node"] for match in abstaining)
+        summary.append(f"{names}: {abstention_cause(longest)}")
+    return "; ".join(summary) or "no answer in time"
 
 
 class RedlockError(Exception):
@@ -154,7 +155,7 @@ class LockTaken(NotAcquired):
     def __str__(self) -> str:
         options = "wait, max_wait, max_deferrals" if self.deferrals else "wait"
         return (
-            f"{self.resource!r} is held by {in_person(self.holder) or 'an unnamed holder'}; "
+            f"{self.resource!r} is held by {describe_holder(self.holder) or 'an unnamed holder'}; "
             f"{_waited(self.waited, self.deferrals)}. Wait longer ({options}) or find out what the "
             "holder does"
         )
@@ -188,14 +189,15 @@ class QuorumUnreachable(NotAcquired):
             f"no quorum of {self.quorum} nodes voted on {self.resource!r}; "
             f"{_waited(self.waited, self.deferrals)}."
         )
-        quiet = [cause for cause in self.causes if _ABSTAINS.fullmatch(cause)]
-        away = [cause for cause in self.causes if cause not in quiet]
-        if away or not quiet:
-            text = f"{text} Bring these nodes back: {in_short(away)}"
-        if quiet:
+        abstaining = [cause for cause in self.causes if _ABSTAINS.fullmatch(cause)]
+        failing = [cause for cause in self.causes if cause not in abstaining]
+        if failing or not abstaining:
+            text = f"{text} Bring these nodes back: {summarize_causes(failing)}"
+        if abstaining:
             text = (
-                f"{text}{'.' if away else ''} New or restarted nodes wait: {in_short(quiet)}. On a "
-                "new cluster `celery redlock trust`, or Redlock.trust(), ends that"
+                f"{text}{'.' if failing else ''} New or restarted nodes wait: "
+                f"{summarize_causes(abstaining)}. On a new cluster `celery redlock trust`, or "
+                "Redlock.trust(), ends that"
             )
         return text
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from celery_redlock.errors import (
+    HELD_BY_PARENT,
     NEVER_ACQUIRED,
-    OF_THE_PARENT,
     RELEASED,
     LockLost,
     LockTaken,
@@ -281,7 +281,7 @@ class Lock:
             return NEVER_ACQUIRED
         acquisitions = self._acquisitions()
         if not acquisitions:
-            return OF_THE_PARENT if self._holds else RELEASED
+            return HELD_BY_PARENT if self._holds else RELEASED
         now = self._clock.now()
         return next((one.reason for one in acquisitions if one.lost(now)), RELEASED)
 

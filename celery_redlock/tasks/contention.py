@@ -11,8 +11,8 @@ from celery_redlock.errors import (
     NotAcquired,
     QuorumUnreachable,
     SettingsError,
-    in_person,
-    in_short,
+    describe_holder,
+    summarize_causes,
 )
 from celery_redlock.tasks.backoff import Backoff
 from celery_redlock.tasks.settings import Rules
@@ -185,10 +185,10 @@ def _word(
 def why(refused: NotAcquired) -> str:
     """Return in few words why a lock was not acquired."""
     if isinstance(refused, QuorumUnreachable):
-        return f"no quorum of {refused.quorum} nodes ({in_short(refused.causes)})"
+        return f"no quorum of {refused.quorum} nodes ({summarize_causes(refused.causes)})"
     return f"held by {_holder(refused)}"
 
 
 def _holder(refused: NotAcquired) -> str:
-    holder = in_person(refused.holder) if isinstance(refused, LockTaken) else ""
+    holder = describe_holder(refused.holder) if isinstance(refused, LockTaken) else ""
     return holder or "an unnamed holder"

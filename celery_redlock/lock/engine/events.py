@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import ref
 
-from celery_redlock.errors import NodeError, abstains
+from celery_redlock.errors import NodeError, abstention_cause
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.server.error_hints import with_hint
@@ -166,7 +166,7 @@ class Events:
         if abstains_for > 0:
             is_new = node.index not in self._greeted and not self.tells_of_new_nodes
             level = logging.DEBUG if is_new else logging.WARNING
-            self._log("node_silent", level, abstains(abstains_for), node)
+            self._log("node_silent", level, abstention_cause(abstains_for), node)
         self._greeted.add(node.index)
         if greeting.evicts:
             hint = "under pressure it forgets locks that are held; set it to noeviction"

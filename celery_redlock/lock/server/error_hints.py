@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from celery_redlock.errors import NodeError, abstains
+from celery_redlock.errors import NodeError, abstention_cause
 from celery_redlock.lock.transport.node_client import NodeClient
 
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
@@ -114,7 +114,7 @@ def causes_of(
     for node in nodes:
         error = errors.get(node.index) or node.error
         if node.index in abstaining:
-            causes.append(f"{node.name}: {abstains(abstaining[node.index])}")
+            causes.append(f"{node.name}: {abstention_cause(abstaining[node.index])}")
         elif error is not None:
             causes.append(f"{node.name}: {with_hint(error.cause)}")
         elif voted is not None and node.index not in voted:  # frozen, or cut off: no error yet
