@@ -1,7 +1,7 @@
 """Every error that the package raises.
 
-The text of each is made from its fields, and its `args` are those fields: so an error comes
-through pickle and through Celery's JSON result encoding as what it was.
+The text of an error is made from its fields, and its `args` are those fields. So an error survives
+pickle and Celery's JSON result encoding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-# why a lock is not held that nobody took away, and what to do
+# reasons why a lock is not held although it was not lost, each with its hint
 NEVER_ACQUIRED = "it was never acquired"
 RELEASED = "it was released"
 HELD_BY_PARENT = "it belongs to the process that this one was forked from"
@@ -37,13 +37,13 @@ _NOT_HELD = {
 }
 
 
-# what the nodes show of a run: its id, task, retries and nesting; then its worker
+# the label of a run on the nodes: task id, task name, retries and nesting; then the worker
 RUN = re.compile(r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+(?:@[^@\s]+)?(?: (?P<worker>\S+))?")
 _ABSTAINS = re.compile(r"(?P<node>.+): grants no lock for (?P<seconds>\d+) s more .restart guard.")
 
 
 def describe_holder(label: str) -> str:
-    """Return who a label on the nodes speaks of: "shop.take[id] on worker" for a run of a task."""
+    """Return a holder's label for people; for a run of a task: "shop.take[id] on worker"."""
     found = RUN.fullmatch(label)
     if found is None:
         return label
@@ -52,12 +52,15 @@ def describe_holder(label: str) -> str:
 
 
 def abstention_cause(seconds: float) -> str:
-    """Return why a node that is up gives no vote: it waits for so many s more."""
+    """Return the cause of an abstention. seconds: what remains of the node's grace period."""
     return f"grants no lock for {seconds:.0f} s more (restart guard)"
 
 
 def summarize_causes(causes: Sequence[str]) -> str:
-    """Return the causes of a `QuorumUnreachable` as one clause: nodes that abstain together."""
+    """Return the causes of a `QuorumUnreachable` as one clause; abstaining nodes share one cause.
+
+    The clause names the longest grace period among them.
+    """
     found = [(cause, _ABSTAINS.fullmatch(cause)) for cause in causes]
     summary = [cause for cause, match in found if match is None]
     abstaining = [match for _, match in found if match is not None]
@@ -73,10 +76,10 @@ class RedlockError(Exception):
 
 
 class SettingsError(RedlockError, ImproperlyConfigured):
-    """A setting, an option or an argument that cannot be meant; to Celery ImproperlyConfigured.
+    """A setting, an option or an argument is invalid. Celery handles it as ImproperlyConfigured.
 
-    level: where it stands ("app", "queue 'imports'", "task 'shop.settle'", "call", "Redlock").
-    name: as the user wrote it. value: its text, passwords masked.
+    level: where it is set ("app", "queue 'imports'", "task 'shop.settle'", "call", "Redlock").
+    name: as the user wrote it. value: its text, without passwords.
     hint: what is allowed, as a sentence that follows "must be" or stands alone.
     """
 
@@ -89,11 +92,14 @@ class SettingsError(RedlockError, ImproperlyConfigured):
 
 
 class ArgumentsError(SettingsError, TypeError):
-    """A call's arguments do not fit the task's function: a TypeError, as the call itself raises."""
+    """A call's arguments do not fit the task's function.
+
+    Also a TypeError, because a direct call of the function raises that.
+    """
 
 
 class NoRunError(RedlockError, AttributeError):
-    """A task's `lock` was asked for outside a run of it. task: its name."""
+    """A task's `lock` was read outside a run of the task. task: the task's name."""
 
     def __init__(self, task: str) -> None:
         super().__init__(task)
@@ -108,10 +114,10 @@ class NoRunError(RedlockError, AttributeError):
 
 
 class NodeError(RedlockError):
-    """One node gave no usable answer.
+    """One node gave no usable reply.
 
-    node: its address, without credentials. cause: the server's or the system's own words.
-    lost: True where the connection had worked before, so that trying it once more makes sense.
+    node: its address, without credentials. cause: the text of the server or the system.
+    lost: True if the connection had worked before, so that one more try makes sense.
     """
 
     def __init__(self, node: str, cause: str, lost: bool = False) -> None:
@@ -123,17 +129,17 @@ class NodeError(RedlockError):
 
 
 class NotAcquired(RedlockError):
-    """The lock was not acquired; the two kinds below say why."""
+    """The lock was not acquired: base class of `LockTaken` and `QuorumUnreachable`."""
 
     resource: str
 
 
 class LockTaken(NotAcquired):
-    """A quorum of nodes voted, and others hold what we lack.
+    """A quorum of nodes voted, and other clients hold the keys that are missing.
 
-    holder: the label of the one that holds most of it. expires_in: s until its lease ends if nobody
-    renews it, None where that is not known. waited: s since the first try.
-    deferrals: how often the message was put back before; 0 where there is none to put back.
+    holder: the label of the client that holds the lock on most nodes. expires_in: seconds until the
+    lock is free if it is not renewed; None if unknown. waited: seconds since the first try.
+    deferrals: how often the message was deferred before; 0 if there is no message.
     """
 
     def __init__(
@@ -149,7 +155,7 @@ class LockTaken(NotAcquired):
         self.waited, self.deferrals = waited, deferrals
 
     def _after(self, waited: float) -> LockTaken:
-        """Return the same, as it is to be told after so many s."""
+        """Return a copy with another `waited` (seconds)."""
         return LockTaken(self.resource, self.holder, self.expires_in, waited, self.deferrals)
 
     def __str__(self) -> str:
@@ -162,10 +168,10 @@ class LockTaken(NotAcquired):
 
 
 class QuorumUnreachable(NotAcquired):
-    """Fewer nodes than a quorum voted, so nobody can tell whether the lock is free.
+    """Fewer nodes than a quorum voted, so it is unknown whether the lock is free.
 
-    causes: one text a node that gave no vote, "address: cause". quorum: votes needed.
-    waited, deferrals: as of `LockTaken`.
+    causes: "address: cause" for each node that gave no vote. quorum: number of votes needed.
+    waited, deferrals: as in `LockTaken`.
     """
 
     def __init__(
@@ -181,7 +187,7 @@ class QuorumUnreachable(NotAcquired):
         self.waited, self.deferrals = waited, deferrals
 
     def _after(self, waited: float) -> QuorumUnreachable:
-        """Return the same, as it is to be told after so many s."""
+        """Return a copy with another `waited` (seconds)."""
         return QuorumUnreachable(self.resource, self.causes, self.quorum, waited, self.deferrals)
 
     def __str__(self) -> str:
@@ -208,11 +214,10 @@ def _waited(seconds: float, deferrals: int) -> str:
 
 
 class LockLost(RedlockError):
-    """The lease ran out, or was taken away, while the lock was in use; or it was never in use.
+    """The lease expired or was taken away while the lock was in use; or the lock is not held.
 
-    reason: what ended it, or why it is not held: it was never acquired, or was released.
-    body_ended: True where the task's body had run to its end before the loss was noticed, so that
-    its effects stand.
+    reason: what ended the lease, or why the lock is not held: never acquired, or released.
+    body_ended: True if the task's body had ended before the loss was noticed. Its effects stand.
     """
 
     def __init__(self, resource: str, reason: str, body_ended: bool = False) -> None:
@@ -232,9 +237,9 @@ class LockLost(RedlockError):
 
 
 class DuplicateTask(RedlockError):
-    """The same task for the same resource was sent before, and that send is still good.
+    """The same task was sent before for the same resource, and the earlier send is still valid.
 
-    task_id: the earlier send's.
+    task_id: of the earlier send.
     """
 
     def __init__(self, resource: str, task_id: str) -> None:
