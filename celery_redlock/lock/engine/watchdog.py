@@ -128,12 +128,12 @@ class Watchdog(Generic[W]):
         if not self._started:
             self._start()
         self._news.append(news)
-        self._deadlines.ring()
+        self._deadlines.wake()
 
     def look(self) -> None:
         """Look around now: the clock has jumped, which threads that sleep do not notice."""
-        self._renewals.ring()
-        self._deadlines.ring()
+        self._renewals.wake()
+        self._deadlines.wake()
 
     def stop(self) -> None:
         """Let both threads end."""
@@ -149,10 +149,10 @@ class Watchdog(Generic[W]):
     def _run_renewals(self, threads: dict[str, object]) -> None:
         if threads.setdefault("renewals", mine := object()) is not mine:
             return
-        alarm, failures = self._renewals, 0
-        while not self._stopped and alarm is self._renewals:
+        timer, failures = self._renewals, 0
+        while not self._stopped and timer is self._renewals:
             now = self._clock.now()
-            alarm.look(now)
+            timer.look(now)
             soonest = -math.inf
             try:
                 soonest = self._do_what_is_due(now)
@@ -162,9 +162,9 @@ class Watchdog(Generic[W]):
                 text = "renewal failed; trying again in a moment"
                 extra = {"event": "renewal_failed"}
                 self.say(functools.partial(logger.exception, text, exc_info=error, extra=extra))
-                alarm.sleep(AFTER_ERROR.compute(failures))
+                timer.sleep(AFTER_ERROR.compute(failures))
                 failures = min(failures + 1, 16)
-            alarm.rest(min(self._maintenance_at, soonest), self._clock.now())
+            timer.rest(min(self._maintenance_at, soonest), self._clock.now())
 
     def _do_what_is_due(self, now: float) -> float:
         """Return the monotonic second at which the next renewal is due."""
@@ -186,10 +186,10 @@ class Watchdog(Generic[W]):
     def _run_deadlines(self, threads: dict[str, object]) -> None:
         if threads.setdefault("deadlines", mine := object()) is not mine:
             return
-        alarm = self._deadlines
-        while not self._stopped and alarm is self._deadlines:
+        timer = self._deadlines
+        while not self._stopped and timer is self._deadlines:
             now = self._clock.now()
-            alarm.look(now)
+            timer.look(now)
             soonest = math.inf
             for acquisition in list(self._watched.values()):
                 moment = acquisition.deadline
@@ -200,11 +200,11 @@ class Watchdog(Generic[W]):
                     soonest = moment
             if self._news:  # one at a time: no flood of them may keep a loss from being told
                 self.say(self._news.popleft())
-                alarm.ring()
+                timer.wake()
             now = self._clock.now()
             if self._renewals.is_late(now):  # else C code that keeps the GIL would be next again
                 self._platform.pause_keeping_gil(HEAD_START)
-            alarm.rest(soonest, now)
+            timer.rest(soonest, now)
 
     def say(self, do: Callable[[], None]) -> None:
         """Call what logs or is a user's, whatever it raises."""
