@@ -232,7 +232,7 @@ class Acquisition:
         self._schedule(sent + self.options.ttl / 3)
 
     def renewal_failed(self, now: float, soonest: float) -> None:
-        """Set the next renewal after one that no quorum confirmed. soonest: least seconds from now."""
+        """Set the next renewal after one without a quorum. soonest: seconds, the least pause."""
         pause = min(self.options.ttl / 3, max(soonest, self.remaining(now) / 4))
         self._schedule(now + pause)
 
