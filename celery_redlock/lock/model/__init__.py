@@ -1,7 +1,8 @@
 """Values and arithmetic of a lock. No clock and no I/O: times are arguments.
 
-Not here: who changes these values (`lock/engine`). Read `lease.py` first: for how long a lock is
-valid. Then read `acquisition.py`, what one acquire holds, and `key_lease.py`, one key of it.
+Not here: the code that changes these values (`lock/engine`). Read `lease.py` first: for how long a
+lock is valid. Then read `acquisition.py`, what one acquire holds, and `key_lease.py`, one key of
+it.
 
 - `grace_period.py`: for how long a node that lost its data must not vote.
 - `keys.py`: names on the nodes. `votes.py`: counts a round. `fencing.py`: fencing tokens.

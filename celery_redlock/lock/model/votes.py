@@ -67,7 +67,7 @@ class Tally:
 
     @property
     def impossible(self) -> bool:
-        """Whether so many nodes did not grant that no quorum is possible (a blocking set)."""
+        """Whether no quorum is possible any more, because too many nodes did not grant."""
         return self.nodes - self.refused - self.withheld < self.quorum
 
     @property

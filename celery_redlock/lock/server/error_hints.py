@@ -32,7 +32,7 @@ _TEMPORARY = {  # costs a vote in this round; some of these errors end only if a
     "nobody asked for|in the middle of a command": "",
     "not a reply of its script": "see what answers there: a proxy, or another program",
 }
-_MISCONFIGURED = {  # no vote before somebody changes a setting
+_MISCONFIGURED = {  # no vote before an operator changes a setting
     "READONLY|read only replica|previous master": _NOT_A_PRIMARY,
     "MASTERDOWN|Link with MASTER": _NOT_A_PRIMARY,
     "NOAUTH|Authentication required": "name a user and a password in its URL",
@@ -68,7 +68,7 @@ def _meaning(text: str) -> tuple[bool, str]:
 
 
 def is_misconfigured(text: str) -> bool:
-    """Return whether an error means that a node cannot vote before somebody changes a setting.
+    """Return whether an error means that a node cannot vote before an operator changes a setting.
 
     text: an error reply, or the system's or redis-py's text about a connection. Raises nothing.
     """

@@ -75,7 +75,7 @@ class Connection:
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
         self.in_flight: deque[Entry] = deque()
         self.answers: deque[tuple[Entry, Any]] = deque()
-        self.struck: tuple[Entry, Any] | None = None  # an answer whose handler raised
+        self.struck: tuple[Entry, Any] | None = None  # the last reply whose handler raised
         self.write_buffer = b""
 
     def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
