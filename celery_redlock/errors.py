@@ -1,7 +1,7 @@
 """Every error that the package raises.
 
-The text of each is made from its fields, and its `args` are those fields: so an error comes
-through pickle and through Celery's JSON result encoding as what it was.
+The text of an error is made from its fields, and its `args` are those fields. So an error survives
+pickle and Celery's JSON result encoding.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ __all__ = [
 ]
 
 
-# why a lock is not held that nobody took away, and what to do
+# reasons why a lock is not held although it was not lost, each with its hint
 NEVER_ACQUIRED = "it was never acquired"
 RELEASED = "it was released"
-OF_THE_PARENT = "it belongs to the process that this one was forked from"
+HELD_BY_PARENT = "it belongs to the process that this one was forked from"
 _NOT_HELD = {
     NEVER_ACQUIRED: (
         "Acquire it first, by `with` or acquire(); a run that on_unreachable='run' lets through "
         "has none"
     ),
     RELEASED: "Acquire it again, or release it later",
-    OF_THE_PARENT: "Acquire a Lock of this process's own",
+    HELD_BY_PARENT: "Acquire a Lock of this process's own",
 }
 
 
-# what the nodes show of a run: its id, task, retries and nesting; then its worker
+# the label of a run on the nodes: task id, task name, retries and nesting; then the worker
 RUN = re.compile(r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+(?:@[^@\s]+)?(?: (?P<worker>\S+))?")
 _ABSTAINS = re.compile(r"(?P<node>.+): grants no lock for (?P<seconds>\d+) s more .restart guard.")
 
 
-def in_person(label: str) -> str:
-    """Return who a label on the nodes speaks of: "shop.take[id] on worker" for a run of a task."""
+def describe_holder(label: str) -> str:
+    """Return a holder's label for people; for a run of a task: "shop.take[id] on worker"."""
     found = RUN.fullmatch(label)
     if found is None:
         return label
@@ -51,20 +51,24 @@ def in_person(label: str) -> str:
     return f"{found['task']}[{found['task_id']}]{worker}"
 
 
-def abstains(seconds: float) -> str:
-    """Return why a node that is up gives no vote: it waits for so many s more."""
+def abstention_cause(seconds: float) -> str:
+    """Return the cause of an abstention. seconds: what remains of the node's grace period."""
     return f"grants no lock for {seconds:.0f} s more (restart guard)"
 
 
-def in_short(causes: Sequence[str]) -> str:
-    """Return the causes of a `QuorumUnreachable` as one clause: nodes that abstain together."""
+def summarize_causes(causes: Sequence[str]) -> str:
+    """Return the causes of a `QuorumUnreachable` as one clause; abstaining nodes share one cause.
+
+    The clause names the longest grace period among them.
+    """
     found = [(cause, _ABSTAINS.fullmatch(cause)) for cause in causes]
-    away = [cause for cause, abstaining in found if abstaining is None]
-    quiet = [abstaining for _, abstaining in found if abstaining is not None]
-    if quiet:
-        longest = max(int(one["seconds"]) for one in quiet)
-        away.append(f"{', '.join(one['node'] for one in quiet)}: {abstains(longest)}")
-    return "; ".join(away) or "no answer in time"
+    summary = [cause for cause, match in found if match is None]
+    abstaining = [match for _, match in found if match is not None]
+    if abstaining:
+        longest = max(int(match["seconds"]) for match in abstaining)
+        names = ", ".join(match["node"] for match in abstaining)
+        summary.append(f"{names}: {abstention_cause(longest)}")
+    return "; ".join(summary) or "no answer in time"
 
 
 class RedlockError(Exception):
@@ -72,10 +76,10 @@ class RedlockError(Exception):
 
 
 class SettingsError(RedlockError, ImproperlyConfigured):
-    """A setting, an option or an argument that cannot be meant; to Celery ImproperlyConfigured.
+    """A setting, an option or an argument is invalid. Celery handles it as ImproperlyConfigured.
 
-    level: where it stands ("app", "queue 'imports'", "task 'shop.settle'", "call", "Redlock").
-    name: as the user wrote it. value: its text, passwords masked.
+    level: where it is set ("app", "queue 'imports'", "task 'shop.settle'", "call", "Redlock").
+    name: as the user wrote it. value: its text, without passwords.
     hint: what is allowed, as a sentence that follows "must be" or stands alone.
     """
 
@@ -88,11 +92,14 @@ class SettingsError(RedlockError, ImproperlyConfigured):
 
 
 class ArgumentsError(SettingsError, TypeError):
-    """A call's arguments do not fit the task's function: a TypeError, as the call itself raises."""
+    """A call's arguments do not fit the task's function.
+
+    Also a TypeError, because a direct call of the function raises that.
+    """
 
 
 class NoRunError(RedlockError, AttributeError):
-    """A task's `lock` was asked for outside a run of it. task: its name."""
+    """A task's `lock` was read outside a run of the task. task: the task's name."""
 
     def __init__(self, task: str) -> None:
         super().__init__(task)
@@ -107,10 +114,10 @@ class NoRunError(RedlockError, AttributeError):
 
 
 class NodeError(RedlockError):
-    """One node gave no usable answer.
+    """One node gave no usable reply.
 
-    node: its address, without credentials. cause: the server's or the system's own words.
-    lost: True where the connection had worked before, so that trying it once more makes sense.
+    node: its address, without credentials. cause: the text of the server or the system.
+    lost: True if the connection had worked before, so that one more try makes sense.
     """
 
     def __init__(self, node: str, cause: str, lost: bool = False) -> None:
@@ -122,17 +129,17 @@ class NodeError(RedlockError):
 
 
 class NotAcquired(RedlockError):
-    """The lock was not acquired; the two kinds below say why."""
+    """The lock was not acquired: base class of `LockTaken` and `QuorumUnreachable`."""
 
     resource: str
 
 
 class LockTaken(NotAcquired):
-    """A quorum of nodes voted, and others hold what we lack.
+    """A quorum of nodes voted, and other clients hold the keys that are missing.
 
-    holder: the label of the one that holds most of it. expires_in: s until its lease ends if nobody
-    renews it, None where that is not known. waited: s since the first try.
-    deferrals: how often the message was put back before; 0 where there is none to put back.
+    holder: the label of the client that holds the lock on most nodes. expires_in: seconds until the
+    lock is free if it is not renewed; None if unknown. waited: seconds since the first try.
+    deferrals: how often the message was deferred before; 0 if there is no message.
     """
 
     def __init__(
@@ -148,23 +155,23 @@ class LockTaken(NotAcquired):
         self.waited, self.deferrals = waited, deferrals
 
     def _after(self, waited: float) -> LockTaken:
-        """Return the same, as it is to be told after so many s."""
+        """Return a copy with another `waited` (seconds)."""
         return LockTaken(self.resource, self.holder, self.expires_in, waited, self.deferrals)
 
     def __str__(self) -> str:
         options = "wait, max_wait, max_deferrals" if self.deferrals else "wait"
         return (
-            f"{self.resource!r} is held by {in_person(self.holder) or 'an unnamed holder'}; "
+            f"{self.resource!r} is held by {describe_holder(self.holder) or 'an unnamed holder'}; "
             f"{_waited(self.waited, self.deferrals)}. Wait longer ({options}) or find out what the "
             "holder does"
         )
 
 
 class QuorumUnreachable(NotAcquired):
-    """Fewer nodes than a quorum voted, so nobody can tell whether the lock is free.
+    """Fewer nodes than a quorum voted, so it is unknown whether the lock is free.
 
-    causes: one text a node that gave no vote, "address: cause". quorum: votes needed.
-    waited, deferrals: as of `LockTaken`.
+    causes: "address: cause" for each node that gave no vote. quorum: number of votes needed.
+    waited, deferrals: as in `LockTaken`.
     """
 
     def __init__(
@@ -180,7 +187,7 @@ class QuorumUnreachable(NotAcquired):
         self.waited, self.deferrals = waited, deferrals
 
     def _after(self, waited: float) -> QuorumUnreachable:
-        """Return the same, as it is to be told after so many s."""
+        """Return a copy with another `waited` (seconds)."""
         return QuorumUnreachable(self.resource, self.causes, self.quorum, waited, self.deferrals)
 
     def __str__(self) -> str:
@@ -188,14 +195,15 @@ class QuorumUnreachable(NotAcquired):
             f"no quorum of {self.quorum} nodes voted on {self.resource!r}; "
             f"{_waited(self.waited, self.deferrals)}."
         )
-        quiet = [cause for cause in self.causes if _ABSTAINS.fullmatch(cause)]
-        away = [cause for cause in self.causes if cause not in quiet]
-        if away or not quiet:
-            text = f"{text} Bring these nodes back: {in_short(away)}"
-        if quiet:
+        abstaining = [cause for cause in self.causes if _ABSTAINS.fullmatch(cause)]
+        failing = [cause for cause in self.causes if cause not in abstaining]
+        if failing or not abstaining:
+            text = f"{text} Bring these nodes back: {summarize_causes(failing)}"
+        if abstaining:
             text = (
-                f"{text}{'.' if away else ''} New or restarted nodes wait: {in_short(quiet)}. On a "
-                "new cluster `celery redlock trust`, or Redlock.trust(), ends that"
+                f"{text}{'.' if failing else ''} New or restarted nodes wait: "
+                f"{summarize_causes(abstaining)}. On a new cluster `celery redlock trust`, or "
+                "Redlock.trust(), ends that"
             )
         return text
 
@@ -206,11 +214,10 @@ def _waited(seconds: float, deferrals: int) -> str:
 
 
 class LockLost(RedlockError):
-    """The lease ran out, or was taken away, while the lock was in use; or it was never in use.
+    """The lease expired or was taken away while the lock was in use; or the lock is not held.
 
-    reason: what ended it, or why it is not held: it was never acquired, or was released.
-    body_ended: True where the task's body had run to its end before the loss was noticed, so that
-    its effects stand.
+    reason: what ended the lease, or why the lock is not held: never acquired, or released.
+    body_ended: True if the task's body had ended before the loss was noticed. Its effects stand.
     """
 
     def __init__(self, resource: str, reason: str, body_ended: bool = False) -> None:
@@ -230,9 +237,9 @@ class LockLost(RedlockError):
 
 
 class DuplicateTask(RedlockError):
-    """The same task for the same resource was sent before, and that send is still good.
+    """The same task was sent before for the same resource, and the earlier send is still valid.
 
-    task_id: the earlier send's.
+    task_id: of the earlier send.
     """
 
     def __init__(self, resource: str, task_id: str) -> None:

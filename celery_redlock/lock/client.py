@@ -45,12 +45,12 @@ class Redlock:
     clients, whose connection settings are used. prefix: of all names on the nodes.
     node_timeout: seconds that one node may take. clock_drift: fraction by which clocks may differ
     in speed. max_ttl: seconds, the longest ttl of any client of the prefix.
-    restart_guard: "strict": a node that does not know this prefix, because it is new or restarted
-    without its data, abstains for max_ttl and a second, unless it is trusted (`trust`). "on": such
-    a node votes at once if it has been up for longer. "off": every node votes. "auto": "strict"
-    with two nodes or more, else "off".
-    One object serves all threads and greenlets of a process; a forked child connects anew. Raises
-    SettingsError.
+    restart_guard: whether a node votes that does not know this prefix, because the node is new or
+    restarted without its data. "strict": the node abstains for max_ttl and a second, unless it is
+    trusted (`trust`). "on": the node votes at once if it has been up for longer than that. "off":
+    every node votes. "auto": "strict" with two nodes or more, else "off".
+    One object serves all threads and greenlets of a process. A forked child makes its own
+    connections. Raises SettingsError.
     """
 
     observer: ClassVar[Observer] = Observer()
@@ -97,13 +97,13 @@ class Redlock:
         fencing: bool = False,
         max_hold: float | None = None,
     ) -> Lock:
-        """Return the lock on a resource, or on several at once; it is not acquired yet.
+        """Return the lock on a resource, or on several at once. The lock is not acquired yet.
 
-        ttl: seconds that a node keeps the key without a renewal, and so how long the lock of a dead
-        holder stays. wait: seconds that `acquire` and `with` wait for the lock. renew: the watchdog
-        renews the lock every ttl/3. limit: number of holders at one time; above 1 neither with
-        several resources nor with fencing. fencing: give each holder a `fencing_token`. max_hold:
-        seconds after which renewal stops. Raises SettingsError.
+        ttl: seconds that a node keeps the key without a renewal, so the time until the lock of a
+        dead holder expires. wait: seconds that `acquire` and `with` wait for the lock. renew:
+        whether the watchdog renews the lock every ttl/3. limit: number of holders at one time;
+        above 1 neither with several resources nor with fencing. fencing: whether each holder gets a
+        `fencing_token`. max_hold: seconds after which renewal stops. Raises SettingsError.
         """
         level = f"{type(self).__name__}.lock"
         resources = check_resources(level, resource)
@@ -121,11 +121,11 @@ class Redlock:
         return Lock(self, options)
 
     def trust(self) -> None:
-        """Let every reachable node vote at once; the operator confirms that no lock is held now.
+        """Let every reachable node vote at once. The operator confirms that no lock is held now.
 
-        For a new cluster, or for nodes that restarted without their data while nothing ran. Logs
-        the nodes that could not be asked, and the nodes that hold locks nevertheless.
-        Raises QuorumUnreachable if no node could be asked.
+        For a new cluster, or for nodes that restarted without their data while no holder ran. Logs
+        the nodes that could not be reached, and the nodes that hold locks nevertheless. Raises
+        QuorumUnreachable if no node could be reached.
         """
         addresses = [node.address for node in self.session.node_set.nodes]
         names, word = [one.name for one in addresses], self.session.platform.new_token()
@@ -139,8 +139,8 @@ class Redlock:
             logger.info("node %s is trusted: it votes from now on", name, extra=extra)
             if held:
                 logger.warning(
-                    "node %s is trusted, but holds %r: if its holder lives, a node that forgot "
-                    "this lock may now give it to another", name, held,
+                    "node %s is trusted, but holds %r: if the holder still runs, a node that lost "
+                    "this lock may now grant it again", name, held,
                     extra={"event": "node_trusted_with_locks", "node": name},
                 )  # fmt: skip
         if not trusted:
@@ -150,7 +150,7 @@ class Redlock:
     def close(self) -> None:
         """Close the connections and end the threads. Held locks expire within their ttl.
 
-        A `Redlock` that is garbage collected unclosed closes itself, with a ResourceWarning.
+        A `Redlock` that is garbage collected without `close` closes itself, with a ResourceWarning.
         """
         self._dropped.detach()
         self.session.close()
@@ -170,11 +170,11 @@ class Redlock:
 def _end_dropped(session: Session) -> None:
     """End the session of an unclosed `Redlock`, with a ResourceWarning as for sockets.
 
-    The garbage collector calls it in any thread and at any point, so it never blocks.
+    The garbage collector calls this in any thread and at any point, so this never blocks.
     """
     if not session.is_used:
         return
-    with contextlib.suppress(RuntimeError):  # the interpreter shuts down
+    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
         session.platform.start_thread(session.end)
     if session.warns:
         names = ", ".join(node.name for node in session.node_set.nodes)
@@ -192,9 +192,9 @@ def sessions() -> list[Session]:
 
 
 def session_of(identity: bytes) -> Session | None:
-    """Return a session of this process by its `identity`: a name for its nodes and prefix."""
+    """Return a session of this process by its `identity`, which depends on nodes and prefix."""
     found = _by_identity.get(identity)
-    if found is None:  # or the first session with this identity is gone
+    if found is None:  # unknown, or the first session with this identity is gone
         found = next((one for one in sessions() if one.identity == identity), None)
     return found
 

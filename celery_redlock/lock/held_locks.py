@@ -35,9 +35,9 @@ GONE = -2  # Source: the Redis command PTTL
 class Standing:
     """A lock on the nodes: one value of one key.
 
-    permit: number of a semaphore's permit. holder: its label. since: seconds since 1970 by the
-    holder's clock; None if another program wrote the value. votes: by node, the seconds until the
-    key expires; inf: never. needed: size of a quorum.
+    permit: number of a semaphore's permit. holder: the holder's label. since: seconds since 1970 by
+    the holder's clock; None if another program wrote the value. votes: by node, the seconds until
+    the key expires; inf for never. needed: size of a quorum.
     """
 
     resource: str
@@ -51,7 +51,7 @@ class Standing:
 
     @property
     def held(self) -> bool:
-        """Whether a quorum has the key; else it is in transition, or about to expire."""
+        """Whether a quorum has the key. If not, the lock changes hands or is about to expire."""
         return len(self.votes) >= self.needed
 
     @property
@@ -62,7 +62,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Sight:
-    """The locks on the nodes that answer. failing: by node, why it could not be asked."""
+    """The locks on the nodes that answer. failing: by node, the cause of its failure."""
 
     locks: tuple[Standing, ...]
     failing: Mapping[str, str]
@@ -104,9 +104,9 @@ def _standing(
 def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Mapping[str, str]]:
     """Delete a lock, and record the break so that the holder cannot reclaim it.
 
-    The holder notices at its next renewal; until then it may run together with a new holder. A key
-    that has another value by now is left alone. Returns by node whether the node had the lock, and
-    the causes by failed node.
+    The holder notices this at its next renewal. Until then it may run together with a new holder. A
+    key that has another value by now stays unchanged. Returns by node whether the node had the
+    lock, and the causes by failed node.
     """
     keys = (lock.key, encoded(broken_key(text_of(lock.key), text_of(lock.value))))
     # milliseconds; a holder reclaims for no longer than its lease

@@ -1,4 +1,4 @@
-"""One acquire that is not released yet."""
+"""`Hold`: one acquire that is not released yet."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
 from celery_redlock.lock.platform.interrupts import uninterruptible
 
-SPLIT_TRIES = 6  # if rivals that came at once share the nodes, and none has got the lock
-LONGEST_SPLIT = 0.25  # the widest range of a pause between those
+SPLIT_TRIES = 6  # tries while rivals that came at once share the nodes, and none has the lock
+LONGEST_SPLIT = 0.25  # seconds, the longest pause between these tries
 
 
 class Hold:
-    """One acquire that is not released yet: its own acquisition, and those around it.
+    """One acquire that is not released yet: its own acquisition, and outer ones that it relies on.
 
-    owner: who acquires. client: the `Redlock`, kept alive while a thread may still acquire. splits:
-    its tries in a row at which rivals shared the nodes. took: seconds, of its last try.
+    owner: the owner that acquires. client: the `Redlock`, kept alive while a thread may still
+    acquire. splits: number of consecutive tries in which rivals shared the nodes. took: seconds
+    that the last try took.
     """
 
     __slots__ = ("__weakref__", "acquisitions", "client", "owner", "splits", "took")
@@ -28,35 +29,35 @@ class Hold:
         self.splits, self.took = 0, 0.0
 
     def pause_of_split(self) -> float | None:
-        """Return the seconds until the next try if rivals share the nodes, None if that is over.
+        """Return the seconds until the next try if rivals share the nodes, else None.
 
-        Drawn from a range that doubles, so that one of them is soon alone. After some such tries
-        they are no rivals that came at once, and are waited for like any holder.
+        The pause is random, from a range that doubles, so that soon only one rival tries. After
+        SPLIT_TRIES tries, the caller waits for the rivals as for any holder.
         """
         if not 0 < self.splits < SPLIT_TRIES:
             return None
         return random.uniform(0, min(LONGEST_SPLIT, self.took * 2**self.splits))  # noqa: S311
 
     def join(self, acquisition: Acquisition) -> None:
-        """Rely on an acquisition from now on."""
+        """Begin to rely on an acquisition."""
         if acquisition not in self.acquisitions:
             self.acquisitions.append(acquisition)
             acquisition.join(self)
 
     def leave(self, acquisition: Acquisition) -> None:
-        """Rely on an acquisition no more, which is over."""
+        """Stop relying on an acquisition that is over."""
         self.acquisitions.remove(acquisition)
         acquisition.part(self)
 
     def confirm_fencing_token(self, acquirer: Acquirer) -> Failure | None:
-        """Have one fencing token confirmed for all; return None if it may be used."""
+        """Confirm one fencing token for all acquisitions; return None if it may be used."""
         token = max(one.fencing_token for one in self.acquisitions)
         failures = (acquirer.confirm_fencing_token(one, token) for one in self.acquisitions)
         return next((failure for failure in failures if failure is not None), None)
 
     @uninterruptible
     def release(self, releaser: Releaser) -> None:
-        """Release what no other hold relies on; twice does no harm."""
+        """Release what no other hold relies on. A second call has no effect."""
         for acquisition in self.acquisitions:
             acquisition.part(self)
             if not acquisition.users:
@@ -64,6 +65,6 @@ class Hold:
 
     @uninterruptible
     def release_anywhere(self, releaser: Releaser) -> None:
-        """Release in any thread, while the owner may be about to take the same lock again."""
+        """Release in any thread, even while the owner may acquire the same lock again."""
         for acquisition in self.acquisitions:
             releaser.release_if_unused(acquisition, self)

@@ -1,4 +1,4 @@
-"""`Lock`: acquire, extend, release and `held` for one owner at a time."""
+"""`Lock`: acquire, extend and release, for one owner at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from celery_redlock.errors import (
+    HELD_BY_PARENT,
     NEVER_ACQUIRED,
-    OF_THE_PARENT,
     RELEASED,
     LockLost,
     LockTaken,
@@ -35,7 +35,7 @@ class Client(Protocol):
 
     @property
     def session(self) -> Session:
-        """What this process has for all its locks."""
+        """The session of this process, shared by all its locks."""
 
 
 class Lock:
@@ -50,36 +50,36 @@ class Lock:
         self._client, self._options, self._session = client, options, client.session
         self._clock = self._session.clock
         self._holds: list[Hold] = []  # one for each acquire that is not released yet
-        self._last: Hold | None = None  # to say of it why it is over
+        self._last: Hold | None = None  # the last acquire, to report why it has ended
         self._keys = lock_keys(self._session.options.prefix, options)
 
     @property
     def resource(self) -> str:
-        """What is protected, as the user names it; several of them with commas between."""
+        """The name of the resource; several names are separated by commas."""
         return ", ".join(self._options.resources)
 
     @property
     def ttl(self) -> float:
-        """Seconds that a node keeps the lock unrenewed."""
+        """Seconds that a node keeps the lock without a renewal."""
         return self._options.ttl
 
     @property
     def held(self) -> bool:
-        """Whether the lock is ours now, computed by the clock, without network I/O."""
+        """Whether the lock is held now, computed locally, without network I/O."""
         acquisitions, now = self._acquisitions(), self._clock.now()
         return bool(acquisitions) and all(one.held(now) for one in acquisitions)
 
     @property
     def remaining(self) -> float:
-        """Seconds of validity left if nothing renews it; 0.0 once it is lost or released."""
+        """Seconds of validity left without a renewal; 0.0 once the lock is lost or released."""
         now = self._clock.now()
         return min((one.remaining(now) for one in self._acquisitions()), default=0.0)
 
     @property
     def fencing_token(self) -> int:
-        """A number greater than every earlier holder's, for storage that refuses smaller ones.
+        """A number greater than every earlier holder's, for storage that rejects smaller numbers.
 
-        Of several resources the largest. Raises RedlockError if the lock was taken without
+        Several resources share one token. Raises RedlockError if the lock was acquired without
         `fencing=True`, or is not acquired.
         """
         if not self._options.fencing:
@@ -90,12 +90,12 @@ class Lock:
         return max(one.fencing_token for one in acquisitions)
 
     def ensure(self) -> None:
-        """Raise LockLost, which says why, unless the lock is held now. No I/O."""
+        """Raise LockLost with the reason unless the lock is held now. No I/O."""
         if not self.held:
             raise LockLost(self.resource, self._why())
 
     def try_acquire(self, wait: float | None = None) -> bool:
-        """Acquire; return False if it is taken. wait, and what else is raised: as `acquire`."""
+        """Acquire; return False if the lock is taken. wait, and other errors: as in `acquire`."""
         try:
             self.acquire(wait)
         except LockTaken:
@@ -105,13 +105,13 @@ class Lock:
     def acquire(self, wait: float | None = None) -> Lock:
         """Acquire and return the lock itself.
 
-        Keep the object: a Lock that nobody keeps is released instead of renewed.
-        wait: seconds to keep trying; None: the lock's own `wait`. What this thread, greenlet or
-        asyncio task holds already by the same `Redlock` is taken again and counted: it is free
-        once each acquire has had its release.
-        Raises LockTaken, QuorumUnreachable, LockLost if what it holds already is lost,
-        SettingsError if that promises less than is asked here, or if nodes turn out to be one
-        server, and RedlockError if another owner has acquired this object.
+        Keep a reference: a Lock that is garbage collected is released and not renewed. wait:
+        seconds to keep trying; None for the lock's own `wait`. If this thread, greenlet or asyncio
+        task holds the resource already by the same `Redlock`, the acquire is nested. The resource
+        is free after one release for each acquire.
+        Raises LockTaken and QuorumUnreachable. Raises LockLost if the outer lock is lost, and
+        SettingsError if the outer lock promises less or two nodes turn out to be one server. Raises
+        RedlockError if another owner has acquired this object.
         """
         timeout = self._timeout("Lock.acquire", wait)
         hold = Hold(self._session.reentrancy.current_owner(), self._client)
@@ -119,7 +119,7 @@ class Lock:
             self._enter(hold)
             acquire_with_retry(self._session, self._options, self._keys, hold, timeout)
         except BaseException:
-            # also an exception from outside, as a soft time limit's, at whatever point
+            # also an asynchronous exception at any point, for example a soft time limit
             self._release_hold(hold)
             raise
         self._last = hold
@@ -128,10 +128,10 @@ class Lock:
     async def acquire_async(self, wait: float | None = None) -> Lock:
         """Acquire without blocking the event loop, and return the lock itself.
 
-        The asyncio task that awaits this is the owner. What it holds already, by `acquire` or
-        `acquire_async`, is taken again and counted. If the task is cancelled, the lock is released.
-        Use `wait` instead of `asyncio.wait_for`, which before Python 3.12 runs this in a task of
-        its own. wait, and what is raised: as for `acquire`.
+        The asyncio task that awaits this is the owner. An acquire inside another `acquire` or
+        `acquire_async` of the task is nested. If the task is cancelled, the lock is released. Use
+        `wait` and not `asyncio.wait_for`, which before Python 3.12 runs this in a separate task.
+        wait, and errors: as in `acquire`.
         """
         timeout, session = self._timeout("Lock.acquire_async", wait), self._session
         owner, runner = session.reentrancy.current_owner(), StepRunner(session.threads)
@@ -140,7 +140,7 @@ class Lock:
             self._enter(hold)
             attempts = Attempts(session, self._options, self._keys, hold)
             await attempts.run_async(timeout, runner)
-        except BaseException:  # cancelled, too; or the loop has ended
+        except BaseException:  # also a cancellation, or the end of the loop
             self._forget(hold)
             runner.then(lambda: hold.release_anywhere(session.releaser))
             raise
@@ -153,17 +153,17 @@ class Lock:
     def _enter(self, hold: Hold) -> None:
         self._check_owner(hold.owner)
         self._holds.append(hold)
-        self._check_owner(hold.owner)  # of two threads that came at once, one was first
+        self._check_owner(hold.owner)  # again: another thread may have been first
 
     def _forget(self, hold: Hold) -> None:
-        if hold in self._holds:  # else it was cut before it was in
+        if hold in self._holds:  # otherwise an exception interrupted `_enter`
             self._holds.remove(hold)
 
     def extend(self) -> None:
         """Renew the lease now.
 
-        Raises LockLost if it is lost, and QuorumUnreachable if no quorum answered in time: then the
-        lock is held for `remaining` seconds and extend may be called again.
+        Raises LockLost if the lock is lost. Raises QuorumUnreachable if no quorum answered in time:
+        the lock is still held for `remaining` seconds then, and extend may be called again.
         """
         self._check_owner(self._session.reentrancy.current_owner())
         self.ensure()
@@ -175,12 +175,12 @@ class Lock:
 
     @uninterruptible
     def release(self) -> None:
-        """Release the lock: written to every node, without waiting for their replies.
+        """Release the lock: write to every node, without waiting for replies.
 
-        Does nothing if it is released already; one that was lost is logged.
-        Raises RedlockError if it was never acquired, or belongs to another owner.
+        Does nothing if the lock is released already. Logs a warning if the lock was lost. Raises
+        RedlockError if the lock was never acquired, or belongs to another owner.
         """
-        last = self._holds[-1:]  # no call: an exception from outside strikes in the `try`, or above
+        last = self._holds[-1:]  # without a call, so that no asynchronous exception is raised here
         held: list[Acquisition] = []
         lost: list[Acquisition] = []
         try:
@@ -188,7 +188,7 @@ class Lock:
             hold = last[0] if last else None
             owner = self._session.reentrancy.current_owner()
             if hold is None or hold.owner[0] != owner[0] or not hold.acquisitions:
-                return  # released; or a child, which neither holds nor releases its parent's locks
+                return  # released already, or a forked child, which has none of its parent's locks
             self._check_owner(owner)
             now = self._clock.now()
             mine = [one for one in hold.acquisitions if one.users == 1]
@@ -198,7 +198,7 @@ class Lock:
             self._release_hold(hold)
         except RedlockError:
             raise
-        except BaseException:  # cut before it was on its way, it would be renewed for ever
+        except BaseException:  # an interrupted release must not leave a lock that is still renewed
             self._release_holds(last)
             raise
         events = self._session.events
@@ -211,7 +211,7 @@ class Lock:
             events.lost_soon(acquisition, acquisition.reason)
 
     async def release_async(self) -> None:
-        """Release the lock, in the asyncio task that has acquired it; raises as `release` does.
+        """Release the lock in the asyncio task that acquired it. Raises the errors of `release`.
 
         The release is written at once, without waiting, so a cancellation cannot interrupt it.
         """
@@ -219,19 +219,19 @@ class Lock:
 
     @uninterruptible
     def _release_hold(self, hold: Hold) -> None:
-        """Release what a hold may have got."""
+        """Release the acquisitions of a hold, and forget the hold."""
         releaser = self._session.releaser
         try:
             hold.release(releaser)
         except BaseException:
-            hold.release(releaser)  # cut before it was on its way
+            hold.release(releaser)  # again: the exception may have come before the write
             raise
         finally:
             self._forget(hold)
 
     @uninterruptible
     def _release_holds(self, holds: Sequence[Hold]) -> None:
-        """Release what a release that was cut may have left."""
+        """Release holds that an interrupted release may have left."""
         for hold in holds:
             if hold in self._holds and hold.owner[0] == os.getpid():
                 self._release_hold(hold)
@@ -250,7 +250,7 @@ class Lock:
             self.release()
         except RedlockError:
             raise
-        except BaseException:  # cut before the first line of `release`
+        except BaseException:  # an exception came before the first line of `release`
             self._release_holds(last)
             raise
 
@@ -261,7 +261,7 @@ class Lock:
         last = self._holds[-1:]
         try:
             self.__exit__(*exc_info)
-        except RedlockError:  # another task leaves the block, as when it closes an async generator
+        except RedlockError:  # another task leaves the block, for example by closing a generator
             self._release_holds(last)
             if exc_info[0] is None:
                 raise
@@ -270,7 +270,7 @@ class Lock:
         return f"<{type(self).__name__} {self.resource!r} {'held' if self.held else 'not held'}>"
 
     def _acquisitions(self) -> list[Acquisition]:
-        """Return what the last acquire relies on; nothing in a child, whose parent holds it."""
+        """Return what the last acquire relies on; in a forked child, nothing."""
         holds = self._holds
         if not holds or holds[0].owner[0] != os.getpid():
             return []
@@ -281,18 +281,18 @@ class Lock:
             return NEVER_ACQUIRED
         acquisitions = self._acquisitions()
         if not acquisitions:
-            return OF_THE_PARENT if self._holds else RELEASED
+            return HELD_BY_PARENT if self._holds else RELEASED
         now = self._clock.now()
         return next((one.reason for one in acquisitions if one.lost(now)), RELEASED)
 
     def _check_owner(self, owner: Owner) -> None:
-        """Raise if another owner has acquired the object; the first one in is its owner."""
-        first = self._holds[:1]  # in one step: it may go meanwhile
+        """Raise if another owner has acquired this object. The first hold's owner is the owner."""
+        first = self._holds[:1]  # in one step: another thread may remove the hold meanwhile
         if not first or first[0].owner is owner:
             return
         known = first[0].owner
         if known[0] != owner[0]:
-            self._holds.clear()  # in a child, which holds nothing of its parent's
+            self._holds.clear()  # a forked child holds none of its parent's locks
         elif known != owner:
             raise RedlockError(
                 f"the lock on {self.resource!r} belongs to another thread, greenlet or task: make "

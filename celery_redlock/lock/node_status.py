@@ -1,7 +1,7 @@
 """Reads the status of the nodes, for operators.
 
-Each query has a connection of its own. It does not disturb the locks' connections, and it shows
-what a new client would see.
+Each query uses a new connection. So the query does not disturb the locks' connections, and it sees
+the same as a new client.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ T = TypeVar("T")
 class NodeReport:
     """Which nodes answer and vote.
 
-    failing: "address: cause" for each node that does not answer. silent: for each node that
-    abstains (restart guard), by address, the seconds that remain.
+    failing: "address: cause" for each node that does not answer. silent: by address, the remaining
+    seconds of each node that abstains (restart guard).
     """
 
     nodes: int
@@ -63,35 +63,36 @@ def ask_nodes(redlock: Redlock) -> NodeReport:
     failing = [node for node in quorum.nodes if node.index not in answering]
     causes = [str(node.error or NodeError(node.name, "no answer in time")) for node in failing]
     _, grace_key = guard_keys(redlock.prefix)
-    # milliseconds; below 0 if the node does not abstain
+    # milliseconds; negative if the node does not abstain
     left = quorum.query(encode_command("PTTL", grace_key), read_number, nodes=answering)
     abstaining = {quorum.nodes[index].name: ms / 1000 for index, ms in left.items() if ms > 0}
     return NodeReport(len(quorum.nodes), quorum.size, tuple(causes), abstaining)
 
 
-def exchange_terms(redlock: Redlock) -> Mapping[str, list[str]]:
-    """Write this client's shared settings to every node; return other settings found there.
+def exchange_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
+    """Write this client's shared settings to every node; return different settings found there.
 
     Returns the nodes by the settings that another client wrote. Locks are safe only among clients
-    that agree. The last client's settings stay, so after a change that all clients follow, each
-    client warns once. Raises SettingsError if two nodes turn out to be one server.
+    with the same shared settings. The last client's settings stay on the nodes. So after a change
+    in all clients, each client warns at most once. Raises SettingsError if two nodes turn out to be
+    one server.
     """
     quorum, answering = redlock.session.node_set, _connect(redlock)
-    request = encode_command("SET", _terms_key(redlock), terms_of(redlock), "GET")
-    noted = quorum.query(request, _read_terms, nodes=answering)
+    request = encode_command("SET", _settings_key(redlock), shared_settings_of(redlock), "GET")
+    noted = quorum.query(request, _read_settings, nodes=answering)
     return _differing(redlock, {quorum.nodes[index].name: text for index, text in noted.items()})
 
 
-def look_at_terms(redlock: Redlock) -> Mapping[str, list[str]]:
+def look_at_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     """Return the nodes by shared settings that differ from this client's. Writes nothing.
 
-    Unlike a client, it does not begin the grace_period of a node that was never used. Raises
-    SettingsError if two nodes turn out to be one server.
+    Unlike a client's connection, this query does not begin the grace period of an unused node.
+    Raises SettingsError if two nodes turn out to be one server.
     """
 
     def look(connection: Any) -> tuple[str | None, str]:
         run_id = read_info(connection).get("run_id", "")
-        return _read_terms(reply_of(connection, "GET", encoded(_terms_key(redlock)))), run_id
+        return _read_settings(reply_of(connection, "GET", encoded(_settings_key(redlock)))), run_id
 
     found, _ = ask_each(redlock, look)
     seen: dict[str, str] = {}
@@ -99,31 +100,31 @@ def look_at_terms(redlock: Redlock) -> Mapping[str, list[str]]:
         if run_id and run_id in seen:
             raise one_server(type(redlock).__name__, (seen[run_id], node))
         seen[run_id] = node
-    return _differing(redlock, {node: terms for node, (terms, _) in found.items()})
+    return _differing(redlock, {node: settings for node, (settings, _) in found.items()})
 
 
-def _terms_key(redlock: Redlock) -> str:
+def _settings_key(redlock: Redlock) -> str:
     return f"{{{redlock.prefix}}}:terms"
 
 
-def _read_terms(reply: Any) -> str | None:
-    """Return the settings in a reply, or None if there are none; raises UnexpectedReplyError."""
+def _read_settings(reply: Any) -> str | None:
+    """Return the settings in a reply, None if there are none; raises UnexpectedReplyError."""
     return None if reply is None else read_text(reply)
 
 
 def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> Mapping[str, list[str]]:
-    """Return the nodes by the shared settings found on them, if not this client's."""
-    own = terms_of(redlock)
+    """Return the nodes by the shared settings found there, without those like this client's."""
+    own = shared_settings_of(redlock)
     others: dict[str, list[str]] = {}
     for node, before in noted.items():
-        terms = own if before is None else before
-        if terms != own:
-            others.setdefault(terms, []).append(node)
+        settings = own if before is None else before
+        if settings != own:
+            others.setdefault(settings, []).append(node)
     return others
 
 
-def terms_of(redlock: Redlock) -> str:
-    """Return the settings that all clients of a prefix must share, as text; times in seconds."""
+def shared_settings_of(redlock: Redlock) -> str:
+    """Return the settings that all clients of a prefix must share, as text. Times in seconds."""
     options, nodes = redlock.session.options, len(redlock.session.node_set.nodes)
     return f"max_ttl={redlock.max_ttl:g} restart_guard={options.guard.word} nodes={nodes}"
 
@@ -140,10 +141,11 @@ def _connect(redlock: Redlock) -> Collection[int]:
 class NodeStatus:
     """The status of one node.
 
-    node: its address. error: why it cannot be asked; all other fields are unknown then. role:
-    "master" or "slave". uptime, latency: seconds. clock: seconds by which its clock is ahead of
-    this machine's. policy: its maxmemory-policy. silent_for: seconds for which it abstains.
-    knows_us: whether its server has voted for this prefix, or may do so without `trust`.
+    node: the address. error: the cause if the node does not answer; all other fields are unknown
+    then. role: "master" or "slave". uptime, latency: seconds. clock: seconds by which the node's
+    clock is ahead of this machine's. policy: the maxmemory-policy. silent_for: remaining seconds of
+    the grace period, in which the node abstains. knows_us: whether the server has voted for this
+    prefix, or may do so without `trust`.
     """
 
     node: str = ""
@@ -158,7 +160,7 @@ class NodeStatus:
     knows_us: bool = False
 
     def votes(self, guard: str) -> bool:
-        """Return whether the node votes; guard: the setting restart_guard."""
+        """Return whether the node votes. guard: the setting restart_guard."""
         knows_us = self.knows_us or guard == "off"
         return not self.error and self.role == "master" and knows_us and self.silent_for <= 0
 
@@ -177,11 +179,11 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
         facts = read_info(connection, ("server", "memory", "replication"))
         run, left = reply_of(connection, "GET", keys[0]), reply_of(connection, "PTTL", keys[1])
         uptime, run_id = float(facts.get("uptime_in_seconds", 0)), facts.get("run_id", "")
-        _, new, _ = guard.arguments(run_id, uptime)  # milliseconds of a new node's grace_period
+        _, new, _ = guard.arguments(run_id, uptime)  # milliseconds of a new node's grace period
         knows_us = new == "0" if run is None else read_text(run) == run_id
         version = facts.get("valkey_version") or facts.get("redis_version", "")
         return NodeStatus(
-            server=f"{facts.get('server_name', 'redis')} {version}",  # Redis does not name itself
+            server=f"{facts.get('server_name', 'redis')} {version}",  # Redis reports no name
             role=facts.get("role", ""),
             uptime=uptime,
             latency=latency,
@@ -224,5 +226,5 @@ def reply_of(connection: Any, *words: Any) -> Any:
 
 
 def ask_each(redlock: Redlock, ask: Callable[[Any], T]) -> tuple[dict[str, T], dict[str, str]]:
-    """Call a function with a new connection to each node, as `admin.ask_each`."""
+    """Call a function with a new connection to each node, as `admin.ask_each` does."""
     return admin.ask_each(addresses_of(redlock), max(PATIENCE, redlock.node_timeout), ask)

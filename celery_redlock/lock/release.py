@@ -1,4 +1,4 @@
-"""Ends a lock from outside: for a run that was cut and cannot know what it holds."""
+"""Ends a lock from outside, for a run that was interrupted and cannot know what it holds."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from celery_redlock.lock.model.acquisition import Acquisition
 
 
 def release_all(lock: Lock, *, ended: bool = False) -> None:
-    """Release a lock as often as it has been acquired; for a caller that was cut and cannot know.
+    """Release a lock as often as it has been acquired.
 
-    ended: what ran under it has ended, and is marked so, also if the lock was released or lost.
+    ended: the run under the lock has ended. This is recorded even if the lock was released or lost.
     """
     session, last = lock._session, lock._last
     if ended and last is not None:
         own = [one for one in last.acquisitions if one.options is lock._options]
-        for acquisition in own:  # and not those around it, whose end is not this one's
+        for acquisition in own:  # not outer acquisitions, whose runs have not ended
             session.mark_ended(acquisition)
             if last not in lock._holds:
                 session.releaser.release(acquisition, publish=False)
     while lock._holds:
         before = len(lock._holds)
         lock.release()
-        if len(lock._holds) == before:  # a child's, or never more than begun
+        if len(lock._holds) == before:  # the parent's hold in a forked child, or without a request
             return
 
 
 def acquisitions_of(lock: Lock) -> list[Acquisition]:
-    """Return what a lock relies on now: its own acquisition, and those around it."""
+    """Return what a lock relies on now: its own acquisition, and outer ones."""
     return lock._acquisitions()
 
 
 def loss_of(lock: Lock) -> LockLost | None:
-    """Return the error that tells of a lock's loss; None if it is held, or released."""
+    """Return the error for a lost lock; None if the lock is held or released."""
     now = lock._clock.now()
     if any(one.lost(now) for one in acquisitions_of(lock)):
         return LockLost(lock.resource, lock._why())

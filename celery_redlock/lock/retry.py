@@ -1,4 +1,4 @@
-"""Retries an acquire: after a wake-up, with backoff, among rivals, and when it gives up."""
+"""Retries an acquire: after a wake-up, with backoff, or among rivals; and decides to give up."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner, rest
 from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_replica
 
-# all of these in seconds; hold.py has those of rivals that share the nodes
+# all in seconds; hold.py has the pauses for rivals that share the nodes
 FIRST_SPIN, LONGEST_SPIN = 0.05, 1.0  # between tries while the caller waits for the lock
-LONGEST_DEAF = 5.0  # between tries of a caller that a release wakes, in case it missed one
+LONGEST_DEAF = 5.0  # between tries of a subscribed caller, in case it missed a release message
 HOPELESS = 3.0  # for which a caller waits for misconfigured nodes
-WOKEN = 0.02  # seconds within which the callers that one release wakes try, each at a random moment
+WOKEN = 0.02  # callers that one release wakes try at random moments within this time
 
 
 def acquire_with_retry(
@@ -38,7 +38,7 @@ def acquire_with_retry(
 
 
 class Attempts:
-    """The tries of one acquire. Its owner holds some keys already, maybe; it tries the others."""
+    """The tries of one acquire. They leave out resources that the owner holds already."""
 
     __slots__ = ("_clock", "_hold", "_keys", "_options", "_outer", "_session", "_started")
 
@@ -54,18 +54,18 @@ class Attempts:
             self._keys = [key for key in keys if key.resource not in self._outer]
 
     def _join_outer(self) -> Mapping[str, Acquisition]:
-        """Rely on what the owner holds already; return that, by resource."""
+        """Rely on acquisitions that the owner holds already; return them by resource."""
         session, hold = self._session, self._hold
         outer = session.reentrancy.held_by(hold.owner, self._options, self._started)
         for resource, acquisition in list(outer.items()):
             hold.join(acquisition)
-            if acquisition.abandoned:  # nobody kept its Lock, and it is released just now
+            if acquisition.abandoned:  # its Lock was garbage collected, and it is being released
                 hold.leave(acquisition)
                 del outer[resource]
         return outer
 
     def run(self, timeout: float) -> None:
-        """Try, and wait if others hold the lock; as `acquire_with_retry`."""
+        """Try, and wait if others hold the lock, as `acquire_with_retry` does."""
         if not self._keys:
             return
         failure = self._try()
@@ -97,7 +97,7 @@ class Attempts:
         self._check_acquired(failure)
 
     def _check_acquired(self, failure: Failure | None) -> None:
-        """Raise the failure; or LockLost if an outer lock expired while the others were tried."""
+        """Raise the failure, or LockLost if an outer lock expired during the tries."""
         now = self._clock.now()
         if failure is not None:
             raise failure._after(now - self._started)
@@ -106,10 +106,10 @@ class Attempts:
                 raise LockLost(acquisition.resource, acquisition.reason)
 
     def _try(self) -> Failure | None:
-        """Try once; return None if it got everything."""
+        """Try once; return None on success, else the failure."""
         session, hold, began = self._session, self._hold, self._clock.now()
         acquisition = session.new_acquisition(self._options, self._keys, hold.owner)
-        hold.join(acquisition)  # before its request leaves, so that a cut releases it
+        hold.join(acquisition)  # before its request leaves, so that an exception releases it
         failure = session.try_acquire(acquisition)
         if failure is None:
             return None
@@ -119,9 +119,10 @@ class Attempts:
         return failure
 
     def _try_while_split(self, first: Failure) -> Failure | None:
-        """Try again if rivals kept each other from the lock, which no release will tell of.
+        """Try again if rivals kept each other from the lock, because no release will be published.
 
-        They come to terms within some rounds, also if the caller does not wait.
+        The pauses are random, so one rival gets the lock within some rounds. This is done even if
+        the caller does not wait.
         """
         failure: Failure | None = first
         while failure is not None and (pause := self._hold.pause_of_split()) is not None:
@@ -161,17 +162,17 @@ class Attempts:
                     failure = await runner.do(self._try)
                     schedule.end_try(waiter, failure)
             except BaseException:
-                waiter.decided = True  # a release that it did not use wakes the next waiter
+                waiter.decided = True  # the next waiter gets a wake-up that this waiter did not use
                 raise
         return failure
 
 
 class RetrySchedule:
-    """When a waiter tries again and when it gives up; for threads and coroutines alike.
+    """When a waiter tries again and when it gives up, for threads and coroutines.
 
-    keys: what it waits for. limit: as of `LockOptions`. until: the monotonic second at which it
-    gives up. If too many nodes are misconfigured it gives up earlier, but not at once: their
-    replies may be older than their last reconnect.
+    keys: what the waiter waits for. limit: as in `LockOptions`. until: the monotonic second at
+    which the waiter gives up. If too many nodes are misconfigured, it gives up earlier, but not at
+    once: their errors may be older than their last reconnect.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class RetrySchedule:
         self._hopeless_at = self._tried_at + HOPELESS
 
     def next_try(self, failure: Failure) -> float | None:
-        """Return when to try next if no release comes before; None to give up.
+        """Return when to try next if no release wakes the waiter before; None to give up.
 
         Monotonic seconds.
         """
@@ -195,7 +196,7 @@ class RetrySchedule:
             return None
         if not self._is_hopeless(failure):
             self._hopeless_at = now + HOPELESS
-        elif self._tried_at > self._hopeless_at:  # by then, and not by a clock that ran on alone
+        elif self._tried_at > self._hopeless_at:  # not `now`: a pause of the process must not count
             return None
         pause = self._hold.pause_of_split()
         if pause is None:
@@ -204,27 +205,27 @@ class RetrySchedule:
         return min(session.clock.now() + pause, self._until)
 
     def woken(self) -> float:
-        """Return the seconds to wait after a wake-up: random, since others are woken, too."""
+        """Return the seconds to wait after a wake-up: random, because others are woken, too."""
         self._hold.splits = 0
         seconds = random.uniform(0, min(LONGEST_SPIN, WOKEN * 2**self._vain))  # noqa: S311
         self._vain = min(self._vain + 1, 16)
         return seconds
 
     def share(self, waiter: Waiter) -> None:
-        """Drop the other nodes' messages on the same release; with permits wake the next waiter."""
+        """Drop other nodes' messages about the same release; with permits, wake the next waiter."""
         waiter.take()
         if self._limit > 1:
             self._session.wait_queue.pass_on(waiter)
 
     def begin_try(self, waiter: Waiter) -> None:
-        """Note that a try begins."""
-        self._tried_at, waiter.awaits = self._session.clock.now(), ""  # any of them may refuse it
+        """Record that a try begins."""
+        self._tried_at, waiter.awaits = self._session.clock.now(), ""  # any resource may refuse
 
     def end_try(self, waiter: Waiter, failure: Failure | None) -> None:
-        """Note the result of a try, and the resource to wait for.
+        """Record the result of a try, and the resource to wait for.
 
-        A try for several resources releases those that it has won, which wakes their waiters, so
-        this waiter listens to the refused one alone.
+        A failed try for several resources releases the acquired ones, which wakes their waiters. So
+        this waiter waits only for the resource that was refused.
         """
         self._tries += 1
         if isinstance(failure, LockTaken):
@@ -232,19 +233,19 @@ class RetrySchedule:
             waiter.awaits = channel if channel in self.channels else ""
 
     def _is_hopeless(self, failure: Failure) -> bool:
-        """Return whether no quorum can come about before somebody changes a setting."""
+        """Return whether no quorum is possible before an operator changes a setting."""
         if isinstance(failure, LockTaken):
             return False
         quorum = self._session.node_set
         wrong = [cause for cause in failure.causes if is_misconfigured(cause)]
-        lasting = [cause for cause in wrong if not is_of_a_replica(cause)]  # a failover ends that
+        lasting = [cause for cause in wrong if not is_of_a_replica(cause)]  # a failover may end it
         return len(lasting) > len(quorum.nodes) - quorum.size
 
 
 def _pause(failure: NotAcquired, tries: int, *, hears: bool) -> float:
-    """Return the seconds until the next try: random, and soon after the lease that refused.
+    """Return the seconds until the next try: random, and at the latest soon after the lease ends.
 
-    hears: a release would wake the caller, so it tries by itself only for what it missed.
+    hears: whether a release message would wake the caller, so that it may try less often.
     """
     uniform = random.uniform
     if hears and isinstance(failure, LockTaken):

@@ -47,7 +47,7 @@ def check_ttl(level: str, name: str, ttl: object, node_timeout: float, max_ttl: 
 
 
 def check_prefix(level: str, name: str, prefix: object) -> str:
-    """Return a prefix that is valid as a hash tag."""
+    """Return a prefix that is valid as a hash tag; raises SettingsError."""
     if not isinstance(prefix, str) or not prefix or "{" in prefix or "}" in prefix:
         hint = "must be a text, not empty, without { and }"
         raise SettingsError(level, name, repr(prefix), hint)
@@ -55,7 +55,7 @@ def check_prefix(level: str, name: str, prefix: object) -> str:
 
 
 def check_drift(level: str, name: str, drift: object) -> float:
-    """Return a fraction by which clocks may differ in speed."""
+    """Return a fraction by which clocks may differ in speed; raises SettingsError."""
     if not is_number(drift) or not 0 <= drift < 0.5:  # type: ignore[operator]
         hint = "must be a fraction from 0 to below 0.5; 0.01 allows for 1 %"
         raise SettingsError(level, name, repr(drift), hint)
@@ -63,7 +63,7 @@ def check_drift(level: str, name: str, drift: object) -> float:
 
 
 def check_guard(level: str, name: str, guard: object) -> str:
-    """Return a valid value of restart_guard."""
+    """Return a valid value of restart_guard; raises SettingsError."""
     if guard not in RESTART_GUARDS:
         hint = f"must be one of {', '.join(map(repr, RESTART_GUARDS))}"
         raise SettingsError(level, name, repr(guard), hint)
@@ -89,7 +89,7 @@ def check_nodes(level: str, name: str, nodes: Any, node_timeout: float) -> list[
 
 
 def check_resources(level: str, resources: object) -> tuple[str, ...]:
-    """Return the resources in the order in which all clients acquire several."""
+    """Return the resources in the common order in which every client acquires them."""
     named = resources
     if isinstance(named, str) or not isinstance(named, Iterable) or isinstance(named, bytes):
         named = (named,)

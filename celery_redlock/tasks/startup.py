@@ -9,7 +9,12 @@ from typing import Any
 from celery import bootsteps
 
 from celery_redlock.errors import SettingsError
-from celery_redlock.lock.node_status import NodeReport, ask_nodes, exchange_terms, terms_of
+from celery_redlock.lock.node_status import (
+    NodeReport,
+    ask_nodes,
+    exchange_shared_settings,
+    shared_settings_of,
+)
 from celery_redlock.tasks.adoption import AdoptingRegistry
 from celery_redlock.tasks.children.reaper import watch_children
 from celery_redlock.tasks.declaration import config_of
@@ -114,7 +119,7 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
         return
     try:
         redlock = redlock_of(app)
-        report, others = ask_nodes(redlock), exchange_terms(redlock)
+        report, others = ask_nodes(redlock), exchange_shared_settings(redlock)
     except SettingsError as error:
         told = {"event": "settings_wrong"}
         logger.error("locks cannot be taken: %s", error, extra=told)  # noqa: TRY400 - says it all
@@ -124,7 +129,8 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
         logger.error(
             "other clients go by %s (so say %s), this worker by %s: until all of them go by the "
             "same, two may hold one lock",
-            terms, ", ".join(names), terms_of(redlock), extra={"event": "settings_differ"},
+            terms, ", ".join(names), shared_settings_of(redlock),
+            extra={"event": "settings_differ"},
         )  # fmt: skip
 
 

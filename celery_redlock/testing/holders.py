@@ -12,7 +12,7 @@ from typing import Any
 import redis
 from celery import current_app
 
-from celery_redlock.errors import in_person
+from celery_redlock.errors import describe_holder
 from celery_redlock.lock.client import Redlock, sessions
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.held_locks import Sight, Standing, break_lock, look_at_locks
@@ -141,7 +141,7 @@ def describe(lock: Standing, now: float, nodes: int) -> str:
         acquired_at = dt.datetime.fromtimestamp(lock.since, dt.timezone.utc)
         since = f"since {acquired_at:%Y-%m-%d %H:%M:%S} UTC ({max(0.0, now - lock.since):.1f} s)"
     on = ", ".join(f"{node} ({left:.1f} s left)" for node, left in lock.votes.items())
-    holder = f"{lock.resource!r}{permit} is held by {in_person(lock.holder)!r}"
+    holder = f"{lock.resource!r}{permit} is held by {describe_holder(lock.holder)!r}"
     return f"{holder} {since} on {len(lock.votes)} of {nodes} nodes: {on}"
 
 

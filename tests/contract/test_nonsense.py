@@ -11,7 +11,7 @@ import pytest
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.held_locks import look_at_locks
 from celery_redlock.lock.model.keys import completion_key
-from celery_redlock.lock.node_status import ask_nodes, look_at_nodes, look_at_terms
+from celery_redlock.lock.node_status import ask_nodes, look_at_nodes, look_at_shared_settings
 from celery_redlock.lock.release import acquisitions_of
 from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW
 from celery_redlock.tasks.execution.redelivery import read_markers
@@ -246,7 +246,7 @@ class TestQuestions:
             lies.lie(b"PTTL", reply)
             lies.lie(b"GET", reply)
             assert ask_nodes(three).quorum == 2
-            look_at_terms(three)
+            look_at_shared_settings(three)
 
 
 def test_a_lock_that_others_hold_is_taken_whatever_the_third_says(

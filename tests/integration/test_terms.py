@@ -1,4 +1,4 @@
-"""Clients of one prefix must go by the same terms; a worker that does not says so at its start."""
+"""Clients of one prefix must agree on the shared settings; a worker warns at its start if not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from celery.bin.celery import celery
 from click.testing import CliRunner, Result
 
 from celery_redlock import Redlock
-from celery_redlock.lock.node_status import exchange_terms, terms_of
+from celery_redlock.lock.node_status import exchange_shared_settings, shared_settings_of
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually
 from tests.integration.conftest import Stage
@@ -31,23 +31,25 @@ def client(nodes: list[EmbeddedNode]) -> Iterator[Callable[..., Redlock]]:
 
 
 def test_clients_that_agree_have_nothing_to_say(client: Callable[..., Redlock]) -> None:
-    assert exchange_terms(client()) == {}
-    assert exchange_terms(client()) == {}
+    assert exchange_shared_settings(client()) == {}
+    assert exchange_shared_settings(client()) == {}
 
 
 @pytest.mark.parametrize(
     "other", [{"max_ttl": 90.0}, {"restart_guard": "on"}, {"count": 2}], ids=lambda o: next(iter(o))
 )
-def test_each_node_shows_the_terms_of_others(
+def test_each_node_shows_the_settings_of_others(
     client: Callable[..., Redlock], nodes: list[EmbeddedNode], other: dict[str, float | str]
 ) -> None:
     first, second = client(), client(**other)
-    exchange_terms(first)
+    exchange_shared_settings(first)
     names = [node.url[len("redis://") : -len("/0")] for node in nodes[: int(other.get("count", 3))]]
-    said = exchange_terms(second)
-    assert {terms: sorted(by) for terms, by in said.items()} == {terms_of(first): sorted(names)}
-    assert exchange_terms(second) == {}, "what was noted last stays"
-    assert terms_of(second) in exchange_terms(first)
+    said = exchange_shared_settings(second)
+    assert {found: sorted(by) for found, by in said.items()} == {
+        shared_settings_of(first): sorted(names)
+    }
+    assert exchange_shared_settings(second) == {}, "what was noted last stays"
+    assert shared_settings_of(second) in exchange_shared_settings(first)
 
 
 @pytest.mark.slow
@@ -76,11 +78,11 @@ def test_the_doctor_fails_where_others_go_by_another_longest_ttl_and_changes_not
     assert told.exit_code == 0
     assert "max_ttl" not in told.output
     others = client(max_ttl=120)
-    exchange_terms(others)
+    exchange_shared_settings(others)
     for _ in range(2):
         told = doctor()
         assert told.exit_code == 1
         (line,) = [line for line in told.output.splitlines() if "max_ttl=120 " in line]
         assert line.startswith("error ")
         assert "max_ttl=60 " in line
-    assert exchange_terms(others) == {}
+    assert exchange_shared_settings(others) == {}

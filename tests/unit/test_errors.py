@@ -20,14 +20,14 @@ from celery_redlock import (
     SettingsError,
 )
 from celery_redlock.errors import (
+    HELD_BY_PARENT,
     NEVER_ACQUIRED,
-    OF_THE_PARENT,
     RELEASED,
     ArgumentsError,
     NoRunError,
-    abstains,
-    in_person,
-    in_short,
+    abstention_cause,
+    describe_holder,
+    summarize_causes,
 )
 
 ERRORS = [
@@ -105,20 +105,24 @@ def test_unreachable_names_each_node_and_its_cause() -> None:
 
 
 def test_nodes_that_are_up_and_abstain_are_not_to_be_brought_back() -> None:
-    quiet = [f"{node}: {abstains(left)}" for node, left in (("a:1", 60.2), ("b:2", 41.0))]
-    text = str(QuorumUnreachable("r", quiet, 2))
+    abstaining = [
+        f"{node}: {abstention_cause(left)}" for node, left in (("a:1", 60.2), ("b:2", 41.0))
+    ]
+    text = str(QuorumUnreachable("r", abstaining, 2))
     assert "Bring" not in text
     assert "a:1, b:2: grants no lock for 60 s more (restart guard)" in text
     assert "redlock trust" in text
-    both = str(QuorumUnreachable("r", [quiet[0], "c:3: refused"], 2))
+    both = str(QuorumUnreachable("r", [abstaining[0], "c:3: refused"], 2))
     assert "Bring these nodes back: c:3: refused. New or restarted nodes wait: a:1: " in both
-    assert in_short([*quiet, "c:3: refused"]).startswith("c:3: refused; a:1, b:2: grants no lock")
+    assert summarize_causes([*abstaining, "c:3: refused"]).startswith(
+        "c:3: refused; a:1, b:2: grants no lock"
+    )
 
 
 def test_a_label_of_a_run_is_shown_without_its_counts() -> None:
-    assert in_person("id:shop.take:0:0 w1@host") == "shop.take[id] on w1@host"
-    assert in_person("id:shop.take:3:1") == "shop.take[id]"
-    assert in_person("pid 7 on host") == "pid 7 on host"
+    assert describe_holder("id:shop.take:0:0 w1@host") == "shop.take[id] on w1@host"
+    assert describe_holder("id:shop.take:3:1") == "shop.take[id]"
+    assert describe_holder("pid 7 on host") == "pid 7 on host"
 
 
 def test_lost_says_whether_the_body_had_ended() -> None:
@@ -126,7 +130,7 @@ def test_lost_says_whether_the_body_had_ended() -> None:
     assert "its body had not ended" in str(LockLost("r", "why", False))
 
 
-@pytest.mark.parametrize("reason", [NEVER_ACQUIRED, RELEASED, OF_THE_PARENT])
+@pytest.mark.parametrize("reason", [NEVER_ACQUIRED, RELEASED, HELD_BY_PARENT])
 def test_what_is_not_held_is_not_called_lost(reason: str) -> None:
     text = str(LockLost("r", reason))
     assert f"the lock on 'r' is not held: {reason}" in text

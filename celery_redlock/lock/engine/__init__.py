@@ -1,9 +1,12 @@
 """How one process acquires, renews and releases.
 
-Not here: how bytes travel (`lock/transport`), what a server is told (`lock/server`), and the
-arithmetic of leases (`lock/model`). Read `acquirer.py` first, then `renewer.py` and `releaser.py`;
-`rounds.py` turns replies into votes and leases. `watchdog.py` says when to renew and what is over,
-`events.py` tells observers and the log. `outbox.py` keeps what a node is still to be told, and for
-how long. `wait_queue.py`: who waits; `reentrancy.py`: who owns what. `session.py` builds the parts;
-no other file of this folder knows it.
+Not here: how bytes travel (`lock/transport`), what is sent to a server (`lock/server`), and the
+arithmetic of leases (`lock/model`). Read `acquirer.py` first, then `renewer.py` and `releaser.py`.
+
+- `rounds.py` turns replies into votes and leases.
+- `watchdog.py` renews in time and checks deadlines.
+- `events.py` notifies observers and writes the log.
+- `outbox.py` keeps commands for nodes that are down, and for how long.
+- `wait_queue.py`: callers that wait for a lock. `reentrancy.py`: what each owner holds.
+- `session.py` builds the parts. No other file of this folder imports it.
 """

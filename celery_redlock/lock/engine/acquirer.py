@@ -1,8 +1,8 @@
-"""Acquires all keys of an acquisition or none: one round a key.
+"""Acquires all keys of an acquisition or none: one round for each key.
 
-Source: redis.io "Distributed Locks with Redis" (Redlock), made exact: a deadline a node, counted
-from before the request left; a round that ends as soon as the votes decide it; a fresh value for
-each round; and a release that goes to every node on the connection that the request took.
+Source: redis.io "Distributed Locks with Redis" (Redlock), made exact. Each node has a deadline,
+counted from before the request left. A round ends as soon as the votes decide it. Each round has a
+new value. A release goes to every node, on the connection that the request used.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from celery_redlock.lock.server.key_requests import Servers
 from celery_redlock.lock.server.scripts import GRANT
 from celery_redlock.lock.transport.command import Command
 
-ROUNDS_IN_TTL = 4  # a ttl leaves time for so many rounds
+ROUNDS_IN_TTL = 4  # number of rounds that must fit into a ttl
 
 Failure = LockTaken | QuorumUnreachable
 
 
 class AlreadyCompletedError(RedlockError):
-    """The run has ended already, as a node says: nothing is to be run."""
+    """A node reports that the run has ended already, so it must not run again."""
 
 
 class SupersededError(RedlockError):
-    """The same task was sent again meanwhile, and that send is to run instead."""
+    """The same task was sent again meanwhile, and the later send runs instead."""
 
 
 class Acquirer:
-    """Runs acquire rounds. Knows the nodes and the releaser; not `Lock`.
+    """Runs acquire rounds.
 
     check_distinct: raises SettingsError if two nodes turned out to be one server.
     """
@@ -62,11 +62,11 @@ class Acquirer:
         self._guarded = servers.options.guard.word != "off"
 
     def try_acquire(self, acquisition: Acquisition) -> Failure | None:
-        """Lock every key or none, without waiting. Return None on success, else why not.
+        """Lock every key or none, without waiting for a release. Return None, or the failure.
 
-        A failure is rolled back. If it raises, the caller releases the acquisition. Raises
-        SettingsError if two nodes turn out to be one server, AlreadyCompletedError and
-        SupersededError.
+        A failure is rolled back. If this raises, the caller releases the acquisition. Raises
+        AlreadyCompletedError, SupersededError, and SettingsError if two nodes turn out to be one
+        server.
         """
         failure = self._lock_keys(acquisition)
         if failure is None and acquisition.options.fencing:
@@ -78,7 +78,7 @@ class Acquirer:
         return failure
 
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
-        """Lock each key in order, or any one permit."""
+        """Lock each key in order, or any single permit."""
         if acquisition.options.limit == 1:
             if acquisition.is_redelivery:
                 return self._lock_all(acquisition, [*self._own_run(acquisition), *acquisition.keys])
@@ -87,7 +87,7 @@ class Acquirer:
         return failure or self._lock_permit(acquisition)
 
     def _own_run(self, acquisition: Acquisition) -> list[LockKey]:
-        """Return the key of a run that may be delivered again, taken beside one of its permits."""
+        """Return the key of a run that may be delivered again, which it locks besides a permit."""
         marker = acquisition.options.marker
         if marker is None:
             return []
@@ -102,10 +102,10 @@ class Acquirer:
         return None
 
     def _lock_permit(self, acquisition: Acquisition) -> Failure | None:
-        """Try each permit once, from a random one on; if all are taken, return the soonest free.
+        """Try each permit once, from a random one on. If all are taken, return the first to expire.
 
-        A redelivery begins at the plain lock's key: its first delivery, with a limit of 1, has
-        that.
+        A redelivery begins at the plain lock's key, because a first delivery with a limit of 1
+        holds that key.
         """
         first, soonest = random.randrange(acquisition.options.limit), None  # noqa: S311 - no secret
         if acquisition.is_redelivery:
@@ -121,7 +121,7 @@ class Acquirer:
     def _lock_key(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
         """Make one round for one key."""
         key_lease = self.new_key_lease(acquisition.options, key)
-        acquisition.key_leases.append(key_lease)  # before its request leaves, so it is released
+        acquisition.key_leases.append(key_lease)  # before the request leaves, so it gets released
         self._events.claiming(acquisition, key_lease)
         nodes = self._servers.nodes
         marker = acquisition.options.marker
@@ -131,7 +131,7 @@ class Acquirer:
         return failure
 
     def new_key_lease(self, options: LockOptions, key: LockKey, value: str = "") -> KeyLease:
-        """Return a key lease that nothing was asked for yet; value: of another process's one."""
+        """Return a new key lease without a request yet. value: of another process's key lease."""
         servers = self._servers
         nodes, quorum = len(servers.nodes.nodes), servers.nodes.size
         drift = servers.options.clock_drift
@@ -152,7 +152,7 @@ class Acquirer:
         request = servers.requests.acquire(key_lease, options, least)
         command = Command(request, round_, GRANT, suffixed=True, dated=bool(least))
         nodes.broadcast(command, sent)
-        servers.requests.release(key_lease)  # packed while the nodes think
+        servers.requests.release(key_lease)  # encoded now, while the nodes work
         until = sent + min(servers.options.node_timeout, lease.ttl / ROUNDS_IN_TTL)
         nodes.wait(round_, until)
         time_is_up, round_.decided = not round_.decided, True
@@ -178,10 +178,10 @@ class Acquirer:
         )
 
     def confirm_fencing_token(self, acquisition: Acquisition, token: int) -> Failure | None:
-        """Have a token confirmed under each key; return None if it may be used, else why not.
+        """Have a token confirmed for each key; return None if it may be used, else the failure.
 
-        One number for several resources: a counter may have grown under one of them alone, and a
-        holder to come of another does not meet it.
+        Several resources share one token, so it must be confirmed for each of them. Otherwise a
+        later holder of one resource might get a smaller token.
         """
         servers = self._servers
         for key_lease in acquisition.key_leases:
@@ -192,14 +192,14 @@ class Acquirer:
         return None
 
     def _expired_while_acquiring(self, acquisition: Acquisition) -> Failure | None:
-        """Return the failure if the first keys ran out while the last was waited for."""
+        """Return a failure if the first keys expired during the rounds for later keys."""
         if acquisition.held(self._clock.now()):
             return None
         return QuorumUnreachable(acquisition.resource, (), self._servers.nodes.size)
 
 
 def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
-    """Return the failure whose lease ends first; unknown ends come last."""
+    """Return the failure whose lease ends first. Unknown ends come last."""
     if one is None or one.expires_in is None:
         return other
     return other if other.expires_in is not None and other.expires_in < one.expires_in else one

@@ -1,4 +1,4 @@
-"""What nodes that did not answer are still to be told, until it does not matter any more."""
+"""Commands for nodes that did not answer, kept until they are delivered or expire."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from typing import Protocol
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.transport.command import Command
 
-DELIVERED_FOR = 1.5  # ttls: for so long a node that cannot be told may keep a key of ours
+DELIVERED_FOR = 1.5  # ttls: by then every node has dropped our key, with or without a release
 
 
 class OutboxItem(Protocol):
-    """What a node is still to be told. until: monotonic seconds, after which it is dropped."""
+    """A command that is still to be sent to a node."""
 
     @property
     def until(self) -> float:
-        """When it does not matter any more."""
+        """The monotonic second after which the item is dropped."""
 
     def command(self) -> Command:
-        """Return what to send."""
+        """Return the command to send."""
 
     def settle(self, node: int) -> None:
-        """Take note that a node needs to be told no more."""
+        """Take note that a node does not need the item any more."""
 
 
 class Outbox:
-    """Delivers items to nodes once these are connected. One dictionary a node."""
+    """Delivers items to nodes once the nodes are connected."""
 
     def __init__(self, node_set: GuardedNodeSet) -> None:
         self._node_set = node_set
         self.forget()
 
     def forget(self) -> None:
-        """Start anew in a forked child: what the parent has to tell stays with it."""
+        """Reset in a forked child: the items stay with the parent."""
         self._items: list[dict[int, OutboxItem]] = [{} for _ in self._node_set.nodes]
 
     def put(self, node: int, item: OutboxItem) -> None:
-        """Keep an item for a node; putting it twice does no harm."""
+        """Keep an item for a node. A second call with the same item has no effect."""
         self._items[node][id(item)] = item
 
     @property
     def is_empty(self) -> bool:
-        """Whether no node is to be told anything."""
+        """Whether there is no item for any node."""
         return not any(self._items)
 
     def flush(self, now: float) -> None:
-        """Send what nodes can be told now, drop what is over, and connect to the other nodes."""
+        """Send the items of connected nodes, drop expired items, and connect to the other nodes."""
         for node, items in zip(self._node_set.nodes, self._items, strict=True):
             for key, item in list(items.items()):
                 if item.until <= now:

@@ -1,4 +1,4 @@
-"""What each owner (a thread, greenlet or asyncio task) holds, so that it can take it again."""
+"""What each owner (a thread, greenlet or asyncio task) holds, for nested acquires."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from celery_redlock.lock.platform.clock import Platform
 
 
 class Flow:
-    """One thread or greenlet. held: what it holds, by asyncio task (None outside) and resource."""
+    """One thread or greenlet. held: acquisitions, by asyncio task (None outside) and resource."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[object, str], Acquisition] = {}
 
 
 class Reentrancy:
-    """What the owners of one process hold of one `Redlock`."""
+    """The acquisitions that the owners of one process hold by one `Redlock`."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
         self.forget()
 
     def forget(self) -> None:
-        """Start anew in a forked child, which holds nothing of its parent's."""
+        """Reset in a forked child, which holds no lock of its parent."""
         self._flows = self._platform.new_local(Flow)
 
     def current_owner(self) -> Owner:
-        """Return the caller."""
+        """Return the calling owner."""
         task = None if _get_running_loop() is None else asyncio.current_task()
         return os.getpid(), self._flows.get(in_task=task is not None), task
 
     def held_by(self, owner: Owner, options: LockOptions, now: float) -> dict[str, Acquisition]:
-        """Return what an owner holds already of what is asked for, by resource.
+        """Return the acquisitions of an owner that cover resources in `options`, by resource.
 
-        Raises LockLost if that is lost, and SettingsError if it promises less than is asked.
+        Raises LockLost if one is lost, and SettingsError if one promises less than `options`.
         """
         _, flow, task = owner
         found = {}
@@ -49,13 +49,13 @@ class Reentrancy:
         return found
 
     def enter(self, acquisition: Acquisition) -> None:
-        """Let the owner of an acquisition take it again."""
+        """Let the owner of an acquisition acquire its resources again."""
         _, flow, task = acquisition.owner
         for key in acquisition.keys:
             flow.held[task, key.resource] = acquisition
 
     def exit(self, acquisition: Acquisition) -> None:
-        """Let its owner not take it again; twice does no harm."""
+        """Undo `enter`. A second call has no effect."""
         _, flow, task = acquisition.owner
         held = flow.held
         for key in acquisition.keys:

@@ -1,7 +1,7 @@
-"""Releases acquisitions: written to every node, and delivered to those that did not answer.
+"""Releases acquisitions: writes to every node, and delivers to nodes that did not answer later.
 
-A release is written without waiting. Once begun it cannot be lost: if an exception cuts it, the
-watchdog's thread goes on with it.
+A release is written without waiting. Once begun, it cannot be lost: if an exception interrupts it,
+the watchdog's thread continues it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released o
 
 @dataclass(frozen=True)
 class OrphanedKey:
-    """A key that a dead process held: what is known of it, and the value that proves it."""
+    """A key that a dead process held, with its value on the nodes."""
 
     resource: str
     permit: int
@@ -40,7 +40,7 @@ class OrphanedKey:
 
 
 class Releaser:
-    """Releases acquisitions of one `Redlock`, whatever cuts their owners."""
+    """Releases acquisitions of one `Redlock`, even if exceptions interrupt their owners."""
 
     def __init__(
         self,
@@ -56,22 +56,22 @@ class Releaser:
         self.forget()
 
     def forget(self) -> None:
-        """Start anew in a forked child, which releases nothing of its parent's."""
+        """Reset in a forked child, which releases no lock of its parent."""
         self._unwritten: dict[int, KeyRelease] = {}
-        self._late_grants: dict[str, KeyRelease] = {}  # by value: its grant may still run some day
-        self._orphans: list[tuple[float, Acquisition]] = []  # monotonic seconds: once more then
+        self._late_grants: dict[str, KeyRelease] = {}  # by value: its grant may still run later
+        self._orphans: list[tuple[float, Acquisition]] = []  # monotonic seconds of the repetition
 
     @uninterruptible
     def release(self, acquisition: Acquisition, *, publish: bool = True) -> None:
-        """Write the release of an acquisition to every node; twice does no harm.
+        """Write the release of an acquisition to every node. A second call has no effect.
 
-        publish: tell the waiters.
+        publish: whether to notify the waiters.
         """
         self._reentrancy.exit(acquisition)
         releases = acquisition.releases or self._new_releases(acquisition, publish=publish)
-        acquisition.releases = releases  # kept: if this is cut, the next call writes the same ones
+        acquisition.releases = releases  # kept: after an exception, the next call writes them again
         self._write_all(releases)
-        acquisition.releases = []  # they refer to the acquisition
+        acquisition.releases = []  # breaks the reference cycle
 
     def _new_releases(self, acquisition: Acquisition, *, publish: bool) -> list[KeyRelease]:
         now = self.clock.now()
@@ -82,10 +82,10 @@ class Releaser:
 
     @uninterruptible
     def roll_back(self, acquisition: Acquisition) -> None:
-        """Release what a failed acquire got.
+        """Release the keys of a failed acquire.
 
-        Only keys that it had won are announced: it may have kept them from somebody. The others
-        would wake the waiters that make it fail.
+        Notifies only the waiters of keys that were held: other clients may have been refused there.
+        For the other keys it would wake rivals for nothing.
         """
         now = self.clock.now()
         acquisition.releases = [
@@ -96,7 +96,7 @@ class Releaser:
 
     @uninterruptible
     def roll_back_last(self, acquisition: Acquisition) -> None:
-        """Release the last key that was tried, which others hold."""
+        """Release the last key that was tried, which another client holds."""
         key_lease = acquisition.key_leases[-1]
         now = self.clock.now()
         self._write_all([KeyRelease(self, acquisition, key_lease, now, publish=False)])
@@ -104,7 +104,7 @@ class Releaser:
 
     @uninterruptible
     def release_if_abandoned(self, acquisition: Acquisition) -> bool:
-        """Release an acquisition that nobody can release any more; return whether it was."""
+        """Release an acquisition that has no user any more; return whether it was released."""
         if acquisition.has_user or not acquisition.abandon():
             return False
         self.release(acquisition)
@@ -113,15 +113,15 @@ class Releaser:
 
     @uninterruptible
     def release_if_unused(self, acquisition: Acquisition, user: object) -> None:
-        """Release an acquisition in any thread, unless another user than this one relies on it."""
+        """Release an acquisition in any thread, unless another user relies on it."""
         acquisition.part(user)
         if not acquisition.users and acquisition.abandon():
             self.release(acquisition)
 
     def release_orphans(self, acquisition: Acquisition) -> None:
-        """Release what a dead process held, and again a little later.
+        """Release what a dead process held, and repeat that a little later.
 
-        What it had written may arrive after the first release, by other connections.
+        Requests of the dead process may arrive after the first release, on other connections.
         """
         now = self.clock.now()
         self._orphans += [(now + seconds, acquisition) for seconds in REPEATED_AFTER]
@@ -130,7 +130,8 @@ class Releaser:
     def release_late_grant(self, node: int, value: str) -> None:
         """Release an orphaned key: a node reported one of our values after its release.
 
-        A delayed acquire, which a broken connection carried, ran after the release.
+        A delayed acquire from a broken connection ran after the release. Queue another release for
+        that node.
         """
         release = self._late_grants.get(value)
         if release is not None:
@@ -138,17 +139,17 @@ class Releaser:
             self._watchdog.run_maintenance_by(self.clock.now())
 
     def expect_late_grant(self, release: KeyRelease) -> None:
-        """Keep a release whose grant may still run after it."""
+        """Keep a release, because a grant of its key may run after it."""
         self._late_grants[release.key_lease.value] = release
 
     @uninterruptible
     def _write_all(self, releases: Sequence[KeyRelease]) -> None:
-        """Write releases to all nodes without waiting; once begun, they cannot be lost.
+        """Write releases to all nodes without waiting. Once begun, they cannot be lost.
 
-        If an exception cuts this (a soft time limit, a killed greenlet), the watchdog's thread goes
-        on with them.
+        If an exception interrupts this (a soft time limit, a killed greenlet), the watchdog's
+        thread continues them.
         """
-        if not releases:  # nothing was asked for: no thread is needed
+        if not releases:  # no key was requested: do not start the watchdog's thread
             return
         for release in releases:
             self._unwritten[id(release)] = release
@@ -156,27 +157,28 @@ class Releaser:
             for release in releases:
                 self._write(release)
         finally:
-            # replies are read by the next round here, or by the watchdog a little later
+            # the next round of this process reads the replies, or the watchdog a little later
             soon = self.clock.now() + self.servers.options.node_timeout
             self._watchdog.run_maintenance_by(soon)
 
     def _write(self, release: KeyRelease) -> None:
         nodes = self.servers.nodes
-        release.key_lease.lease.end()  # before the first byte: from here on nothing is held
+        release.key_lease.lease.end()  # before the first byte leaves: from here on nothing is held
         self._watchdog.unwatch(release.acquisition)
         nodes.broadcast(release.command(), self.clock.now())
-        nodes.hand_on_mail()  # of connections that broke with its grant
+        nodes.hand_on_mail()  # reports of connections that broke with a grant in flight
         if release.key_lease.asked_again:
             self.expect_late_grant(release)
         self._unwritten.pop(id(release), None)
 
     def run_maintenance(self, now: float) -> None:
-        """Go on with releases that were cut, and repeat or drop what is due.
+        """Continue interrupted releases, and repeat or drop what is due.
 
         now: monotonic seconds, before the replies of the nodes were read.
         """
         for release in list(self._unwritten.values()):
-            if now - release.made_at > self.servers.options.node_timeout:  # else its owner is at it
+            # before the node timeout, the owner may still be writing it
+            if now - release.made_at > self.servers.options.node_timeout:
                 self._write(release)
         for due in [due for due in self._orphans if due[0] <= now]:
             self._orphans.remove(due)
@@ -188,20 +190,20 @@ class Releaser:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a release is not written yet, or a node is still to be told."""
+        """Whether a release is not written yet, or not delivered to a node yet."""
         return bool(self._unwritten) or not self.outbox.is_empty
 
     @property
     def repeats_at(self) -> float:
-        """The monotonic second at which an orphan is released once more; inf if none is."""
+        """The monotonic second at which an orphan is released once more; inf if there is none."""
         return min((due for due, _ in self._orphans), default=math.inf)
 
 
 class KeyRelease:
-    """One release of one key, on its way to every node. An outbox item and a reply handler.
+    """One release of one key, for every node. An outbox item and a reply handler.
 
-    made_at: monotonic seconds. publish: the waiters are told. If the run has ended it carries the
-    completion marker, which so precedes the release on every connection, however often it is sent.
+    made_at: monotonic seconds. publish: whether to notify the waiters. If the run has ended, the
+    command also writes the completion marker. So the marker precedes the release on every node.
     """
 
     __slots__ = ("_ended_at", "_ends", "_heard", "_missing", "_publish", "_releaser",
@@ -220,20 +222,20 @@ class KeyRelease:
     ) -> None:
         self._releaser = releaser
         self.acquisition, self.key_lease, self.made_at = acquisition, key_lease, made_at
-        # by then every lease is over
+        # by then every node has dropped the key
         self.until = made_at + DELIVERED_FOR * acquisition.options.ttl
         self._publish = publish
         self._ended_at = acquisition.ended_at
         lease = key_lease.lease
         self._was_held = lease.state is HELD
-        self._ends = lease.ends  # as they are now: `Lease.end` makes a new list
-        self._heard: set[int] = set()  # nodes whose first reply is known, or never will be
-        self._missing = 0  # nodes that do not have the key
-        self._taken_away = False  # one of them had promised to keep it
-        self._unsettled = (1 << len(lease.ends)) - 1  # nodes still to be told, as bits
+        self._ends = lease.ends  # the present deadlines: `Lease.end` makes a new list
+        self._heard: set[int] = set()  # nodes whose first reply or error has come
+        self._missing = 0  # number of nodes that do not have the key
+        self._taken_away = False  # True: one of these had promised to keep the key
+        self._unsettled = (1 << len(lease.ends)) - 1  # nodes that still need the release, as bits
 
     def command(self) -> Command:
-        """Return what to send; not kept, for it refers to this."""
+        """Return the command to send. Not kept, because it refers to this object."""
         requests, options = self._releaser.servers.requests, self.acquisition.options
         request = requests.release_ended(
             self.key_lease, options, self._ended_at, publish=self._publish
@@ -241,31 +243,31 @@ class KeyRelease:
         return Command(request, self, RELEASE)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Note whether the node still had the key. Raises UnexpectedReplyError."""
+        """Record whether the node still had the key. Raises UnexpectedReplyError."""
         is_error = type(reply) is ReplyError
         if not is_error and (type(reply) is not int or reply not in (0, 1)):
             raise UnexpectedReplyError(reply)
         first = node not in self._heard
         self._heard.add(node)
-        if self.key_lease.asked_again:  # a grant was lost that may still run
+        if self.key_lease.asked_again:  # a lost acquire request may still run
             self._releaser.expect_late_grant(self)
         if reply == 1:
             self.settle(node)
             return
         if is_error and self._releaser.clock.now() < self.until:
-            self._releaser.outbox.put(node, self)  # it cannot just now: loading, busy, no disk
+            self._releaser.outbox.put(node, self)  # for later: the node is loading, busy, or full
         else:
             self.settle(node)
         if first and reply == 0 and self._was_held:
             self._look_closer(node, run_id)
 
     def _look_closer(self, node: int, run_id: str) -> None:
-        """Tell of a loss if too few nodes kept the lock until its release."""
+        """Report a loss if fewer than a quorum of nodes kept the lock until its release."""
         nodes, end = self._releaser.servers.nodes, self._ends[node]
         if end > self.made_at:
             keeps = self.key_lease.lease.keeps_its_promise(node, run_id)
             if keeps or end <= self._releaser.clock.now():
-                return  # restarted, and so it abstains; or its lease has ended on the way there
+                return  # the node restarted and abstains, or its lease ended before the release
             self._taken_away = True
         self._missing += 1
         if self._taken_away and self._missing > len(nodes.nodes) - nodes.size:
@@ -273,10 +275,10 @@ class KeyRelease:
             self._releaser.events.lost_soon(self.acquisition, reason)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Try again when the node is back, if it may keep a key of ours."""
+        """Queue the release until the node is back, if the node may keep our key."""
         self._heard.add(node)
         if error.lost:
-            self._releaser.expect_late_grant(self)  # the same connection may have lost the grant
+            self._releaser.expect_late_grant(self)  # the connection may have lost the grant, too
         never_asked = node in self.key_lease.never_asked
         if not never_asked and self._releaser.clock.now() < self.until:
             self._releaser.outbox.put(node, self)
@@ -284,7 +286,7 @@ class KeyRelease:
             self.settle(node)
 
     def settle(self, node: int) -> None:
-        """Note that a node needs to be told no more; after the last one, tell the observer."""
+        """Record that a node needs no release any more; after the last node, report that."""
         self._unsettled &= ~(1 << node)
         if not self._unsettled:
             self._releaser.events.settled(self.key_lease)

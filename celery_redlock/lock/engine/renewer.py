@@ -1,4 +1,4 @@
-"""Renews acquisitions, many of them by one request to each node, and reclaims keys."""
+"""Renews acquisitions, many of them with one request to each node, and reclaims keys."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from celery_redlock.lock.server.scripts import RENEW
 from celery_redlock.lock.transport.command import Command, Entry, RoundGroup
 from celery_redlock.lock.transport.encoding import encode_text
 
-SHORTEST_RENEWAL = 0.05  # seconds between renewals of a lock that could not be renewed
-RENEWED_AT_ONCE = 100  # keys a request: a node serves nobody else meanwhile
-LATE = 0.02  # seconds after which a renewal is late, as next to C code that keeps the GIL
+SHORTEST_RENEWAL = 0.05  # least seconds between tries to renew a lock that could not be renewed
+RENEWED_AT_ONCE = 100  # keys in one request: a node serves no other client meanwhile
+LATE = 0.02  # seconds after which a renewal is late, for example because C code kept the GIL
 
 
 @dataclass(frozen=True)
 class Part:
     """Keys that are renewed by one request.
 
-    owners: what each key belongs to. lacking: nodes that are to set the key again, if it is one
-    alone.
+    owners: the acquisition of each key. lacking: nodes on which a single key is reclaimed.
     """
 
     owners: Sequence[Acquisition]
@@ -34,9 +33,9 @@ class Part:
 
 
 class Renewer:
-    """Renews acquisitions and confirms fencing tokens. Knows the nodes, not its callers.
+    """Renews acquisitions and confirms fencing tokens.
 
-    reschedule: called with an acquisition whose deadline or next renewal comes earlier than before.
+    reschedule: called with an acquisition whose deadline or next renewal has become earlier.
     """
 
     def __init__(
@@ -48,9 +47,10 @@ class Renewer:
     def renew(
         self, acquisitions: Sequence[Acquisition], *, native: bool = False
     ) -> set[Acquisition]:
-        """Renew what is still held, in one batch a node, and wait for the replies.
+        """Renew what is still held, in one batch for each node, and wait for the replies.
 
-        native: called in a thread of the watchdog's. Returns what no quorum confirmed.
+        native: called in a thread of the watchdog. Returns the acquisitions that no quorum
+        confirmed.
         """
         servers, sent = self._servers, self._clock.now()
         renewed = [one for one in acquisitions if one.begin_renewal(sent)]
@@ -75,7 +75,7 @@ class Renewer:
     def _write(
         self, part: Part, group: RoundGroup, entries: Sequence[list[Entry]], sent: float
     ) -> tuple[Part, RenewRound]:
-        """Add the request for one part to what each node is to be sent."""
+        """Add the request for one part to the entries of each node."""
         nodes = len(self._servers.nodes.nodes)
         on_missing = functools.partial(self._on_missing, part.owners)
         round_ = RenewRound(part.key_leases, nodes, self._clock, on_missing)
@@ -94,7 +94,7 @@ class Renewer:
         return Command(request, round_, RENEW), sent, request
 
     def _on_missing(self, owners: Sequence[Acquisition], number: int) -> None:
-        """Look at the deadline again, and reclaim soon: once the round that told of it is over."""
+        """Check the deadline again, and reclaim the key soon, after the present round."""
         owner = owners[number]
         owner.reclaim_by(self._clock.now() + self._servers.options.node_timeout)
         self._reschedule(owner)
@@ -113,14 +113,15 @@ class Renewer:
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
             nodes.wait(round_, until)
         if not fence.usable:
-            fence.token = before  # of an outer holder: what a quorum has confirmed stays in use
+            fence.token = before  # an outer holder keeps the token that a quorum has confirmed
         return fence.usable and key_lease.lease.held(self._clock.now())
 
 
 def _in_parts(acquisitions: Sequence[Acquisition], now: float) -> Iterator[Part]:
-    """Yield what is renewed by one request each.
+    """Yield the parts, each of which is renewed by one request.
 
-    Keys that no node lacks are renewed together, but not too many: a node does them in one go.
+    Keys that no node lacks are renewed together, but not too many: a node runs a script in one
+    step.
     """
     owners: list[Acquisition] = []
     key_leases: list[KeyLease] = []

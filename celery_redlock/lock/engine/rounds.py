@@ -1,4 +1,4 @@
-"""From the nodes' replies to votes and leases: one acquire round, and one renew round."""
+"""Turns the nodes' replies into votes and leases: the acquire round and the renew round."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from celery_redlock.lock.transport.node_client import NodeClient
 
 
 class AcquireRound(Round):
-    """The attempt to get one key: the votes, and what is known of those that hold it.
+    """The attempt to get one key: counts the votes, and records the present holders.
 
-    resend: writes the command to one node once more, under its old sending time. Grants that come
-    after the decision are counted on the lease; after its end they are nothing, for a release
-    follows on the same connection. marker: the nodes are asked whether the run has ended, if it
-    asks: completed: one node says so, which is enough, for it tells a fact; superseded: one node
-    says that a later send has replaced it.
+    Grants that come after the decision still count for the lease. Once the lease has ended they do
+    not count, because a release follows on the same connection. resend: writes the command to one
+    node once more; a dated command keeps its time. marker: if it has `asks_since`, the nodes also
+    report whether the run has ended. completed: one node reported that the run has ended or is
+    superseded. One report is enough, because a marker records a fact. superseded: one node reported
+    that a later send has superseded the run.
     """
 
     __slots__ = ("_due", "_held_by", "_key_lease", "_marker", "_resend", "abstaining",
@@ -64,7 +65,7 @@ class AcquireRound(Round):
 
     @property
     def wanted(self) -> bool:
-        """Also after a quorum has granted, but not once a release may be on its way."""
+        """True also after a quorum has granted, but not once a release may have been written."""
         state = self._key_lease.lease.state
         return state is ACQUIRING or state is HELD
 
@@ -85,7 +86,7 @@ class AcquireRound(Round):
             self._count(node, vote)
 
     def _count(self, node: int, vote: Vote) -> None:
-        """Count a node's vote, once however often it is told."""
+        """Count a node's vote, but only once for each node."""
         bit = 1 << node
         if self._due & bit:
             self._due ^= bit
@@ -93,10 +94,7 @@ class AcquireRound(Round):
                 self.decide()
 
     def _vote(self, node: int, reply: Any) -> Vote | None:
-        """Return what a node's reply means, and keep what it says beside it.
-
-        None: the run has ended, or is not to be made, whatever the node's vote is.
-        """
+        """Return the vote in a reply; None if the run has ended or is superseded."""
         if type(reply) is hiredis.ReplyError:
             self.errors[node] = NodeError("", strip_args(str(reply)))
             return FAILED
@@ -113,7 +111,7 @@ class AcquireRound(Round):
         return vote
 
     def _parsed(self, reply: Any) -> tuple[Vote, list[Any]]:
-        """Return a vote and its words, as in lua/grant.lua; raises UnexpectedReplyError."""
+        """Return a vote and the items of a reply of lua/grant.lua; raises UnexpectedReplyError."""
         words: list[Any] = reply if type(reply) is list else []
         kinds = [type(word) for word in words]
         asks, has_token = self._marker is not None, self._key_lease.fence is not None
@@ -131,9 +129,9 @@ class AcquireRound(Round):
         raise UnexpectedReplyError(reply)
 
     def _has_ended(self, at_ms: int) -> bool:
-        """Return whether a completion marker, written at `at_ms` since 1970, is of this run.
+        """Return whether a completion marker says that this run must not begin.
 
-        Below 0: a later send has replaced the run.
+        at_ms: milliseconds since 1970; below 0 if a later send has superseded the run.
         """
         marker = self._marker
         if marker is None or marker.asks_since is None:
@@ -144,7 +142,7 @@ class AcquireRound(Round):
         return at_ms > 0 and at_ms / 1000 >= marker.asks_since
 
     def withdraw_replaced(self, replaced_at: dict[int, float]) -> None:
-        """Take back the votes of nodes whose server another one had replaced meanwhile."""
+        """Withdraw the votes of nodes whose server was replaced by another server for a while."""
         for node in self._key_lease.replaced(replaced_at):
             if node in self._key_lease.granted:
                 self.tally.granted -= 1
@@ -153,7 +151,7 @@ class AcquireRound(Round):
             self._key_lease.withdraw(node)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Ask once more on a new connection if one broke, else count a failed vote."""
+        """Resend once if the connection broke, else count a failed vote."""
         key_lease = self._key_lease
         first = node not in key_lease.asked_again
         if error.lost:
@@ -169,11 +167,11 @@ class AcquireRound(Round):
 
     @property
     def held_by(self) -> dict[int, HeldByOther]:
-        """What the nodes that refused said, by index, as of now: any thread may add a late one."""
+        """A copy of the refusals so far, by node index: any thread may add a late refusal."""
         return self._held_by.copy()
 
     def expires_in(self) -> float | None:
-        """Return the seconds until a quorum of nodes is free if nobody renews; None if unknown."""
+        """Return the seconds until a quorum of nodes is free without renewals; None if unknown."""
         known = dict.fromkeys(self._key_lease.granted, 0.0)
         known |= {node: other.expires_in for node, other in self.held_by.items()}
         waits = [known.get(node, math.inf) for node in range(self.tally.nodes)]
@@ -181,17 +179,17 @@ class AcquireRound(Round):
 
     @property
     def is_split(self) -> bool:
-        """Whether others share the nodes, so that none of them has got the lock either."""
+        """Whether other clients share the nodes, so that none of them has got the lock either."""
         holders = [other.value for other in self.held_by.values()]
         return is_split(holders, self.tally.unheard, self.tally.quorum)
 
     def holder(self) -> str:
-        """Return the value that stands on most of the nodes that refused."""
+        """Return the value that most of the refusing nodes have."""
         values = [other.value for other in self.held_by.values()]
         return max(values, key=values.count, default="")
 
     def causes(self, nodes: Sequence[NodeClient], *, time_is_up: bool) -> list[str]:
-        """Return one text for each node that gave no vote; time_is_up: every node had its time."""
+        """Return one text for each node that gave no vote. time_is_up: the node timeout is over."""
         voted = {*self._key_lease.granted, *self._held_by} if time_is_up else None
         return causes_of(nodes, self.errors, self.abstaining, voted)
 
@@ -199,9 +197,9 @@ class AcquireRound(Round):
 class RenewRound(Round):
     """One extension of some keys, in one request to each node.
 
-    Decided when a quorum confirmed each of them, or every node has replied. on_missing: called with
-    the number of a key after a node said that our value does not stand there. A fencing token that
-    is not usable yet decides in its key's place.
+    Decided when a quorum confirmed each key, or every node has replied. With fencing tokens that
+    are not usable yet, it is decided when all of these are usable. on_missing: called with the
+    number of a key after a node replied that the key does not have our value.
     """
 
     __slots__ = ("_clock", "_doubted", "_due", "_key_leases", "_leases", "_on_missing", "_quorum",
@@ -217,18 +215,18 @@ class RenewRound(Round):
         self.decided, self.wake = False, None
         self._key_leases, self._on_missing, self._clock = key_leases, on_missing, clock
         self._leases = [one.lease for one in key_leases]
-        self._renewed = 0  # nodes that renewed all of them, or all but some, as bits
-        self._doubted: dict[int, int] = {}  # by the number of a key: how many of them did not
-        self._quorum, self._due = quorum_of(nodes), (1 << nodes) - 1  # unheard nodes, as bits
+        self._renewed = 0  # nodes that replied without an error, as bits
+        self._doubted: dict[int, int] = {}  # by number of a key: how many of these did not renew it
+        self._quorum, self._due = quorum_of(nodes), (1 << nodes) - 1  # nodes still due, as bits
         fences = [one.fence for one in key_leases if one.fence is not None]
         self._unsettled = [fence for fence in fences if not fence.usable]
 
     @property
     def wanted(self) -> bool:
-        """Not once all the leases are over.
+        """False once all the leases are over.
 
-        One of several may be over: its key is gone then, and a renewal does not bring it back. A
-        reclaim would, so a reclaim is of one key alone.
+        A renewal may include a key whose lease is over: it does not set a missing key. A reclaim
+        does, so a reclaim has only one key.
         """
         return any(lease.state is HELD for lease in self._leases)
 
@@ -248,20 +246,20 @@ class RenewRound(Round):
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Extend the node's deadline of each lease, or stop counting the node.
 
-        Raises UnexpectedReplyError, and then none of it counts.
+        Raises UnexpectedReplyError before any part of the reply counts.
         """
         if type(reply) is not hiredis.ReplyError:
             self._check(reply)
             now = self._clock.now
             for number, (lease, word) in enumerate(zip(self._leases, reply, strict=True)):
-                # the clock each time: a thread that was stopped in between must not revive a lease
+                # reads the clock each time: a thread that was stopped here must not revive a lease
                 if word != 1 or not lease.renewed(node, sent, now(), run_id):
                     self._look_closer(number, node, sent, word, run_id)
             self._renewed |= 1 << node
         self._heard(node)
 
     def _check(self, reply: Any) -> None:
-        """Raise UnexpectedReplyError unless each word is as in lua/renew.lua."""
+        """Raise UnexpectedReplyError unless each item is as in lua/renew.lua."""
         if type(reply) is not list or len(reply) != len(self._key_leases):
             raise UnexpectedReplyError(reply)
         for number, word in enumerate(reply):
@@ -272,10 +270,11 @@ class RenewRound(Round):
                 raise UnexpectedReplyError(reply)
 
     def _look_closer(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
-        """Take a reply on one key that is not just yes, or is of a node on probation."""
+        """Handle a reply on one key that is no plain confirmation, or of a node on probation."""
         one, now = self._key_leases[number], self._clock.now()
         if type(word) is list and one.lease.renewed(node, sent, now, run_id):
-            if one.fence is not None and word[1] <= LAST_TOKEN:  # else somebody has spoiled it
+            # above LAST_TOKEN another program has changed the counter
+            if one.fence is not None and word[1] <= LAST_TOKEN:
                 one.fence.counted(node, word[1])
             return
         self._doubted[number] = self._doubted.get(number, 0) + 1
@@ -287,7 +286,7 @@ class RenewRound(Round):
             self._on_missing(number)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Leave the deadlines as they were: no reply is not a no."""
+        """Leave the deadlines unchanged: without a reply, the node may keep the keys."""
         self._heard(node)
 
     def _heard(self, node: int) -> None:

@@ -1,6 +1,6 @@
-"""What one process has for all locks of one `Redlock`: it builds the parts, and ends them.
+"""Everything that one process keeps for all locks of one `Redlock`: builds the parts, ends them.
 
-The parts know each other by what they are handed here, and none of them knows the session.
+Each part gets here the other parts that it uses. No part uses the session.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.encoding import encoded
 from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, NodeClient
 
-EXCHANGED_EVERY = 1 / 3  # of a grace period: notes about which server serves where
-IDLE = 30.0  # seconds after which an unused connection is asked whether it still stands
+EXCHANGED_EVERY = 1 / 3  # of a grace period: how often nodes get the tenures of other nodes
+IDLE = 30.0  # seconds after which an unused connection is checked by a PING
 
 
 class Client(Protocol):
-    """The `Redlock` that a session works for."""
+    """The `Redlock` that a session belongs to."""
 
     @property
     def observer(self) -> Observer:
-        """What is told of its locks and nodes."""
+        """The receiver of events of its locks and nodes."""
 
 
 class DroppedClient:
-    """Stands for a `Redlock` that is gone while what it began is brought to an end."""
+    """Replaces a garbage collected `Redlock` until its session has ended."""
 
     def __init__(self, made: type[Any], session: Session) -> None:
         self._made, self.session = made, session
 
     @property
     def observer(self) -> Observer:
-        """What is told of its locks and nodes."""
+        """The receiver of events of its locks and nodes."""
         observer: Observer = self._made.observer
         return observer
 
 
 class Session:
-    """What one process keeps up for all locks of one `Redlock`.
+    """Everything that one process keeps for all locks of one `Redlock`.
 
-    client: the `Redlock`; neither the session nor its threads keep it alive. options: what its
-    locks share. warns: if the `Redlock` is dropped without `close`.
+    client: the `Redlock`; neither the session nor its threads keep it alive. options: common to all
+    its locks. warns: whether to warn if the `Redlock` is garbage collected without `close`.
     """
 
     warns = True
@@ -82,7 +82,7 @@ class Session:
         self._forget_own()
 
     def _build(self, client: Client, addresses: Sequence[Address]) -> None:
-        """Make the parts; no connection is made and no thread starts yet."""
+        """Make the parts. No connection is made and no thread starts yet."""
         platform, options = self.platform, self.options
         self.watchdog: Watchdog[Acquisition] = Watchdog(
             platform, self._renew_due, self._run_maintenance, self._check_deadline
@@ -104,24 +104,24 @@ class Session:
         )
 
     def client(self) -> Any:
-        """Return the `Redlock`, or what stands for it once it is gone."""
+        """Return the `Redlock`, or its substitute once it is garbage collected."""
         return self._client() or self._dropped
 
     @property
     def is_used(self) -> bool:
-        """Whether it has connections or threads."""
+        """Whether the session has connections or threads."""
         is_used = any(node.is_used for node in self.node_set.nodes)
         return not self._closed and (is_used or self.watchdog.is_started)
 
     @functools.cached_property
     def identity(self) -> bytes:
-        """8 bytes that are the same in each process for these nodes and this prefix."""
+        """8 bytes that are the same in every process for these nodes and this prefix."""
         servers = sorted(node.address.server for node in self.node_set.nodes)
         text = "\n".join((self.options.prefix, *servers))
         return hashlib.blake2b(encoded(text), digest_size=8).digest()
 
     def forget(self) -> None:
-        """Start anew in a forked child: nothing of the parent's is used or released there."""
+        """Reset in a forked child, which uses and releases nothing of its parent."""
         self.node_set.forget()
         self.watchdog.forget()
         self.events.forget()
@@ -137,13 +137,13 @@ class Session:
         self._is_ending = self._closed = False
 
     def end(self) -> None:
-        """Release what nobody can any more, and close once every node that answers was told.
+        """Release abandoned locks, and close once every reachable node has got the releases.
 
-        Called once the `Redlock` is gone, and with it each `Lock`.
+        Called after the `Redlock` is garbage collected, and with it every `Lock`.
         """
         for acquisition in self.watchdog.watched:
             self.releaser.release_if_abandoned(acquisition)
-        self._is_ending = True  # not before: what is said of them is to be heard
+        self._is_ending = True  # last: the reports of these releases must still go out
         self.watchdog.run_maintenance_by(self.clock.now())
 
     def close(self) -> None:
@@ -154,18 +154,18 @@ class Session:
         self.threads.close()
         self.node_set.close()
 
-    # what a `Lock` asks for
+    # called by a `Lock`
 
     def new_acquisition(
         self, options: LockOptions, keys: Sequence[LockKey], owner: Owner
     ) -> Acquisition:
-        """Return an acquisition that nothing was asked for yet."""
+        """Return a new acquisition without a request yet."""
         return Acquisition(options, keys, owner)
 
     def try_acquire(self, acquisition: Acquisition) -> Failure | None:
-        """Acquire without waiting; return None on success, else why not.
+        """Acquire without waiting for a release; return None, or the failure.
 
-        Raises what `Acquirer.try_acquire` raises.
+        Raises the same errors as `Acquirer.try_acquire`.
         """
         started = self.clock.now()
         failure = self.acquirer.try_acquire(acquisition)
@@ -186,9 +186,9 @@ class Session:
         self.events.acquired(acquisition)
 
     def renew(self, acquisitions: Sequence[Acquisition], *, native: bool = False) -> bool:
-        """Renew in one batch a node, and wait for the replies; False if a quorum lacks one.
+        """Renew in one batch for each node, wait, and return whether a quorum confirmed all.
 
-        native: called in a thread of the watchdog's.
+        native: called in a thread of the watchdog.
         """
         kept = [one for one in acquisitions if not self.releaser.release_if_abandoned(one)]
         return not self.renewer.renew(kept, native=native)
@@ -196,9 +196,10 @@ class Session:
     def release_orphans(
         self, options: LockOptions, orphans: Sequence[OrphanedKey], acquired_at: float
     ) -> Acquisition:
-        """Release, by its own values, what a dead process held; return what that was.
+        """Release the keys of a dead process by their values; return them as an acquisition.
 
-        A marker among the options says that its run has ended. acquired_at: monotonic seconds.
+        If the options have a marker, the run of the dead process has ended. acquired_at: monotonic
+        seconds.
         """
         prefix = self.options.prefix
         keys = [LockKey(prefix, one.resource, one.permit, options.ttl) for one in orphans]
@@ -215,17 +216,17 @@ class Session:
         return acquisition
 
     def mark_ended(self, acquisition: Acquisition) -> None:
-        """Let the release of an acquisition note that its run has ended, also if it is lost."""
+        """Let the release of an acquisition record that its run has ended, even if it is lost."""
         if not acquisition.ended_at:
             acquisition.ended_at = self.clock.wall_us() / 1e6
 
     def check_distinct(self) -> None:
-        """Raise SettingsError if two of the nodes are one server, which then would vote twice."""
+        """Raise SettingsError if two nodes are one server, which would vote twice."""
         pair = self.node_set.same_server
         if pair is not None:
             raise one_server(self._level, pair)
 
-    # what the watchdog's threads do
+    # called by the watchdog's threads
 
     def _renew_due(self, acquisitions: Sequence[Acquisition]) -> None:
         self.node_set.recover_turn()
@@ -239,7 +240,7 @@ class Session:
             self.events.at_risk(acquisition, now)
 
     def _run_maintenance(self) -> float:
-        """Read late replies and deliver what is left; return when to look again.
+        """Read late replies and deliver pending commands; return when to run this again.
 
         Monotonic seconds.
         """
@@ -251,7 +252,7 @@ class Session:
         self.node_set.keep_alive(idle)
         gone = self.watchdog.watches and self.node_set.reconnect()
         again = min(self.node_set.drop_spare_pollers(), self.releaser.repeats_at)
-        # asked last: what broken connections carried may have added to it
+        # checked last: the reports of broken connections may have added work
         if gone or self.node_set.outstanding or self.releaser.is_writing:
             return min(again, now + timeout)
         if self._is_ending:
@@ -261,26 +262,26 @@ class Session:
         return again
 
     def _close_when_done(self, again: float) -> float:
-        """Close unless something is left to do; return when to look again."""
+        """Close unless work is left; return when to run maintenance again."""
         if self.releaser.repeats_at < math.inf or self.watchdog.is_busy:
             return again
         self.close()
         return math.inf
 
-    # what the connections tell
+    # called for events of the connections
 
     def _node_connected(self, node: NodeClient, greeting: ServerInfo) -> None:
-        # a key that a restarted node lost is reclaimed while the promise is still true; no more
-        # often than once a second: a connection that each renewal breaks would else be its own
-        # cause
+        # Renews soon, so that a key that a restarted node lost is reclaimed while the node's
+        # promise is still true. At most once a second: if a renewal breaks the connection, each
+        # reconnect would cause the next renewal.
         now = self.clock.now()
-        if self._hurried_at <= now:  # else it lies ahead, and is for this node, too
+        if self._hurried_at <= now:  # otherwise the planned renewal serves this node, too
             self._hurried_at = max(now, self._hurried_at + LONGEST_RECONNECT)
         self.watchdog.renew_by(self._hurried_at)
         self.events.node_connected(node, greeting)
 
     def _node_replaced(self, node: int) -> None:
-        # what its server promised may be true; but nobody knows since when it was away
+        # it is unknown since when the server was replaced, so its promises do not count
         for acquisition in self.watchdog.watched:
             for key_lease in acquisition.key_leases:
                 key_lease.lease.withdraw(node)
@@ -288,6 +289,6 @@ class Session:
 
 
 def one_server(level: str, names: Sequence[str]) -> SettingsError:
-    """Return the error for two nodes that are one server, which then would vote twice."""
+    """Return the error for two nodes that are one server, which would vote twice."""
     hint = "these are one server (same run_id): name each server once"
     return SettingsError(level, "nodes", ", ".join(names), hint)

@@ -1,7 +1,7 @@
 """The waiters of this process, and which of them a release wakes.
 
-A release message is only a hint: a woken waiter makes an ordinary round. A waiter that receives no
-message tries again by itself, at the latest when the lease that refused it ends. A process has one
+A release message is only a hint: a woken waiter makes an ordinary round. A waiter without a message
+tries again by itself, at the latest when the other holder's lease ends. A process has one
 subscriber connection to each node, made for its first waiter.
 """
 
@@ -19,8 +19,8 @@ from celery_redlock.lock.transport.subscriber import Subscriber
 class Waiter(Round):
     """A caller that waits until a lock may be free.
 
-    channels: announce the releases. limit: of its lock; a resource at one limit may be free at a
-    higher one. awaits: the channel of the resource that refused it last; "" if it may be any.
+    channels: of the releases it waits for. limit: of its lock, because a resource may be free for a
+    higher limit only. awaits: the channel of the resource that refused it last; "" for any channel.
     """
 
     awaits = ""
@@ -31,16 +31,16 @@ class Waiter(Round):
 
     def take(self) -> bool:
         """Return whether the waiter was woken since the last call."""
-        rung, self.decided = self.decided, False
-        return rung
+        woken, self.decided = self.decided, False
+        return woken
 
 
 class WaitQueue:
     """The waiters of this process in order of arrival; subscribes to releases on every node.
 
-    A release wakes only the first waiter of each limit: more of them would only collide. Each
-    change is atomic and needs no mutex, so a finalizer or a signal handler may interrupt it and
-    wait, too.
+    A release wakes only the first waiter of each limit, because more waiters would only collide.
+    Each change is atomic and needs no mutex. So a finalizer or a signal handler may interrupt a
+    change and wait for a lock, too.
     """
 
     def __init__(self, addresses: Sequence[Address], timeout: float, platform: Platform) -> None:
@@ -48,7 +48,7 @@ class WaitQueue:
         self.forget()
 
     def forget(self) -> None:
-        """Start afresh in a forked child: threads and connections stay with the parent."""
+        """Reset in a forked child: threads and connections stay with the parent."""
         self._waiters: dict[int, Waiter] = {}  # in order of arrival
         self._made: dict[None, list[Subscriber]] = {}
 
@@ -69,18 +69,18 @@ class WaitQueue:
             new = self._platform.new_subscriber or Subscriber
             self._made.setdefault(None, [new(address, *make) for address in self._addresses])
         if all(map(self.hears, waiter.channels)):
-            waiter.decide()  # it may have missed a message before it joined
+            waiter.decide()  # the waiter may have missed a message before it joined
         self._attend()
 
     def _leave(self, waiter: Waiter) -> None:
         self._waiters.pop(id(waiter), None)
-        if waiter.decided:  # the next waiter gets the wake-up that this one did not use
+        if waiter.decided:  # the next waiter gets a wake-up that this waiter did not use
             for channel in waiter.channels:
                 self.heard(channel)
         self._attend()
 
     def pass_on(self, waiter: Waiter) -> None:
-        """Wake the next waiter for the same resource: one message may have been for both."""
+        """Wake the next waiter for the same resource, because one message may concern both."""
         lines = [(channel, self.line(channel)) for channel in waiter.channels]
         behind = [_firsts(c, line[line.index(waiter) + 1 :]) for c, line in lines if waiter in line]
         for firsts in behind:
@@ -112,18 +112,18 @@ class WaitQueue:
         return sum(channel in subscriber.confirmed for subscriber in self._subscribers)
 
     def heard(self, channel: str, word: str = "") -> None:
-        """Wake the first waiter on a channel; word: the release's id, not used here."""
+        """Wake the first waiter on a channel. word: the message, not used here."""
         for first in _firsts(channel, self.line(channel)).values():
             first.decide()
 
     def close(self) -> None:
-        """Close the connections for good."""
+        """Close the connections for ever."""
         for subscriber in self._subscribers:
             subscriber.close()
 
 
 def _firsts(channel: str, line: Sequence[Waiter]) -> dict[int, Waiter]:
-    """Return the first waiter of each limit that a message on this channel may be for."""
+    """Return the first waiter of each limit that a message on this channel concerns."""
     firsts: dict[int, Waiter] = {}
     for waiter in line:
         if waiter.awaits in ("", channel):

@@ -1,8 +1,8 @@
-"""Renews acquisitions and notices their loss, on two threads apart from each other.
+"""Renews acquisitions and detects their loss, in two independent threads.
 
-One thread renews what it is given every third of its ttl and does the I/O that is left over. The
-other does no I/O at all and takes no mutex that I/O holds, so a stalled socket cannot delay the
-word that a lock is at risk or lost. The second thread also calls users' code.
+The first thread renews each acquisition every third of its ttl, and does pending I/O. The second
+thread does no I/O and takes no mutex that is held during I/O. So a stalled socket cannot delay the
+report that a lock is at risk or lost. The second thread also calls users' code.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from celery_redlock.lock.platform.clock import Platform
 
 logger = logging.getLogger(__name__)
 
-HEAD_START = 0.0005  # seconds by which a thread that waits for the GIL precedes one that gave it up
-AFTER_ERROR = ExponentialBackoff(cap=1.0, base=0.05)  # seconds, after an error that should not be
+HEAD_START = 0.0005  # seconds of keeping the GIL, so that a late renewal is the next to get it
+AFTER_ERROR = ExponentialBackoff(cap=1.0, base=0.05)  # seconds after an unexpected error
 
 
 class Watched(Protocol):
-    """An acquisition as the watchdog sees it. Times are monotonic seconds."""
+    """What the watchdog uses of an acquisition. Times are monotonic seconds."""
 
-    renew_at: float  # inf: never (again)
+    renew_at: float  # inf: never
     leeway: float  # seconds by which it may be renewed earlier, together with others
 
     @property
     def deadline(self) -> float:
-        """When to look at it next; inf: never (again)."""
+        """When to check it next; inf for never."""
 
 
 W = TypeVar("W", bound=Watched)
@@ -41,9 +41,9 @@ W = TypeVar("W", bound=Watched)
 class Watchdog(Generic[W]):
     """Watches the acquisitions of a process.
 
-    renew: renews these in one batch and moves their `renew_at` on. run_maintenance: does I/O that
-    nobody waits for; returns the monotonic second at which to be called again. check_deadline:
-    called with what has passed its `deadline`, and the time.
+    renew: renews these in one batch and sets a later `renew_at`. run_maintenance: does I/O that no
+    caller waits for; returns the monotonic second of its next call. check_deadline: called with an
+    acquisition that has passed its `deadline`, and the time.
     Both threads start with the first acquisition and sleep while there is nothing to do.
     """
 
@@ -60,16 +60,16 @@ class Watchdog(Generic[W]):
         self.forget()
 
     def forget(self) -> None:
-        """Start anew after a fork: the threads and their locks stay with the parent."""
+        """Reset after a fork: the threads and their locks stay with the parent."""
         self._watched: dict[int, W] = {}
-        self._maintenance_at = math.inf  # for the thread that does it
-        self._asked: deque[float] = deque()  # when else, by any thread
+        self._maintenance_at = math.inf  # used by the first thread alone
+        self._asked: deque[float] = deque()  # requests for maintenance, by any thread
         self._news: deque[Callable[[], None]] = deque()
         self._renewals, self._deadlines = (
             self._platform.deadline_timer(),
             self._platform.deadline_timer(),
         )
-        self._threads: dict[str, object] = {}  # by what they do; of each the first alone goes on
+        self._threads: dict[str, object] = {}  # by task; of two threads for a task, the first stays
         self._started = self._stopped = False
 
     def watch(self, acquisition: W) -> None:
@@ -82,35 +82,35 @@ class Watchdog(Generic[W]):
 
     @property
     def watched(self) -> list[W]:
-        """What it watches."""
+        """The watched acquisitions."""
         return list(self._watched.values())
 
     def unwatch(self, acquisition: W) -> None:
-        """Leave an acquisition alone; nothing happens if it is not watched."""
+        """Stop watching an acquisition. No effect if it is not watched."""
         self._watched.pop(id(acquisition), None)
 
     def reschedule(self, acquisition: W) -> None:
-        """Note that the deadline or the next renewal comes earlier than before."""
+        """Wake the threads in time, because the deadline or the next renewal has become earlier."""
         self._renewals.by(acquisition.renew_at)
         self._deadlines.by(acquisition.deadline)
 
     @property
     def is_started(self) -> bool:
-        """Whether it has threads."""
+        """Whether the threads run."""
         return self._started and not self._stopped
 
     @property
     def is_busy(self) -> bool:
-        """Whether it watches anything, or has something to tell."""
+        """Whether any acquisition is watched, or a report to users' code is pending."""
         return bool(self._watched or self._news)
 
     @property
     def watches(self) -> bool:
-        """Whether anything is watched."""
+        """Whether any acquisition is watched."""
         return bool(self._watched)
 
     def renew_by(self, moment: float) -> None:
-        """Renew by this monotonic second what is renewed at all."""
+        """Renew by this monotonic second every acquisition that is still renewed."""
         for acquisition in list(self._watched.values()):
             if moment < acquisition.renew_at < math.inf:
                 acquisition.renew_at = moment
@@ -120,20 +120,20 @@ class Watchdog(Generic[W]):
         """Run maintenance by this monotonic second."""
         if not self._started:
             self._start()
-        self._asked.append(moment)  # not compared here: of two at once the earlier might get lost
+        self._asked.append(moment)  # not compared here: two callers at once might lose the earlier
         self._renewals.by(moment)
 
     def tell(self, news: Callable[[], None]) -> None:
-        """Call users' code soon, in a thread that delays neither I/O nor renewals."""
+        """Call users' code soon, in the second thread, where it delays neither I/O nor renewals."""
         if not self._started:
             self._start()
         self._news.append(news)
-        self._deadlines.ring()
+        self._deadlines.wake()
 
     def look(self) -> None:
-        """Look around now: the clock has jumped, which threads that sleep do not notice."""
-        self._renewals.ring()
-        self._deadlines.ring()
+        """Wake both threads now: the clock has jumped, which a sleeping thread does not notice."""
+        self._renewals.wake()
+        self._deadlines.wake()
 
     def stop(self) -> None:
         """Let both threads end."""
@@ -141,7 +141,7 @@ class Watchdog(Generic[W]):
         self.look()
 
     def _start(self) -> None:
-        """Start both threads; two callers may start them at once, or one that interrupts itself."""
+        """Start both threads. If two callers do this at once, the extra threads end."""
         self._platform.start_thread(functools.partial(self._run_renewals, self._threads))
         self._platform.start_thread(functools.partial(self._run_deadlines, self._threads))
         self._started = True
@@ -149,28 +149,28 @@ class Watchdog(Generic[W]):
     def _run_renewals(self, threads: dict[str, object]) -> None:
         if threads.setdefault("renewals", mine := object()) is not mine:
             return
-        alarm, failures = self._renewals, 0
-        while not self._stopped and alarm is self._renewals:
+        timer, failures = self._renewals, 0
+        while not self._stopped and timer is self._renewals:
             now = self._clock.now()
-            alarm.look(now)
+            timer.look(now)
             soonest = -math.inf
             try:
                 soonest = self._do_what_is_due(now)
                 failures = 0
             except Exception as error:
-                # a thread that ended here would let every lock of the process run out
-                text = "renewal failed; trying again in a moment"
+                # the thread must go on: otherwise every lock of the process would expire
+                text = "renewal failed; it is tried again in a moment"
                 extra = {"event": "renewal_failed"}
                 self.say(functools.partial(logger.exception, text, exc_info=error, extra=extra))
-                alarm.sleep(AFTER_ERROR.compute(failures))
+                timer.sleep(AFTER_ERROR.compute(failures))
                 failures = min(failures + 1, 16)
-            alarm.rest(min(self._maintenance_at, soonest), self._clock.now())
+            timer.rest(min(self._maintenance_at, soonest), self._clock.now())
 
     def _do_what_is_due(self, now: float) -> float:
         """Return the monotonic second at which the next renewal is due."""
         soonest = self._soonest()
         due = soonest <= now
-        if due:  # in one batch with those that are due soon, else each would be one of its own
+        if due:  # in one batch with renewals that are due soon, to save requests
             watched = list(self._watched.values())
             self._renew([one for one in watched if one.renew_at - one.leeway <= now])
             soonest = self._soonest()
@@ -186,10 +186,10 @@ class Watchdog(Generic[W]):
     def _run_deadlines(self, threads: dict[str, object]) -> None:
         if threads.setdefault("deadlines", mine := object()) is not mine:
             return
-        alarm = self._deadlines
-        while not self._stopped and alarm is self._deadlines:
+        timer = self._deadlines
+        while not self._stopped and timer is self._deadlines:
             now = self._clock.now()
-            alarm.look(now)
+            timer.look(now)
             soonest = math.inf
             for acquisition in list(self._watched.values()):
                 moment = acquisition.deadline
@@ -198,18 +198,18 @@ class Watchdog(Generic[W]):
                     moment = acquisition.deadline
                 if moment < soonest:
                     soonest = moment
-            if self._news:  # one at a time: no flood of them may keep a loss from being told
+            if self._news:  # one at a time: many reports must not delay the report of a loss
                 self.say(self._news.popleft())
-                alarm.ring()
+                timer.wake()
             now = self._clock.now()
-            if self._renewals.is_late(now):  # else C code that keeps the GIL would be next again
+            if self._renewals.is_late(now):  # otherwise C code may take the GIL before the renewal
                 self._platform.pause_keeping_gil(HEAD_START)
-            alarm.rest(soonest, now)
+            timer.rest(soonest, now)
 
     def say(self, do: Callable[[], None]) -> None:
-        """Call what logs or is a user's, whatever it raises."""
+        """Call a function that writes the log or is users' code; log any exception."""
         try:
             do()
-        except BaseException:  # SystemExit, too: this thread has the losses of others to tell
-            text = "somebody who was told of a lock or a node failed"
+        except BaseException:  # SystemExit, too: this thread must go on to report other losses
+            text = "a receiver of an event of a lock or a node raised an exception"
             logger.exception(text, extra={"event": "receiver_failed"})

@@ -1,4 +1,4 @@
-"""What one acquire holds: all its keys or none. A record: no clock and no I/O.
+"""What one acquire holds: all its keys or none. A record without clock and I/O.
 
 An acquisition is renewed and released as a unit.
 """
@@ -17,8 +17,8 @@ from celery_redlock.lock.model.keys import is_of_run
 from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED
 from celery_redlock.lock.model.options import LockOptions
 
-RENEWED_TOGETHER = 10  # of a ttl: what is due within one such part is renewed in one batch
-# the owner: the process, its thread or greenlet (a `reentrancy.Flow`), and its asyncio task
+RENEWED_TOGETHER = 10  # renewals that are due within one tenth of a ttl go in one batch
+# the owner: process id, thread or greenlet (a `reentrancy.Flow`), and asyncio task
 Owner = tuple[int, Any, object]
 _numbers = itertools.count(1)
 
@@ -26,10 +26,10 @@ _numbers = itertools.count(1)
 class Acquisition:
     """One acquisition, from its first request to its end.
 
-    keys: one for each resource, in the order of `keys.in_order`; or of one resource one for each
-    permit. owner: whose it is.
-    `renew_at` and `leeway` are the watchdog's: the monotonic second of the next renewal (inf:
-    none), and the seconds by which it may come earlier, together with others.
+    keys: one for each resource, in the order of `keys.in_order`; or one for each permit of one
+    resource. owner: the process, thread or greenlet, and task that acquires. The watchdog uses
+    `renew_at`, the monotonic second of the next renewal (inf: none). It may renew up to `leeway`
+    seconds earlier, in one batch with others.
     """
 
     __slots__ = ("_at_risk_told", "_last_renewal", "_loss_told", "_reclaim_at", "_users",
@@ -38,64 +38,65 @@ class Acquisition:
 
     def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
         self.options, self.keys, self.owner = options, keys, owner
-        self.number = next(_numbers)  # in this process no other one ever has it
+        self.number = next(_numbers)  # unique in this process
         self.key_leases: list[KeyLease] = []
         self.leeway = options.ttl / RENEWED_TOGETHER
         self._users: list[ref[Any]] = []
-        self.abandoned = False  # its owner may not take it again
+        self.abandoned = False  # True: its owner may not take it again
         self.renew_at = self._reclaim_at = math.inf
         self.acquired_at = 0.0
         self._last_renewal = -math.inf  # monotonic seconds up to which it may be renewed
-        self.ended_at = 0.0  # seconds since 1970, once what runs under it has ended
+        self.ended_at = 0.0  # seconds since 1970, set once the run under the lock has ended
         self._at_risk_told = self._loss_told = False
         self.releases: list[Any] = []  # of its keys, while they are written
-        self.was_split = False  # it was refused though nobody else had it either
+        self.was_split = False  # it was refused, although no other client got a quorum either
 
-    # users: what of this process relies on it
+    # users: the holds of this process that rely on it
 
     def join(self, user: object) -> None:
-        """Note one more user; the acquisition is released after the last.
+        """Add a user. The acquisition is released after the last user has left.
 
-        Kept weakly: if an acquire or a release was cut, nobody can release it any more, and it must
-        not be renewed for ever.
+        The reference is weak: if an exception interrupted an acquire or a release, no code can
+        release the acquisition. The watchdog must not renew it for ever then.
         """
         self._users.append(ref(user))
 
     def part(self, user: object) -> None:
-        """Note that a user is gone; twice does no harm."""
+        """Remove a user. A second call has no effect."""
         if ref(user) in self._users:
             self._users.remove(ref(user))
 
     @property
     def users(self) -> int:
-        """How many rely on it and could still release it."""
+        """The number of users that can still release it."""
         return len([user for user in self._users if user() is not None])
 
     @property
     def has_user(self) -> bool:
-        """Whether anybody relies on it and could still release it."""
-        # no generator: called for each lock at each renewal
+        """Whether there is a user that can still release it."""
+        # no generator, for speed: called for each lock at each renewal
         for user in self._users:  # noqa: SIM110
             if user() is not None:
                 return True
         return False
 
     def abandon(self) -> bool:
-        """Let its owner not take it again, if it has no users; return whether it has none.
+        """Mark it as abandoned if it has no users; return whether it has none.
 
-        `abandoned` is set before `users` is read; a new user reads `abandoned` after joining. At
-        least one of them sees the other.
+        The owner cannot take an abandoned acquisition again. This sets `abandoned` before it reads
+        `users`; a new user joins before it reads `abandoned`. At least one of them sees the other's
+        write.
         """
         self.abandoned = True
         if self.users:
             self.abandoned = False
         return self.abandoned
 
-    # what is known of it
+    # its state
 
     @property
     def resource(self) -> str:
-        """What is held, for people."""
+        """The names of the resources, for people."""
         if len(self.keys) == 1:
             return self.keys[0].resource
         return ", ".join(dict.fromkeys(key.resource for key in self.keys))
@@ -108,7 +109,7 @@ class Acquisition:
         return bool(key_leases) and all(one.lease.held(now) for one in key_leases)
 
     def lost(self, now: float) -> bool:
-        """Return whether it was held once and is over, though nobody released it."""
+        """Return whether it was held and has ended without a release."""
         leases = [one.lease for one in self.key_leases]
         return any(
             lease.state is LOST or (lease.state is HELD and not lease.held(now)) for lease in leases
@@ -116,7 +117,7 @@ class Acquisition:
 
     @property
     def reason(self) -> str:
-        """Why it is lost, in words."""
+        """Why it is lost, as text."""
         reasons = (one.lease.reason for one in self.key_leases if one.lease.reason)
         return next(reasons, NOT_RENEWED)
 
@@ -125,19 +126,19 @@ class Acquisition:
         return now - self.acquired_at
 
     def remaining(self, now: float) -> float:
-        """Return the seconds of validity left if nothing renews it; 0.0 once it is over."""
+        """Return the seconds of validity left without a renewal; 0.0 once it is over."""
         return min((one.lease.remaining(now) for one in self.key_leases), default=0.0)
 
     @property
     def fencing_token(self) -> int:
-        """Its token, or the greatest that it has heard of while none is chosen; 0: none."""
+        """The fencing token; before it is chosen, the greatest known counter; 0 without fencing."""
         fences = [one.fence for one in self.key_leases if one.fence]
         return max((fence.token or fence.greatest for fence in fences), default=0)
 
     def check_covers(self, resource: str, options: LockOptions, now: float) -> None:
-        """Raise if what is held cannot stand for what is asked inside of it.
+        """Raise if this acquisition does not cover a nested acquire of the same resource.
 
-        Raises LockLost if it is lost, SettingsError if it promises less.
+        Raises LockLost if it is lost, SettingsError if it promises less than `options`.
         """
         if not self.held(now):
             raise LockLost(resource, self.reason)
@@ -155,14 +156,14 @@ class Acquisition:
         return self.options.marker is not None and self.options.marker.is_redelivered
 
     def is_own_run(self, holder: str) -> bool:
-        """Return whether a holder is the run itself, by another delivery of its message."""
+        """Return whether a holder is this same run, in another delivery of its message."""
         return self.options.marker is not None and is_of_run(holder, self.options.marker.run)
 
     # its deadline
 
     @property
     def deadline(self) -> float:
-        """When to look at it next: it is at risk then, or lost; inf if there is nothing to say.
+        """When to check it next, because it may be at risk or lost then; inf if never.
 
         Monotonic seconds.
         """
@@ -180,7 +181,7 @@ class Acquisition:
         return min(lease.valid_until for lease in leases) - before
 
     def expire(self, now: float) -> str | None:
-        """Mark it as lost if its validity is over at `now`; return why, None if it is not lost.
+        """Mark it as lost if its validity is over at `now`; return the reason, None if not lost.
 
         If one of several keys is lost, all of them are.
         """
@@ -195,12 +196,12 @@ class Acquisition:
         return lost.reason
 
     def mark_loss_told(self) -> bool:
-        """Return True once: the caller that gets it reports the loss."""
+        """Return True for the first call: that caller reports the loss."""
         told, self._loss_told = self._loss_told, True
         return not told
 
     def mark_risk_told(self, now: float) -> bool:
-        """Return True once after each renewal that reached a quorum, if it is at risk at `now`."""
+        """Return True if it is at risk at `now`, but only once after each confirmed renewal."""
         if self._at_risk_told or not any(one.lease.at_risk(now) for one in self.key_leases):
             return False
         self._at_risk_told = True
@@ -209,7 +210,7 @@ class Acquisition:
     # its renewals
 
     def plan_renewals(self, started: float) -> None:
-        """Set the first renewal. started: monotonic seconds, before its first request."""
+        """Set the first renewal. started: monotonic seconds, before the first request."""
         options = self.options
         if options.renew:
             longest = math.inf if options.max_hold is None else options.max_hold
@@ -217,7 +218,7 @@ class Acquisition:
         self._schedule(started + options.ttl / 3)
 
     def begin_renewal(self, now: float) -> bool:
-        """Return whether there is anything left to renew; keys that nodes lack are reclaimed."""
+        """Return whether it is still held. Due reclaims are done with the renewal."""
         for one in self.key_leases:
             if not one.lease.held(now):
                 self.renew_at = math.inf
@@ -226,17 +227,17 @@ class Acquisition:
         return True
 
     def renewal_reached(self, sent: float) -> None:
-        """Set the next renewal after one that a quorum confirmed. sent: monotonic seconds."""
+        """Set the next renewal after a renewal that a quorum confirmed. sent: monotonic seconds."""
         self._at_risk_told = False
         self._schedule(sent + self.options.ttl / 3)
 
     def renewal_failed(self, now: float, soonest: float) -> None:
-        """Set the next renewal after one that no quorum confirmed. soonest: seconds from now."""
+        """Set the next renewal after one without a quorum. soonest: seconds, the least pause."""
         pause = min(self.options.ttl / 3, max(soonest, self.remaining(now) / 4))
         self._schedule(now + pause)
 
     def reclaim_by(self, moment: float) -> None:
-        """Renew by a monotonic second if a node lacks a key that may be set again by then."""
+        """Renew by the monotonic second `moment` if a key may be reclaimed on a node by then."""
         if any(one.lease.to_reclaim(moment) for one in self.key_leases):
             self._reclaim_at = moment
             self._schedule(min(moment, self.renew_at))

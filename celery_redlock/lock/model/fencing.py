@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-GREATEST_TOKEN = 2**52  # that a client proposes
+GREATEST_TOKEN = 2**52  # the greatest token that a client proposes
 LAST_TOKEN = 2**53  # Lua's numbers are doubles: adding 1 to this one changes nothing
 
 
 class Fence:
-    """The fencing token of one key, and the counters of the nodes as far as they are known.
+    """The fencing token of one key, and the known counters of the nodes.
 
-    Each node has a counter of its own. The token is the largest counter of a quorum. It may be used
-    once a quorum of nodes, asked for this key, has reached it. Every later holder of the key then
-    asks at least one of these nodes, so its token is larger.
+    Each node has its own counter. The token is the largest counter of a quorum. It may be used once
+    a quorum of nodes, asked for this key, has reached it. Every later holder of the key then asks
+    at least one of these nodes, so the later token is larger.
     """
 
     __slots__ = ("_counters", "_quorum", "token")
@@ -31,14 +31,14 @@ class Fence:
         return max(self._counters.values(), default=0)
 
     def choose(self, token: int) -> None:
-        """Set the token to a number, unless it is greater already."""
+        """Set the token, unless it is greater already."""
         self.token = max(self.token, token)
 
     @property
     def usable(self) -> bool:
         """Whether a quorum of nodes has reached the token."""
         token = self.token
-        counters = self._counters.copy()  # another thread may add a late one meanwhile
+        counters = self._counters.copy()  # another thread may add a late counter meanwhile
         reached = sum(counter >= token for counter in counters.values())
         return token > 0 and reached >= self._quorum
 
@@ -46,6 +46,6 @@ class Fence:
 def proposal(wall_us: int) -> int:
     """Return the least token to ask for: the wall clock in microseconds, read after `sent`.
 
-    So tokens also grow after nodes have lost their counters, as long as wall clocks are right.
+    So tokens grow even after nodes have lost their counters, if the wall clocks are right.
     """
     return min(wall_us, GREATEST_TOKEN)

@@ -1,4 +1,4 @@
-"""For how long a node that lost its memory must not vote, and what a server is told of that."""
+"""For how long a node that lost its data must not vote, and the script arguments for that."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 
 def grace_period(max_ttl: float) -> float:
-    """Return the seconds for which a node that lost its memory must not vote.
+    """Return the seconds for which a node that lost its data must not vote.
 
-    Longer than any lease that it may have forgotten, by what clients' wall clocks may differ: the
-    proposals of fencing tokens stay in order, too.
+    Longer than any lease that the node may have forgotten. The extra second allows for differences
+    of the clients' wall clocks, so that proposed fencing tokens stay in order, too.
     Source: RFC 7530, section 9.6.2: after a restart an NFS server grants no new locks for a while.
     """
     return max_ttl + 1.0
@@ -18,11 +18,11 @@ def grace_period(max_ttl: float) -> float:
 
 @dataclass(frozen=True)
 class Guard:
-    """The restart guard: it keeps a node from voting that may have forgotten what it granted.
+    """The restart guard: a node that may have forgotten locks abstains for a grace period.
 
-    word: "strict": a node that does not know this prefix abstains, unless an operator trusted it;
-    "on": unless it has been up for longer than the grace period; "off". prefix: of its notes.
-    grace_period: seconds.
+    word: the mode. "strict": a node that does not know this prefix abstains, unless an operator
+    trusted it. "on": the node also votes if it has been up for longer than the grace period. "off":
+    every node votes. prefix: of the guard's keys. grace_period: seconds.
     """
 
     word: str
@@ -30,9 +30,10 @@ class Guard:
     grace_period: float
 
     def arguments(self, run_id: str, uptime: float) -> tuple[str, ...]:
-        """Return what a server is told of itself: its run id, and for how long it abstains if new.
+        """Return the guard's arguments of the scripts: the server's run id, and two grace periods.
 
-        uptime: whole seconds, as a server says it.
+        Milliseconds: for a node without a known run id, and for a node with another one.
+        uptime: whole seconds, as reported by the server.
         """
         if self.word == "off":
             return ("", "", "")

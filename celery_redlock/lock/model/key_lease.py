@@ -1,4 +1,4 @@
-"""One key of a lock: what never changes about it, and what each node is known to keep of it."""
+"""One key of a lock: its constant parts, and its lease on each node."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
 
 
 class LockKey:
-    """One key that a lock may take, with the parts of its requests that never change.
+    """One key that a lock may take, with the constant parts of its requests.
 
-    permit: which of a semaphore's; 0 for a plain lock.
+    permit: number of the semaphore's permit; 0 for a plain lock.
     """
 
     __slots__ = ("channel", "name", "packed_name", "permit", "resource", "ttl_ms")
@@ -28,7 +28,7 @@ class LockKey:
 
 
 def lock_keys(prefix: str, options: LockOptions) -> list[LockKey]:
-    """Return the keys that a lock may take: one a resource, or one a permit of its resource."""
+    """Return the keys that a lock may take: one for each resource, or for each permit."""
     return [
         LockKey(prefix, resource, permit, options.ttl)
         for resource in options.resources
@@ -37,11 +37,11 @@ def lock_keys(prefix: str, options: LockOptions) -> list[LockKey]:
 
 
 class KeyLease:
-    """One key of an acquisition: the value that proves it, its lease, and its fencing token.
+    """One key of an acquisition: its value, its lease, and its fencing token.
 
-    sent: monotonic seconds, before its request left. Nodes, by index: granted: that voted for it;
-    never_asked: that its request surely did not reach; asked_again: where an older request may
-    still run some day.
+    sent: monotonic seconds, read before the request was written. granted: indexes of nodes that
+    granted the key. never_asked: of nodes that the request certainly did not reach. asked_again: of
+    nodes where an older request may still run later.
     """
 
     __slots__ = ("asked_again", "fence", "granted", "key", "lease", "never_asked",
@@ -49,31 +49,31 @@ class KeyLease:
 
     def __init__(self, key: LockKey, value: str, lease: Lease, fence: Fence | None) -> None:
         self.key, self.value, self.lease, self.fence = key, value, lease, fence
-        self.sent = 0.0  # an older fencing proposal must not meet a younger lease
+        self.sent = 0.0  # also of a repetition: an old fencing proposal must not get a newer lease
         self.granted: set[int] = set()
         self.never_asked: set[int] = set()
         self.asked_again: set[int] = set()
         self.packed_value = encode_text(value)
-        self.packed_release = self.packed_renewal = b""  # encode_text once, when first needed
+        self.packed_release = self.packed_renewal = b""  # encoded once, at the first use
 
     @property
     def broken_key(self) -> str:
-        """Where a node notes that an operator broke it."""
+        """The key that records on a node that an operator broke this lock."""
         return broken_key(self.key.name, self.value)
 
     def reclaiming(self, node: int) -> None:
-        """Note that a reclaim, which may set the key, is about to be sent to a node."""
+        """Record that a reclaim, which may set the key, is about to be sent to a node."""
         self.never_asked.discard(node)
         self.asked_again.add(node)
 
     def withdraw(self, node: int) -> None:
-        """Stop counting a node whose server another one had replaced meanwhile."""
+        """Stop counting a node whose server was replaced by another server for a while."""
         self.granted.discard(node)
         self.lease.withdraw(node)
 
     def replaced(self, replaced_at: dict[int, float]) -> list[int]:
-        """Return the nodes whose server turned out to be replaced after they were asked.
+        """Return the nodes whose replacement was detected after they were asked for this key.
 
-        replaced_at: monotonic seconds, by node.
+        replaced_at: monotonic seconds of the detection, by node.
         """
         return [node for node, moment in replaced_at.copy().items() if moment >= self.sent]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from celery_redlock.lock.transport.encoding import encoded
 
-# A permit's key ends with "#<number>". A resource name that ends alike gets one "#" more.
+# A permit's key ends with "#<number>". A resource name with such an end gets one more "#".
 _LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*\Z")  # not "$": it also matches before a final newline
 _IS_A_PERMIT = re.compile(r"(.*)#([1-9][0-9]{0,8})", re.DOTALL)
 
@@ -38,7 +38,7 @@ def wake_channel(prefix: str, resource: str) -> str:
 def votes_channel(prefix: str) -> str:
     """Return the channel that announces that nodes grant locks again.
 
-    Its resource is "", which no lock's resource can be.
+    Its resource name is "", which no lock can have.
     """
     return wake_channel(prefix, "")
 
@@ -64,12 +64,12 @@ def guard_keys(prefix: str) -> tuple[str, str]:
 
 
 def tenure_key(prefix: str, address: str = "") -> str:
-    """Return the key of a node's own tenure, or of the newest under another node's address."""
+    """Return the key of a node's own tenure, or of the newest tenure at another node's address."""
     return f"{{{prefix}}}:tenure:{address}" if address else f"{{{prefix}}}:tenure"
 
 
 def fence_key(prefix: str) -> str:
-    """Return the key of a node's fencing counter; a node has one for all locks."""
+    """Return the key of a node's fencing counter. A node has one counter for all locks."""
     return f"{{{prefix}}}:fence"
 
 
@@ -82,8 +82,8 @@ def in_order(resources: Iterable[str]) -> tuple[str, ...]:
 
 
 def name_of_all(resources: Sequence[str]) -> str:
-    """Return one name for several resources together; a single resource keeps its own name."""
-    # quoted if there are several, or if the name looks quoted: two lists never give one name
+    """Return one name for several resources together. A single resource keeps its own name."""
+    # a single name that looks quoted is quoted, too, so that two lists never get the same name
     alone = len(resources) == 1 and not resources[0].startswith(("'", '"'))
     return resources[0] if alone else ", ".join(map(repr, resources))
 
@@ -100,7 +100,7 @@ def resource_of(prefix: str, key: str) -> tuple[str, int]:
 
 
 def value_of(token: str, since_ms: int, label: str) -> str:
-    """Return the value of a lock's key: a random token, and the time and the holder, for people.
+    """Return the value of a lock's key: a random token; then the time and the holder, for people.
 
     since_ms: milliseconds since 1970, by the holder's clock.
     """
@@ -114,7 +114,7 @@ def label_of(value: str) -> str:
 
 
 def is_of_run(label: str, run: str) -> bool:
-    """Return whether a label names this run as the holder; the worker's name follows the run's."""
+    """Return whether a label names this run as the holder. In it the worker follows the run."""
     return label.startswith(f"{run} ")
 
 
@@ -128,7 +128,7 @@ def since_of(value: str) -> float | None:
 
 
 def _parts_of(value: str) -> tuple[int, str] | None:
-    """Return the parts behind the token: milliseconds since 1970, and the holder's label.
+    """Return the parts after the token: milliseconds since 1970, and the holder's label.
 
     None if another program wrote the value.
     """

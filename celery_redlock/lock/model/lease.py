@@ -1,4 +1,4 @@
-"""For how long a lock may be trusted: one deadline a node, and arithmetic. No clock of its own."""
+"""For how long a lock is valid: arithmetic on one deadline for each node. Reads no clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 MARGIN = 0.002  # seconds by which a lease is shortened for the clocks' granularity, and at its end
 NOT_RENEWED = "no quorum of nodes renewed it in time"
-UNKNOWN = -math.inf  # the deadline of a node that is not known to keep a key of ours
+UNKNOWN = -math.inf  # the deadline of a node that is not known to keep our key
 
 
 class State(enum.Enum):
@@ -20,41 +20,41 @@ class State(enum.Enum):
     RELEASED = "released"
 
 
-# by name: looked up in the class, each costs as much as the rest of the arithmetic (Python 3.11)
+# module names, for speed: an attribute of the class costs as much as the rest (Python 3.11)
 ACQUIRING, HELD, LOST, RELEASED = State
 
 
 def lease_end(sent: float, ttl: float, drift: float) -> float:
-    """Return the monotonic second at which a node may drop a key, as far as we can know.
+    """Return the earliest monotonic second at which a node may drop a key.
 
-    sent: read before the first byte left, so the node cannot have counted from earlier.
-    ttl: seconds. drift: the fraction by which clocks may differ in speed.
+    sent: read before the first byte left, so the node's ttl cannot have begun earlier. ttl:
+    seconds. drift: the fraction by which clocks may differ in speed.
     Source: redis.io "Distributed Locks with Redis", made exact for each node instead of a round.
     """
     return sent + ttl * (1.0 - drift) - MARGIN
 
 
 def validity(ends: Sequence[float], quorum: int) -> float:
-    """Return the monotonic second until which a quorum still holds: the quorum-th largest end.
+    """Return the monotonic second until which a quorum keeps the key: the quorum-th largest end.
 
-    ends: one a node, -inf if no key of ours is known there.
+    ends: one for each node, -inf if the node is not known to keep our key.
     """
     return sorted(ends)[-quorum]
 
 
 def expires_in(waits: Sequence[float], quorum: int) -> float | None:
-    """Return the seconds until a quorum of nodes is free, None if that is not known.
+    """Return the seconds until a quorum of nodes is free, None if unknown.
 
-    waits: seconds, one a node: 0 if it is free, inf if unknown.
+    waits: seconds for each node: 0 if it is free, inf if unknown.
     """
     wait = sorted(waits)[quorum - 1]
     return None if math.isinf(wait) else max(0.0, wait)
 
 
 class Probation:
-    """A node that holds our key again by a reclaim, during its grace period: not yet counted.
+    """A node that renewed our key after its deadline, maybe by a reclaim: it is not counted yet.
 
-    since: monotonic seconds. confirmed: the other nodes that renewed on requests sent after it.
+    since: monotonic seconds. confirmed: other nodes that renewed on requests sent after that.
     """
 
     __slots__ = ("confirmed", "since")
@@ -67,9 +67,9 @@ class Probation:
 class Lease:
     """What each node is known to keep of one key, from the request to the release or loss.
 
-    nodes: how many. ttl: seconds. drift: fraction. margin: seconds before the validity at which the
-    lease is over. guarded: nodes that restart abstain for a while, so what they promised stays
-    true. Times are given in, never read.
+    nodes: number of nodes. ttl: seconds. drift: fraction. margin: the lease ends this many seconds
+    before its validity. guarded: whether restarted nodes abstain for a grace period, so that their
+    promises stay true. Times are arguments and never read here.
     """
 
     __slots__ = (
@@ -98,9 +98,9 @@ class Lease:
     ) -> None:
         self._quorum, self._guarded = quorum, guarded
         self.ttl, self.margin = ttl, margin
-        self._span = lease_end(0.0, ttl, drift)  # seconds from a request to the end that it earns
+        self._span = lease_end(0.0, ttl, drift)  # seconds from a request to its deadline
         self.ends = [UNKNOWN] * nodes
-        self._runs = [""] * nodes  # the run id of the server that earned each end
+        self._runs = [""] * nodes  # the run id of the server behind each deadline
         self.probation: dict[int, Probation] = {}
         # nodes without our key, and the monotonic second from which we may set it again
         self.reclaims: dict[int, float] = {}
@@ -109,7 +109,7 @@ class Lease:
         self.reason = ""
 
     def confirm(self, node: int, sent: float, run_id: str = "") -> None:
-        """Count a node that granted on a request sent at `sent`; run_id: of its server."""
+        """Count a node that granted a request sent at `sent`. run_id: of its server."""
         if self.state is ACQUIRING or self.state is HELD:
             ends, end = self.ends, sent + self._span
             self._runs[node] = run_id
@@ -123,9 +123,9 @@ class Lease:
     def renewed(self, node: int, sent: float, now: float, run_id: str = "") -> bool:
         """Extend the deadline of one node. If it had already passed, the node goes on probation.
 
-        A reclaim may have set the key in spite of the node's grace period, so another client may
-        still count on that node. A node on probation is not counted until a quorum of other nodes
-        confirms the lock. Return whether the node is counted; none is once the lease is over.
+        A reclaim sets the key even during the node's grace period, so another client may still rely
+        on that node. A node on probation is not counted until a quorum of other nodes confirms the
+        lock. Return whether the node is counted; False once the lease is over.
         """
         if self.state is not HELD or (now >= self.valid_until - self.margin and self.expire(now)):
             return False
@@ -139,7 +139,7 @@ class Lease:
         if end > before:
             ends[node] = end
         if not self.probation:
-            if end > self.valid_until:  # else as many ends are as great as before
+            if end > self.valid_until:  # otherwise the quorum-th largest end stays the same
                 self.valid_until = validity(ends, self._quorum)
             return True
         self._confirm_others(node, sent)
@@ -147,7 +147,7 @@ class Lease:
         return node not in self.probation
 
     def _confirm_others(self, node: int, sent: float) -> None:
-        """Let a counted node's reply confirm the nodes on probation."""
+        """Let the reply of a counted node confirm the nodes on probation."""
         if node in self.probation:
             return
         for other, probation in list(self.probation.items()):
@@ -157,11 +157,11 @@ class Lease:
                     del self.probation[other]
 
     def missing(self, node: int, now: float, run_id: str = "") -> None:
-        """Note that a node says that it has no such key.
+        """Record that a node replied that it has no such key.
 
-        After a restart its grace period keeps what it promised true, so we may reclaim the key at
-        once. If the key was deleted or evicted, or the node's clock was set forward, the promise is
-        broken: then we may reclaim the key only once it would have ended.
+        After a restart, the node's grace period keeps its promise true, so we may reclaim the key
+        at once. The promise is broken if the key was deleted or evicted, or the node's clock was
+        set forward. Then we may reclaim the key only after the promised deadline.
         """
         if self.expire(now) or self.state is not HELD:
             return
@@ -174,15 +174,15 @@ class Lease:
         self.expire(now)  # a late grant must not revive it
 
     def keeps_its_promise(self, node: int, run_id: str) -> bool:
-        """Return whether a node's promise is still true though it has no key of ours.
+        """Return whether a node's promise is still true although the node has no key of ours.
 
-        run_id: of the server that says so. A server that restarted since abstains meanwhile.
+        run_id: of the server that replied. A server that restarted since the promise abstains.
         """
         before = self._runs[node]
         return bool(self._guarded and before and run_id and run_id != before)
 
     def denied(self, node: int, now: float) -> None:
-        """Stop counting a node that has another value under our key."""
+        """Stop counting a node where our key has another value."""
         if self.expire(now) or self.state is not HELD:
             return
         self.reclaims.pop(node, None)
@@ -190,7 +190,7 @@ class Lease:
         self.expire(now)
 
     def withdraw(self, node: int) -> None:
-        """Stop counting a node whose server was replaced by another one for a while."""
+        """Stop counting a node whose server was replaced by another server for a while."""
         if self.state is ACQUIRING or self.state is HELD:
             self._stop_counting(node, "another server has served under a node's address")
 
@@ -209,7 +209,7 @@ class Lease:
             self.valid_until = validity(self.ends, self._quorum)
 
     def to_reclaim(self, now: float) -> Collection[int]:
-        """Return the nodes on which we may set our key again by now."""
+        """Return the nodes on which we may reclaim our key now."""
         if not self.reclaims:
             return ()
         return [node for node, since in self.reclaims.copy().items() if since <= now]
@@ -222,11 +222,11 @@ class Lease:
         return True
 
     def held(self, now: float) -> bool:
-        """Return whether the lock is ours at `now`, by arithmetic alone."""
+        """Return whether the lock is held at `now`, by arithmetic alone."""
         return self.state is HELD and now < self.valid_until - self.margin
 
     def remaining(self, now: float) -> float:
-        """Return the seconds of validity left, 0.0 once lost or released."""
+        """Return the seconds of validity left; 0.0 once lost or released."""
         return max(0.0, self.valid_until - self.margin - now) if self.state is HELD else 0.0
 
     def at_risk(self, now: float) -> bool:
@@ -234,8 +234,8 @@ class Lease:
         return self.state is HELD and now >= self.valid_until - self.ttl / 3
 
     def expire(self, now: float) -> bool:
-        """Mark the lease as lost if its validity is over; return True for the call that does it."""
-        valid_until = self.valid_until  # first: `end` in another thread sets the state before it
+        """Mark the lease as lost if its validity is over; return whether this call did it."""
+        valid_until = self.valid_until  # first: `end`, in another thread, sets the state before it
         if self.state is not HELD or now < valid_until - self.margin:
             return False
         self.state = LOST
@@ -243,12 +243,12 @@ class Lease:
         return True
 
     def lose(self, reason: str) -> None:
-        """Mark a held lease as lost: another lease of the same acquisition is."""
+        """Mark a held lease as lost, because another lease of its acquisition is."""
         if self.state is HELD:
             self.state, self.reason = LOST, reason
 
     def end(self) -> bool:
-        """Give the lease up, before a release is sent; return whether it was still held."""
+        """End the lease, before a release is sent; return whether it was still held."""
         was_held = self.state is HELD
         if self.state is not LOST:
             self.state = RELEASED

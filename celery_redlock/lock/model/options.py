@@ -9,12 +9,12 @@ from celery_redlock.lock.model.grace_period import Guard
 
 @dataclass(frozen=True)
 class CompletionMarker:
-    """A note on the nodes that a run has ended, for a message that may be delivered again.
+    """A record on the nodes that a run has ended, for a message that may be delivered again.
 
-    run: its name. kept_for: how long the note stays. asks_since: seconds since 1970. The run itself
-    asks for the note before it begins, and does not begin if the note is younger than that. None:
-    it does not ask. heeds_later: it does not begin either if a later send has replaced it.
-    is_redelivered: the first delivery may still run, and may go by another limit.
+    run: the name of the run. kept_for: seconds until the marker expires. asks_since: seconds since
+    1970. A run reads its marker before it begins, and does not begin if the marker is newer. None:
+    the run does not read the marker. heeds_later: the run does not begin if a later send has
+    superseded it. is_redelivered: the first delivery may still run, perhaps with another limit.
     """
 
     run: str
@@ -26,11 +26,11 @@ class CompletionMarker:
 
 @dataclass(frozen=True)
 class LockOptions:
-    """What one lock is to be.
+    """The options of one lock.
 
     resources: in the order of `keys.in_order`. label: the holder, for people. sender: of signals,
     None for the `Redlock` itself. marker: of the run that takes the lock. With a limit above 1 such
-    a run also takes a lock of its own: another delivery of it would just take another permit.
+    a run also locks its own name, because another delivery would just take another permit.
     """
 
     resources: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Counts the votes of one round, and says when and how the round is decided."""
+"""Counts the votes of one round, and finds out when and how the round is decided."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 
 class Vote(enum.Enum):
-    """One node's answer to a request for a lock."""
+    """One node's reply to a request for a lock."""
 
     GRANTED = "granted"
     REFUSED = "refused"  # the key has another client's value
     ABSTAINED = "abstained"  # the node may have lost data: it is in its grace_period
-    FAILED = "failed"  # no answer, or an error
+    FAILED = "failed"  # no reply, or an error
 
 
 GRANTED, REFUSED, ABSTAINED, FAILED = Vote
@@ -27,7 +27,7 @@ def quorum_of(nodes: int) -> int:
 def is_split(holders: Sequence[str], unheard: int, quorum: int) -> bool:
     """Return whether rival clients seem to share the nodes, so that none of them has a quorum.
 
-    holders: the value on each node that refused. unheard: nodes whose vote is still due.
+    holders: the value on each node that refused. unheard: number of nodes whose vote is still due.
     The result is a guess, used to retry soon: a rival may have a quorum with the unheard nodes.
     """
     most = max((holders.count(holder) for holder in holders), default=0)
@@ -37,9 +37,9 @@ def is_split(holders: Sequence[str], unheard: int, quorum: int) -> bool:
 class Tally:
     """The votes of one round.
 
-    nodes: the number of nodes that were asked. Raises nothing.
-    Source: redis.io "Distributed Locks with Redis", for the majority. A round is decided as soon
-    as the votes still due cannot change its outcome.
+    nodes: the number of nodes that were asked. A round is decided as soon as the votes still due
+    cannot change its outcome.
+    Source: redis.io "Distributed Locks with Redis", for the majority.
     """
 
     __slots__ = ("granted", "nodes", "quorum", "refused", "withheld")
@@ -51,7 +51,7 @@ class Tally:
         self.withheld = 0  # abstained or failed
 
     def add(self, vote: Vote) -> bool:
-        """Count one node's vote; return True if the outcome is certain now."""
+        """Count one node's vote; return whether the outcome is certain now."""
         if vote is GRANTED:
             self.granted += 1
         elif vote is REFUSED:
@@ -67,7 +67,7 @@ class Tally:
 
     @property
     def impossible(self) -> bool:
-        """Whether so many nodes did not grant that no quorum is possible (a blocking set)."""
+        """Whether no quorum is possible any more, because too many nodes did not grant."""
         return self.nodes - self.refused - self.withheld < self.quorum
 
     @property
@@ -76,7 +76,7 @@ class Tally:
         return self.nodes - self.granted - self.refused - self.withheld
 
     def taken(self, *, time_is_up: bool) -> bool:
-        """Return whether a failed round means that others hold the lock, not that nodes fail.
+        """Return whether a failed round means that others hold the lock, and not that nodes fail.
 
         time_is_up: whether the node timeout has passed. Before that, a node whose vote is due
         still counts as able to vote.

@@ -26,11 +26,11 @@ from celery_redlock.lock.platform.turns import Turn
 
 
 class Clock(Protocol):
-    """A monotonic clock that can sleep. resolution: seconds, of `now`."""
+    """A monotonic clock that can sleep."""
 
     @property
     def resolution(self) -> float:
-        """The least difference in seconds between two different readings."""
+        """The least difference in seconds between two different readings of `now`."""
 
     def now(self) -> float:
         """Return monotonic seconds; only differences are meaningful."""
@@ -43,11 +43,11 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clock; if there is one, a clock that goes on while the machine is suspended.
+    """The machine's clock. If possible, it also runs while the machine is suspended.
 
-    Source: clock_gettime(2), CLOCK_BOOTTIME; CLOCK_MONOTONIC stands still in suspend, and a
-    laptop's or a moved virtual machine's lease would outlive the nodes' keys. On macOS it is
-    CLOCK_MONOTONIC that goes on, and time.monotonic that stands still.
+    Source: clock_gettime(2), CLOCK_BOOTTIME. CLOCK_MONOTONIC stops during suspend, so the lease of
+    a laptop or a migrated virtual machine would outlive the nodes' keys. On macOS, CLOCK_MONOTONIC
+    runs on and time.monotonic stops.
     """
 
     now: Callable[[], float]
@@ -73,16 +73,16 @@ class SystemClock:
 
 
 def new_token() -> str:
-    """Return 128 random bits in hex, new for each round: they identify the owner of a key."""
+    """Return 128 random bits in hex, new for each round. They identify the owner of a key."""
     return os.urandom(16).hex()
 
 
 @dataclass(frozen=True)
 class Platform:
-    """What the lock takes from the interpreter and the operating system: time, threads, wake-ups.
+    """What the lock uses of the interpreter and the operating system: time, threads, wake-ups.
 
-    All parts of a `Redlock` get the same value, so that a simulation can pass its own. new_poll:
-    takes `native`, as `new_poll`. new_local: returns a `PerFlow`.
+    All parts of a `Redlock` get the same value, so that a simulation can pass its own.
+    new_poll: takes `native`, as `new_poll` does. new_local: returns a `PerFlow`.
     """
 
     clock: Clock
@@ -98,7 +98,7 @@ class Platform:
     new_subscriber: Callable[..., Any] | None = None  # None: the package's own connection
 
     def turn(self) -> Turn:
-        """Return a new turn that is not taken."""
+        """Return a new turn that is free."""
         return Turn(self.get_ident)
 
     def deadline_timer(self) -> DeadlineTimer:
@@ -110,9 +110,9 @@ _of_servers: dict[str, Platform] = {}  # empty except in tests
 
 
 def install_platform(server: str, platform: Platform) -> None:
-    """Let every `Redlock` of this process that is made with a server use a platform.
+    """Set the platform for every later `Redlock` of this process that names a server.
 
-    server: as of `Address.server`. A lock on a node with a clock of its own uses that clock, so the
+    server: as in `Address.server`. A lock on a node with a clock of its own uses that clock, so the
     holder's lease ends together with the key.
     """
     _of_servers[server] = platform
@@ -124,9 +124,9 @@ def uninstall_platform(server: str) -> None:
 
 
 def platform_for(addresses: Iterable[Any]) -> Platform:
-    """Return the platform of the first address that has one, or else the machine's.
+    """Return the platform of the first address that has one, else the machine's.
 
-    addresses: each with a `server`, and with a `platform` if it brings its own.
+    addresses: each has a `server`, and a `platform` if it has its own.
     """
     for address in addresses:
         found = getattr(address, "platform", None) or _of_servers.get(address.server)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 class ThreadPool:
     """The threads of one `Redlock` that run steps for coroutines. Idle threads end.
 
-    Two threads are enough for fast nodes. More of them would compete with the event loop for the
+    Two threads are enough for fast nodes. More threads would compete with the event loop for the
     interpreter's lock (GIL), so the pool grows only while steps are slow.
     """
 
@@ -36,7 +36,7 @@ class ThreadPool:
         self.forget()
 
     def forget(self) -> None:
-        """Start afresh in a forked child: the threads and their steps stay with the parent."""
+        """Reset in a forked child: the threads and their steps stay with the parent."""
         self._mutex = self._platform.new_mutex()
         self._steps: Any = original("queue", "SimpleQueue")()
         self._closed = False
@@ -69,7 +69,7 @@ class ThreadPool:
                 step = self._steps.get(True, 0.001 if self._closed else LINGER)
             except queue.Empty:
                 with self._mutex:
-                    if self._steps.empty():  # else a step was queued just now
+                    if self._steps.empty():  # otherwise a step was queued just now
                         self.count -= 1
                         return
                 continue
@@ -87,7 +87,7 @@ class ThreadPool:
 
 
 class WorkItem(Generic[T]):
-    """One call that runs in a thread, with the contextvars of the coroutine that made the step.
+    """One call that runs in a thread, with the contextvars of the coroutine that made the item.
 
     tell: called in that thread after the call.
     """
@@ -120,13 +120,13 @@ class WorkItem(Generic[T]):
     def then(self, do: Callable[[], object]) -> None:
         """Run `do` after the call: now, or in the thread if the call is still running."""
         self._behind.append(do)
-        # the thread sets `is_over` before it looks for `do`, so one of the two runs it
+        # the thread sets `is_over` before it reads the queue, so one of the two runs `do`
         if self.is_over or self.skip():
             self._do_behind()
 
     def _do_behind(self) -> None:
         try:
-            do = self._behind.popleft()  # atomic: the thread gets it or the coroutine, not both
+            do = self._behind.popleft()  # atomic: either the thread or the coroutine gets it
         except IndexError:
             return
         do()
@@ -134,7 +134,7 @@ class WorkItem(Generic[T]):
     def result(self) -> T:
         """Return the result of the call or raise its error. May be called once."""
         if self._errors:
-            raise self._errors.pop()  # not kept: its traceback would refer to this step
+            raise self._errors.pop()  # not kept: the traceback would refer to this item
         return self._outcome.pop()
 
 
@@ -173,7 +173,7 @@ class StepRunner:
 
 
 class Wakeable(Protocol):
-    """What a coroutine rests on. decided: set before `wake` is called, in any thread."""
+    """What a coroutine waits for. decided: set before `wake` is called, in any thread."""
 
     decided: bool
     wake: Callable[[], None] | None

@@ -18,9 +18,9 @@ def pause_keeping_gil(seconds: float) -> None:
 class UnyieldingSocket:
     """`send` and `recv` of a socket that keep the interpreter's lock (GIL).
 
-    Python's own calls release the GIL and wait until they get it back: beside C code that keeps it
-    for a second, each call takes a second. These calls take a microsecond longer instead. sock: is
-    non-blocking, so that a call only copies bytes.
+    Python's own calls release the GIL and then wait for it. If C code in another thread keeps the
+    GIL for a second, each call takes a second. These calls take a microsecond longer instead.
+    sock: non-blocking, so that a call only copies bytes.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -46,7 +46,7 @@ class UnyieldingSocket:
 
 
 class UnyieldingTlsSocket(UnyieldingSocket):
-    """The same for TLS, which releases the GIL once for a send, and once for received data."""
+    """The same for TLS. It releases the GIL once for a send, and once for received data."""
 
     _socket: ssl.SSLSocket
 

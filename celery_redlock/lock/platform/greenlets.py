@@ -1,8 +1,8 @@
 """The parts of Python that gevent replaces, and their originals.
 
 gevent replaces Python's threads and locks by cooperative ones. A renewal must not wait until a busy
-body yields, so it runs in a real thread, and real locks guard the state that it shares with the
-body. No code waits while it holds one of these locks.
+body yields, so it runs in a real thread. Real locks guard the state that it shares with the body.
+No code waits while it holds one of these locks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def original(module: str, name: str) -> Any:
 def gevent_here() -> Any:
     """Return gevent if its hub runs or will run in this thread, even if unpatched; else None.
 
-    A system call that waits would stop all greenlets of the thread, also the greenlet that it waits
-    for, and so for ever.
+    A blocking system call stops all greenlets of the thread. If it waits for one of them, it never
+    returns.
     """
     hubs = sys.modules.get("gevent._hub_local")
     if hubs is None:
@@ -47,7 +47,7 @@ def is_patched_by_eventlet() -> bool:
 
 
 def new_poll(native: bool) -> Any:
-    """Return a poll object; one that lets other greenlets run unless `native`."""
+    """Return a poll object. Unless `native`, other greenlets run while it waits."""
     if native:
         return original("select", "poll")()
     try:
@@ -59,9 +59,9 @@ def new_poll(native: bool) -> Any:
 class PollBehindHub:
     """A poll object for gevent; the hub watches one descriptor, that of an epoll object.
 
-    A node's socket may be closed at any time, by any thread. If libev meets a closed descriptor
-    among those that it watches, it aborts the process. The epoll object stays open during a wait,
-    and a closed socket leaves it automatically. Raises AttributeError if there is no epoll.
+    Any thread may close a node's socket at any time. If libev watches a closed descriptor, it
+    aborts the process. The epoll object stays open during a wait, and a closed socket leaves it
+    automatically. Raises AttributeError if there is no epoll.
     """
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class PollBehindHub:
         self._epoll.register(descriptor, events)
 
     def poll(self, milliseconds: int) -> Any:
-        """Return the ready descriptors, within this many milliseconds; other greenlets may run."""
-        waiting = import_module("gevent.select").poll()  # made per wait: it belongs to this hub
+        """Return the descriptors that are ready within this time; other greenlets may run."""
+        waiting = import_module("gevent.select").poll()  # new for each wait: it belongs to this hub
         waiting.register(self._epoll.fileno(), select.POLLIN)
         waiting.poll(milliseconds)
         return self._epoll.poll(0)

@@ -1,7 +1,7 @@
-"""Functions that an exception from outside must not cut: they give back what is held.
+"""Functions that an asynchronous exception must not interrupt, because they release locks.
 
 A body that loses its lock is interrupted by an exception that is raised between two of its lines.
-If that struck inside a release, the release would be lost.
+If that happened inside a release, the release would be lost.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _codes: set[CodeType] = set()
 
 
 def uninterruptible(function: F) -> F:
-    """Register a function, whose frames `is_uninterruptible` then recognizes; return it."""
+    """Register a function and return it; `is_uninterruptible` then recognizes its frames."""
     _codes.add(function.__code__)
     return function
 
 
 def is_uninterruptible(code: CodeType) -> bool:
-    """Return whether a frame with this code must not be cut."""
+    """Return whether a frame with this code must not be interrupted."""
     return code in _codes

@@ -1,4 +1,4 @@
-"""Real threads, whatever is patched: locks, wake-ups, and what each of them has for itself."""
+"""Real threads, also if gevent patched Python: locks, timers, wake-ups and local values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class PerFlow(Generic[T]):
-    """What each thread and each greenlet has for itself, whatever is patched.
+    """A local value of each thread and each greenlet, whether or not gevent patched Python.
 
-    make: makes it for one that has none yet. `threading.local` is a thread's alone unless gevent
-    patched it before, and greenlets need no gevent.
+    make: returns the first value of a thread or greenlet. `threading.local` separates greenlets
+    only if gevent has patched it, and greenlets also exist without gevent.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -29,11 +29,11 @@ class PerFlow(Generic[T]):
     def get(self, *, in_task: bool) -> T:
         """Return the caller's own value.
 
-        in_task: called in an asyncio task. A greenlet that a task drives is a part of it, as in
-        SQLAlchemy's `run_sync`; one that a hub drives is never a part of another.
+        in_task: whether the caller runs in an asyncio task. A greenlet that a task drives shares
+        the task's value, as in SQLAlchemy's `run_sync`. A greenlet of a hub has its own.
         """
         getcurrent = getattr(sys.modules.get("greenlet"), "getcurrent", None)
-        if getcurrent is not None:  # it is there, and imported to the end
+        if getcurrent is not None:  # greenlet is imported completely
             greenlet = _driver(getcurrent()) if in_task else getcurrent()
             if greenlet.parent is not None:
                 return self._of_greenlet(greenlet)
@@ -49,7 +49,7 @@ class PerFlow(Generic[T]):
 
 
 def _driver(greenlet: Any) -> Any:
-    """Return the greenlet of a hub, or the thread's main one, that a greenlet gives way to."""
+    """Return the outermost greenlet: a direct child of the hub, or the thread's main greenlet."""
     hubs = sys.modules.get("gevent._hub_local")
     hub = None if hubs is None else hubs.get_hub_if_exists()
     while greenlet.parent is not None and greenlet.parent is not hub:
@@ -58,13 +58,13 @@ def _driver(greenlet: Any) -> Any:
 
 
 class Mutex(Protocol):
-    """A lock of the operating system, as `_thread.allocate_lock` gives it."""
+    """A lock of the operating system, as `_thread.allocate_lock` returns it."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquire; return False if it was not free in time."""
 
     def release(self) -> None:
-        """Release; RuntimeError if nobody had it."""
+        """Release; raises RuntimeError if it was not acquired."""
 
     def __enter__(self) -> bool: ...
 
@@ -77,11 +77,11 @@ def new_mutex() -> Mutex:
     return mutex
 
 
-get_ident: Callable[[], int] = original("_thread", "get_ident")  # of the real thread that calls
+get_ident: Callable[[], int] = original("_thread", "get_ident")  # of the calling real thread
 
 
 def pause(seconds: float) -> None:
-    """Let other real threads run for this many seconds, but no greenlets of this one."""
+    """Let other real threads run for this many seconds, but no greenlets of this thread."""
     original("time", "sleep")(seconds)
 
 
@@ -93,32 +93,32 @@ def start_thread(run: Callable[[], None]) -> None:
 class DeadlineTimer:
     """A timer that one real thread sleeps on, and other threads move to an earlier moment.
 
-    The thread wakes at the earliest moment that was requested, also if that request is obsolete. So
-    of many short locks only the first costs a system call: the later ones request later moments.
+    The thread wakes at the earliest requested moment, even if that request is obsolete. So of many
+    short locks only the first costs a system call: the later ones request later moments.
     """
 
-    __slots__ = ("_bell", "_due", "_wanted")
+    __slots__ = ("_due", "_signal", "_wanted")
 
     def __init__(self, new_mutex: Callable[[], Mutex] = new_mutex) -> None:
-        self._bell = new_mutex()
-        self._bell.acquire()
+        self._signal = new_mutex()  # released: the thread is to wake
+        self._signal.acquire()
         self._due = self._wanted = float("inf")
 
     def by(self, moment: float) -> None:
-        """Let the thread wake at the monotonic second `moment` at the latest."""
+        """Make the thread wake at the monotonic second `moment` at the latest."""
         if moment < self._wanted:
             self._wanted = moment
         if moment < self._due:
-            self.ring()
+            self.wake()
 
     def look(self, now: float) -> None:
-        """Begin a pass over the work: each request from now on rings."""
+        """Begin a pass over the work: each request from now on wakes the thread."""
         self._due = float("inf")
         if self._wanted <= now:
             self._wanted = float("inf")
 
     def rest(self, until: float, now: float) -> None:
-        """Sleep until rung, or until the earliest requested moment, `until` at the latest."""
+        """Sleep until `wake`, or until the earliest requested moment, `until` at the latest."""
         self._due = min(until, self._wanted)
         self.sleep(self._due - now)
 
@@ -126,23 +126,23 @@ class DeadlineTimer:
         """Return whether the thread should have woken before `now`: it waits for the GIL."""
         return self._due < now
 
-    def ring(self) -> None:
-        """Wake the thread now; a second ring before it wakes adds nothing."""
+    def wake(self) -> None:
+        """Wake the thread now. A second call before it wakes has no effect."""
         try:
-            self._bell.release()
+            self._signal.release()
         except RuntimeError:
-            return  # it rings already
+            return  # an earlier call has not woken the thread yet
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until rung, or for this many seconds (inf: until rung); return whether it was rung.
+        """Sleep until `wake`, for at most this many seconds; return whether it was woken.
 
-        Not for longer than a day at a time: what a platform can wait for has a limit.
+        Never sleeps longer than a day: platforms limit the time that a thread can wait.
         """
-        return self._bell.acquire(True, min(seconds, 86_400.0) if seconds > 0 else 0.0)
+        return self._signal.acquire(True, min(seconds, 86_400.0) if seconds > 0 else 0.0)
 
 
 class Waker:
-    """A pipe that a waiter polls together with its sockets, so that other threads can wake it."""
+    """A pipe that a waiter polls together with its sockets. Other threads wake the waiter by it."""
 
     __slots__ = ("_write_end", "descriptor")
 
@@ -162,7 +162,7 @@ class Waker:
             os.read(self.descriptor, 4096)
 
     def __del__(self) -> None:
-        # not before the last caller of `wake` is gone: the number of a closed descriptor is reused
+        # closed only here: a late caller of `wake` would write to a reused descriptor number
         for name in ("descriptor", "_write_end"):
-            if hasattr(self, name):  # else an exception interrupted `__init__`
+            if hasattr(self, name):  # otherwise an exception interrupted `__init__`
                 os.close(getattr(self, name))

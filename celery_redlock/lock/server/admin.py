@@ -42,7 +42,7 @@ def ask_each(
     def one(address: Address) -> tuple[T | None, str]:
         try:
             return address.ask(timeout, ask), ""
-        except Exception as error:  # also what a user's credential provider raises
+        except Exception as error:  # also an error of the user's credential provider
             return None, with_hint(address.without_secrets(str(error) or type(error).__name__))
 
     with ThreadPoolExecutor(len(addresses) or 1) as pool:
@@ -56,12 +56,12 @@ def trust_nodes(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Let nodes vote from now on, and wake the clients that wait for that.
 
-    addresses: of all nodes. names: of those to trust. word: fresh for each call. Returns by node
+    addresses: of all nodes. names: of the nodes to trust. word: new for each call. Returns by node
     the name of one lock on the node ("" for none), and the causes by failed node.
     """
     trusted = [address for address in addresses if address.name in names]
     found, failing = ask_each(trusted, timeout, functools.partial(trust_node, prefix=prefix))
-    if found:  # after all of them vote: a client that receives the message tries at once
+    if found:  # only once all of them vote: a client that receives the message tries at once
         ask_each(addresses, timeout, functools.partial(say_trusted, prefix=prefix, word=word))
     return found, failing
 
@@ -69,8 +69,8 @@ def trust_nodes(
 def trust_node(connection: Any, prefix: str) -> str:
     """Let a node that does not know this prefix vote at once, on an operator's order.
 
-    connection: as of `Address.dial`. Returns the name of one lock on the node, "" if it has none.
-    Raises redis.RedisError, OSError.
+    connection: a result of `Address.dial`. Returns the name of one lock on the node, "" if it has
+    none. Raises redis.RedisError, OSError.
     """
     facts = read_info(connection)
     if "run_id" not in facts:
@@ -83,9 +83,9 @@ def trust_node(connection: Any, prefix: str) -> str:
 
 
 def say_trusted(connection: Any, prefix: str, word: str) -> None:
-    """Wake clients that wait for nodes to vote; word: the message, the same on each node.
+    """Wake clients that wait for nodes to vote. word: the message, the same on each node.
 
-    connection: as of `Address.dial`. Raises redis.RedisError, OSError.
+    connection: a result of `Address.dial`. Raises redis.RedisError, OSError.
     """
     connection.send_command("PUBLISH", encoded(votes_channel(prefix)), word)
     connection.read_response()
@@ -96,7 +96,7 @@ def _any_lock(connection: Any, prefix: str) -> str:
 
 
 def names_on(connection: Any, beginning: str) -> Iterator[Any]:
-    """Yield the names of a node's keys with a prefix; a name may come twice.
+    """Yield the names of a node's keys that begin like this; a name may come twice.
 
     Scans the database in parts, so that no other client waits.
     """
@@ -112,9 +112,9 @@ def names_on(connection: Any, beginning: str) -> Iterator[Any]:
 
 
 def force_unlock(connection: Any, keys: Sequence[Any], value: Any, *rest: Any) -> bool:
-    """Delete a lock for an operator if the key has this value; return whether it had.
+    """Delete a lock for an operator if the key has this value; return whether it had this value.
 
-    connection: as of `Address.dial`. keys, value, rest: as in `lua/break.lua`. Raises
+    connection: a result of `Address.dial`. keys, value, rest: as in `lua/break.lua`. Raises
     redis.RedisError, OSError.
     """
     connection.send_command("EVAL", BREAK.source, str(len(keys)), *keys, value, *rest)

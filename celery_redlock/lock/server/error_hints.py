@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from celery_redlock.errors import NodeError, abstains
+from celery_redlock.errors import NodeError, abstention_cause
 from celery_redlock.lock.transport.node_client import NodeClient
 
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
@@ -15,9 +15,9 @@ _RIGHTS = (
     "+time +pexpire +pttl +exists +publish "
     "+subscribe +unsubscribe +eval +evalsha +script +info +ping"
 )
-# How an error is recognized (a regular expression), and the way out of it. Beside the codes stand
-# the servers' sentences, for redis-py takes some codes off the replies to its own commands.
-_TEMPORARY = {  # costs a vote in this round; some of them end by an operator's hand alone
+# Each entry: a regular expression that recognizes an error, and the hint. Besides the codes it has
+# the servers' sentences, because redis-py removes some codes from replies to its own commands.
+_TEMPORARY = {  # costs a vote in this round; some of these errors end only if an operator acts
     "Connection refused|No route to host|[Nn]etwork is unreachable": "",
     "No such file or directory|Timeout connecting|No master found": "",
     "[Nn]ame or service not known|name resolution|nodename nor servname": "",
@@ -32,7 +32,7 @@ _TEMPORARY = {  # costs a vote in this round; some of them end by an operator's 
     "nobody asked for|in the middle of a command": "",
     "not a reply of its script": "see what answers there: a proxy, or another program",
 }
-_MISCONFIGURED = {  # no vote before somebody changes a setting
+_MISCONFIGURED = {  # no vote before an operator changes a setting
     "READONLY|read only replica|previous master": _NOT_A_PRIMARY,
     "MASTERDOWN|Link with MASTER": _NOT_A_PRIMARY,
     "NOAUTH|Authentication required": "name a user and a password in its URL",
@@ -58,9 +58,9 @@ _KNOWN = re.compile("|".join(rf"((?<!\w)(?:{sign})(?!\w))" for sign in _SIGNS))
 
 
 def _meaning(text: str) -> tuple[bool, str]:
-    """Return whether the first known words of a text mean a wrong setting, and the way out."""
-    # wherever they stand: servers before 7 wrap what a script raised in an ERR of their own. And
-    # no later ones, which may be an argument of ours that a server repeats
+    """Return whether the first known words of a text mean a wrong setting, and the hint."""
+    # Anywhere in the text: servers before 7 wrap an error of a script in their own ERR. Only the
+    # first match: a later one may be in an argument of ours that the server repeats.
     found = _KNOWN.search(text)
     if found is None or found.lastindex is None:
         return False, ""
@@ -68,9 +68,9 @@ def _meaning(text: str) -> tuple[bool, str]:
 
 
 def is_misconfigured(text: str) -> bool:
-    """Return whether an error means that a node cannot vote before somebody changes a setting.
+    """Return whether an error means that a node cannot vote before an operator changes a setting.
 
-    text: a server's reply, or the system's or redis-py's words on a connection. Raises nothing.
+    text: an error reply, or the system's or redis-py's text about a connection. Raises nothing.
     """
     return _meaning(text)[0]
 
@@ -78,8 +78,8 @@ def is_misconfigured(text: str) -> bool:
 def hint_of(text: str) -> str:
     """Return what an operator must do about an error, as a short clause; "" for nothing.
 
-    text: as for `is_misconfigured`. Every misconfiguration has one, and so have temporary
-    errors that do not end by themselves, as a full memory.
+    text: as in `is_misconfigured`. Every misconfiguration has a hint, and so do temporary errors
+    that do not end by themselves, such as a full memory.
     """
     return _meaning(text)[1]
 
@@ -96,7 +96,7 @@ def with_hint(text: str) -> str:
 
 
 def strip_args(text: str) -> str:
-    """Return a reply without the arguments of ours that a server repeats: a token is a secret."""
+    """Return an error reply without our arguments that a server repeats: a token is a secret."""
     return text.partition(", with args")[0]
 
 
@@ -108,15 +108,16 @@ def causes_of(
 ) -> list[str]:
     """Return one text for each node that gave no vote.
 
-    errors, abstaining: by index; seconds. voted: the other nodes had all the time that they get.
+    errors: by node index. abstaining: seconds by node index. voted: if given, the time is up, and
+    every node that is not in it gave no reply in time.
     """
     errors, abstaining, causes = errors or {}, abstaining or {}, []
     for node in nodes:
         error = errors.get(node.index) or node.error
         if node.index in abstaining:
-            causes.append(f"{node.name}: {abstains(abstaining[node.index])}")
+            causes.append(f"{node.name}: {abstention_cause(abstaining[node.index])}")
         elif error is not None:
             causes.append(f"{node.name}: {with_hint(error.cause)}")
-        elif voted is not None and node.index not in voted:  # frozen, or cut off: no error yet
+        elif voted is not None and node.index not in voted:  # frozen or partitioned: no error yet
             causes.append(f"{node.name}: no answer in time")
     return causes or [f"{node.name}: no answer in time" for node in nodes]

@@ -1,7 +1,7 @@
-"""The handshake of a new connection: scripts are loaded, and the server notes its own run.
+"""The handshake of a new connection: loads the scripts, and records the server's run id.
 
-A server that restarted may have forgotten what it granted. So it is told its run id and the time
-for which a new run must not vote, and it notes both before the first vote.
+A restarted server may have forgotten locks that it granted. So the client sends the run id and the
+grace period to the server, which records both before its first vote.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from celery_redlock.lock.transport.encoding import (
 
 @dataclass(frozen=True)
 class Notes:
-    """What a node has noted about tenures.
+    """What a node has recorded about tenures.
 
-    told: the result of `Tenures.told`. abstains_for: seconds of its grace_period that remain. own:
-    its tenure. others: the newest tenures that it knows under the other nodes' addresses, in order.
+    told: the result of `Tenures.told`. abstains_for: remaining seconds of the node's grace period.
+    own: the node's tenure. others: the newest tenures that the node knows at the other nodes'
+    addresses, in order.
     """
 
     told: tuple[str, ...]
@@ -44,10 +45,10 @@ class Notes:
 
 @dataclass(frozen=True)
 class ServerInfo(Peer):
-    """What the restart guard learned of a server in the handshake.
+    """What the handshake found out about a server.
 
-    arguments: of `Guard.arguments`; the suffix of each grant is made of them. evicts: the server's
-    eviction policy, "" if it evicts nothing. notes: what the server noted about tenures.
+    arguments: the result of `Guard.arguments`, which is also the suffix of each grant. evicts: the
+    server's eviction policy, "" if it evicts nothing. notes: what the server recorded of tenures.
     """
 
     arguments: tuple[str, ...] = ("", "", "")
@@ -56,14 +57,14 @@ class ServerInfo(Peer):
 
 
 def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> ServerInfo:
-    """Load the scripts on a new connection, and let the server note its own run.
+    """Load the scripts on a new connection, and let the server record its run id.
 
     tenures: of all nodes. Raises redis.ResponseError if the guard needs the run id and the server
-    does not name it.
+    does not report it.
     """
     connection.send_command("PING")
     with contextlib.suppress(redis.exceptions.NoPermissionError):
-        connection.read_response()  # before more is written: a server that refuses us hangs up
+        connection.read_response()  # first: a server that refuses the client closes the connection
     scripts = (GRANT, RENEW, RELEASE)
     for script in scripts:
         connection.send_command("SCRIPT", "LOAD", script.source)
@@ -89,7 +90,7 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
 
 
 def read_info(connection: Any, sections: Sequence[str] = ("server", "memory")) -> dict[str, str]:
-    """Return the fields of some sections of INFO; if the server refuses: "error"."""
+    """Return the fields of some sections of INFO. If the server refuses, return only "error"."""
     facts: dict[str, str] = {}
     for section in sections:
         try:
@@ -105,14 +106,14 @@ def read_info(connection: Any, sections: Sequence[str] = ("server", "memory")) -
 def _note_run(
     connection: Any, guard: Guard, arguments: Sequence[str], tenures: Tenures, node: int
 ) -> Notes | None:
-    """Let a server note its run, so that its grace period begins now; return its notes."""
+    """Let a server record its run id, so that its grace period begins now; return its notes."""
     names, words = noted_keys(guard.prefix, tenures, node), tenures.told(node)
     keys = map(encoded, names)
     try:
         connection.send_command("EVAL", GUARD.source, str(len(names)), *keys, *arguments, *words)
         return notes_of(words, connection.read_response())
     except redis.ResponseError:
-        return None  # a replica, no memory, no permission: each grant gets the same error
+        return None  # a replica, a full memory, no permission: each grant gets the same error
 
 
 def noted_keys(prefix: str, tenures: Tenures, node: int) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from celery_redlock.lock.transport.encoding import encode_text
 
 @dataclass(frozen=True)
 class Servers:
-    """The nodes of one `Redlock`, how they are asked for keys, and what all its locks share."""
+    """The nodes of one `Redlock`, the requests for keys, and the options that all locks share."""
 
     nodes: GuardedNodeSet
     requests: KeyRequests
@@ -25,18 +25,18 @@ class Servers:
 
     @property
     def clock(self) -> Clock:
-        """The clock that leases are counted by."""
+        """The clock that measures leases."""
         return self.nodes.clock
 
 
 class KeyRequests:
-    """The requests for keys under one prefix. What never changes of a key lease is packed once."""
+    """The requests for keys under one prefix. Constant parts of a key lease are encoded once."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix, self._requests = prefix, Requests(prefix)
 
     def acquire(self, key_lease: KeyLease, options: LockOptions, least: int | None) -> bytes:
-        """Return the request for a key; least: the proposal of a fencing token, if there is one."""
+        """Return the request for a key. least: the proposed fencing token; None without fencing."""
         requests, key, marker = self._requests, key_lease.key, options.marker
         if marker is None or marker.asks_since is None:
             return requests.grant(key.packed_name, key_lease.packed_value, key.ttl_ms, least)
@@ -44,12 +44,12 @@ class KeyRequests:
         return requests.ask(key.packed_name, key_lease.packed_value, key.ttl_ms, least, marker_key)
 
     def renew(self, key_leases: Sequence[KeyLease], note: bytes = b"") -> bytes:
-        """Return the request that renews keys; note: as of `Requests.renew`."""
+        """Return the request that renews keys. note: as in `Requests.renew`."""
         names = [one.key.packed_name for one in key_leases]
         return self._requests.renew(names, [self._renewal(one) for one in key_leases], note)
 
     def _renewal(self, key_lease: KeyLease) -> bytes:
-        """Return what a renew request has of a key lease behind the keys."""
+        """Return the arguments of one key lease in a renewal request."""
         if key_lease.packed_renewal:
             return key_lease.packed_renewal
         ttl_ms, fence = key_lease.key.ttl_ms, key_lease.fence
@@ -59,24 +59,24 @@ class KeyRequests:
         return key_lease.packed_renewal
 
     def release(self, key_lease: KeyLease) -> bytes:
-        """Return the request that releases a key and tells the waiters."""
+        """Return the request that releases a key and notifies the waiters."""
         if not key_lease.packed_release:
             key, value = key_lease.key, key_lease.packed_value
             key_lease.packed_release = self._requests.release(key.packed_name, value, key.channel)
         return key_lease.packed_release
 
     def release_quietly(self, key_lease: KeyLease) -> bytes:
-        """Return the request that releases a key and tells nobody."""
+        """Return the request that releases a key without notifying the waiters."""
         key, value = key_lease.key, key_lease.packed_value
         return self._requests.release(key.packed_name, value, SAY_NOTHING)
 
     def release_ended(
         self, key_lease: KeyLease, options: LockOptions, ended_at: float, *, publish: bool
     ) -> bytes:
-        """Return the request that notes the end of a run and releases its key.
+        """Return the request that records the end of a run and releases its key.
 
-        ended_at: seconds since 1970. publish: it tells the waiters. If nothing is to be noted, the
-        request just releases.
+        ended_at: seconds since 1970; 0 if the run has not ended. publish: whether to notify the
+        waiters. Without a marker, or before the run's end, the request only releases.
         """
         marker = options.marker
         if marker is None or not ended_at:

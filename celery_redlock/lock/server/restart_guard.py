@@ -1,7 +1,8 @@
 """Which connections may vote: the restart guard over a set of nodes.
 
-A server votes only while this process knows that it has missed nothing: it is no second name of
-another node, it has noted its own run, and no other server has served under its address since.
+A server votes only while this process knows that the server has missed no grant. It must not be
+another node's server under a second name, and it must have recorded its run id. No other server may
+have served under its address since.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from celery_redlock.lock.transport.node_client import BUSY, NodeClient
 from celery_redlock.lock.transport.node_set import NodeSet
 
 REPLACED = "another server has served under its address since"
-LONGEST_IDLE = 0.9  # of the grace period: after that another server may have served; clocks differ
-MOST_REFUSALS = 100  # texts of servers that are remembered, so as to log each once
+LONGEST_IDLE = 0.9  # of the grace period: after that, another server may have granted; clocks drift
+MOST_REFUSALS = 100  # error texts that are remembered, so that each is logged once
 
 
 @dataclass(frozen=True)
 class NodeEvents:
-    """Whom a set of guarded nodes tells. None of them may wait.
+    """The callbacks of a set of guarded nodes. None of them may wait.
 
-    changed: called as (node, error) when a node stops answering, with None when it is back.
-    connected: called as (node, info) for each new connection. replaced: called with the index of a
-    node whose server turns out to have been replaced for a while.
+    changed: called as (node, error) when a node stops answering, and as (node, None) when the node
+    answers again. connected: called as (node, info) for each new connection. replaced: called with
+    the index of a node if its server was replaced by another server for a while.
     """
 
     changed: Callable[[NodeClient, NodeError | None], None]
@@ -46,7 +47,7 @@ class NodeEvents:
 
 
 class Introduction:
-    """A node's answer to what it is told about tenures."""
+    """The handler of a node's reply to the exchange of tenures."""
 
     wanted = True
 
@@ -54,18 +55,19 @@ class Introduction:
         self._learn, self._told = learn, told
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Learn what the node had noted. Raises UnexpectedReplyError."""
+        """Use what the node has recorded. Raises UnexpectedReplyError."""
         if type(reply) is not hiredis.ReplyError:
             self._learn(node, notes_of(self._told, reply), run_id)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Leave it: the next connection tells the node again."""
+        """Do nothing: the handshake of the next connection exchanges tenures again."""
 
 
 class KnownServer:
-    """What is known of the server that a node's connection leads to.
+    """What is known of the server at the end of a node's connection.
 
-    told: about tenures, the result of `Tenures.told`. told_at: monotonic seconds of the last time.
+    told: what the node was last sent about tenures, the result of `Tenures.told`. told_at: when, in
+    monotonic seconds.
     """
 
     __slots__ = ("arguments", "run_id", "tenure", "told", "told_at")
@@ -78,7 +80,7 @@ class KnownServer:
 
 
 class GuardedNodeSet(NodeSet[ServerInfo]):
-    """The lock's nodes: a connection is used only if its server may vote."""
+    """The lock's nodes. A connection is used only if its server may vote."""
 
     def __init__(
         self,
@@ -98,50 +100,50 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         self.needed = self.size = quorum_of(len(self.nodes))
 
     def reset(self) -> None:
-        """Forget every connection, and what was learned by one."""
+        """Forget every connection, and all knowledge about servers."""
         super().reset()
         self._known: list[KnownServer | None] = [None] * len(self.nodes)
         self._servers: dict[str, int] = {}  # run id -> the node that is connected to it
         self._refusals: set[tuple[int, str]] = set()
-        self.replaced_at: dict[int, float] = {}  # monotonic s: when a node's server turned out so
-        self.same_server: tuple[str, str] | None = None  # the names of two nodes, once found
+        self.replaced_at: dict[int, float] = {}  # monotonic seconds of detection, by node
+        self.same_server: tuple[str, str] | None = None  # names of two nodes that are one server
 
     def keep_alive(self, idle: float) -> None:
-        """Also tell every node about tenures that has not been told for so many seconds."""
+        """Also exchange tenures with every node without an exchange for this many seconds."""
         self._introduce(idle)
         super().keep_alive(idle)
 
     # extension methods of `NodeSet`
 
     def handshake(self, connection: Any, node: int) -> ServerInfo:
-        """Load the scripts, and let the server note its run. Raises redis.ResponseError."""
+        """Load the scripts, and let the server record its run id. Raises redis.ResponseError."""
         return handshake(connection, self._guard, self._tenures, node)
 
     def admit(self, node: int, info: ServerInfo, use: Callable[[], None]) -> None:
-        """Let a connection be used, unless its vote would count though it must not."""
+        """Call `use` to let a connection be used, unless its server must not vote."""
         self._refuse_same_server(node, info.run_id)
-        # in the turn: no vote is counted between the look at tenures and what follows
+        # in the turn: no vote is counted between the check of tenures and its consequences
         if not self.run_in_turn(self._let_in, node, info, use):
-            raise NodeError(self.nodes[node].name, BUSY)  # and connected anew
+            raise NodeError(self.nodes[node].name, BUSY)  # the node connects again
         self.hand_on_mail()
         self._events.connected(self.nodes[node], info)
 
     def on_error_reply(self, node: NodeClient, text: str) -> bool:
-        """Say once of each node what it refuses; return whether it is a replica by now."""
+        """Report each kind of error of a node once; return whether the server is a replica now."""
         cause = strip_args(text)
         if self._is_news(node.index, cause):
             self._events.changed(node, NodeError(node.name, cause))
         return is_of_a_replica(text)
 
     def on_down(self, node: NodeClient, error: NodeError) -> None:
-        """Say that a node is gone; what an operator must act on is said once."""
+        """Report that a node is down. An error that an operator must fix is reported only once."""
         if not hint_of(error.cause) or self._is_news(node.index, error.cause):
             super().on_down(node, error)
 
     def _is_news(self, node: int, text: str) -> bool:
-        """Return whether a node says this for the first time, by what is to be done about it.
+        """Return whether a node reports this error for the first time.
 
-        The words themselves vary: they name a script's line, or a digest.
+        Errors with the same hint count as the same: their texts vary, by a script's line or digest.
         """
         refusal = (node, hint_of(text) or text)
         if refusal in self._refusals or len(self._refusals) >= MOST_REFUSALS:
@@ -149,7 +151,7 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         self._refusals.add(refusal)
         return True
 
-    # the tenures; all in the turn of reading, except what `keep_alive` asks for
+    # the tenures; all in the turn of reading, except for calls from `keep_alive`
 
     def _let_in(self, index: int, info: ServerInfo, use: Callable[[], None]) -> None:
         if info.notes is not None:
@@ -157,7 +159,7 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             if self._tenures.ended(index, info.notes.own):
                 raise NodeError(self.nodes[index].name, REPLACED)
         before = self._known[index]
-        # first: each reply of the connection is from a server whose tenure is known
+        # before `use`: a reply of the connection must be from a server whose tenure is known
         self._known[index] = KnownServer(info, self.clock.now())
         try:
             use()
@@ -172,7 +174,7 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         return known if known is not None and known.run_id == connection.run_id else None
 
     def _learn(self, index: int, notes: Notes) -> None:
-        """Learn the newest tenures; give up connections to servers that were replaced."""
+        """Keep the newest tenures; give up connections to servers that were replaced."""
         self._tenures.learn(index, notes.own)
         for other, tenure in zip(self._tenures.others(index), notes.others, strict=True):
             self._tenures.learn(other, tenure)
@@ -183,20 +185,19 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
                 self._give_up(node, connection)
 
     def _give_up(self, node: NodeClient, connection: Connection) -> None:
-        """Drop a connection with the votes that came by it: its server has missed others' locks.
+        """Drop a connection and its votes, because its server has missed grants of another server.
 
-        On the next connection that server is told, and abstains.
+        The handshake of the next connection informs the server, which then abstains.
         """
-        connection.discarded = (
-            REPLACED  # first: another thread may have its turn, and the drop wait
-        )
+        # first: if another thread has the node's turn, the drop comes later
+        connection.discarded = REPLACED
         self.replaced_at[node.index] = self.clock.now()
         self.lose_answers(node, connection, REPLACED)
         self._events.replaced(node.index)
         node.drop(connection, REPLACED)
 
     def _introduce(self, every: float | None = None) -> None:
-        """Exchange tenures with each connected node that lacks one, or after so many seconds."""
+        """Exchange tenures with each connected node that lacks one, or every `every` seconds."""
         if self._guard.word == "off":
             return
         now = self.clock.now()
@@ -205,7 +206,7 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             known = None if connection is None else self._known_by(node, connection)
             if known is None or not known.run_id:
                 continue
-            # one that could note nothing, read-only or full, is asked again after a while
+            # a node that could record nothing (read-only, or full) is asked again after `every`
             is_told = known.tenure is None or known.told == told
             if is_told and (every is None or now - known.told_at <= every):
                 continue
@@ -226,13 +227,13 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         self._introduce()
 
     def _refuse_same_server(self, index: int, run_id: str) -> None:
-        """Refuse a second connection to one server: its one vote would count twice."""
+        """Refuse a second node with the same server, because its vote would count twice."""
         other = self._servers.setdefault(run_id, index) if run_id else index
         if other != index and self.nodes[other].run_id not in ("", run_id):
-            other = self._servers[run_id] = index  # the other one is elsewhere by now
+            other = self._servers[run_id] = index  # the other node has another server by now
         if other != index:
             name, first = self.nodes[index].name, self.nodes[other].name
             self.same_server = (first, name)
             raise NodeError(name, f"is the same server as {first}")
         if self.same_server is not None and self.nodes[index].name in self.same_server:
-            self.same_server = None  # its name leads to a server of its own again
+            self.same_server = None  # the node has its own server again

@@ -21,7 +21,7 @@ GUARD, TRUST, BREAK = map(load_script, ("guard", "trust", "break"))
 
 
 class Requests:
-    """The requests of all locks under one prefix; the parts they share are encoded once.
+    """The requests of all locks under one prefix. Common parts are encoded once.
 
     The connection appends its server's arguments (`Peer.suffix`) to each grant as it writes it.
     """
@@ -37,14 +37,14 @@ class Requests:
         self._fence = encode_text(fence_key(prefix))
 
     def grant(self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None = None) -> bytes:
-        """Return the request for a lock; proposal: a fencing token. The rest is encoded already."""
+        """Return the request for a lock. proposal: a fencing token. Other arguments are encoded."""
         least = _NOTHING if proposal is None else encode_bulk(b"%d" % proposal)
         return self._grant % (key, value, ttl_ms, least)
 
     def ask(
         self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None, mark: bytes
     ) -> bytes:
-        """Return the request for a lock that also reads a completion marker; mark: its key."""
+        """Return the request for a lock that also reads a completion marker. mark: its key."""
         least = _NOTHING if proposal is None else encode_bulk(b"%d" % proposal)
         return self._asking % (key, mark, value, ttl_ms, least)
 
@@ -58,7 +58,7 @@ class Requests:
     def renew(self, keys: Sequence[bytes], renewals: Sequence[bytes], note: bytes = b"") -> bytes:
         """Return the request that renews these locks.
 
-        note: the encoded `broken_key` of a reclaim, which is of one lock alone. The script sets the
+        note: for a reclaim of a single lock, its encoded `broken_key`. The script then sets the
         lock's key if it is missing.
         """
         names = len(keys) + 1 + bool(note)
@@ -70,7 +70,7 @@ class Requests:
         return b"".join([head, *keys, self._fence, note, *renewals])
 
     def release(self, key: bytes, value: bytes, channel: bytes) -> bytes:
-        """Return the request that releases a lock; channel: encoded, or `SAY_NOTHING`."""
+        """Return the request that releases a lock. channel: encoded, or `SAY_NOTHING`."""
         return self._release % (key, value, channel)
 
     def release_done(
@@ -86,4 +86,4 @@ class Requests:
 
 
 _NOTHING = encode_bulk(b"")
-SAY_NOTHING = _NOTHING  # instead of a channel
+SAY_NOTHING = _NOTHING  # instead of a channel: publish nothing

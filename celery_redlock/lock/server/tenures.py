@@ -1,9 +1,8 @@
-"""Tenures: which server serves under a node's address, and which server served there last.
+"""Tenures: which server serves under a node's address, and since when.
 
-A server that was frozen or partitioned does not know that another server replaced it: its own notes
-still name itself. So its tenure, the time for which it serves under an address, is noted on the
-other nodes, too. A server whose tenure is older than the noted one has missed its successor's
-grants.
+A server that was frozen or partitioned does not know that another server replaced it: its own
+record still names itself. So a server's tenure under an address is recorded on the other nodes,
+too. A server whose tenure is older than the recorded one has missed grants of its successor.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-KEPT_MS = 30 * 86_400_000  # milliseconds until a note about another node's address expires
+KEPT_MS = 30 * 86_400_000  # milliseconds until a record about another node's address expires
 
 
 @dataclass(frozen=True)
 class Tenure:
     """The time for which a server serves under an address.
 
-    since: milliseconds since 1970 by its own clock; 0 if it began before the first note. run_id:
-    of the server.
+    since: milliseconds since 1970 by the server's clock; 0 if it began before the first record.
+    run_id: of the server.
     """
 
     since: int
@@ -30,20 +29,20 @@ class Tenure:
         return f"{self.since} {self.run_id}"
 
     def ends_before(self, other: Tenure | None) -> bool:
-        """Return whether another server's tenure began later, or at the same time."""
+        """Return whether another server's tenure began later or at the same time."""
         return other is not None and other.run_id != self.run_id and other.since >= self.since
 
 
 def tenure_of(text: str) -> Tenure | None:
-    """Return the tenure that a node noted, None if it noted none."""
+    """Return the tenure that a node recorded, None if there is none."""
     since, _, run_id = text.partition(" ")
     return Tenure(int(since), run_id) if since.isdecimal() and run_id else None
 
 
 def noted_address(server: str) -> str:
-    """Return an address for notes; a local address gets the host name, to be unique.
+    """Return an address for the records. A local address gets the host name, to be unique.
 
-    server: as of `Address.server`.
+    server: as in `Address.server`.
     """
     first = server.removeprefix("sentinel://")
     if server.startswith("/") or first.startswith(("127.", "::1:")):
@@ -54,7 +53,7 @@ def noted_address(server: str) -> str:
 class Tenures:
     """The newest known tenure under each node's address, by index.
 
-    servers: of the nodes, as of `Address.server`. Only one thread may change it at a time.
+    servers: of the nodes, as in `Address.server`. Only one thread may change the tenures at a time.
     """
 
     def __init__(self, servers: Sequence[str]) -> None:
@@ -62,11 +61,11 @@ class Tenures:
         self._newest: list[Tenure | None] = [None] * len(servers)
 
     def others(self, node: int) -> list[int]:
-        """Return the other nodes, in the order of their notes on this node."""
+        """Return the other nodes, in the order of their records on this node."""
         return [other for other in range(len(self._newest)) if other != node]
 
     def learn(self, node: int, tenure: Tenure | None) -> None:
-        """Remember a tenure if it is newer than what is known."""
+        """Keep a tenure if it is newer than the known one."""
         known = self._newest[node]
         if tenure is not None and (known is None or tenure.since > known.since):
             self._newest[node] = tenure
@@ -76,7 +75,7 @@ class Tenures:
         return tenure is not None and tenure.ends_before(self._newest[node])
 
     def told(self, node: int) -> tuple[str, ...]:
-        """Return the arguments for a node: its newest tenure, how long notes stay, the others'."""
+        """Return arguments for a node: its newest tenure, the records' ttl, the others' tenures."""
         newest = [self._newest[other] for other in (node, *self.others(node))]
         own, *others = ("" if tenure is None else str(tenure) for tenure in newest)
         return own, str(KEPT_MS), *others

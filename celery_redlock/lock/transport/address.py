@@ -27,14 +27,14 @@ URL_SCHEMES = ("redis", "rediss", "unix", "sentinel")
 class Address:
     """The address of a node, and how to connect to it.
 
-    name: host and port, or path; for logs and errors, never with credentials.
+    name: host and port, or path, for logs and errors; never with credentials.
     server: a canonical spelling, equal for two addresses of one server.
     """
 
     name: str
     server: str
     pool: redis.ConnectionPool = field(repr=False)
-    platform: Platform | None = field(default=None, repr=False)  # None: this machine's
+    platform: Platform | None = field(default=None, repr=False)  # None: the machine's
 
     def dial(self, timeout: float) -> Any:
         """Return a connected, authenticated redis-py connection; timeout: seconds for each step."""
@@ -47,10 +47,10 @@ class Address:
             "retry_on_error": [],
             "health_check_interval": 0,
             "protocol": 2,
-            "decode_responses": False,  # a key need not be valid text in the client's own encoding
+            "decode_responses": False,  # a key may be invalid in the client's own encoding
         }
         connection = self.pool.connection_class(**options)
-        # else redis-py sends CLIENT SETINFO, and loses the reply of a server that rejects clients
+        # otherwise redis-py sends CLIENT SETINFO, and loses the error of a server that rejects it
         connection.driver_info = connection.lib_name = connection.lib_version = None
         connection.connect()
         return connection
@@ -96,7 +96,7 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
             return _sentinel_address(node, timeout)
         return _address_of(redis.ConnectionPool.from_url(node))
     except (ValueError, TypeError):
-        # redis-py's own text would show parts of the URL, and so of a password
+        # the text of redis-py's error shows parts of the URL, so maybe of a password
         hint = (
             "is not a URL of a node; in user and password, write special characters with a "
             "percent sign (%2F for /), and Sentinels as sentinel://host:port,host:port/name"
@@ -129,7 +129,7 @@ def _place_of(options: Mapping[str, Any]) -> tuple[str, int]:
 def _watched_address(pool: Any) -> Address:
     """Return the address of a service that Sentinels watch.
 
-    It names the Sentinels, too: two groups of them may use the same service name.
+    The address also names the Sentinels: two groups of them may use the same service name.
     """
     sentinels = pool.sentinel_manager.sentinels
     places = [_place_of(one.connection_pool.connection_kwargs) for one in sentinels]

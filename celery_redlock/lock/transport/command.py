@@ -19,23 +19,24 @@ class Handler(Protocol):
 
     @property
     def wanted(self) -> bool:
-        """Whether the command may still be written. Read in the turn of the node.
+        """Whether the command may still be written; False is final. Read in the turn of the node.
 
-        So a command never follows one that was sent after the flag went down.
+        So an unwanted command is never written after a command that was sent once this was False.
         """
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Take a reply. sent: monotonic seconds before the write; run_id: of the server."""
+        """Handle a reply. sent: monotonic seconds before the write. run_id: of the server."""
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """No reply will come. The command may have run, or may still run later."""
+        """Handle an error: no reply will come. The command may have run, or may still run later."""
 
 
 class Command:
-    """One request, the same for every node. script: sent again if a node has forgotten it.
+    """One request, the same for every node.
 
-    suffixed: it ends with the suffix of its connection (`Peer.suffix`), added as it is written.
-    dated: the request contains a time, so a repetition keeps the time of the first write.
+    script: sent again if a node has forgotten it. suffixed: the connection appends its suffix
+    (`Peer.suffix`) as it writes the request. dated: the request contains a time, so a repetition
+    keeps the time of the first write.
     """
 
     __slots__ = ("dated", "handler", "request", "script", "suffixed")
@@ -54,7 +55,7 @@ class Command:
 
 
 class IgnoreReply:
-    """The handler of a command whose reply nobody needs."""
+    """The handler of a command whose reply is not needed."""
 
     wanted = True
 
@@ -70,7 +71,7 @@ Entry = tuple[Command, float, bytes]  # command, monotonic seconds of the write,
 
 
 def still_wanted(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Return the commands whose handlers still want them written."""
+    """Return the commands that may still be written."""
     for command, _, _ in entries:
         if not command.handler.wanted:
             return [entry for entry in entries if entry[0].handler.wanted]
@@ -78,9 +79,9 @@ def still_wanted(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 class Round:
-    """One request that a caller waits for. A subclass decides it.
+    """One request that a caller waits for. A subclass calls `decide`.
 
-    wake: set by the waiter; called when the round is decided, from any thread.
+    wake: set by the waiter; called when the round is decided, in any thread.
     """
 
     __slots__ = ("decided", "wake")
@@ -100,9 +101,9 @@ class Round:
 
 
 class Question(Round):
-    """A question to some nodes, by index; decided when each has answered or failed.
+    """A question to some nodes, by index. Decided when each of them has replied or failed.
 
-    An error reply is an answer: the server is there. read: returns the value of any other reply;
+    An error reply is a reply, too: the server is up. read: returns the value of any other reply;
     raises UnexpectedReplyError.
     """
 
@@ -116,17 +117,17 @@ class Question(Round):
 
     @property
     def replies(self) -> dict[int, Any]:
-        """A copy of the replies so far, by node: another thread may add a late one."""
+        """A copy of the replies so far, by node, because another thread may add a late reply."""
         return self._replies.copy()
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Keep the reply."""
+        """Store the reply."""
         is_error = type(reply) is hiredis.ReplyError
         self._replies[node] = reply if is_error else self._read(reply)
         self._heard(node)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Count the node as heard: it will not answer."""
+        """Count the node as done, because it will not reply."""
         self._heard(node)
 
     def _heard(self, node: int) -> None:
@@ -136,19 +137,19 @@ class Question(Round):
 
 
 class RoundGroup(Round):
-    """Several rounds that one caller waits for together; decided when all of them are."""
+    """Several rounds that one caller waits for together. Decided when all of them are decided."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._open = 1  # itself, until it is closed
+        self._open = 1  # the group itself, until `close`
 
     def add(self, round_: Round) -> None:
-        """Wait for a round, too; before it is sent."""
+        """Add a round. Called before the round is sent."""
         self._open += 1
         round_.wake = self._one_less
 
     def close(self) -> None:
-        """Say that all rounds are in it."""
+        """Mark the group as complete: no round is added any more."""
         self._one_less()
 
     def _one_less(self) -> None:

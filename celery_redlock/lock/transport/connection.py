@@ -25,10 +25,10 @@ _INCOMPLETE = object()
 
 @dataclass(frozen=True)
 class Peer:
-    """The server at the other end of a connection, as its handshake found it.
+    """The server at the other end of a connection, as found by the handshake.
 
-    run_id: "" if the server does not name it. suffix: the bytes that every command flagged
-    `suffixed` ends with on this connection.
+    run_id: "" if the server does not report it. suffix: bytes that this connection appends to every
+    command flagged `suffixed`.
     """
 
     run_id: str = ""
@@ -38,8 +38,8 @@ class Peer:
 class Connection:
     """One live connection, and the commands in flight, in order.
 
-    Written in the turn of its node, read by one thread at a time. An exception in the middle of
-    either poisons the connection: bytes may be missing, and replies must not shift. A command is in
+    Written in the turn of its node, read by one thread at a time. An exception during a write or a
+    read poisons the connection: bytes may be missing, and replies must not shift. A command is in
     `in_flight` or in `answers`, or for a moment in both, until its handler has the reply.
     """
 
@@ -64,24 +64,24 @@ class Connection:
     def __init__(self, dialled: Any, peer: Peer) -> None:
         self._dialled = dialled
         self.run_id, self.suffix = peer.run_id, peer.suffix
-        self.poisoned = False  # an exception struck in the middle of a write or a read
-        self.discarded = ""  # why no reply of this connection counts any more
+        self.poisoned = False  # an exception interrupted a write or a read
+        self.discarded = ""  # the reason if no further reply of this connection counts
         self.opened_at = self.used_at = 0.0  # monotonic seconds: connected, last written to
         self.socket = dialled._sock
         self.socket.setblocking(False)
-        # reading and writing share one TLS state, which two threads must not enter
+        # reading and writing share one TLS state, which two threads must not use at once
         self.is_tls = hasattr(self.socket, "pending")
         self._ways = self.socket, _unyielding(self.socket)
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
         self.in_flight: deque[Entry] = deque()
         self.answers: deque[tuple[Entry, Any]] = deque()
-        self.struck: tuple[Entry, Any] | None = None  # an answer whose handler raised
+        self.struck: tuple[Entry, Any] | None = None  # the last reply whose handler raised
         self.write_buffer = b""
 
     def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
-        """Write commands; bytes that the socket does not take stay in `write_buffer`.
+        """Write commands. Bytes that the socket does not accept stay in `write_buffer`.
 
-        keeps_gil: as of `NodeClient.send`. Raises OSError; then the commands are in flight, too.
+        keeps_gil: as in `NodeClient.send`. Raises OSError; the commands are in flight then, too.
         """
         try:
             self.in_flight.extend(entries)
@@ -120,7 +120,7 @@ class Connection:
             gets = reader.gets
             while (reply := gets()) is not _INCOMPLETE:
                 done((in_flight[0], reply))
-                in_flight.popleft()  # last: if interrupted here, the command is not lost
+                in_flight.popleft()  # last: if an exception strikes before, no command is lost
         except IndexError:
             raise OSError("an answer that nobody asked for") from None
         except OSError:
@@ -134,7 +134,7 @@ class Connection:
     def close(self, *, reset: bool) -> None:
         """Close the connection; reset: discard bytes that have not left this machine."""
         if reset:
-            with contextlib.suppress(OSError):  # a unix socket, or one closed already
+            with contextlib.suppress(OSError):  # a unix socket, or a closed one
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self._dialled.disconnect()
         self.socket.close()  # again, if an exception interrupted the line above
@@ -148,7 +148,7 @@ def _unyielding(sock: Any) -> Any:
 
 
 def receive(sock: Any) -> bytes:
-    """Return the bytes that have come on a non-blocking socket, b"" if none have.
+    """Return the bytes that a non-blocking socket has received, b"" if there are none.
 
     Raises OSError at the connection's end.
     """
@@ -169,8 +169,8 @@ def receive(sock: Any) -> bytes:
 class TransportOptions:
     """Times in seconds.
 
-    timeout: for a connect and for a reply. longest_idle: after that long without a write, a
-    connection is made anew before it is used.
+    timeout: for a connect and for a reply. longest_idle: a connection without a write for that long
+    is replaced before it is used again.
     """
 
     timeout: float
@@ -178,21 +178,21 @@ class TransportOptions:
 
 
 class NodeOwner(Protocol):
-    """The set of nodes that a node is of. Every method is called from any thread."""
+    """The set of nodes that a node belongs to. Any thread may call each method."""
 
     def report(
         self, node: int, entries: deque[Entry], error: NodeError, connection: Connection | None
     ) -> None:
-        """Take word of a connection that broke or could not be made.
+        """Queue the report of a connection that broke or could not be made.
 
-        entries: the commands that get no reply. connection: to be closed by the turn of reading.
+        entries: the commands that get no reply. connection: to be closed in the turn of reading.
         """
 
     def rearm(self) -> None:
-        """Hear that there is something new to poll for."""
+        """Make every waiter look at the connections again, because one has changed."""
 
     def handshake(self, connection: Any, node: int) -> Any:
-        """Greet the server of a new connection; returns its `Peer`. Raises what refuses it."""
+        """Return the `Peer` of a new connection. Raises an error to refuse the connection."""
 
     def admit(self, node: int, info: Any, use: Callable[[], None]) -> None:
         """Call `use` to let a connection be used, or raise NodeError to refuse it.

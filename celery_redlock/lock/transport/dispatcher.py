@@ -1,10 +1,10 @@
-"""Reading from all nodes, and handing on what has come to the handlers of the commands.
+"""Reads from all nodes, and passes the replies to the handlers of the commands.
 
-Many threads and greenlets of a process share the connections. Whoever finds something to read hands
-on whatever has come, also what others wait for, and wakes them. So nothing stands between a lone
-caller and its sockets, and nobody depends on another to go on. Handlers are called in one turn in
-which nothing waits: they do arithmetic. A reply stays with its connection until its handler is
-through with it, so a handler may be told the same twice.
+The threads and greenlets of a process share the connections. The thread that finds data to read
+calls the handlers of all replies, also those of other waiters, and wakes these. So a single caller
+uses its sockets directly, and no caller depends on another one. Handlers are called in one turn in
+which nothing waits: they do arithmetic. A reply stays with its connection until its handler has
+returned, so a handler may get the same reply twice.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from celery_redlock.lock.transport.poller import PollerPool
 
 T = TypeVar("T")
 
-LONGEST_TURN, TURNS = 1.0, 3  # seconds, and how many, for which one thread may read and hand on
+LONGEST_TURN, TURNS = 1.0, 3  # seconds, and how many of these one thread may keep the turn
 
 
 def _take_out(queue: deque[T], done: T) -> None:
-    """Take out what is done, unless another has: the turn is taken from one that keeps it long."""
+    """Remove a finished item, unless another thread has removed it after it recovered the turn."""
     if queue and queue[0] is done:
         queue.popleft()
 
 
 class Dispatcher:
-    """The connections to some nodes, and the one turn in which replies are read and handed on.
+    """The connections to some nodes, and the one turn in which replies are read and handled.
 
-    on_change: called as (node, error) when a node stops answering, with None when it is back. Must
-    not wait.
+    on_change: called as (node, error) when a node stops answering, and as (node, None) when the
+    node answers again. Must not wait.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Dispatcher:
         self.nodes: list[NodeClient] = []
 
     def reset(self) -> None:
-        """Forget every connection, waiter and turn. An override extends it."""
+        """Forget every connection, waiter and turn. An override calls this, too."""
         self._reading = self._platform.turn()
         self.pollers = PollerPool(self._platform)
         self._mail: deque[tuple[int, deque[Entry], NodeError, Connection | None]] = deque()
@@ -63,18 +63,18 @@ class Dispatcher:
     # what a subclass may override
 
     def on_error_reply(self, node: NodeClient, text: str) -> bool:
-        """Learn that a server answered with an error; called before the command's handler.
+        """Take note of an error reply; called before the command's handler.
 
-        Return whether the connection is to be made anew: the address may lead elsewhere by now.
+        Return whether to reconnect, because the address may lead to another server by now.
         """
         return False
 
     def on_down(self, node: NodeClient, error: NodeError) -> None:
-        """Learn that a node stopped answering, once until it answers again."""
+        """Take note that a node stopped answering. Called once until the node answers again."""
         self._on_change(node, error)
 
     def run_in_turn(self, work: Callable[..., object], *arguments: object) -> bool:
-        """Call a function while nobody reads or hands on; False if others were at it too long."""
+        """Call a function in the turn of reading; return False if the turn stays taken."""
         for number in range(PAUSES):
             if number:
                 self._platform.pause(PAUSE)
@@ -85,8 +85,8 @@ class Dispatcher:
     def recover_turn(self) -> None:
         """Take the turn of reading from a thread that has kept it for too long.
 
-        A finalizer or a signal handler may interrupt that thread, and sleep. It may still read from
-        its connections when it goes on, so all of them are given up. Called regularly.
+        A finalizer or a signal handler may interrupt that thread, and sleep. Afterwards the thread
+        may still read from its connections, so all connections are given up. Called regularly.
         """
         if self._reading.is_stuck(self.clock.now(), LONGEST_TURN, TURNS):
             self._reading = self._platform.turn()
@@ -99,7 +99,7 @@ class Dispatcher:
 
     def drain(self) -> None:
         """Read from all nodes, and drop connections with an overdue reply. Never waits."""
-        now = self.clock.now()  # before reading: an answer may have come while we were paused
+        now = self.clock.now()  # before reading: a reply may have come while the process was paused
         for node in self.nodes:
             node.go_on()
         if self.read(self.nodes, PAUSES):
@@ -110,7 +110,7 @@ class Dispatcher:
             self._deliver_mail()
 
     def read(self, nodes: Sequence[NodeClient], tries: int = 1, *, keeps_gil: bool = True) -> bool:
-        """Read and hand on replies; return False if others had the turn at each try."""
+        """Read and handle replies; return False if other threads had the turn at each try."""
         if not nodes and not self._mail:
             return True
         for number in range(tries):
@@ -130,10 +130,10 @@ class Dispatcher:
             if self._mail:
                 self._deliver()  # first: a later command may follow on the next connection
             for node in nodes:
-                if self._reading is reading:  # else it was taken from us
+                if self._reading is reading:  # otherwise another thread recovered the turn
                     self._hand_on(node, keeps_gil=keeps_gil)
         except BaseException:
-            self.rearm()  # a waiting caller looks at what was cut
+            self.rearm()  # a waiting caller continues what was interrupted
             raise
 
     def _hand_on(self, node: NodeClient, *, keeps_gil: bool) -> None:
@@ -148,10 +148,10 @@ class Dispatcher:
             self._on_change(node, None)
 
     def _hand_on_answers(self, node: NodeClient, connection: Connection) -> str:
-        """Hand on replies; return an error after which the connection is to be made anew, or "".
+        """Call the handlers of replies; return the error that requires a reconnect, else "".
 
-        A reply is taken out after its handler has returned. If an asynchronous exception interrupts
-        the handler, the reply is handed on again. The second time, the handler itself is at fault.
+        A reply is removed after its handler has returned. If an asynchronous exception interrupts
+        the handler, it is called again. A second exception is taken for the handler's own.
         """
         answers, index, run_id, demoted = connection.answers, node.index, connection.run_id, ""
         if connection.discarded and answers:
@@ -165,7 +165,7 @@ class Dispatcher:
                     self._send_source(node, command, sent)
                 else:
                     demoted = self._hand_on_error(node, found[0], reply, run_id) or demoted
-                if answers and answers[0] is found:  # else the connection was given up
+                if answers and answers[0] is found:  # otherwise the connection was given up
                     answers.popleft()
         except UnexpectedReplyError as error:
             self._distrust(node, connection, str(error))
@@ -178,7 +178,7 @@ class Dispatcher:
         return demoted
 
     def _hand_on_error(self, node: NodeClient, entry: Entry, reply: Any, run_id: str) -> str:
-        """Tell a handler of an error; returns it if the connection is to be made anew."""
+        """Call a handler with an error reply; return its text if the node must be reconnected."""
         command, sent, _ = entry
         text = str(reply)
         demoted = text if self.on_error_reply(node, text) else ""
@@ -186,18 +186,18 @@ class Dispatcher:
         return demoted
 
     def _distrust(self, node: NodeClient, connection: Connection, cause: str) -> None:
-        """Drop a connection whose replies do not fit its commands: no later reply counts."""
+        """Drop a connection whose replies do not fit its commands. No later reply counts."""
         self.lose_answers(node, connection, cause)
         node.drop(connection, cause)
 
     def lose_answers(self, node: NodeClient, connection: Connection, cause: str) -> None:
-        """Report the replies that are not handed on yet as lost: none of them counts."""
+        """Report the replies that are not handled yet as lost. None of them counts."""
         entries = deque(entry for entry, _ in connection.answers)
         self.report(node.index, entries, NodeError(node.name, cause, lost=True), None)
         connection.answers.clear()
 
     def _send_source(self, node: NodeClient, command: Command, sent: float) -> None:
-        """Send the text of a script that a server has forgotten: after a flush, or a restart."""
+        """Send the source of a script that a server has forgotten, after a flush or a restart."""
         script = command.script
         if script is None:
             return
@@ -205,26 +205,26 @@ class Dispatcher:
             sent = self.clock.now()
         if command.handler.wanted:
             node.send([(command, sent, script.with_source(command.request))])
-        else:  # or a node that always answers last would never get the script back
+        else:  # otherwise a node that always replies last would never get the script again
             node.send([(Command(script.load, IGNORE_REPLY), sent, script.load)])
 
     def hand_on_mail(self) -> None:
-        """Tell the handlers of commands whose connection broke. Never waits."""
+        """Call the handlers of commands whose connection broke. Never waits."""
         if self._mail:
             self._deliver_mail()
 
     def _deliver_mail(self) -> None:
         while self._mail and self._reading.run(self._deliver):
-            pass  # once more: some may have come as the turn ended
+            pass  # again: a report may have been queued as the turn ended
 
     def _deliver(self) -> None:
         while self._mail:
             # kept until it is delivered: an asynchronous exception must lose no command
             mail = index, entries, error, connection = self._mail[0]
             if connection is not None:
-                self._hand_on_answers(self.nodes[index], connection)  # those that somebody has read
+                self._hand_on_answers(self.nodes[index], connection)  # replies read before
                 connection.close(reset=True)
-                self.rearm()  # its descriptor is a stranger's from now on
+                self.rearm()  # another file may get its descriptor number now
             if index not in self._down and not self._closed:
                 self._down.add(index)
                 self.on_down(self.nodes[index], error)
@@ -237,10 +237,10 @@ class Dispatcher:
     def report(
         self, node: int, entries: deque[Entry], error: NodeError, connection: Connection | None
     ) -> None:
-        """Queue a broken connection for the next turn of reading. Called from any thread."""
+        """Queue a broken connection for the next turn of reading. Any thread may call this."""
         self._mail.append((node, entries, error, connection))
         self.rearm()
 
     def rearm(self) -> None:
-        """Make every waiter look at the connections anew."""
+        """Make every waiter look at the connections again."""
         self.pollers.rearm()

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def encoded(text: str) -> bytes:
-    """Return the bytes of a text on the nodes; two texts never have the same bytes.
+    """Return the bytes of a text on the nodes. Two different texts never have the same bytes.
 
     UTF-8, also for lone surrogates: `os.fsdecode` makes them from a file name that is not UTF-8.
     """
@@ -15,7 +15,7 @@ def encoded(text: str) -> bytes:
 
 
 def decoded(name: bytes) -> str:
-    """Return the text of bytes on a node; replace invalid bytes, written by another program."""
+    """Return the text of bytes on a node. Invalid bytes of another program are replaced."""
     try:
         return name.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
@@ -69,14 +69,14 @@ def text_of(reply: Any) -> str:
 
 
 class UnexpectedReplyError(Exception):
-    """A node's reply that the script or command cannot return. reply: as received."""
+    """A reply that the script or command cannot return. reply: as received."""
 
     def __init__(self, reply: Any) -> None:
         super().__init__(f"not a reply of its script: {outline_of(reply)}")
 
 
 def outline_of(reply: Any, depth: int = 2) -> str:
-    """Return an outline of a reply, without long texts: a text may be a token."""
+    """Return an outline of a reply without long texts, which may be secret lock values."""
     if reply is None:
         return "nil"
     if isinstance(reply, (list, tuple)):

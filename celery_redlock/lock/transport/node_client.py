@@ -1,6 +1,6 @@
-"""One node: its one ordered connection, made again when it breaks.
+"""The client of one node: one ordered connection, replaced when it breaks.
 
-One ordered connection means that no command overtakes an earlier one.
+On one ordered connection, no command overtakes an earlier one.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from celery_redlock.lock.transport.connection import Connection, NodeOwner, Tran
 LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
 BUSY = "another thread was at its connection for too long"
-PAUSE, PAUSES = 0.0001, 1000  # seconds, and how many, to wait for another's turn to end
-LINGER = 30.0  # seconds that the thread that connects waits for its next use
+PAUSE, PAUSES = 0.0001, 1000  # seconds, and how many, to wait until another thread's turn ends
+LINGER = 30.0  # seconds that the connecting thread waits for its next use
 
 
 class NodeClient(SerialJobs):
-    """The one ordered connection of this process to one node, made again when it breaks.
+    """The one ordered connection of this process to one node, replaced when it breaks.
 
-    All that changes it is a job of `SerialJobs`, and no caller waits.
-    index: its place in the list of nodes. owner: the set of nodes that it is of.
+    Every change of the connection is a job of `SerialJobs`, and no caller waits. index: position in
+    the list of nodes. owner: the set of nodes that this node belongs to.
     """
 
     def __init__(
@@ -56,32 +56,32 @@ class NodeClient(SerialJobs):
         self.run_id = ""
         self.error: NodeError | None = None
         self._connecting = self._closed = False
-        self._connector: DeadlineTimer | None = None  # of the thread that connects, if it runs
+        self._connector: DeadlineTimer | None = None  # of the connecting thread, if it runs
         self._tries, self._retry_at = 0, 0.0
         self._queued: list[Entry] = []
 
     @property
     def name(self) -> str:
-        """Its address, without credentials."""
+        """The node's address, without credentials."""
         return self.address.name
 
     @property
     def outstanding(self) -> bool:
-        """Whether a command waits for its answer, or a job for its turn."""
+        """Whether a command waits for its reply, or a job for its turn."""
         connection = self.connection
         return bool(self._queued or self.jobs or (connection is not None and connection.in_flight))
 
     @property
     def is_used(self) -> bool:
-        """Whether it has a connection, or a thread that makes one."""
+        """Whether there is a connection or a connecting thread."""
         return self.connection is not None or self._connector is not None
 
     def send(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
-        """Write commands in order, or keep them until the connection under way stands.
+        """Write commands in order, or keep them until a connection that is being made is ready.
 
-        Never waits. Commands that cannot be written are reported; commands that are not wanted any
+        Never waits. Commands that cannot be written are reported. Commands that are not wanted any
         more are left out. keeps_gil: do not release the GIL in the system call, so that C code in
-        another thread cannot keep it; slower otherwise.
+        another thread cannot take it. Such a call is a little slower.
         """
         if self.jobs or not self._turn.run(self._write, entries, keeps_gil):
             self.jobs.append(functools.partial(self._write, entries))
@@ -89,10 +89,10 @@ class NodeClient(SerialJobs):
             self._do_all()
 
     def receive(self, *, keeps_gil: bool = True) -> Connection | None:
-        """Read what has come; return the connection, whose `answers` are to be handed on.
+        """Read received replies into the `answers` of the connection, and return the connection.
 
         Never waits. None if there is no connection, or if another thread uses it. keeps_gil: as
-        of `send`.
+        in `send`.
         """
         connection = self.connection
         if connection is None:
@@ -117,9 +117,9 @@ class NodeClient(SerialJobs):
         if connection is None or not connection.in_flight:
             return False
         try:
-            latest = now - self.timeout  # that it may have been sent at
+            latest = now - self.timeout  # a command sent before that is overdue
             return connection.in_flight[0][1] < latest and connection.opened_at < latest
-        except IndexError:  # another thread has read it meanwhile
+        except IndexError:  # another thread has read the reply meanwhile
             return False
 
     def drop(self, connection: Connection, cause: str) -> None:
@@ -127,11 +127,11 @@ class NodeClient(SerialJobs):
         self._do(functools.partial(self._give_up, connection, cause))
 
     def abandon(self, cause: str) -> None:
-        """Give the connection up, but leave its queues to a thread that may still read from it."""
+        """Give the connection up without changing its queues: a thread may still read from it."""
         self._do(functools.partial(self._abandon, cause))
 
     def close(self) -> None:
-        """Close the connection for good; commands in flight are not reported."""
+        """Close the connection for ever. Commands in flight are not reported."""
         self._do(self._close)
 
     def connect(self) -> None:
@@ -139,7 +139,7 @@ class NodeClient(SerialJobs):
         if self.connection is None and not self._connecting:
             self._do(self._begin_to_connect)
 
-    # the jobs: each is idempotent, for one that is interrupted is done again
+    # the jobs: each is idempotent, because an interrupted job is done again
 
     def _write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
         connection = self.connection
@@ -180,9 +180,9 @@ class NodeClient(SerialJobs):
         if self.connection is not connection:
             return
         error = NodeError(self.name, cause, lost=True)
-        # emptied and closed in the turn of reading: a reader that holds a reply would else find
-        # the next command in front, and one at the socket a stranger's descriptor. And reported
-        # first: if an exception strikes after it, it is reported twice, but no command is lost
+        # Emptied and closed in the turn of reading. Otherwise a thread that has read a reply would
+        # match it with the next command, or a thread at the socket would read another file.
+        # Reported first: after an exception it is reported twice, but no command is lost.
         self._report(self.index, connection.in_flight, error, connection)
         self.connection, self.error, self._retry_at = None, error, 0.0
 
@@ -203,8 +203,8 @@ class NodeClient(SerialJobs):
             connection.close(reset=False)
         self.connection, self._closed = None, True
         self._queued.clear()
-        if self._connector is not None:  # last: its thread ends
-            self._connector.ring()
+        if self._connector is not None:  # last: ends its thread
+            self._connector.wake()
 
     def _begin_to_connect(self) -> None:
         if self.connection is None and not self._connecting:
@@ -217,7 +217,7 @@ class NodeClient(SerialJobs):
             connector = self._platform.deadline_timer()
             self._platform.start_thread(functools.partial(self._serve_connects, connector))
             self._connector = connector
-        self._connector.ring()  # first: if interrupted here, it connects once too often, not never
+        self._connector.wake()  # first: an exception in between must not lose the wake-up
         self._connecting = True
         return True
 
@@ -243,16 +243,16 @@ class NodeClient(SerialJobs):
     def _end_connector(self, connector: DeadlineTimer) -> None:
         if self._connector is connector:
             self._connector = None
-            if self._connecting:  # asked for just now
+            if self._connecting:  # requested just now
                 self._connecting = False
                 self._start_connecting()
 
-    # the thread that connects
+    # the connecting thread
 
     def _serve_connects(self, connector: DeadlineTimer) -> None:
-        """Connect at each request, in a thread of its own.
+        """Connect at each request, in a separate thread.
 
-        The thread lingers, because under gevent each new thread costs an event loop.
+        The thread stays for later requests: under gevent, a new thread costs an event loop.
         """
         while connector.sleep(LINGER):
             if self._closed:
@@ -262,7 +262,7 @@ class NodeClient(SerialJobs):
         self._do(functools.partial(self._end_connector, connector))
 
     def _begin_to_use(self, connection: Connection) -> None:
-        """Use a connection now. Not as a job: it may be refused before a job would run."""
+        """Use a connection now. Not as a job: the connection may be refused before a job runs."""
         for number in range(PAUSES):
             if number:
                 self._platform.pause(PAUSE)
@@ -272,9 +272,9 @@ class NodeClient(SerialJobs):
         raise NodeError(self.name, BUSY)
 
     def adopt(self, dialled: Any, info: Any) -> None:
-        """Use a connection whose handshake is done, if the owner admits it.
+        """Use a connection whose handshake is done, if the owner admits the connection.
 
-        dialled: as of `Address.dial`. info: the `Peer` of the handshake. Raises NodeError.
+        dialled: a result of `Address.dial`. info: the `Peer` of the handshake. Raises NodeError.
         """
         connection = Connection(dialled, info)
         self._owner.admit(self.index, info, functools.partial(self._begin_to_use, connection))
@@ -285,7 +285,7 @@ class NodeClient(SerialJobs):
         try:
             dialled = self.address.dial(self.timeout)
             self.adopt(dialled, self._owner.handshake(dialled, self.index))
-        except Exception as error:  # also what a user's credential provider raises
+        except Exception as error:  # also an error of the user's credential provider
             if dialled is not None:
                 dialled.disconnect()
             if not isinstance(error, NodeError):

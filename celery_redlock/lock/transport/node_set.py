@@ -1,6 +1,6 @@
 """Commands to all nodes: write to each, then poll all of them until a round is decided.
 
-Only `wait` blocks, and each caller there polls for itself.
+Only `wait` blocks, and each of its callers polls for itself.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from celery_redlock.lock.transport.node_client import PAUSES, NodeClient
 T = TypeVar("T")
 P = TypeVar("P", bound=Peer)
 
-LOOKS, LOOK = 15, 0.0002  # how often, and seconds after which, what holds up all threads looks
+LOOKS, LOOK = 15, 0.0002  # how often, and every how many seconds, `wait_keeping_gil` reads
 
 
 class NodeSet(Dispatcher, Generic[P]):
     """The connections of one process to some nodes: broadcast, query, wait.
 
     A subclass may override `handshake`, `admit`, `on_error_reply`, `on_down`, `reset` and
-    `keep_alive`. needed: from how many nodes replies make a round useful.
+    `keep_alive`. needed: number of replies that make a round useful.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class NodeSet(Dispatcher, Generic[P]):
         self.reset()
 
     def forget(self) -> None:
-        """Start anew after a fork: connections, waiters and turns stay with the parent."""
+        """Reset after a fork: connections, waiters and turns stay with the parent."""
         for node in self.nodes:
             node.forget()
         self.reset()
 
     def handshake(self, connection: Any, node: int) -> P:
-        """Greet the server of a new connection, before any command is written.
+        """Return the `Peer` of a new connection, before any command is written.
 
-        connection: as of `Address.dial`; the call may wait. Raises what refuses the connection.
+        connection: a result of `Address.dial`. May wait. Raises an error to refuse the connection.
         """
         return cast("P", Peer())
 
@@ -75,7 +75,7 @@ class NodeSet(Dispatcher, Generic[P]):
         use()
 
     def reconnect(self) -> bool:
-        """Begin to connect to every node without a connection; return whether there is one."""
+        """Begin to connect to every node without a connection; return whether there is any."""
         gone = [node for node in self.nodes if node.connection is None]
         for node in gone:
             node.connect()
@@ -83,7 +83,7 @@ class NodeSet(Dispatcher, Generic[P]):
 
     @property
     def outstanding(self) -> bool:
-        """Whether a command is unanswered, or a broken connection not reported yet."""
+        """Whether a command has no reply, or a broken connection is not reported yet."""
         return bool(self._mail) or any(node.outstanding for node in self.nodes)
 
     def broadcast(self, command: Command, sent: float) -> None:
@@ -94,11 +94,11 @@ class NodeSet(Dispatcher, Generic[P]):
         entries = ((command, sent, command.request),)
         for node in self.nodes:
             if node.overdue(sent):
-                self.drain()  # before it is judged: the answer may lie unread in the socket
+                self.drain()  # before the node is dropped: the reply may be unread in the socket
             node.send(entries, keeps_gil=False)
 
     def scatter(self, entries: Sequence[Sequence[Entry]], sent: float) -> None:
-        """Write to each node entries of its own, in one batch. Never waits."""
+        """Write to each node its own entries, in one batch. Never waits."""
         for node, own in zip(self.nodes, entries, strict=True):
             if node.overdue(sent):
                 self.drain()
@@ -106,7 +106,7 @@ class NodeSet(Dispatcher, Generic[P]):
                 node.send(own)
 
     def send_to(self, node: int, command: Command, sent: float | None = None) -> None:
-        """Write one command to one node; sent: monotonic seconds of its first try."""
+        """Write one command to one node. sent: monotonic seconds of its first try."""
         sent = self.clock.now() if sent is None else sent
         self.nodes[node].send([(command, sent, command.request)])
 
@@ -117,9 +117,9 @@ class NodeSet(Dispatcher, Generic[P]):
         *,
         nodes: Collection[int] | None = None,
     ) -> Mapping[int, T]:
-        """Return the replies that come within one node timeout, by node; errors are left out.
+        """Return the replies that come within one node timeout, by node. Errors are left out.
 
-        read: as for `Question`. nodes: their indexes; None: all.
+        read: as in `Question`. nodes: indexes; None for all.
         """
         asked, sent = range(len(self.nodes)) if nodes is None else nodes, self.clock.now()
         question = Question(asked, read)
@@ -145,10 +145,11 @@ class NodeSet(Dispatcher, Generic[P]):
         """Return when a round is decided, or at the monotonic second `until`.
 
         Replies that have come by then count, even if the process was paused meanwhile.
-        Returns at once in a finalizer or a signal handler that interrupted its own thread while it
-        was reading, or while it was writing to more nodes than `needed` leaves over.
-        native: the caller is a real thread, also if greenlets are in use. It reads all nodes each
-        time, because next to code that keeps the GIL it may not run again soon.
+        Returns at once if the round cannot end: in a finalizer or a signal handler that interrupted
+        its own thread while the thread was reading. The same if the thread was writing to so many
+        nodes that fewer than `needed` are left. native: the caller is a real thread, also if
+        greenlets are in use. It reads all nodes each time: next to code that keeps the GIL it may
+        not run again soon.
         """
         if (self._reading.taken or [node for node in self.nodes if node.jobs]) and self._is_cut_off:
             return
@@ -164,19 +165,19 @@ class NodeSet(Dispatcher, Generic[P]):
                 ready = poller.poll(self.nodes, self.pollers.topology, max(0.0, left))
                 nodes = self.nodes if native else ready
                 self.read(nodes, PAUSES if left <= 0 else 2, keeps_gil=native)
-                if left <= 0:  # that was the last look: others' answers must not keep us here
+                if left <= 0:  # the last look: other callers' replies must not delay the return
                     return
         finally:
             round_.wake = None
-            pollers.taken.pop(id(poller), None)  # first: an exception strikes where a call begins
+            pollers.taken.pop(id(poller), None)  # first: an exception may strike at the next call
             pollers.put_back(poller)
 
     def wait_keeping_gil(self, round_: Round) -> None:
         """Return when a round is decided, or after a few ms in which no other Python thread runs.
 
-        For a caller that C code has kept waiting for the GIL: if the caller releases the GIL, it
-        waits as long again. Nearby nodes answer within this time. Python itself lets a thread keep
-        the GIL for 5 ms.
+        For a caller that waited for the GIL because of C code. If the caller released the GIL, it
+        would wait as long again. Nearby nodes reply within this time. Python itself lets a thread
+        keep the GIL for 5 ms.
         """
         for _ in range(LOOKS):
             self.read(self.nodes)
@@ -186,24 +187,24 @@ class NodeSet(Dispatcher, Generic[P]):
 
     @property
     def _is_cut_off(self) -> bool:
-        """Whether the caller interrupts its own thread, and so no round could end."""
+        """Whether the caller interrupts its own thread, so that no round could end."""
         if self._reading.is_interrupted:
             return True
         return len([n for n in self.nodes if n.is_interrupted]) > len(self.nodes) - self.needed
 
     def drop_spare_pollers(self) -> float:
-        """Drop the pollers that a peak of waiters has left; returns the moment to look again."""
+        """Drop pollers that a peak of waiters has left; return when to call this again."""
         return self.pollers.drop_spare(self.clock.now())
 
     def connect(self, until: float) -> set[int]:
-        """Connect to every node; returns those that answer by the monotonic second `until`."""
+        """Connect to every node; return those that answer by the monotonic second `until`."""
         pinged = Question(range(len(self.nodes)), lambda reply: reply)
         self.broadcast(Command(PING, pinged), self.clock.now())
         self.wait(pinged, until)
         return set(pinged.replies)
 
     def close(self) -> None:
-        """Close every connection for good."""
+        """Close every connection for ever."""
         self._closed = True
         for node in self.nodes:
             node.close()

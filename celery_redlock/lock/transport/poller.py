@@ -1,4 +1,4 @@
-"""What a waiter polls with: the sockets of all nodes, and a waker of its own."""
+"""Pollers: each waiter polls the sockets of all nodes, and its own waker."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from celery_redlock.lock.transport.command import Round
 from celery_redlock.lock.transport.connection import POISONED
 from celery_redlock.lock.transport.node_client import NodeClient
 
-SPARE_POLLERS, SPARED_FOR = 2, 3.0  # free pollers that are kept; seconds after which others go
+SPARE_POLLERS, SPARED_FOR = 2, 3.0  # free pollers that are kept; seconds until others are dropped
 
 
 class Poller:
-    """The poll object of one waiter: the socket of every node, and a waker of its own.
+    """The poll object of one waiter: the socket of every node, and the waiter's own waker.
 
-    native: made for a real thread, also if greenlets are in use.
+    native: for a real thread, also if greenlets are in use.
     """
 
     def __init__(self, platform: Platform, *, native: bool) -> None:
@@ -46,10 +46,10 @@ class Poller:
     def poll(self, nodes: Sequence[NodeClient], topology: int, seconds: float) -> list[NodeClient]:
         """Return the nodes whose sockets are ready, after this many seconds at most.
 
-        topology: of `PollerPool`. If it has changed, the poll object is made anew.
+        topology: of `PollerPool`. If it has changed, a new poll object is made.
         """
         if topology != self._topology:
-            self._topology = -1  # first: if an exception interrupts the next line, it is done again
+            self._topology = -1  # first: if an exception interrupts the next line, this is repeated
             self._topology = topology if self._arrange(nodes) else -1
         ready = self._poll.poll(math.ceil(seconds * 1000))
         self._parked = False
@@ -79,15 +79,15 @@ class Poller:
                 descriptor, select.POLLIN | (select.POLLOUT if connection.write_buffer else 0)
             )
             if connection.write_buffer:
-                lasts = False  # look again whether it still is
+                lasts = False  # the next poll checks whether it is empty by then
         return lasts
 
 
 class PollerPool:
     """The pollers of a set of nodes: in use, or free.
 
-    topology: counts the changes among the connections; a poller arranges itself anew after one.
-    taken: the pollers in use, by id.
+    topology: counts the changes of the connections; after a change, a poller makes a new poll
+    object. taken: the pollers in use, by id.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -95,11 +95,11 @@ class PollerPool:
         self.topology = 0
         self.taken: dict[int, Poller] = {}
         self._free: dict[bool, list[Poller]] = {False: [], True: []}  # by `native`
-        self._unneeded = {False: 0, True: 0}  # how many were free since the last look
+        self._unneeded = {False: 0, True: 0}  # how many were free since the last `drop_spare`
         self._spared_until = 0.0  # monotonic seconds
 
     def take(self, *, native: bool) -> Poller:
-        """Return a poller that nobody else uses."""
+        """Return a poller that is not in use."""
         free = self._free[native]
         try:
             poller = free.pop()
@@ -111,19 +111,20 @@ class PollerPool:
         return poller
 
     def put_back(self, poller: Poller) -> None:
-        """Keep a poller that is not among the taken ones any more."""
+        """Keep a poller that is not in use any more."""
         self._free[poller.native].append(poller)
 
     def rearm(self) -> None:
-        """Make every waiter look at the connections anew."""
+        """Make every waiter look at the connections again."""
         self.topology += 1
         for poller in list(self.taken.values()):
             poller.wake()
 
     def drop_spare(self, now: float) -> float:
-        """Drop the pollers that a peak of waiters has left; returns the moment to look again.
+        """Drop pollers that a peak of waiters has left; return when to call this again.
 
-        Only those that were free since the last look, so that frequent waits make no new ones.
+        Drops only pollers that were free since the last call, so that frequent waits make no new
+        pollers.
         """
         if now >= self._spared_until:
             for native, free in self._free.items():

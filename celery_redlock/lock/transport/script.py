@@ -9,7 +9,7 @@ from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
 
 
 class Script:
-    """A Lua script as the bytes that run it; name: for people."""
+    """A Lua script as the bytes of the commands that run it. name: for people."""
 
     def __init__(self, name: str, source: bytes) -> None:
         digest = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
@@ -23,11 +23,11 @@ class Script:
         return self.begin(keys, len(args)) + b"".join(map(encode_text, args))
 
     def begin(self, keys: Sequence[str], count: int) -> bytes:
-        """Return what each call for these keys begins with; so many packed arguments follow it."""
+        """Return the first part of a call for these keys; count: encoded arguments that follow."""
         words = [str(len(keys)), *keys]
         head = len(words) + count + 2
         return b"*%d\r\n%b%b" % (head, self.by_digest, b"".join(map(encode_text, words)))
 
     def with_source(self, request: bytes) -> bytes:
-        """Return a request of this script with its text instead of the digest."""
+        """Return a request of this script with the source instead of the digest."""
         return request.replace(self.by_digest, self._by_source, 1)

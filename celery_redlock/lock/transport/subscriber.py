@@ -1,4 +1,4 @@
-"""One subscriber connection to a node, with a thread of its own: a stalled node delays nobody."""
+"""One subscriber connection to a node, in its own thread: a stalled node delays no caller."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from celery_redlock.lock.transport.connection import receive
 from celery_redlock.lock.transport.encoding import encode_command, text_of
 from celery_redlock.lock.transport.node_client import RECONNECT
 
-LINGER = 30.0  # seconds that an unused connection is kept, and of silence before a PING
+LINGER = 30.0  # seconds that an unused connection is kept; seconds without data before a PING
 
 
 class Subscriber:
     """The subscriber connection to one node, in a thread that lives while a channel is wanted.
 
-    channels: returns the channels to subscribe to. heard: called with a channel and a message, and
-    with "" when a subscription begins, because earlier messages may have been missed.
+    channels: returns the channels to subscribe to. heard: called with a channel and a message. When
+    a subscription begins the message is "", because earlier messages may have been missed.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Subscriber:
         self._platform, self._clock = platform, platform.clock
         self._channels, self._heard = channels, heard
         self._waker = platform.new_waker()
-        self._turn, self._calls = platform.turn(), deque[None]()  # to attend, and not looked at yet
+        self._turn, self._calls = platform.turn(), deque[None]()  # `resubscribe` calls to handle
         self._running = self._closed = False
         self._connection: Any = None
         self._reader: Any = None
         self._asked: set[str] = set()
-        # whether the node was asked if it is there; monotonic s of that, or of its last word
+        # whether a PING waits for its reply; monotonic seconds of that PING, or of the last data
         self._pinged, self._spoke_at = False, 0.0
         self._tries = 0
         self.confirmed: set[str] = set()
@@ -57,7 +57,7 @@ class Subscriber:
 
     def _look(self) -> None:
         while self._calls and self._turn.run(self._start):
-            pass  # once more: a call may have come as the turn ended
+            pass  # again: a call may have come as the turn ended
 
     def _start(self) -> None:
         self._calls.clear()
@@ -76,7 +76,7 @@ class Subscriber:
             try:
                 idle = not self._listen()
                 self._tries = 0
-            except Exception:  # whatever a connection, or a user's credential provider, raises
+            except Exception:  # any error of a connection, or of the user's credential provider
                 self._drop()
                 pause = RECONNECT.compute(self._tries)
                 self._tries = min(self._tries + 1, 16)
@@ -86,21 +86,24 @@ class Subscriber:
         self._drop()
 
     def _ends(self) -> bool:
-        """Return whether no channel is wanted any more; the next caller starts a new thread."""
+        """Return whether the thread ends, because no channel is wanted any more.
+
+        The next caller starts a new thread.
+        """
         over = False
 
         def end() -> None:
             nonlocal over
             if not self._channels():
-                self._drop()  # before: the connection would else be the next thread's
+                self._drop()  # first: later it might drop the next thread's connection
                 self._running, over = False, True
 
-        self._turn.run(end)  # else somebody calls for it just now
+        self._turn.run(end)  # refused if a caller asks for a channel just now
         self._look()
         return over
 
     def _listen(self) -> bool:
-        """Subscribe to what is wanted, and hand on what comes; return whether anything came."""
+        """Subscribe to the wanted channels and handle messages; return False after a timeout."""
         wanted = self._channels()
         if wanted and self._connection is None:
             self._connection = self._address.dial(self._timeout)
@@ -122,9 +125,9 @@ class Subscriber:
         return came
 
     def _see_there(self, *, heard: bool, came: bool) -> None:
-        """Send PING to a silent node; raise OSError if it does not answer.
+        """Send PING to a node that sends nothing; raise OSError if it does not reply.
 
-        By the clock as well: if the waker wakes it all the time, no rest lasts its whole time.
+        Checks the clock, too: frequent wake-ups keep every wait shorter than its timeout.
         """
         now = self._clock.now()
         silent_for = now - self._spoke_at
@@ -137,7 +140,7 @@ class Subscriber:
             self._pinged, self._spoke_at = True, now
 
     def _send(self, command: str, words: Iterable[str]) -> None:
-        """Send a whole command: many channels are more than a socket takes at once."""
+        """Send a whole command. A command with many channels needs more than one `send`."""
         words = list(words)
         data = encode_command(command, *words) if words else b""
         while data:
@@ -159,7 +162,7 @@ class Subscriber:
             self._heard(channel, text_of(reply[2]))
 
     def _rest(self, seconds: float) -> bool:
-        """Wait for bytes, a ring or the timeout; return False for the timeout."""
+        """Wait for bytes, a wake-up or the timeout; return False for the timeout."""
         awaited = [(self._waker.descriptor, select.POLLIN)]
         if self._connection is not None:
             awaited.append((self._connection._sock.fileno(), select.POLLIN))

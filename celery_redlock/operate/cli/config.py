@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.node_status import look_at_terms, terms_of
+from celery_redlock.lock.node_status import look_at_shared_settings, shared_settings_of
 from celery_redlock.operate.cli.group import _loaded, redlock
 from celery_redlock.operate.cli.inspect import View
 from celery_redlock.operate.cli.render import _print_json, _refused, _say, as_json
@@ -68,8 +68,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
 def _terms_that_differ(redlock: Redlock) -> Iterator[Lint]:
     """Give what other clients of these nodes go by, if not what this one does."""
-    own = terms_of(redlock)
-    for terms, names in look_at_terms(redlock).items():
+    own = shared_settings_of(redlock)
+    for terms, names in look_at_shared_settings(redlock).items():
         hint = (
             f"so say {', '.join(names)}; this app goes by {own}: until all go by the same, two may "
             "hold one lock"

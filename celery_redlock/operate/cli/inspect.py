@@ -13,7 +13,7 @@ from celery.states import PENDING
 from rich.console import Group
 from rich.live import Live
 
-from celery_redlock.errors import abstains, in_person
+from celery_redlock.errors import abstention_cause, describe_holder
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.held_locks import Sight, look_at_locks
 from celery_redlock.lock.node_status import NodeStatus, look_at_nodes
@@ -184,7 +184,7 @@ class View:
         if node.role != "master":
             return f"no vote: it is a {node.role or 'server of an unknown role'}"
         if node.silent_for > 0:
-            return abstains(node.silent_for)
+            return abstention_cause(node.silent_for)
         if node.votes(self.guard):
             return "votes"
         return f"new: will grant no lock for {self.silence:.0f} s from its first use; see `trust`"
@@ -259,7 +259,7 @@ class OneTask:
         if state != DEFERRED:
             return cls(task_id, "", state) if state else None
         resource, holder = str(info.get("resource", "")), str(info.get("holder", ""))
-        said = (_holder_of([resource], sight) or in_person(holder), "", info.get("next_try"))
+        said = (_holder_of([resource], sight) or describe_holder(holder), "", info.get("next_try"))
         return cls(task_id, "", DEFERRED, (resource,), False, *said)
 
     def as_rows(self) -> Rows:

@@ -11,8 +11,8 @@ from celery_redlock.errors import (
     NotAcquired,
     QuorumUnreachable,
     SettingsError,
-    in_person,
-    in_short,
+    describe_holder,
+    summarize_causes,
 )
 from celery_redlock.tasks.settings.backoff import Backoff
 from celery_redlock.tasks.settings.options import TaskLockOptions
@@ -167,10 +167,10 @@ def _strategy(on_conflict: Any, contention: Contention) -> str:
 def describe_refusal(refusal: NotAcquired) -> str:
     """Return in few words why a lock was not acquired."""
     if isinstance(refusal, QuorumUnreachable):
-        return f"no quorum of {refusal.quorum} nodes ({in_short(refusal.causes)})"
+        return f"no quorum of {refusal.quorum} nodes ({summarize_causes(refusal.causes)})"
     return f"held by {_holder(refusal)}"
 
 
 def _holder(refusal: NotAcquired) -> str:
-    holder = in_person(refusal.holder) if isinstance(refusal, LockTaken) else ""
+    holder = describe_holder(refusal.holder) if isinstance(refusal, LockTaken) else ""
     return holder or "an unnamed holder"

@@ -1,9 +1,9 @@
--- Take a lock from its holder on an operator's word, and let none of its repairs bring it back.
--- KEYS  1 the lock's key   2 the note of this value's break
--- ARGV  1 the value that is to go: token:since:label   2 ms for which the note stays, an integer
---       3 the channel of its waiters
--- Returns  1  it is gone
---          0  it did not stand there (any more), and what does stays; the note is made all the same
+-- Delete a lock for an operator, and record the break so that no reclaim sets the key again.
+-- KEYS  1 the lock's key   2 the record of the break of this value
+-- ARGV  1 the value to delete: token:since:label   2 ttl of the record in ms, an integer
+--       3 the channel of the lock's waiters
+-- Returns  1  deleted
+--          0  the key has another value or is missing, and stays so; the record is written anyway
 redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then
   return 0

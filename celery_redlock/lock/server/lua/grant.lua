@@ -1,16 +1,16 @@
--- Grant a lock, or renew it where it is ours already (a request sent twice).
--- KEYS  1 the lock's key   2 the node's run id   3 the node's silence   4 its fencing counter
---       5 the done mark of the run that asks; none where it does not
+-- Grant a lock, or renew it if the key already has our value (a request sent twice).
+-- KEYS  1 the lock's key   2 the node's run id   3 exists during the node's grace period
+--       4 the node's fencing counter   5 the run's completion marker; absent if it is not read
 -- ARGV  1 the value: token:since:label        2 ttl in ms, an integer
---       3 the least fencing token that is wanted, '' for none
---       4 the run id of the server that this connection reached, '' where there is no guard
---       5 ms of silence where the node knows no run id   6 where it knows another one
+--       3 the least fencing token that is accepted, '' without fencing
+--       4 the run id of the server that this connection reached, '' without a restart guard
+--       5 grace period in ms if the node knows no run id   6 if the node knows another run id
 -- Returns  1                     granted, or already ours; the ttl counts from now
---          {1, token}            the same, with the node's fencing counter, where one is wanted
---          {0, pttl_ms, value}   another's value stands there; pttl -1: it never expires
---          {-1, pttl_ms}         the node lost its memory and does not vote for so long
--- To a run that asks each of these is a list that ends with one number more: the ms since 1970 at
--- which its end was marked, 0 where it was not; {1, token} has a token of 0 where none is wanted.
+--          {1, token}            the same with fencing: the node's fencing counter
+--          {0, pttl_ms, value}   the key has another client's value; pttl -1: it never expires
+--          {-1, pttl_ms}         the node lost its data and abstains; pttl: of its grace period
+-- With KEYS[5], each reply is a list with one more number at its end: the ms since 1970 of the
+-- completion marker, 0 if there is none. Then {1, token} has the token 0 without fencing.
 local current = redis.call('GET', KEYS[1])
 if ARGV[4] ~= '' then
   local known = redis.call('GET', KEYS[2])
@@ -22,7 +22,7 @@ if ARGV[4] ~= '' then
     redis.call('SET', KEYS[2], ARGV[4])
   end
 end
-local done  -- a list ends before a nil, so that who does not ask is not answered
+local done  -- nil without KEYS[5]: a Lua list ends before a nil, so the reply has no such number
 if KEYS[5] then
   done = tonumber(redis.call('GET', KEYS[5]) or 0) or 0
 end
@@ -45,7 +45,7 @@ if current then
   return {1, token, done}
 end
 token = math.max(token + 1, tonumber(ARGV[3]))
-if token > 9007199254740990 then  -- beyond 2^53 a number here stands still
+if token > 9007199254740990 then  -- beyond 2^53, adding 1 to a Lua number changes nothing
   return redis.error_reply('FENCE exhausted')
 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])

@@ -1,13 +1,16 @@
--- Note which run of the server this is, and be silent if the run before it may have known more, or
--- if another server has served under this node's address since. Exchange notes about the others.
--- KEYS  1 the node's run id   2 the node's silence   3 the node's tenure: since (ms), run id
---       4 and on: the newest tenure under the address of each other node, as it is noted here
+-- Record the run id of the server. Begin a grace period, in which the node abstains, if the server
+-- may have forgotten locks, or if another server has served under this node's address since.
+-- Exchange the newest tenures at the other nodes' addresses with the client.
+-- KEYS  1 the node's run id   2 exists during the node's grace period
+--       3 the node's tenure: since (ms), run id
+--       4...: the newest tenure at the address of each other node, as recorded on this node
 -- ARGV  1 the run id of the server that this connection reached
---       2 ms of silence where the node knows no run id   3 where it knows another one
---       4 the newest tenure under this node's address that the client knows, '' for none
---       5 the ms for which a note stays
---       6 and on: the newest tenure that the client knows for each key from 4 on, '' for none
--- Returns a list: ms for which the node does not vote, its tenure, each note ('' for none)
+--       2 grace period in ms if the node knows no run id   3 if the node knows another run id
+--       4 the newest tenure at this node's address that the client knows, '' for none
+--       5 ttl in ms of the records about other nodes
+--       6...: the newest tenure that the client knows for each key from 4 on, '' for none
+-- Returns a list: ms of the grace period that remain, the node's tenure, and the record for each
+-- key from 4 on ('' for none)
 local function since(tenure)
   return tonumber(string.match(tenure, '^%d+') or 0)
 end
@@ -30,7 +33,7 @@ if known ~= ARGV[1] then
 elseif elsewhere ~= '' and run(elsewhere) ~= ARGV[1] and since(elsewhere) >= since(own) then
   ms = tonumber(ARGV[3])
 elseif before ~= '' and run(before) ~= ARGV[1] and since(own) == 0 then
-  ms = 0  -- a grant has begun the silence, where this script could not run before
+  ms = 0  -- a grant has begun the grace period already: this script could not run before it
 end
 if ms then
   local time = redis.call('TIME')

@@ -1,11 +1,12 @@
--- Delete a lock that is ours, and say that it is free; before that, mark its run as done.
--- KEYS  1 the lock's key   2 the run's done mark; none where the run is not at its end
--- ARGV  1 the value: token:since:label   2 the channel of its waiters, '' to say nothing
---       3 the mark: ms since 1970   4 the ms for which it stays
--- Returns  1  deleted, also where the server refuses to publish
---          0  it was not ours (any more), and stays as it is; the mark is made all the same
+-- Delete a lock if the key has our value, and notify its waiters. Before that, write the completion
+-- marker of its run.
+-- KEYS  1 the lock's key   2 the run's completion marker; absent if the run has not ended
+-- ARGV  1 the value: token:since:label   2 the channel of the lock's waiters, '' to publish nothing
+--       3 the marker: ms since 1970   4 ttl of the marker in ms
+-- Returns  1  deleted, even if the server refuses to publish
+--          0  the key does not have our value and stays unchanged; the marker is written anyway
 if KEYS[2] then
-  redis.pcall('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])  -- a full memory must not keep the lock
+  redis.pcall('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])  -- a full memory must not block the release
 end
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then
   return 0

@@ -1,15 +1,15 @@
--- Renew locks that are ours, each by itself. Never shortens a ttl that somebody counts on, and
--- creates a key only as a repair, never one that an operator broke.
--- KEYS  of each lock its key; behind them the node's fencing counter; behind that, where it is a
---       repair of one lock, the note of its break
--- ARGV  of each lock three: the value (token:since:label); the ttl in ms, an integer; the holder's
---       fencing token, which the counter is to have reached, '' for none
--- Returns a list, of each lock
---          1          ours, and it lives for ttl at least
---          {1, token} the same, with the fencing counter, where a token is given; 0 where that is
---                     no text, which no program of ours has written, and so stays
---          0          no key stands there
---          -1         another's value stands there, or an operator broke ours
+-- Renew each lock whose key has our value. Never shortens a ttl, because a client may rely on it.
+-- Creates a key only for a reclaim, and never after an operator broke the lock.
+-- KEYS  the key of each lock; then the node's fencing counter; then, only for a reclaim of a single
+--       lock, the record of its break
+-- ARGV  three for each lock: the value (token:since:label); the ttl in ms, an integer; the holder's
+--       fencing token, to which the counter is raised, '' for none
+-- Returns a list with one item for each lock
+--          1          renewed: the key lives for at least the ttl
+--          {1, token} the same, with the fencing counter, if a token was given; token 0 if another
+--                     program has written the counter as another type, which then stays
+--          0          the key is missing
+--          -1         the key has another client's value, or an operator broke the lock
 local count = #ARGV / 3
 local counter, broken = KEYS[count + 1], count == 1 and KEYS[3]
 
@@ -17,7 +17,7 @@ local function standing(key)
   local value = redis.pcall('GET', key)
   if type(value) ~= 'table' then
     return value
-  elseif string.find(value.err, 'WRONGTYPE') then  -- somebody's, and no reason to fail the rest
+  elseif string.find(value.err, 'WRONGTYPE') then  -- another program's key must not fail the rest
     return ''
   end
   return redis.call('GET', key)

@@ -1,7 +1,8 @@
--- Take an operator's word that no lock was forgotten: the node votes at once.
--- KEYS  1 the node's run id   2 the node's silence   3 the node's tenure: since (ms), run id
+-- Let the node vote at once: an operator confirms that it has forgotten no lock.
+-- KEYS  1 the node's run id   2 exists during the node's grace period
+--       3 the node's tenure: since (ms), run id
 -- ARGV  1 the run id of the server that this connection reached
--- Returns  1 where the node was silent, 0 where it was not
+-- Returns  1 if the node was in its grace period, else 0
 local before, time = redis.call('GET', KEYS[3]) or '', redis.call('TIME')
 local since = tonumber(string.match(before, '^%d+') or 0) + 1
 since = math.max(since, time[1] * 1000 + math.floor(time[2] / 1000))

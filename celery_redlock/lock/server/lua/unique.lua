@@ -1,10 +1,10 @@
--- Change what stands for a send, if that is what the caller believes it to be (compare and set).
--- KEYS  1 the key of what is sent once
--- ARGV  1 what the value begins with now, '' where nothing stands there
---       2 the new value, '' for none        3 its ttl in ms, an integer
--- Returns  1                 changed, or the new value stands there already (a request sent twice)
---          0                 nothing stands there, though something should
---          {pttl_ms, value}  another value stands there, and stays
+-- Compare and set the claim of a unique send.
+-- KEYS  1 the key of the unique send
+-- ARGV  1 the expected beginning of the present value, '' if the key is expected to be missing
+--       2 the new value, '' to delete the key        3 ttl of the new value in ms, an integer
+-- Returns  1                 changed, or the key has the new value already (a request sent twice)
+--          0                 the key is missing, although a value was expected
+--          {pttl_ms, value}  the key has another value, and keeps it
 local current = redis.call('GET', KEYS[1])
 if current and current == ARGV[2] then
   return 1
