@@ -1,4 +1,9 @@
-"""OpenTelemetry: what became of a run's lock, as attributes and events of its span."""
+"""OpenTelemetry: the outcome of a run's lock, as attributes and events of the run's span.
+
+A public signal without receivers costs nothing, so nothing is connected in a process that has not
+imported OpenTelemetry. It may be imported at any time, and therefore a process looks for it when
+an app finalizes, before its first run, and at each lock that its code acquires outside of a worker.
+"""
 
 from __future__ import annotations
 
@@ -7,52 +12,31 @@ from typing import Any
 
 from celery.signals import task_prerun
 
+from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import LockHeader
 from celery_redlock.tasks.execution.run import run_of
+from celery_redlock.tasks.signals import SignalObserver
 
-
-def _on_span(sender: Any, event: Any, outcome: str) -> None:
-    """Write what became of a run's own lock as attributes of its span, of others as events."""
-    trace = sys.modules.get("opentelemetry.trace")
-    span = None if trace is None else trace.get_current_span()
-    if span is None or not span.is_recording():
-        return
-    attributes = {f"redlock.{name}": value for name, value in vars(event).items()}
-    if not _is_own(sender, event.resource):
-        span.add_event(f"redlock.{outcome}", attributes)
-        return
-    if outcome == "acquired":
-        past = LockHeader.of(sender.request).past(utc_now())
-        attributes |= {"redlock.waited": past.waited, "redlock.deferrals": past.deferrals}
-    span.set_attributes({**attributes, "redlock.outcome": outcome})
-
-
-def _is_own(sender: Any, resource: str) -> bool:
-    """Tell whether a resource is what the running task's gate asks for, or was refused."""
-    request = getattr(sender, "request", None)
-    if request is None or request.called_directly:
-        return False
-    passage = run_of(request)
-    return passage is None or bool(passage.lock.resource == resource)
+TRACE = "opentelemetry.trace"
 
 
 def _on_acquired(sender: Any = None, event: Any = None, **_: Any) -> None:
-    _on_span(sender, event, "acquired")
+    _write_to_span(sender, event, "acquired")
 
 
 def _on_released(sender: Any = None, event: Any = None, **_: Any) -> None:
     if event.by == "holder":  # the span of a parent process is not the one of that run
-        _on_span(sender, event, "released")
+        _write_to_span(sender, event, "released")
 
 
 def _on_deferred(sender: Any = None, event: Any = None, **_: Any) -> None:
-    _on_span(sender, event, "deferred")
+    _write_to_span(sender, event, "deferred")
 
 
 def _on_skipped(sender: Any = None, event: Any = None, **_: Any) -> None:
-    _on_span(sender, event, "skipped")
+    _write_to_span(sender, event, "skipped")
 
 
 RECEIVERS = (
@@ -66,19 +50,60 @@ RECEIVERS = (
 def connect_if_imported(app: Any = None) -> None:
     """Write to spans from now on if this process has imported OpenTelemetry.
 
-    A signal without receivers costs a run nothing, so nothing is connected for a library that is
-    installed and not used. app: the one that finalizes; it is not needed.
-    Connecting twice does no harm: Celery keeps one of each receiver.
+    A second call changes nothing: Celery keeps one of each receiver. app: the one that finalizes;
+    it is not needed.
     """
-    if "opentelemetry.trace" in sys.modules:
+    if sys.modules.get(TRACE) is not None:
         for signal, receiver in RECEIVERS:
             signal.connect(receiver, weak=False)
 
 
 def connect_at_first_run(**_: Any) -> None:
-    """Look once more at the first run of a process, when all that start with it have started.
+    """Look before the first run of a process, when its receivers of worker_process_init have run.
 
     Source: OpenTelemetry's instrumentation of Celery begins in a receiver of worker_process_init.
     """
     task_prerun.disconnect(connect_at_first_run)
     connect_if_imported()
+
+
+class TracingObserver(SignalObserver):
+    """Sends the signals, and looks for OpenTelemetry at each lock until it is imported.
+
+    For processes that run no task and may finalize no app, such as a web server. A worker that
+    forks has observers of its own, and looks before its first run.
+    """
+
+    def __init__(self) -> None:
+        self._connected = False
+
+    def acquired(self, redlock: Any, acquisition: Acquisition) -> None:
+        """Connect the receivers if OpenTelemetry is imported by now, and send lock_acquired."""
+        if not self._connected and sys.modules.get(TRACE) is not None:
+            connect_if_imported()
+            self._connected = True
+        super().acquired(redlock, acquisition)
+
+
+def _write_to_span(sender: Any, event: Any, outcome: str) -> None:
+    """Write an event of a run's own lock as attributes of its span, of another lock as an event."""
+    span = sys.modules[TRACE].get_current_span()
+    if not span.is_recording():
+        return
+    attributes = {f"redlock.{name}": value for name, value in vars(event).items()}
+    if not _is_own(sender, event.resource):
+        span.add_event(f"redlock.{outcome}", attributes)
+        return
+    if outcome == "acquired":
+        past = LockHeader.of(sender.request).past(utc_now())
+        attributes |= {"redlock.waited": past.waited, "redlock.deferrals": past.deferrals}
+    span.set_attributes({**attributes, "redlock.outcome": outcome})
+
+
+def _is_own(sender: Any, resource: str) -> bool:
+    """Return whether a resource is the lock that the running task needs for its own run."""
+    request = getattr(sender, "request", None)
+    if request is None or request.called_directly:
+        return False
+    run = run_of(request)
+    return run is None or bool(run.lock.resource == resource)

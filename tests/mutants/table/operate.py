@@ -18,12 +18,30 @@ MUTANTS = (
     Mutant(
         "another lock of the running task stands on its span as the run's own",
         "operate.tracing:_is_own",
-        "bool(passage.lock.resource == resource)",
+        "bool(run.lock.resource == resource)",
         "True",
         (
             f"{INTEGRATION}/test_spans.py::"
             "test_a_lock_that_is_not_the_runs_own_is_an_event_on_its_span",
         ),
+    ),
+    Mutant(
+        "a worker that imports OpenTelemetry late writes to no span",
+        "operate.tracing:connect_at_first_run",
+        "    connect_if_imported()\n",
+        "",
+        (
+            f"{UNIT}/test_tracing.py::test_signals_have_receivers_once_opentelemetry_is_imported",
+            f"{INTEGRATION}/test_spans.py::"
+            "test_a_worker_may_import_opentelemetry_after_its_app_has_finalized",
+        ),
+    ),
+    Mutant(
+        "a second import of the package connects all of it again",
+        "wiring:connect",
+        "if _connected:",
+        "if False:",
+        (f"{UNIT}/test_wiring.py::test_a_second_import_connects_nothing_twice",),
     ),
     Mutant(
         "break --permit breaks all permits",
