@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         "break ends with 0 though no quorum was told",
         "operate.cli.actions:break_",
-        "if any(one.failing and len(one.gone) < one.lock.needed for one in broken):",
+        "if any(one.failing and len(one.gone_from) < one.lock.needed for one in broken):",
         "if False:",
         (
             f"{INTEGRATION}/test_command.py::"
