@@ -29,13 +29,13 @@ from celery_redlock.tasks.task import LockedTask
 @click.pass_context
 def options(ctx: click.Context, task: str, queue: str | None, as_json: bool) -> None:
     """Show the options in force for TASK, and where each is set."""
-    told = _locked_task(app_from(ctx), task).lock_options(queue)
+    effective = _locked_task(app_from(ctx), task).lock_options(queue)
     if not as_json:
-        for line in str(told).split("\n"):
+        for line in str(effective).split("\n"):
             print_line(line)
         return
-    rows = {one.name: {"value": one.value, "from": str(one.place)} for one in told.options}
-    print_json({"task": told.task, "queue": told.queue, "options": rows})
+    rows = {one.name: {"value": one.value, "from": str(one.place)} for one in effective.options}
+    print_json({"task": effective.task, "queue": effective.queue, "options": rows})
 
 
 @redlock.command()

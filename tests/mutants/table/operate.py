@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release by a parent is not shown as 0",
-        "operate.metrics.counters:Metrics.begin",
+        "operate.metrics.counters:Metrics.initialize",
         'for by in ("holder", "parent"):',
         'for by in ("holder",):',
         (f"{INTEGRATION}/test_metrics.py::test_what_is_rare_is_0_before_it_comes",),
