@@ -117,24 +117,27 @@ def test_a_worker_gets_the_steps_of_the_list() -> None:
     assert set(app.steps) == {"worker", "consumer"}
 
 
-def modules_that_mention(*names: str) -> set[str]:
-    """Return the modules above the lock in which one of these attributes or names is used."""
+def modules_that_use(*names: str) -> set[str]:
+    """Return the modules in which one of these is an attribute, or is imported."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        floor = path.relative_to(PACKAGE).parts[0]
-        if floor in ("lock", "testing"):  # the one imports no Celery, the other is not imported
-            continue
+        module = str(path.relative_to(PACKAGE))
         for node in ast.walk(ast.parse(path.read_text())):
-            if getattr(node, "attr", getattr(node, "id", None)) in names:
-                found.add(str(path.relative_to(PACKAGE)))
-    return found
+            imported = [one.name for one in node.names] if isinstance(node, ast.ImportFrom) else []
+            if getattr(node, "attr", None) in names or set(imported) & set(names):
+                found.add(module)
+    # the test support is imported by tests alone
+    return {module for module in found if not module.startswith("testing/")}
 
 
 def test_nothing_else_connects_to_celery() -> None:
     on_demand = {"operate/metrics/counters.py", "operate/tracing.py"}
-    assert modules_that_mention("connect") == {"__init__.py", "wiring.py", *on_demand}
+    # the lock's floor imports no Celery, and connects to nodes
+    connecting = {one for one in modules_that_use("connect") if not one.startswith("lock/")}
+    assert connecting == {"__init__.py", "wiring.py", *on_demand}
     registering = ("connect_on_app_finalize", "inspect_command", "control_command", "steps")
-    assert modules_that_mention(*registering) == {"wiring.py"}
-    assert modules_that_mention("register_at_fork") == {"tasks/children/forks.py"}
+    assert modules_that_use(*registering) == {"wiring.py"}
+    at_fork = {"lock/client.py", "tasks/children/forks.py"}
+    assert modules_that_use("register_at_fork") == at_fork
     named = set(re.findall(r"`(\w+/[\w/]+\.py)`", wiring.__doc__ or ""))
-    assert named == {*on_demand, "tasks/children/forks.py", "lock/client.py"}
+    assert named == on_demand | at_fork
