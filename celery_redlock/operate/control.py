@@ -78,14 +78,14 @@ def redlock_waiting(state: Any) -> list[dict[str, Any]]:
     now = SystemClock().now()
     return [
         {
-            "resources": list(header.waits_for),
-            "reason": header.reason or "the lock is taken",
-            "task_id": waiter.request.id,
-            "task": waiter.request.name,
-            "since": header.since,
-            "deferrals": header.deferrals,
-            "tries_in": max(0.0, waiter.due - now),
+            "resources": list(slip.waits_for),
+            "reason": slip.reason or "the lock is taken",
+            "task_id": waiting.request.id,
+            "task": waiting.request.name,
+            "since": slip.since,
+            "deferrals": slip.deferrals,
+            "tries_in": max(0.0, waiting.due - now),
         }
-        for waiter in waiters_of(state.consumer)
-        for header in (LockHeader.of(waiter.request._context),)
+        for waiting in waiters_of(state.consumer)
+        for slip in (LockHeader.of(waiting.request._context),)
     ]

@@ -64,16 +64,14 @@ class Metrics:
             signal.disconnect(receiver)
 
     def _on_acquired(self, sender: Any = None, **_: Any) -> None:
-        self.acquired.labels(_task_label(sender)).inc()
+        self.acquired.labels(_task(sender)).inc()
         request = getattr(sender, "request", None)
         if request is not None and not request.called_directly:
-            self.waited.labels(_task_label(sender)).observe(
-                LockHeader.of(request).past(utc_now()).waited
-            )
+            self.waited.labels(_task(sender)).observe(LockHeader.of(request).past(utc_now()).waited)
 
     def _on_released(self, sender: Any = None, event: Any = None, **_: Any) -> None:
-        self.released.labels(_task_label(sender), event.by).inc()
-        self.held.labels(_task_label(sender)).observe(event.held_for)
+        self.released.labels(_task(sender), event.by).inc()
+        self.held.labels(_task(sender)).observe(event.held_for)
 
     def _on_node_failed(self, event: Any = None, **_: Any) -> None:
         self.node_failed.labels(event.node).inc()
@@ -83,10 +81,10 @@ def _incrementing(counter: Any) -> Callable[..., None]:
     """Return a receiver that increments a counter for the task that sends the signal."""
 
     def increment(sender: Any = None, **_: Any) -> None:
-        counter.labels(_task_label(sender)).inc()
+        counter.labels(_task(sender)).inc()
 
     return increment
 
 
-def _task_label(sender: Any) -> str:
+def _task(sender: Any) -> str:
     return str(getattr(sender, "name", ""))  # the sender of a lock without a task is its Redlock
