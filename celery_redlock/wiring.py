@@ -1,7 +1,9 @@
-"""All that the package connects to Celery, in one list: receivers, commands and the observer.
+"""All that the package connects to Celery, in one list: receivers, bootsteps, commands, observer.
 
-Read this to learn when Celery calls which part. Nothing else in the package connects a receiver,
-but what is connected on demand: metrics, spans, and the consumer steps that these receivers add.
+Read this to learn when Celery calls which part. Elsewhere only these connect anything, on demand:
+- `operate/metrics/counters.py`: receivers of the public signals, if `redlock_metrics` is set.
+- `operate/tracing.py`: receivers of the public signals, if the process has imported OpenTelemetry.
+- `lock/client.py`, `tasks/children/forks.py`: fork hooks of the operating system's, not Celery's.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from celery_redlock.operate.lints import startup as lints
 from celery_redlock.operate.metrics import exporter
 from celery_redlock.tasks import per_app, startup, task
 from celery_redlock.tasks.children import forks, reaper
-from celery_redlock.tasks.delivery import delivery, queue_names
+from celery_redlock.tasks.delivery import delivery
+from celery_redlock.tasks.delivery.queue_names import RecordQueueNames
 from celery_redlock.tasks.execution import completion
-from celery_redlock.tasks.signals import SignalObserver
 from celery_redlock.tasks.unique import receivers
 from celery_redlock.tasks.waiting import room
 
@@ -36,16 +38,35 @@ class Connection:
     first: bool = False
 
 
+@dataclass(frozen=True)
+class Step:
+    """One bootstep. blueprint: "worker" or "consumer". Source: celery.bootsteps, `app.steps`."""
+
+    blueprint: str
+    step: type[Any]
+
+
+STEPS = (
+    Step("worker", startup.RefuseEventlet),
+    Step("consumer", RecordQueueNames),
+    Step("consumer", room.WaitingRoom),
+)
+
+
+def add_steps(sender: Any, **_: Any) -> None:
+    """Add the bootsteps to the app of a worker; an app that runs no worker gets none."""
+    for one in STEPS:
+        sender.app.steps[one.blueprint].add(one.step)
+
+
 CONNECTIONS = (
     # any process
     Connection(celery_signals.before_task_publish, receivers.carry_options),
     # a worker's main process, before its pool is made
     Connection(celery_signals.worker_init, per_app.note_worker),
     Connection(celery_signals.worker_init, forks.expect_children),
-    Connection(celery_signals.worker_init, room.add_waiting_room),
-    Connection(celery_signals.worker_init, queue_names.add_queue_names),
+    Connection(celery_signals.worker_init, add_steps),
     Connection(celery_signals.worker_init, startup.adopt_in_worker),
-    Connection(celery_signals.worker_init, startup.add_eventlet_check),
     Connection(celery_signals.worker_init, exporter.prepare_metrics),
     # the same, once it consumes, and when it ends
     Connection(celery_signals.worker_ready, startup.report_nodes),
@@ -70,20 +91,29 @@ CONNECTIONS = (
     # first: what another receiver raises past Exception would keep the lock for ever
     Connection(celery_signals.task_postrun, completion.release_after_run, first=True),
 )
-# Celery calls these in any order
-ON_FINALIZE = (startup.check_app, lints.refuse_errors, tracing.connect_if_imported)
+# when an app finalizes; Celery calls these in any order
+ON_FINALIZE = (startup.check_app, lints.refuse_errors, tracing.connect_if_recording)
 INSPECT_COMMANDS = (control.redlock_held, control.redlock_waiting)
+
+_connected = False
 
 
 def connect() -> None:
-    """Connect all of it; called once, when the package is imported."""
+    """Connect all of it, when the package is imported. A second call changes nothing.
+
+    By then a worker may have replaced the observer, and disconnected what only its first run needs.
+    """
+    global _connected
+    if _connected:
+        return
+    _connected = True
     for connection in CONNECTIONS:
         connection.signal.connect(connection.receiver, weak=False)
         if connection.first:
-            known = connection.signal.receivers
-            known.insert(0, known.pop())
+            in_order = connection.signal.receivers
+            in_order.insert(0, in_order.pop())
     for receiver in ON_FINALIZE:
         connect_on_app_finalize(receiver)
     for command in INSPECT_COMMANDS:
         inspect_command()(command)
-    Redlock.observer = SignalObserver()
+    Redlock.observer = tracing.TracingObserver()

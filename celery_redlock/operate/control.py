@@ -1,8 +1,8 @@
-"""What a worker says when it is asked: the locks that it holds, and who waits in it.
+"""What a worker answers to operators: the locks that it holds, and the messages that wait in it.
 
 `celery inspect redlock_held` and `celery inspect redlock_waiting`, or `app.control.broadcast`.
-Source: celery.worker.control: a function that is registered there answers in the worker's main
-process, which knows of its children's locks by the memory that it shares with them.
+Source: celery.worker.control: a registered function answers in the worker's main process. It reads
+the locks of its children from the memory that it shares with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from celery_redlock.tasks.waiting.room import waiters_of
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock. task_id, task, worker: "" where it is no task."""
+    """The holder of a lock. task_id, task, worker: "" if the holder is no task."""
 
     label: str
     task_id: str = ""
@@ -31,50 +31,50 @@ class Holder:
 
     @classmethod
     def of(cls, label: str) -> Holder:
-        """Read it from what stands on the nodes."""
+        """Parse the label in a lock's value, as the nodes store it."""
         found = RUN.fullmatch(label)
         return cls(label) if found is None else cls(label, **found.groupdict(default=""))
 
 
 def in_iso(seconds: float | None) -> str | None:
-    """Return a moment, s since 1970, as ISO 8601 in UTC; None for one that no calendar has."""
+    """Return a moment, in seconds since 1970, as ISO 8601 in UTC; None if out of range."""
     try:
         return (
             None if seconds is None else datetime.fromtimestamp(seconds, timezone.utc).isoformat()
         )
-    except (ValueError, OverflowError):  # a stranger's number
+    except (ValueError, OverflowError):  # another program wrote the value
         return None
 
 
 @dataclass(frozen=True)
-class HeldHere:
-    """A lock that a worker holds. since: s since 1970."""
+class HeldLock:
+    """A lock that a worker holds. since: seconds since 1970."""
 
     resource: str
     holder: Holder
     since: float | None
 
 
-def holds_of(app: Any) -> list[HeldHere]:
-    """Return the locks that this worker holds, those of its pool's children too."""
+def held_locks_of(app: Any) -> list[HeldLock]:
+    """Return the locks that this worker and its pool's children hold."""
     found = {(entry.resource, entry.value) for entry in held_by_children()}
     session = redlock_of(app).session
     for acquisition in session.watchdog.watched:
         if acquisition.held(session.clock.now()):
-            found |= {(one.key.resource, one.value) for one in acquisition.key_leases}
+            found |= {(lease.key.resource, lease.value) for lease in acquisition.key_leases}
     return [
-        HeldHere(resource, Holder.of(label_of(value)), since_of(value))
+        HeldLock(resource, Holder.of(label_of(value)), since_of(value))
         for resource, value in sorted(found)
     ]
 
 
 def redlock_held(state: Any) -> list[dict[str, Any]]:
     """Return the locks that this worker holds: resource, holder, since."""
-    return [{**asdict(held), "since": in_iso(held.since)} for held in holds_of(state.app)]
+    return [{**asdict(held), "since": in_iso(held.since)} for held in held_locks_of(state.app)]
 
 
 def redlock_waiting(state: Any) -> list[dict[str, Any]]:
-    """Return the messages that wait here for a lock, those that wait longest first."""
+    """Return the messages that wait here for a lock, in order of their first deferral."""
     now = SystemClock().now()
     return [
         {

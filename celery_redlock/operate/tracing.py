@@ -1,4 +1,9 @@
-"""OpenTelemetry: what became of a run's lock, as attributes and events of its span."""
+"""OpenTelemetry: the outcome of a run's lock, as attributes and events of the run's span.
+
+A public signal without receivers costs nothing, so nothing is connected in a process that records
+no spans. That may begin at any time, and therefore a process looks for a tracer provider when an app
+finalizes, before its first run, and at each lock that its code acquires outside of a worker.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,95 @@ from typing import Any
 
 from celery.signals import task_prerun
 
+from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import LockHeader
 from celery_redlock.tasks.execution.run import run_of
+from celery_redlock.tasks.signals import SignalObserver
+
+TRACE = "opentelemetry.trace"
 
 
-def _on_span(sender: Any, event: Any, outcome: str) -> None:
-    """Write what became of a run's own lock as attributes of its span, of others as events."""
-    trace = sys.modules.get("opentelemetry.trace")
-    span = None if trace is None else trace.get_current_span()
-    if span is None or not span.is_recording():
+def _on_acquired(sender: Any = None, event: Any = None, **_: Any) -> None:
+    _write_to_span(sender, event, "acquired")
+
+
+def _on_released(sender: Any = None, event: Any = None, **_: Any) -> None:
+    if event.by == "holder":  # the span of a parent process is not the one of that run
+        _write_to_span(sender, event, "released")
+
+
+def _on_deferred(sender: Any = None, event: Any = None, **_: Any) -> None:
+    _write_to_span(sender, event, "deferred")
+
+
+def _on_skipped(sender: Any = None, event: Any = None, **_: Any) -> None:
+    _write_to_span(sender, event, "skipped")
+
+
+RECEIVERS = (
+    (signals.lock_acquired, _on_acquired),
+    (signals.lock_released, _on_released),
+    (signals.lock_deferred, _on_deferred),
+    (signals.lock_skipped, _on_skipped),
+)
+
+
+def is_recording() -> bool:
+    """Return whether this process has a tracer provider, without which no span is recorded.
+
+    To import OpenTelemetry is not enough: redis-py does so wherever it is installed.
+    """
+    trace = sys.modules.get(TRACE)
+    if trace is None:
+        return False
+    provider = trace.get_tracer_provider()
+    return not isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
+
+
+def connect_if_recording(app: Any = None) -> None:
+    """Write to spans from now on if this process records spans.
+
+    A second call changes nothing: Celery keeps one of each receiver. app: the one that finalizes;
+    it is not needed.
+    """
+    if is_recording():
+        for signal, receiver in RECEIVERS:
+            signal.connect(receiver, weak=False)
+
+
+def connect_at_first_run(**_: Any) -> None:
+    """Look before the first run of a process, when its receivers of worker_process_init have run.
+
+    Source: OpenTelemetry's instrumentation of Celery begins in a receiver of worker_process_init.
+    """
+    task_prerun.disconnect(connect_at_first_run)
+    connect_if_recording()
+
+
+class TracingObserver(SignalObserver):
+    """Sends the signals, and looks at each lock whether spans are recorded, until they are.
+
+    For processes that run no task and may finalize no app, such as a web server. A worker that
+    forks has observers of its own, and looks before its first run.
+    """
+
+    def __init__(self) -> None:
+        self._connected = False
+
+    def acquired(self, redlock: Any, acquisition: Acquisition) -> None:
+        """Connect the receivers if spans are recorded by now, and send lock_acquired."""
+        if not self._connected and is_recording():
+            connect_if_recording()
+            self._connected = True
+        super().acquired(redlock, acquisition)
+
+
+def _write_to_span(sender: Any, event: Any, outcome: str) -> None:
+    """Write an event of a run's own lock as attributes of its span, of another lock as an event."""
+    span = sys.modules[TRACE].get_current_span()
+    if not span.is_recording():
         return
     attributes = {f"redlock.{name}": value for name, value in vars(event).items()}
     if not _is_own(sender, event.resource):
@@ -31,55 +114,9 @@ def _on_span(sender: Any, event: Any, outcome: str) -> None:
 
 
 def _is_own(sender: Any, resource: str) -> bool:
-    """Tell whether a resource is what the running task's gate asks for, or was refused."""
+    """Return whether a resource is the lock that the running task needs for its own run."""
     request = getattr(sender, "request", None)
     if request is None or request.called_directly:
         return False
-    passage = run_of(request)
-    return passage is None or bool(passage.lock.resource == resource)
-
-
-def _on_acquired(sender: Any = None, event: Any = None, **_: Any) -> None:
-    _on_span(sender, event, "acquired")
-
-
-def _on_released(sender: Any = None, event: Any = None, **_: Any) -> None:
-    if event.by == "holder":  # the span of a parent process is not the one of that run
-        _on_span(sender, event, "released")
-
-
-def _on_deferred(sender: Any = None, event: Any = None, **_: Any) -> None:
-    _on_span(sender, event, "deferred")
-
-
-def _on_skipped(sender: Any = None, event: Any = None, **_: Any) -> None:
-    _on_span(sender, event, "skipped")
-
-
-RECEIVERS = (
-    (signals.lock_acquired, _on_acquired),
-    (signals.lock_released, _on_released),
-    (signals.lock_deferred, _on_deferred),
-    (signals.lock_skipped, _on_skipped),
-)
-
-
-def connect_if_imported(app: Any = None) -> None:
-    """Write to spans from now on if this process has imported OpenTelemetry.
-
-    A signal without receivers costs a run nothing, so nothing is connected for a library that is
-    installed and not used. app: the one that finalizes; it is not needed.
-    Connecting twice does no harm: Celery keeps one of each receiver.
-    """
-    if "opentelemetry.trace" in sys.modules:
-        for signal, receiver in RECEIVERS:
-            signal.connect(receiver, weak=False)
-
-
-def connect_at_first_run(**_: Any) -> None:
-    """Look once more at the first run of a process, when all that start with it have started.
-
-    Source: OpenTelemetry's instrumentation of Celery begins in a receiver of worker_process_init.
-    """
-    task_prerun.disconnect(connect_at_first_run)
-    connect_if_imported()
+    run = run_of(request)
+    return run is None or bool(run.lock.resource == resource)

@@ -1,4 +1,4 @@
-"""What a worker does at its start, and an app when it finalizes."""
+"""What an app does when it finalizes, and what a worker checks at its start."""
 
 from __future__ import annotations
 
@@ -27,34 +27,24 @@ from celery_redlock.tasks.task import LockedTask
 
 logger = logging.getLogger(__name__)
 
-
-_said_unlocked: set[str] = set()
-
-
-def warn_if_unlocked(request: Any = None, **_: Any) -> None:
-    """Say once that a task takes no lock for which a message brings options of one."""
-    if HEADER not in request.request_dict or isinstance(request.task, LockedTask):
-        return
-    if request.name not in _said_unlocked and LockHeader.of(request._context).options:
-        _said_unlocked.add(request.name)
-        text = "%s takes no lock, for it is no LockedTask: lock=... of its calls does nothing"
-        logger.warning(text, request.name, extra={"event": "not_locked", "task": request.name})
+_warned_of: set[str] = set()  # names of tasks
 
 
 def install(app: Any) -> None:
     """Lock the tasks that `redlock_tasks` names in an app of this process; once is enough.
 
     Importing the package does the same for every app that finalizes later, and so does Celery's
-    command line. Raises SettingsError where the app has finalized, else when it does.
+    command line. Raises SettingsError: now if the app has finalized, else when it finalizes.
     """
     if app.finalized:
         check_app(app)
 
 
 def check_app(app: Any) -> None:
-    """Lock tasks of others, and refuse unknown and wrong settings, as soon as an app is complete.
+    """Adopt the tasks that `redlock_tasks` names, and check all settings, when an app finalizes.
 
-    Source: celery._state; what a receiver of on_after_finalize raises would be swallowed.
+    Raises SettingsError for an unknown or wrong setting.
+    Source: celery._state; an error from a receiver of on_after_finalize would be swallowed.
     """
     others = app.conf.get("redlock_tasks")
     if others:
@@ -67,8 +57,8 @@ def check_app(app: Any) -> None:
 def adopt_in_worker(sender: Any = None, **_: Any) -> None:
     """Lock tasks of others in a worker whose app had finalized before the package was imported.
 
-    An error raised here would be swallowed, and bodies would run without their lock: a run of such
-    a task raises it again.
+    Celery swallows an error raised here, and bodies would run without their lock. Therefore a run
+    of such a task raises the error again.
     """
     install(sender.app)
 
@@ -76,7 +66,7 @@ def adopt_in_worker(sender: Any = None, **_: Any) -> None:
 class RefuseEventlet(bootsteps.Step):
     """Ends a worker with the eventlet pool at its start if it has locked tasks.
 
-    Under eventlet a body that never gives way stops every thread, so that no renewal is in time.
+    Under eventlet a body that does not yield blocks every thread, so renewals would be late.
     Raises SettingsError. Source: celery.bootsteps; receivers of `worker_init` cannot end a worker.
     """
 
@@ -95,24 +85,19 @@ class RefuseEventlet(bootsteps.Step):
             raise SettingsError("worker", "worker_pool", "eventlet", hint)
 
 
-def add_eventlet_check(sender: Any, **_: Any) -> None:
-    """Give the worker the step that refuses eventlet."""
-    sender.app.steps["worker"].add(RefuseEventlet)
-
-
 def is_of_eventlet(pool: type) -> bool:
-    """Return whether a pool's class is Celery's eventlet pool, or is made of it."""
+    """Return whether a pool's class is Celery's eventlet pool or a subclass of it."""
     return any(cls.__module__ == "celery.concurrency.eventlet" for cls in pool.__mro__)
 
 
 def locked_tasks(app: Any) -> list[LockedTask]:
-    """Return an app's LockedTasks, without those of Celery's own."""
+    """Return an app's LockedTasks, without Celery's own tasks."""
     own = (task for name, task in app.tasks.items() if not name.startswith(CELERY_PREFIX))
     return [task for task in own if isinstance(task, LockedTask)]
 
 
 def report_nodes(sender: Any = None, **_: Any) -> None:
-    """Check the nodes at a worker's start and say what was found; the worker starts anyway."""
+    """Check the nodes at a worker's start and log the result; the worker starts in any case."""
     app = sender.app
     watch_children(app, sender.pool)
     if not locked_tasks(app):
@@ -121,34 +106,34 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
         redlock = redlock_of(app)
         report, others = ask_nodes(redlock), exchange_shared_settings(redlock)
     except SettingsError as error:
-        told = {"event": "settings_wrong"}
-        logger.error("locks cannot be taken: %s", error, extra=told)  # noqa: TRY400 - says it all
+        fields = {"event": "settings_wrong"}
+        logger.error("no lock can be acquired: %s", error, extra=fields)  # noqa: TRY400 - says it all
         return
-    _say_who_votes(app, report)
-    for terms, names in others.items():
+    _log_report(app, report)
+    for settings, nodes in others.items():
         logger.error(
-            "other clients go by %s (so say %s), this worker by %s: until all of them go by the "
-            "same, two may hold one lock",
-            terms, ", ".join(names), shared_settings_of(redlock),
+            "other clients use %s (according to %s), and this worker uses %s: until all clients "
+            "use the same, two tasks may hold one lock",
+            settings, ", ".join(nodes), shared_settings_of(redlock),
             extra={"event": "settings_differ"},
         )  # fmt: skip
 
 
-def _say_who_votes(app: Any, report: NodeReport) -> None:
-    """Say in one line which nodes answer, and which wait before they grant a lock."""
+def _log_report(app: Any, report: NodeReport) -> None:
+    """Log in one line which nodes answer, and which wait before they grant a lock."""
     level = logging.WARNING
     if report.voting == report.nodes:
         level = logging.INFO
     elif report.voting < report.quorum and report.failing:
-        level = logging.ERROR  # else it ends by itself
-    told = {"event": "nodes_answer", "answering": report.answering, "voting": report.voting}
-    told |= {"nodes": report.nodes, "quorum": report.quorum}
-    logger.log(level, "%s", _who_votes(app, report), extra=told)
+        level = logging.ERROR  # without a failing node the wait ends by itself
+    fields = {"event": "nodes_answer", "answering": report.answering, "voting": report.voting}
+    fields |= {"nodes": report.nodes, "quorum": report.quorum}
+    logger.log(level, "%s", _report_as_text(app, report), extra=fields)
 
 
-def _who_votes(app: Any, report: NodeReport) -> str:
+def _report_as_text(app: Any, report: NodeReport) -> str:
     of_them, needed = f"of {report.nodes} lock nodes", f", {report.quorum} needed"
-    failing = f"; not: {'; '.join(report.failing)}" if report.failing else ""
+    failing = f"; failing: {'; '.join(report.failing)}" if report.failing else ""
     if not report.silent:
         return f"{report.voting} {of_them} answer{needed}{failing}"
     left = math.ceil(max(report.silent.values()))
@@ -161,3 +146,13 @@ def _who_votes(app: Any, report: NodeReport) -> str:
         f"{report.voting} {of_them} may grant locks yet (new or restarted nodes wait {left} s). "
         f"To skip the wait on a new cluster: {command}"
     )
+
+
+def warn_if_unlocked(request: Any = None, **_: Any) -> None:
+    """Warn once for each task that takes no lock although a message brings options of a lock."""
+    if HEADER not in request.request_dict or isinstance(request.task, LockedTask):
+        return
+    if request.name not in _warned_of and LockHeader.of(request._context).options:
+        _warned_of.add(request.name)
+        text = "%s takes no lock, because it is no LockedTask: lock=... in its calls has no effect"
+        logger.warning(text, request.name, extra={"event": "not_locked", "task": request.name})

@@ -178,7 +178,7 @@ import os, signal, threading
 from celery import Celery
 from celery.signals import worker_init
 from celery_redlock import LockedTask, Redlock
-from celery_redlock.operate import metrics
+from celery_redlock.operate.metrics import exporter
 
 app = Celery("counts", broker="memory://")
 app.conf.update(redlock_nodes=["redis://127.0.0.1:1"], redlock_metrics="127.0.0.1:0")
@@ -186,7 +186,7 @@ class Worker:
     pool_cls = "prefork"
 Worker.app = app
 worker_init.send(sender=Worker)
-assert metrics._exporter is not None
+assert exporter._exporter is not None
 
 def count():
     Redlock.observer.node_failed(None, "a", "away")

@@ -78,6 +78,18 @@ def test_each_delivery_has_what_became_of_its_lock_on_its_span(
     assert (first["redlock.resource"], first["redlock.deferrals"]) == ("k:k", 0)
 
 
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_worker_may_import_opentelemetry_after_its_app_has_finalized(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
+) -> None:
+    stage = make_stage(nodes)
+    worker = stage.worker(module="tests.integration.traced_late", pool=pool, concurrency=2)
+    result = stage.tasks.work.delay("k")
+    result.get(timeout=120)
+    assert see_span(stage, result, "released")["attributes"]["redlock.resource"] == "k:k"
+    assert "receivers before the import: 0" in worker.output()
+
+
 def test_a_lock_that_is_not_the_runs_own_is_an_event_on_its_span(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
 ) -> None:

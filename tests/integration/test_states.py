@@ -422,4 +422,4 @@ def test_a_worker_says_at_its_start_what_its_nodes_say(
     eventually(lambda: "3 of 3 lock nodes answer, 2 needed" in first.output())
     mortal_nodes[0].kill()
     second = stage.worker("w2", concurrency=1)
-    eventually(lambda: "2 of 3 lock nodes answer, 2 needed; not: 127.0.0.1" in second.output())
+    eventually(lambda: "2 of 3 lock nodes answer, 2 needed; failing: 127.0.0.1" in second.output())

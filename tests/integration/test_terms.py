@@ -60,10 +60,10 @@ def test_a_worker_says_that_others_go_by_another_longest_ttl(
     first = make_stage(nodes, **patient).worker("w1", concurrency=1)
     eventually(lambda: "lock nodes answer" in first.output())
     second = make_stage(nodes, redlock_max_ttl=120, **patient).worker("w2", concurrency=1)
-    eventually(lambda: "other clients go by max_ttl=60 " in second.output())
+    eventually(lambda: "other clients use max_ttl=60 " in second.output())
     (line,) = [line for line in second.output().splitlines() if "other clients" in line]
     assert "ERROR" in line
-    assert "this worker by max_ttl=120 restart_guard=strict nodes=3" in line
+    assert "this worker uses max_ttl=120 restart_guard=strict nodes=3" in line
     assert "other clients" not in first.output()
 
 

@@ -325,7 +325,7 @@ def test_each_child_writes_in_its_own_slot_and_a_childs_child_in_none() -> None:
     )
     child = ["child JournalingObserver", "grandchild SignalObserver", "child JournalingObserver"]
     assert made.stdout.splitlines() == [
-        "of no pool SignalObserver", *child, *child, "parent ParentObserver",
+        "of no pool TracingObserver", *child, *child, "parent ParentObserver",
     ]  # fmt: skip
 
 

@@ -1,8 +1,11 @@
-"""The command `celery redlock`: what it shows, what it does, and how that is written.
+"""The command `celery redlock`: what it shows, what it does, and how that is printed.
 
-Read `group.py` first. Commands that only look are in `inspect.py`, commands that change something
-in `actions.py`, commands about settings in `config.py`; `render.py` makes tables and JSON of what
-they found. What is asked of the nodes is below, in `lock/held_locks.py` and `lock/node_status.py`.
+Read `group.py` first. Commands that only read are in `inspect.py`, commands that change something
+in `actions.py`, commands about settings in `config.py`. What they show, as tables and as JSON, is
+in `node_views.py`, `lock_views.py` and `task_views.py`; `render.py` prints it.
+
+Not here: the queries to the nodes (`lock/held_locks.py`, `lock/node_status.py`), and the answers of
+workers (`operate/control.py`).
 """
 
 from celery_redlock.operate.cli import actions, config, inspect  # noqa: F401 - adds the commands

@@ -1,4 +1,4 @@
-"""Commands that act: break and trust."""
+"""Commands that change something: break and trust."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ import click
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.held_locks import Standing, break_lock, look_at_locks
 from celery_redlock.lock.node_status import trust_nodes
-from celery_redlock.operate.cli.group import _loaded, _redlock, redlock
+from celery_redlock.operate.cli.group import app_from, redlock, redlock_from
+from celery_redlock.operate.cli.lock_views import failing_lines, holder_text, lock_data, lock_name
 from celery_redlock.operate.cli.render import (
-    _failing_as_text,
-    _locks_as_data,
-    _name_of,
-    _print,
-    _print_json,
-    _refused,
-    _say,
-    _visible,
-    _who,
     as_json,
+    command_error,
+    escaped,
+    print_all,
+    print_json,
+    print_line,
 )
 from celery_redlock.operate.control import Holder
 from celery_redlock.tasks.per_app import redlock_of
@@ -43,25 +40,25 @@ def break_(ctx: click.Context, resource: str, permit: int | None, yes: bool, as_
     The holder learns of it at its next renewal. Until then its body goes on, and another one may
     run beside it. A lock that is taken while this asks is not touched.
     """
-    app = _loaded(ctx)
+    app = app_from(ctx)
     made = redlock_of(app)
     sight = look_at_locks(made, resource)
     found = [lock for lock in sight.locks if permit in (None, lock.permit) and lock.value]
     if not found:
-        rest = "; ".join(_failing_as_text(sight))
-        raise _refused(f"no lock stands on {resource}{rest and f' ({rest})'}")
+        rest = "; ".join(failing_lines(sight))
+        raise command_error(f"no lock stands on {resource}{rest and f' ({rest})'}")
     if not yes:
         for lock in found:
-            _say(f"{_who(lock)} loses {_name_of(lock)}", err=as_json)
+            print_line(f"{holder_text(lock)} loses {lock_name(lock)}", err=as_json)
         click.confirm("Its body goes on until its next renewal. Break it?", abort=True, err=as_json)
-    broken = [Broken.of(made, lock) for lock in found]
+    broken = [BrokenLock.of(made, lock) for lock in found]
     for one in broken:
         one.send_event(app)
     if as_json:
-        _print_json({"resource": resource, "broken": [one.as_data() for one in broken]})
+        print_json({"resource": resource, "broken": [one.data() for one in broken]})
     else:
-        _print(*(one.as_text() for one in broken))
-    if any(one.failing and len(one.gone) < one.lock.needed for one in broken):
+        print_all(*(one.text() for one in broken))
+    if any(one.failing and len(one.gone_from) < one.lock.needed for one in broken):
         ctx.exit(1)
 
 
@@ -77,73 +74,86 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
     Only if no task can still run under a lock that these nodes lost: on a new cluster, or if no
     worker runs.
     """
-    made = _redlock(ctx)
-    known = [node.name for node in made.session.node_set.nodes]
-    for name in nodes:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
-            raise _refused(f"{name} is no node of this app{hint}")
-    chosen = known if every else list(nodes)
-    if not chosen:
-        raise _refused(f"name the nodes, or --all of them: {', '.join(known)}")
+    made = redlock_from(ctx)
+    chosen = _chosen_nodes(made, nodes, every)
     if not yes:
         for lock in look_at_locks(made).locks:
-            _say(f"{_who(lock)} holds {_name_of(lock)} now", err=as_json)
+            print_line(f"{holder_text(lock)} holds {lock_name(lock)} now", err=as_json)
         text = (
             f"Let {', '.join(chosen)} grant locks at once? If a task may still run under a lock "
             "that they lost, two tasks can run together."
         )
-        click.confirm(_visible(text), abort=True, err=as_json)
-    stands, failing = trust_nodes(made, chosen)
+        click.confirm(escaped(text), abort=True, err=as_json)
+    trusted, failing = trust_nodes(made, chosen)
     if as_json:
-        _print_json({"trusted": dict(stands), "failing": dict(failing)})
+        print_json({"trusted": dict(trusted), "failing": dict(failing)})
     else:
-        for node, name in stands.items():
-            _say(f"{node} grants locks from now on" + (f"; {name} stands there" if name else ""))
+        for node, name in trusted.items():
+            also = f"; it has the key {name}" if name else ""
+            print_line(f"{node} grants locks from now on{also}")
         for node, cause in failing.items():
-            _say(f"{node} could not be told: {cause}")
+            print_line(f"{node} could not be told: {cause}")
     if failing:
         ctx.exit(1)
 
 
+def _chosen_nodes(redlock: Redlock, named: Sequence[str], every: bool) -> list[str]:
+    """Return the names of the nodes to trust; raises ClickException for an unknown or no name."""
+    known = [node.name for node in redlock.session.node_set.nodes]
+    for name in named:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+            raise command_error(f"{name} is no node of this app{hint}")
+    chosen = known if every else list(named)
+    if not chosen:
+        raise command_error(f"name the nodes, or --all of them: {', '.join(known)}")
+    return chosen
+
+
 @dataclass(frozen=True)
-class Broken:
-    """A lock that was broken. gone: nodes from which it was taken. failing: not told, and why."""
+class BrokenLock:
+    """The result of breaking a lock.
+
+    gone_from: the nodes that have deleted the key. failing: by node, why it could not be reached.
+    """
 
     lock: Standing
-    gone: Sequence[str]
+    gone_from: Sequence[str]
     failing: dict[str, str]
 
     @classmethod
-    def of(cls, redlock: Redlock, lock: Standing) -> Broken:
-        """Break it."""
-        stood, failing = break_lock(redlock, lock)
-        return cls(lock, [node for node, gone in stood.items() if gone], dict(failing))
+    def of(cls, redlock: Redlock, lock: Standing) -> BrokenLock:
+        """Break a lock."""
+        deleted, failing = break_lock(redlock, lock)
+        return cls(lock, [node for node, gone in deleted.items() if gone], dict(failing))
 
     def send_event(self, app: Any) -> None:
-        """Tell monitors; a broker that is away keeps nobody from breaking a lock."""
+        """Send `task-lock-broken` to monitors; without a broker the lock is broken all the same."""
+        if not self.gone_from:
+            return
         holder = Holder.of(self.lock.holder)
         fields = {"resource": self.lock.resource, "holder": self.lock.holder}
-        if not self.gone:
-            return
         try:
             by = f"{getpass.getuser()}@{socket.gethostname()}"
             fields["result"] = f"{self.lock.resource}: its lock is broken by {by}"
             with app.events.default_dispatcher() as dispatcher:
                 dispatcher.send("task-lock-broken", uuid=holder.task_id, by=by, **fields)
-        except Exception as error:  # of each transport its own, or a user without a name
-            _say(f"no event is sent: {error}", err=True)
+        except Exception as error:  # each transport has its own; or the user has no name
+            print_line(f"no event is sent: {error}", err=True)
 
-    def as_text(self) -> str:
-        """Return what came of it."""
-        if not self.gone and not self.failing:
-            return f"{_name_of(self.lock)} was over before: nothing was broken"
-        gone = ", ".join(self.gone)
-        text = f"{_name_of(self.lock)} is broken on {gone}; {_who(self.lock)} had it"
+    def text(self) -> str:
+        """Return the result in one line."""
+        name = lock_name(self.lock)
+        if not self.gone_from and not self.failing:
+            return f"{name} was over before: nothing was broken"
+        text = f"{name} is broken on {', '.join(self.gone_from)}; {holder_text(self.lock)} had it"
         rest = "; ".join(f"{node} could not be told: {why}" for node, why in self.failing.items())
         return f"{text}. {rest}" if rest else text
 
-    def as_data(self) -> dict[str, Any]:
-        """Return the same for programs."""
-        (lock,) = _locks_as_data([self.lock])
-        return {**lock, "gone_from": list(self.gone), "failing": self.failing}
+    def data(self) -> dict[str, Any]:
+        """Return the result for JSON."""
+        return {
+            **lock_data(self.lock),
+            "gone_from": list(self.gone_from),
+            "failing": self.failing,
+        }

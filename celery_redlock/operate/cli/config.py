@@ -10,9 +10,9 @@ import click
 
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.node_status import look_at_shared_settings, shared_settings_of
-from celery_redlock.operate.cli.group import _loaded, redlock
-from celery_redlock.operate.cli.inspect import View
-from celery_redlock.operate.cli.render import _print_json, _refused, _say, as_json
+from celery_redlock.operate.cli.group import app_from, redlock
+from celery_redlock.operate.cli.node_views import NodesView
+from celery_redlock.operate.cli.render import as_json, command_error, print_json, print_line
 from celery_redlock.operate.lints.facts import facts_of
 from celery_redlock.operate.lints.model import ADVICE, ERROR, WARNING, Lint
 from celery_redlock.operate.lints.rules import lint
@@ -29,13 +29,13 @@ from celery_redlock.tasks.task import LockedTask
 @click.pass_context
 def options(ctx: click.Context, task: str, queue: str | None, as_json: bool) -> None:
     """Show the options in force for TASK, and where each is set."""
-    told = _locked(_loaded(ctx), task).lock_options(queue)
+    effective = _locked_task(app_from(ctx), task).lock_options(queue)
     if not as_json:
-        for line in str(told).split("\n"):
-            _say(line)
+        for line in str(effective).split("\n"):
+            print_line(line)
         return
-    rows = {one.name: {"value": one.value, "from": str(one.place)} for one in told.options}
-    _print_json({"task": told.task, "queue": told.queue, "options": rows})
+    rows = {one.name: {"value": one.value, "from": str(one.place)} for one in effective.options}
+    print_json({"task": effective.task, "queue": effective.queue, "options": rows})
 
 
 @redlock.command()
@@ -46,40 +46,40 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
     The exit status is 1 for an error, or without a quorum.
     """
-    app = _loaded(ctx)
-    made, settings = redlock_of(app), settings_of(app)
-    found = (*_terms_that_differ(made), *lint(facts_of(app)))
-    view = View.of(made)
+    app = app_from(ctx)
+    made, nodes_from = redlock_of(app), settings_of(app).nodes_from
+    lints = (*_differing_settings(made), *lint(facts_of(app)))
+    nodes = NodesView.of(made)
     if as_json:
-        nodes = {"from": settings.nodes_from, **view.in_short()}
-        _print_json({"nodes": nodes, "lints": [asdict(one) for one in found]})
+        found = {"from": nodes_from, **nodes.summary()}
+        print_json({"nodes": found, "lints": [asdict(one) for one in lints]})
     else:
-        _say(view.quorum_as_text())
-        for node in view.nodes:
-            level = ERROR if node.error else "ok" if node.votes(view.guard) else WARNING
-            _say(f"{level:<7}  {node.node} ({settings.nodes_from}): {view.word_of(node)}")
-        for one in found:
-            _say(f"{one.level:<7}  {one}")
-        if view.voting == len(view.nodes) and all(one.level == ADVICE for one in found):
-            _say("No problems found.")
-    if view.voting < view.needed or any(one.level == ERROR for one in found):
+        print_line(nodes.quorum_line())
+        for node in nodes.nodes:
+            level = ERROR if node.error else "ok" if node.votes(nodes.guard) else WARNING
+            print_line(f"{level:<7}  {node.node} ({nodes_from}): {nodes.vote_of(node)}")
+        for one in lints:
+            print_line(f"{one.level:<7}  {one}")
+        if nodes.voting == len(nodes.nodes) and all(one.level == ADVICE for one in lints):
+            print_line("No problems found.")
+    if not nodes.has_quorum or any(one.level == ERROR for one in lints):
         ctx.exit(1)
 
 
-def _terms_that_differ(redlock: Redlock) -> Iterator[Lint]:
-    """Give what other clients of these nodes go by, if not what this one does."""
+def _differing_settings(redlock: Redlock) -> Iterator[Lint]:
+    """Yield an error for each shared setting of other clients that differs from this client's."""
     own = shared_settings_of(redlock)
-    for terms, names in look_at_shared_settings(redlock).items():
+    for settings, nodes in look_at_shared_settings(redlock).items():
         hint = (
-            f"so say {', '.join(names)}; this app goes by {own}: until all go by the same, two may "
-            "hold one lock"
+            f"according to {', '.join(nodes)}; this app uses {own}: until all clients use the "
+            "same, two tasks may hold one lock"
         )
-        yield Lint(ERROR, "other clients", terms, hint)
+        yield Lint(ERROR, "other clients", settings, hint)
 
 
-def _locked(app: Any, name: str) -> LockedTask:
+def _locked_task(app: Any, name: str) -> LockedTask:
     tasks = {task.name: task for task in locked_tasks(app)}
     if name in tasks:
         return tasks[name]
     which = "takes no lock" if name in app.tasks else "is no task here"
-    raise _refused(f"{name} {which}{did_you_mean(name, tasks)}")
+    raise command_error(f"{name} {which}{did_you_mean(name, tasks)}")

@@ -1,4 +1,4 @@
-"""The command group `celery redlock`."""
+"""The command group `celery redlock`, and how its commands get the app."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import click
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.client import Redlock
-from celery_redlock.operate.cli.render import _refused
+from celery_redlock.operate.cli.render import command_error
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.startup import install
 
 
-class Told(click.Group):
-    """Commands that say what is wrong with the settings in one line."""
+class RedlockGroup(click.Group):
+    """Commands that print a SettingsError as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -23,21 +23,23 @@ class Told(click.Group):
         except SettingsError as error:
             named = ctx.find_root().params.get("app") is not None
             hint = "" if named else ". No app is named: celery -A shop redlock ..."
-            raise _refused(f"{error}{hint}") from None
+            raise command_error(f"{error}{hint}") from None
 
 
-@click.group(cls=Told)
+@click.group(cls=RedlockGroup)
 def redlock(**_: Any) -> None:
     """Show the locks of tasks, and repair what is wrong with them."""
 
 
-def _redlock(ctx: click.Context) -> Redlock:
-    return redlock_of(_loaded(ctx))
-
-
-def _loaded(ctx: click.Context) -> Any:
+def app_from(ctx: click.Context) -> Any:
+    """Return the app of the command line, complete with all its tasks."""
     app = ctx.find_root().obj.app
     app.loader.import_default_modules()
     app.finalize()
     install(app)
     return app
+
+
+def redlock_from(ctx: click.Context) -> Redlock:
+    """Return the `Redlock` of that app."""
+    return redlock_of(app_from(ctx))

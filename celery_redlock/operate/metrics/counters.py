@@ -1,4 +1,4 @@
-"""What is counted: Prometheus counters and histograms, fed by the signals."""
+"""The counters and histograms of Prometheus; receivers of the public signals increment them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import LockHeader
 
-# s: from what a round trip takes to what a backoff comes to, and to long jobs
+# seconds: from one round trip, over backoffs, to long jobs
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
 
 
 class Metrics:
-    """What is counted. registry: where it stands; None where each process writes to a file."""
+    """All counters and histograms. registry: theirs; None if each process writes to files."""
 
     def __init__(self, registry: Any) -> None:
         from prometheus_client import Counter, Histogram
@@ -27,41 +27,41 @@ class Metrics:
                 f"redlock_{name}_seconds", text, ("task",), registry=registry, buckets=BUCKETS
             )
 
-        self.acquired = counter("acquired", "Locks that were taken.", "task")
-        self.deferred = counter("deferred", "Messages that were put back.", "task")
+        self.acquired = counter("acquired", "Locks that were acquired.", "task")
+        self.deferred = counter("deferred", "Messages that were deferred.", "task")
         self.skipped = counter("skipped", "Runs that were skipped.", "task")
-        self.released = counter("released", "Locks that were given back.", "task", "by")
+        self.released = counter("released", "Locks that were released.", "task", "by")
         self.lost = counter("lost", "Locks that were lost in use.", "task")
         self.extended = counter("extended", "Renewals that a quorum confirmed.", "task")
         self.node_failed = counter("node_failed", "Times that a node stopped answering.", "node")
-        self.waited = histogram("wait", "From a message's first try to its lock.")
-        self.held = histogram("hold", "From a lock's grant to its release.")
+        self.waited = histogram("wait", "Seconds from a message's first try to its lock.")
+        self.held = histogram("hold", "Seconds from a lock's grant to its release.")
         self._connections = (
             (signals.lock_acquired, self._on_acquired),
-            (signals.lock_deferred, _counting(self.deferred)),
-            (signals.lock_skipped, _counting(self.skipped)),
+            (signals.lock_deferred, _incrementing(self.deferred)),
+            (signals.lock_skipped, _incrementing(self.skipped)),
             (signals.lock_released, self._on_released),
-            (signals.lock_lost, _counting(self.lost)),
-            (signals.lock_extended, _counting(self.extended)),
+            (signals.lock_lost, _incrementing(self.lost)),
+            (signals.lock_extended, _incrementing(self.extended)),
             (signals.node_failed, self._on_node_failed),
         )
-        for signal, count in self._connections:
-            signal.connect(count, weak=False)
+        for signal, receiver in self._connections:
+            signal.connect(receiver, weak=False)
 
-    def begin(self, tasks: Iterable[str], nodes: Iterable[str]) -> None:
-        """Show counts as 0: to Prometheus a count that begins with 1 has not increased."""
+    def initialize(self, tasks: Iterable[str], nodes: Iterable[str]) -> None:
+        """Export all counters as 0: Prometheus sees no increase if a counter first appears as 1."""
         for task in tasks:
-            for count in (self.acquired, self.deferred, self.skipped, self.lost, self.extended):
-                count.labels(task)
+            for counter in (self.acquired, self.deferred, self.skipped, self.lost, self.extended):
+                counter.labels(task)
             for by in ("holder", "parent"):
                 self.released.labels(task, by)
         for node in nodes:
             self.node_failed.labels(node)
 
     def close(self) -> None:
-        """Count no more."""
-        for signal, count in self._connections:
-            signal.disconnect(count)
+        """Disconnect the receivers."""
+        for signal, receiver in self._connections:
+            signal.disconnect(receiver)
 
     def _on_acquired(self, sender: Any = None, **_: Any) -> None:
         self.acquired.labels(_task(sender)).inc()
@@ -78,14 +78,14 @@ class Metrics:
         self.node_failed.labels(event.node).inc()
 
 
-def _counting(counter: Any) -> Callable[..., None]:
-    """Return a receiver that counts a signal by its task."""
+def _incrementing(counter: Any) -> Callable[..., None]:
+    """Return a receiver that increments a counter for the task that sends the signal."""
 
-    def count(sender: Any = None, **_: Any) -> None:
+    def increment(sender: Any = None, **_: Any) -> None:
         counter.labels(_task(sender)).inc()
 
-    return count
+    return increment
 
 
 def _task(sender: Any) -> str:
-    return str(getattr(sender, "name", ""))  # a Redlock has none
+    return str(getattr(sender, "name", ""))  # the sender of a lock without a task is its Redlock

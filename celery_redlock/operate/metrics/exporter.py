@@ -1,4 +1,4 @@
-"""The exporter of one worker's main process."""
+"""Serves the metrics of one worker: its main process answers the scrapes for all its children."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from typing import Any
 from billiard.process import current_process
 
 from celery_redlock.operate.metrics.counters import Metrics
-from celery_redlock.operate.metrics.gauges import Present
+from celery_redlock.operate.metrics.gauges import StateCollector
 from celery_redlock.tasks.children.forks import forks_children
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.startup import locked_tasks
 
 logger = logging.getLogger(__name__)
 
-
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 
 
-class Places:
-    """Makes prometheus_client's values: ours in one file for each place in the pool.
+class ValueFactory:
+    """Makes prometheus_client's values: those of this package in one file for each pool index.
 
-    So a child goes on with the file of the one before it, and there are no more than places. What
-    other metrics write is left as it is. others: what makes their values.
+    A child that replaces another one continues its file, so the number of files stays that of the
+    pool's processes. others: the factory for the values of all other metrics.
     Source: prometheus_client.metrics looks `values.ValueClass` up for each new set of labels.
     """
 
@@ -36,14 +35,15 @@ class Places:
         from prometheus_client.values import MultiProcessValue
 
         self._main, self._others = os.getpid(), others
-        self._ours = MultiProcessValue(self._place)
+        self._ours = MultiProcessValue(self._process_identifier)
 
-    def _place(self) -> str:
-        """Return what names the file of this process, and of no other one that lives."""
+    def _process_identifier(self) -> str:
+        """Return the part of the file's name that no other live process uses."""
         index = getattr(current_process(), "index", None)
         is_own_child = index is not None and os.getppid() == self._main
-        who = f"child-{index}" if is_own_child else str(os.getpid())  # a child's child has no place
-        return f"redlock-{self._main}-{who}"
+        # the child of a child has its parent's index, but would overwrite its parent's file
+        process = f"child-{index}" if is_own_child else str(os.getpid())
+        return f"redlock-{self._main}-{process}"
 
     def __call__(self, kind: str, metric: str, *rest: Any, **named: Any) -> Any:
         """Make one value of a metric."""
@@ -55,11 +55,15 @@ class Places:
 
 
 class Exporter:
-    """What one worker's main process has for its metrics, from before the fork to its end."""
+    """The metrics of one worker's main process, from before the fork to its end.
+
+    address: host and port to serve on. forks: whether the pool forks; then each process writes its
+    values to files, and the main process reads all of them.
+    """
 
     def __init__(self, address: tuple[str, int], *, forks: bool) -> None:
         self._address, self._forks = address, forks
-        self._stack, self._serves = ExitStack(), False
+        self._stack, self._is_serving = ExitStack(), False
         if forks and DIRECTORY not in os.environ:
             directory = tempfile.mkdtemp(prefix="celery-redlock-metrics-")
             self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -69,44 +73,44 @@ class Exporter:
 
         if self._forks:
             self._stack.callback(setattr, values, "ValueClass", values.ValueClass)
-            values.ValueClass = Places(values.ValueClass)
+            values.ValueClass = ValueFactory(values.ValueClass)
         self.registry = CollectorRegistry()
         self._metrics = Metrics(None if self._forks else self.registry)
         self._stack.callback(self._metrics.close)
 
     def serve(self, consumer: Any) -> None:
-        """Begin to answer scrapes, once the pool is there: no thread is to be copied by a fork.
+        """Begin to answer scrapes, after the pool has forked: no fork may copy the server's thread.
 
-        Once: a consumer that connects to its broker anew is ready anew.
+        A second call does nothing: a consumer that reconnects to its broker is ready again.
         """
         from prometheus_client import start_http_server
         from prometheus_client.multiprocess import MultiProcessCollector
 
-        if self._serves:
+        if self._is_serving:
             return
-        self._serves = True
+        self._is_serving = True
         app = consumer.app
         own = [task.name for task in locked_tasks(app)]
-        self._metrics.begin(own, [node.name for node in redlock_of(app).session.node_set.nodes])
+        nodes = [node.name for node in redlock_of(app).session.node_set.nodes]
+        self._metrics.initialize(own, nodes)
         if self._forks:
             MultiProcessCollector(self.registry)
-        self.registry.register(Present(consumer))
+        self.registry.register(StateCollector(consumer))
         host, port = self._address
         try:
             server, thread = start_http_server(port, host, self.registry)
         except OSError as error:
-            told = {"event": "metrics_not_served"}
-            logger.warning("redlock_metrics: no port %d on %s: %s", port, host, error, extra=told)
+            text, fields = "cannot serve metrics on %s:%d: %s", {"event": "metrics_not_served"}
+            logger.warning(text, host, port, error, extra=fields)
             return
         self._stack.callback(thread.join)
         self._stack.callback(server.server_close)
         self._stack.callback(server.shutdown)
-        told = {"event": "metrics_served"}
-        text = "metrics are served on http://%s:%d/metrics"
-        logger.info(text, host, server.server_port, extra=told)
+        text, fields = "metrics are served on http://%s:%d/metrics", {"event": "metrics_served"}
+        logger.info(text, host, server.server_port, extra=fields)
 
     def close(self) -> None:
-        """Answer no more."""
+        """End the server, disconnect the receivers, and delete an own directory."""
         self._stack.close()
 
 
@@ -114,10 +118,10 @@ _exporter: Exporter | None = None  # in a worker's main process
 
 
 def prepare_metrics(sender: Any = None, **_: Any) -> None:
-    """Count from now on, where the setting says so; before the pool forks.
+    """Count from now on if `redlock_metrics` is set; called before the pool forks.
 
-    Where the library is missing the lints say so: an error raised here, before there is a log,
-    would be seen by nobody.
+    A lint reports a missing prometheus_client: there is no log yet in which an error raised here
+    could be seen.
     """
     global _exporter
     address = settings_of(sender.app).metrics
@@ -126,13 +130,13 @@ def prepare_metrics(sender: Any = None, **_: Any) -> None:
 
 
 def serve_metrics(sender: Any = None, **_: Any) -> None:
-    """Answer scrapes from now on; the pool is there, so no fork copies the thread."""
+    """Answer scrapes from now on; called after the pool has forked."""
     if _exporter is not None:
         _exporter.serve(sender)
 
 
 def close_metrics(**_: Any) -> None:
-    """Answer no more."""
+    """Answer no more scrapes."""
     global _exporter
     exporter, _exporter = _exporter, None
     if exporter is not None:

@@ -42,8 +42,3 @@ def _naming(consume: Callable[..., Any]) -> Callable[..., Any]:
     functools.update_wrapper(basic_consume, consume)
     setattr(basic_consume, QUEUE, True)
     return basic_consume
-
-
-def add_queue_names(sender: Any = None, **_: Any) -> None:
-    """Give the worker's consumer this step."""
-    sender.app.steps["consumer"].add(RecordQueueNames)

@@ -463,11 +463,6 @@ def waiters_of(consumer: Any) -> list[Waiter]:
     return [] if room is None else room.waiting()
 
 
-def add_waiting_room(sender: Any = None, **_: Any) -> None:
-    """Give the worker's consumer its room."""
-    sender.app.steps["consumer"].add(WaitingRoom)
-
-
 def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     """Let a message wait in the room that was refused a lock; in the worker's main process."""
     room = None if request.eta is None else _rooms.get(sender)

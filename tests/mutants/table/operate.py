@@ -18,12 +18,30 @@ MUTANTS = (
     Mutant(
         "another lock of the running task stands on its span as the run's own",
         "operate.tracing:_is_own",
-        "bool(passage.lock.resource == resource)",
+        "bool(run.lock.resource == resource)",
         "True",
         (
             f"{INTEGRATION}/test_spans.py::"
             "test_a_lock_that_is_not_the_runs_own_is_an_event_on_its_span",
         ),
+    ),
+    Mutant(
+        "a worker that imports OpenTelemetry late writes to no span",
+        "operate.tracing:connect_at_first_run",
+        "    connect_if_recording()\n",
+        "",
+        (
+            f"{UNIT}/test_tracing.py::test_signals_have_receivers_once_opentelemetry_is_imported",
+            f"{INTEGRATION}/test_spans.py::"
+            "test_a_worker_may_import_opentelemetry_after_its_app_has_finalized",
+        ),
+    ),
+    Mutant(
+        "a second import of the package connects all of it again",
+        "wiring:connect",
+        "if _connected:",
+        "if False:",
+        (f"{UNIT}/test_wiring.py::test_a_second_import_connects_nothing_twice",),
     ),
     Mutant(
         "break --permit breaks all permits",
@@ -38,7 +56,7 @@ MUTANTS = (
     Mutant(
         "break ends with 0 though no quorum was told",
         "operate.cli.actions:break_",
-        "if any(one.failing and len(one.gone) < one.lock.needed for one in broken):",
+        "if any(one.failing and len(one.gone_from) < one.lock.needed for one in broken):",
         "if False:",
         (
             f"{INTEGRATION}/test_command.py::"
@@ -64,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release by a parent is not shown as 0",
-        "operate.metrics.counters:Metrics.begin",
+        "operate.metrics.counters:Metrics.initialize",
         'for by in ("holder", "parent"):',
         'for by in ("holder",):',
         (f"{INTEGRATION}/test_metrics.py::test_what_is_rare_is_0_before_it_comes",),

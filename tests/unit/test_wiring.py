@@ -1,0 +1,143 @@
+"""What is connected to Celery is what the list of the wiring names, all of it and no more."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery, signals
+from celery.utils.dispatch import Signal
+
+import celery_redlock
+from celery_redlock import wiring
+
+PACKAGE = Path(celery_redlock.__file__).parent
+SIGNALS = {name: one for name, one in vars(signals).items() if isinstance(one, Signal)}
+# A new process: in this one other tests have connected receivers, and have run tasks.
+REGISTERED = """
+import importlib, json, weakref
+import celery_redlock
+from celery import _state, signals
+from celery.utils.dispatch import Signal
+from celery.worker.control import Panel
+from celery_redlock import Redlock, signals as public
+
+def name_of(function):
+    if isinstance(function, weakref.ReferenceType):
+        function = function()
+    return f"{function.__module__}:{function.__qualname__}"
+
+def in_order(module):
+    found = {n: one for n, one in vars(module).items() if isinstance(one, Signal)}
+    return {n: [name_of(r) for _, r in one.receivers] for n, one in found.items()}
+
+def registered():
+    return {
+        "signals": in_order(signals),
+        "public": in_order(public),
+        "finalizers": sorted(map(name_of, _state._on_app_finalizers)),
+        "commands": {n: name_of(c) for n, c in Panel.data.items() if n in Panel.meta},
+        "observer": id(Redlock.observer),
+    }
+
+first = registered()
+importlib.reload(celery_redlock)
+celery_redlock.wiring.connect()
+print(json.dumps([first, registered()]))
+"""
+
+
+def name_of(function: Any) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def ours(names: list[str]) -> list[str]:
+    return [name for name in names if name.startswith("celery_redlock")]
+
+
+@pytest.fixture(scope="module")
+def registered() -> list[dict[str, Any]]:
+    """Return what is registered in a new process: after one import, and after a second one."""
+    command = [sys.executable, "-c", REGISTERED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return list(json.loads(done.stdout))
+
+
+def test_each_signal_has_the_receivers_of_the_list_and_no_other_one(
+    registered: list[dict[str, Any]],
+) -> None:
+    listed: dict[str, list[str]] = {name: [] for name in SIGNALS}
+    of_signal = {id(signal): name for name, signal in SIGNALS.items()}
+    for one in wiring.CONNECTIONS:
+        listed[of_signal[id(one.signal)]].append(name_of(one.receiver))
+    found = {name: sorted(ours(names)) for name, names in registered[0]["signals"].items()}
+    assert found == {name: sorted(names) for name, names in listed.items()}
+
+
+def test_what_is_first_is_first_in_line(registered: list[dict[str, Any]]) -> None:
+    first = [one for one in wiring.CONNECTIONS if one.first]
+    assert len(first) == len({id(one.signal) for one in first}) == 2
+    for one in first:
+        (name,) = [name for name, signal in SIGNALS.items() if signal is one.signal]
+        assert registered[0]["signals"][name][0] == name_of(one.receiver)
+
+
+def test_finalizers_and_commands_are_those_of_the_list(registered: list[dict[str, Any]]) -> None:
+    finalizers = sorted(map(name_of, wiring.ON_FINALIZE))
+    assert ours(registered[0]["finalizers"]) == finalizers
+    commands = {one.__name__: name_of(one) for one in wiring.INSPECT_COMMANDS}
+    found = registered[0]["commands"]
+    assert {name: one for name, one in found.items() if ours([one])} == commands
+
+
+def test_nothing_is_connected_to_the_public_signals(registered: list[dict[str, Any]]) -> None:
+    assert len(registered[0]["public"]) == 8
+    assert not any(registered[0]["public"].values())
+
+
+def test_a_second_import_connects_nothing_twice(registered: list[dict[str, Any]]) -> None:
+    first, second = registered
+    assert second == first
+
+
+def test_a_worker_gets_the_steps_of_the_list() -> None:
+    app = Celery("steps", broker="memory://", set_as_current=False)
+    before = {name: set(app.steps[name]) for name in ("worker", "consumer")}
+    for _ in range(2):  # as a second worker of the process
+        wiring.add_steps(SimpleNamespace(app=app))
+    added = {(name, step) for name, old in before.items() for step in app.steps[name] - old}
+    assert added == {(one.blueprint, one.step) for one in wiring.STEPS}
+    assert set(app.steps) == {"worker", "consumer"}
+
+
+def modules_that_use(*names: str) -> set[str]:
+    """Return the modules in which one of these is an attribute, or is imported."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        module = str(path.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = [one.name for one in node.names] if isinstance(node, ast.ImportFrom) else []
+            if getattr(node, "attr", None) in names or set(imported) & set(names):
+                found.add(module)
+    # the test support is imported by tests alone
+    return {module for module in found if not module.startswith("testing/")}
+
+
+def test_nothing_else_connects_to_celery() -> None:
+    on_demand = {"operate/metrics/counters.py", "operate/tracing.py"}
+    # the lock's floor imports no Celery, and connects to nodes
+    connecting = {one for one in modules_that_use("connect") if not one.startswith("lock/")}
+    assert connecting == {"__init__.py", "wiring.py", *on_demand}
+    registering = ("connect_on_app_finalize", "inspect_command", "control_command", "steps")
+    assert modules_that_use(*registering) == {"wiring.py"}
+    at_fork = {"lock/client.py", "tasks/children/forks.py"}
+    assert modules_that_use("register_at_fork") == at_fork
+    named = set(re.findall(r"`(\w+/[\w/]+\.py)`", wiring.__doc__ or ""))
+    assert named == on_demand | at_fork
