@@ -38,18 +38,18 @@ MUTANTS = (
     Mutant(
         "a message is published before DEFERRED is stored",
         "tasks.execution.outcomes:defer",
-        """    reporting.show_deferred(task, request, info, why)
-    republish(task, request, following, countdown)
+        """    StateReporter(task, request).deferred(info, why)
+    republish(delivery, header, countdown)
 """,
-        """    republish(task, request, following, countdown)
-    reporting.show_deferred(task, request, info, why)
+        """    republish(delivery, header, countdown)
+    StateReporter(task, request).deferred(info, why)
 """,
         (f"{INTEGRATION}/test_states.py::test_deferred_is_stored_before_the_message_is_published",),
     ),
     Mutant(
-        "a late acknowledging run lets go before its result is stored",
-        "tasks.execution.run:_run_body",
-        "if not passage.late:",
+        "a late acknowledging run releases its lock before its result is stored",
+        "tasks.execution.run:LockedRun._run_body",
+        "if not delivery.acks_late:",
         "if True:",
         (
             f"{INTEGRATION}/test_ends_of_life.py::"
@@ -57,23 +57,23 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "a message that its body hands back counts as done",
-        "tasks.execution.completion:is_done",
+        "a message that its body hands back counts as completed",
+        "tasks.execution.completion:is_completed",
         "return isinstance(outcome, Reject) and not outcome.requeue",
         "return isinstance(outcome, Reject)",
         (f"{UNIT}/test_wrapping.py",),
     ),
     Mutant(
-        "a MemoryError counts as done, though its message comes back",
-        "tasks.execution.completion:is_done",
+        "a MemoryError counts as completed, though its message comes back",
+        "tasks.execution.completion:is_completed",
         "return not isinstance(outcome, MemoryError)",
         "return True",
         (f"{UNIT}/test_wrapping.py",),
     ),
     Mutant(
-        "a redelivery of what runs is deferred like any other message",
-        "tasks.execution.redelivery:is_twin",
-        "return isinstance(refused, LockTaken) and",
+        "a redelivery of a message that runs is deferred like any other message",
+        "tasks.execution.redelivery:is_held_by_own_run",
+        "return isinstance(refusal, LockTaken) and",
         "return False and",
         (f"{INTEGRATION}/test_twins.py::test_nothing_that_ends_a_wait_ends_that_of_a_twin",),
     ),
@@ -87,16 +87,16 @@ MUTANTS = (
     ),
     Mutant(
         "STARTED is not stored over DEFERRED",
-        "tasks.execution.run:_run_body",
-        "deferred=slip.deferrals > 0",
-        "deferred=False",
+        "tasks.execution.run:LockedRun._report_started",
+        "was_deferred = delivery.header.deferral.count > 0",
+        "was_deferred = False",
         (f"{INTEGRATION}/test_states.py::test_started_means_that_the_lock_is_held",),
     ),
     Mutant(
         "a body that ends without its lock is a success",
-        "tasks.execution.run:_run_held",
-        'if rules.on_lost == "abort":\n            ensure_to_the_end(lock)',
-        'if rules.on_lost == "abort":\n            pass',
+        "tasks.execution.run:LockedRun._run_monitored",
+        "if aborts:\n                self._ensure_held_to_the_end()",
+        "if aborts:\n                pass",
         (f"{INTEGRATION}/test_loss.py::test_a_body_that_ends_without_its_lock_is_no_success",),
         "threads",
     ),
@@ -121,10 +121,10 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "a late run whose result cannot be stored counts as done",
-        "tasks.execution.completion:is_stored",
-        'if passage is None or not getattr(passage, "stored", False):',
-        "if passage is None:",
+        "a late run whose result cannot be stored counts as completed",
+        "tasks.execution.completion:is_completed_before_hook",
+        "if run is None or not run.outcome_stored:",
+        "if run is None:",
         (
             f"{INTEGRATION}/test_ends_of_life.py::test_a_result_backend_that_fails_keeps_no_lock_and_loses_no_run",
         ),
@@ -132,13 +132,13 @@ MUTANTS = (
     Mutant(
         "STARTED is stored before the lock is held",
         "tasks.task:LockedTask.on_bound",
-        "cls._redlock_track_started, cls.track_started = wanted, False",
-        "cls._redlock_track_started, cls.track_started = wanted, wanted",
+        "cls._redlock_track_started, cls.track_started = tracks, False",
+        "cls._redlock_track_started, cls.track_started = tracks, tracks",
         (f"{INTEGRATION}/test_states.py::test_started_means_that_the_lock_is_held",),
     ),
     Mutant(
         "a soft limit that strikes as STARTED is stored is swallowed",
-        "tasks.reporting:show_started",
+        "tasks.reporting:StateReporter.started",
         "let_through=(SoftTimeLimitExceeded,),",
         "let_through=(),",
         (
@@ -147,16 +147,18 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "a result backend that cannot be read counts as one that has an end",
-        "tasks.reporting:has_end",
-        "logger.warning(text, task.name, request.id, error, extra=told)\n        return False",
-        "logger.warning(text, task.name, request.id, error, extra=told)\n        return True",
+        "a result backend that cannot be read counts as one that has a final state",
+        "tasks.reporting:StateReporter.has_final_state",
+        """"cannot read the state of %s[%s]: %s", error)
+            return False""",
+        """"cannot read the state of %s[%s]: %s", error)
+            return True""",
         (f"{UNIT}/test_states.py::test_of_a_backend_that_cannot_be_read_no_message_is_dropped",),
     ),
     Mutant(
-        "receivers of task_revoked do not hear of what the gate revokes",
-        "tasks.reporting:show_revoked",
-        "    task_revoked.send(task, request=request, **told)\n",
+        "receivers of task_revoked are not called for a message that the run revokes",
+        "tasks.reporting:StateReporter.revoked",
+        "        task_revoked.send(self._task, request=self._request, **fields)\n",
         "",
         (
             f"{UNIT}/test_states.py::"
@@ -164,40 +166,39 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "a body runs though another holds its lock",
-        "tasks.execution.run:run_locked",
-        "turn_away(task, request, rules, slip, refused, in_order(resources), args, kwargs)",
+        "a body runs though another run holds its lock",
+        "tasks.execution.run:LockedRun._acquire_or_end",
+        "self._end_refused(refusal)",
         "pass",
         (f"{KIT}/test_as_a_user.py::test_a_run_is_refused_while_another_owner_holds_it",),
     ),
     Mutant(
         "a task that has ended keeps its lock",
-        "tasks.execution.run:let_go",
-        "release_all(passage.lock, ended=done)",
+        "tasks.execution.run:LockedRun.release",
+        "release_all(self.lock, ended=completed)",
         "pass",
         (f"{KIT}/test_as_a_user.py",),
         "lets_it_go",
     ),
     Mutant(
-        "a late run that its body hands back is marked as done, and never runs again",
+        "a late run that its body hands back is marked as completed, and never runs again",
         "tasks.execution.completion:end_run",
-        "done = is_done(state, retval)",
-        "done = True",
+        "completed = is_completed(state, retval)",
+        "completed = True",
         (f"{INTEGRATION}/test_twins.py::test_a_message_that_its_body_hands_back_is_not_done",),
     ),
     Mutant(
-        "a redelivery of what runs is dropped, and lost if the first delivery dies",
-        "tasks.execution.outcomes:await_first",
-        "    republish(task, request, slip.next_redelivery(request.retries, request.id), "
-        "countdown)\n",
+        "a redelivery of a message that runs is discarded, and lost if the first delivery dies",
+        "tasks.execution.outcomes:wait_for_first_delivery",
+        "    republish(delivery, header, countdown)\n",
         "",
         (f"{INTEGRATION}/test_twins.py::test_a_message_that_is_delivered_again_while_it_runs",),
         "killed",
     ),
     Mutant(
         "a redelivery that has expired stores REVOKED over its first delivery, which runs",
-        "tasks.execution.outcomes:turn_away_unrun",
-        "if may_be_twin(task, request, slip, refused):",
+        "tasks.execution.outcomes:end_cancelled_if_refused",
+        "if is_to_wait_for_first_delivery(delivery, refusal):",
         "if False:",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
@@ -254,10 +255,10 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "a message that cannot be put back for good leaves its send's window open",
+        "a message that can never be republished leaves the claim of its send",
         "tasks.execution.outcomes:defer",
-        "    reporting.show_deferred",
-        "    request.__dict__[CONTINUES] = True\n    reporting.show_deferred",
+        "    StateReporter(task, request).deferred",
+        "    request.__dict__[CONTINUES] = True\n    StateReporter(task, request).deferred",
         (
             f"{INTEGRATION}/test_put_back.py::"
             "test_what_is_refused_for_good_is_the_end_of_its_sends_window",
@@ -265,7 +266,7 @@ MUTANTS = (
     ),
     Mutant(
         "a message that stays with the broker ends as FAILURE",
-        "tasks.delivery.republish:_put_back_or_keep",
+        "tasks.delivery.republish:_republish_or_requeue",
         "raise Requeue(error, requeue=True) from error",
         "raise",
         (f"{INTEGRATION}/test_put_back.py",),
@@ -274,14 +275,14 @@ MUTANTS = (
     Mutant(
         "a run does not wait in its slot",
         "tasks.execution.run:lock_of",
-        "wait=rules.wait if wait is None else wait,",
+        "wait=options.wait if wait is None else wait,",
         "wait=wait or 0.0,",
         ("tests/testing/test_as_a_user.py::test_a_run_that_may_wait_gets_it_from_who_lets_it_go",),
     ),
     Mutant(
-        "a run without a lock keeps the lock that it had got",
-        "tasks.execution.run:run_locked",
-        "        release_all(lock)  # where it was taken, and what comes before the body failed\n",
+        "a run without a lock keeps the lock that it was granted",
+        "tasks.execution.run:LockedRun._acquire_or_end",
+        "            release_all(self.lock)  # it may have been granted, and `_begin` failed\n",
         "",
         (
             f"{INTEGRATION}/test_unique.py::"

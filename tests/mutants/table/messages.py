@@ -26,22 +26,22 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "a retry after a deferral forgets its send's window",
+        "a retry after a deferral forgets the claim of its send",
         "tasks.delivery.header:LockHeader.of",
-        "slip = cls(slip.options, id=slip.id, unique=slip.unique)",
-        "slip = cls(slip.options, id=slip.id)",
+        "return LockHeader(header.options, header.id, unique=header.unique)",
+        "return LockHeader(header.options, header.id)",
         (
-            f"{UNIT}/test_deferral.py::test_the_window_of_a_send_goes_on_through_deferrals_"
+            f"{UNIT}/test_deferral.py::test_the_claim_of_a_send_goes_on_through_deferrals_"
             "redeliveries_and_retries",
         ),
     ),
     Mutant(
-        "a redelivery forgets its send's window",
-        "tasks.delivery.header:LockHeader.next_redelivery",
-        "            unique=self.unique,\n",
-        "",
+        "a redelivery that waits forgets the claim of its send",
+        "tasks.delivery.header:LockHeader.waiting_for_first_delivery",
+        "deferral=NEVER_DEFERRED, wait=None",
+        "deferral=NEVER_DEFERRED, wait=None, unique=None",
         (
-            f"{UNIT}/test_deferral.py::test_the_window_of_a_send_goes_on_through_deferrals_"
+            f"{UNIT}/test_deferral.py::test_the_claim_of_a_send_goes_on_through_deferrals_"
             "redeliveries_and_retries",
         ),
     ),
@@ -63,16 +63,16 @@ MUTANTS = (
     ),
     Mutant(
         "two copies of a message are one run",
-        "tasks.delivery.run_id:name_of_run",
-        "return name if queue is None else",
-        "return name if queue else",
+        "tasks.delivery.run_id:RunId.of",
+        "request.replaced_task_nesting or 0, queue)",
+        "request.replaced_task_nesting or 0)",
         (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
     ),
     Mutant(
         "a copy that RabbitMQ brought to another queue runs there",
-        "tasks.delivery.delivery:is_for_another_queue",
-        ".get(QUEUE, slip.queue) != slip.queue",
-        ".get(QUEUE, slip.queue) != slip.queue and False",
+        "tasks.delivery.delivery:Delivery.is_for_another_queue",
+        "return (self._noted_queue or origin.queue) != origin.queue",
+        "return False",
         (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
     ),
     Mutant(
@@ -154,10 +154,10 @@ MUTANTS = (
         (f"{CONTRACT}/test_unique.py::test_nodes_keep_of_a_send_that_it_may_come_that_much_later",),
     ),
     Mutant(
-        "what a dead sender replaced runs beside what replaces it",
-        "tasks.execution.run:_sent_once",
-        "    ticket.take_place(redlock_of(task.app))\n",
-        "",
+        "a message that a dead sender replaced runs beside the one that replaces it",
+        "tasks.execution.run:LockedRun._acquire_or_end",
+        "            self.token.take_place(redlock_of(delivery.task.app))\n",
+        "            pass\n",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
             "test_what_a_sender_replaces_that_dies_once_its_message_is_out_does_not_run",
@@ -165,9 +165,9 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery stores REVOKED over its first delivery, which a later send replaces",
-        "tasks.execution.run:_sent_once",
-        "heeds_later=not slip.is_redelivered",
-        "heeds_later=True",
+        "tasks.execution.redelivery:completion_marker",
+        "heeds_later=not delivery.is_redelivered,",
+        "heeds_later=True,",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
             "test_a_second_delivery_of_a_run_that_a_later_send_replaces_ends_nothing",
@@ -175,22 +175,22 @@ MUTANTS = (
     ),
     Mutant(
         "a broker that is away is asked again without a pause",
-        "tasks.delivery.republish:_put_back_at_last",
+        "tasks.delivery.republish:_republish_at_last",
         "                    clock.sleep(pause)\n",
         "",
         (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
     ),
     Mutant(
-        "pauses between tries to put a message back grow without a bound",
-        "tasks.delivery.republish:_put_back_at_last",
+        "pauses between tries to republish a message grow without a bound",
+        "tasks.delivery.republish:_republish_at_last",
         "pause = min(LONGEST_PAUSE, 2 * pause)",
         "pause = 2 * pause",
         (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
     ),
     Mutant(
         "a message with a budget waits for a release alone",
-        "tasks.execution.outcomes:is_patient",
-        " and rules.max_wait is None and rules.max_deferrals is None",
+        "tasks.execution.outcomes:Refusal.waits_for_release",
+        " and not has_budget",
         "",
         (
             f"{INTEGRATION}/test_waiting.py::"
@@ -226,8 +226,8 @@ MUTANTS = (
         (f"{INTEGRATION}/test_put_back.py::test_what_is_put_back_comes_after_its_countdown",),
     ),
     Mutant(
-        "a late message that cannot be put back is lost",
-        "tasks.delivery.republish:_put_back_or_keep",
+        "a late message that cannot be republished is lost",
+        "tasks.delivery.republish:_republish_or_requeue",
         "raise Requeue(error, requeue=True) from error",
         "raise Ignore from error",
         (
@@ -236,24 +236,24 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "an early message that cannot be put back at once is lost",
-        "tasks.delivery.republish:_put_back_at_last",
+        "an early message that cannot be republished at once is lost",
+        "tasks.delivery.republish:_republish_at_last",
         "                    clock.sleep(pause)\n",
         "                    raise\n",
         (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
     ),
     Mutant(
         "max_wait is counted from the last deferral, so that it never ends a wait",
-        "tasks.delivery.header:LockHeader.next",
-        "since = self.since or now.isoformat()",
-        "since = now.isoformat()",
+        "tasks.delivery.header:Deferral.next",
+        "self.since or now.isoformat()",
+        "now.isoformat()",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "max_deferrals never ends a wait",
-        "tasks.delivery.header:LockHeader.next",
-        "count = self.deferrals + 1",
-        "count = 1",
+        "tasks.delivery.header:Deferral.next",
+        "self.count + 1",
+        "1",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
@@ -266,56 +266,56 @@ MUTANTS = (
     Mutant(
         "a retry goes on with the wait of the run before it",
         "tasks.delivery.header:LockHeader.of",
-        "if put_back_before and slip.retries != request.retries:",
+        "if was_republished and header.retries != request.retries:",
         "if False:",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "on_conflict decides though no quorum of nodes answers",
         "tasks.execution.contention:decide",
-        "word = rules.on_unreachable",
-        "word = str(rules.on_conflict)",
+        "strategy = options.on_unreachable",
+        "strategy = str(options.on_conflict)",
         (f"{UNIT}/test_contention.py",),
     ),
     Mutant(
-        "a body runs without its lock where its message is to wait",
+        "a body runs without its lock though its message is to wait",
         "tasks.execution.contention:decide",
-        'if word == "run":',
-        'if word in ("run", "defer"):',
+        'if strategy == "run":',
+        'if strategy in ("run", "defer"):',
         (f"{UNIT}/test_contention.py",),
     ),
     Mutant(
         'a message waits though on_conflict="skip" says that it is not to run',
         "tasks.execution.contention:decide",
-        'if word == "skip":',
+        'if strategy == "skip":',
         "if False:",
         (f"{UNIT}/test_contention.py::test_conflict_can_skip_or_fail",),
     ),
     Mutant(
         'a message waits though on_conflict="fail" says that it is to fail',
         "tasks.execution.contention:decide",
-        'if word == "fail":',
+        'if strategy == "fail":',
         "if False:",
         (f"{UNIT}/test_contention.py::test_conflict_can_skip_or_fail",),
     ),
     Mutant(
         "a message waits for longer than max_wait",
-        "tasks.execution.contention:_again",
-        "countdown = min(countdown, max(0.0, left))",
+        "tasks.execution.contention:decide",
+        "countdown = min(countdown, max(0.0, options.max_wait - contention.waited))",
         "pass",
         (f"{UNIT}/test_contention.py",),
     ),
     Mutant(
         "a message is deferred once more than max_deferrals",
-        "tasks.execution.contention:_again",
-        "past.deferrals >= rules.max_deferrals",
-        "past.deferrals > rules.max_deferrals",
+        "tasks.execution.contention:_is_budget_spent",
+        "contention.deferrals >= most",
+        "contention.deferrals > most",
         (f"{UNIT}/test_contention.py",),
     ),
     Mutant(
         "a message waits past the end of a dead holder's lease",
-        "tasks.execution.contention:_by_the_lease",
-        "return min(countdown, refused.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))",
+        "tasks.execution.contention:_cut_to_lease",
+        "return min(countdown, refusal.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))",
         "return countdown",
         (f"{UNIT}/test_contention.py",),
     ),
@@ -481,10 +481,10 @@ MUTANTS = (
         "is_a_new_one_from_the_start_of_the_body",
     ),
     Mutant(
-        "a copy that began and comes again is dropped for a later send",
-        "tasks.execution.run:_heed_later_send",
-        "if own == run or slip.is_redelivered or request.retries:",
-        "if own == run or request.retries:",
+        "a redelivery of a copy that began is skipped for a later send",
+        "tasks.execution.redelivery:check_not_superseded",
+        "if not run.queue or delivery.is_redelivered or run.retries:",
+        "if not run.queue or run.retries:",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
             "test_a_second_delivery_of_a_copy_runs_though_a_later_send_replaces_it",
