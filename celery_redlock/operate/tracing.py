@@ -19,7 +19,7 @@ from celery_redlock.tasks.delivery.header import LockHeader
 from celery_redlock.tasks.execution.run import run_of
 from celery_redlock.tasks.signals import SignalObserver
 
-TRACE = "opentelemetry.trace"
+TRACE, SDK = "opentelemetry.trace", "opentelemetry.sdk.trace"
 
 
 def _on_acquired(sender: Any = None, event: Any = None, **_: Any) -> None:
@@ -47,14 +47,14 @@ RECEIVERS = (
 )
 
 
-def is_recording() -> bool:
-    """Return whether this process has a tracer provider, without which no span is recorded.
+def may_record() -> bool:
+    """Return whether this process may record spans: by the SDK, or by another tracer provider.
 
-    To import OpenTelemetry is not enough: redis-py does so wherever it is installed.
+    To import OpenTelemetry's API is not enough: redis-py does so wherever it is installed.
     """
     trace = sys.modules.get(TRACE)
-    if trace is None:
-        return False
+    if trace is None or SDK in sys.modules:
+        return trace is not None
     provider = trace.get_tracer_provider()
     return not isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
 
@@ -65,7 +65,7 @@ def connect_if_recording(app: Any = None) -> None:
     A second call changes nothing: Celery keeps one of each receiver. app: the one that finalizes;
     it is not needed.
     """
-    if is_recording():
+    if may_record():
         for signal, receiver in RECEIVERS:
             signal.connect(receiver, weak=False)
 
@@ -91,7 +91,7 @@ class TracingObserver(SignalObserver):
 
     def acquired(self, redlock: Any, acquisition: Acquisition) -> None:
         """Connect the receivers if spans are recorded by now, and send lock_acquired."""
-        if not self._connected and is_recording():
+        if not self._connected and may_record():
             connect_if_recording()
             self._connected = True
         super().acquired(redlock, acquisition)

@@ -1,4 +1,4 @@
-"""When a process begins to write to spans: once it has imported OpenTelemetry, and not before."""
+"""When a process begins to write to spans: once it may record any, and not before."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ def connected():
 def import_it():
     del sys.modules["opentelemetry"]
     import opentelemetry.trace
+    app.finalize()
+    tracing.connect_if_recording()
+    assert not connected()  # the API alone records nothing
+    import opentelemetry.sdk.trace
     assert not connected()
 
 app = Celery("shop", broker="memory://", backend="cache+memory://")
@@ -54,7 +58,17 @@ assert tracing.connect_at_first_run not in names
 """
 BEFORE_THE_APP = """
 import_it()
+Celery("other", broker="memory://").finalize()
+assert sorted(connected()) == TRACED
+"""
+ANOTHER_PROVIDER = """
+del sys.modules["opentelemetry"]
+import opentelemetry.trace
+class Provider(opentelemetry.trace.TracerProvider):
+    get_tracer = None
+opentelemetry.trace.set_tracer_provider(Provider())
 app.finalize()
+assert "opentelemetry.sdk.trace" not in sys.modules
 assert sorted(connected()) == TRACED
 """
 BEFORE_THE_FIRST_RUN = """
@@ -84,13 +98,14 @@ assert [len(one.receivers) for one in SIGNALS if one.receivers] == [1] * 4
     "script",
     [
         pytest.param(NOWHERE, id="never"),
+        pytest.param(ANOTHER_PROVIDER, id="by a provider that is not the SDK's"),
         pytest.param(BEFORE_THE_APP, id="before an app finalizes"),
         pytest.param(BEFORE_THE_FIRST_RUN, id="before the first run"),
         pytest.param(BEFORE_A_LOCK, id="before a lock, without an app"),
         pytest.param(AFTER_A_LOCK, id="after a run and a lock"),
     ],
 )
-def test_signals_have_receivers_once_opentelemetry_is_imported(script: str) -> None:
+def test_signals_have_receivers_once_spans_may_be_recorded(script: str) -> None:
     command = [sys.executable, "-W", "ignore::ResourceWarning", "-c", BEGINNING + script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

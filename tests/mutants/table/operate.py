@@ -31,7 +31,7 @@ MUTANTS = (
         "    connect_if_recording()\n",
         "",
         (
-            f"{UNIT}/test_tracing.py::test_signals_have_receivers_once_opentelemetry_is_imported",
+            f"{UNIT}/test_tracing.py::test_signals_have_receivers_once_spans_may_be_recorded",
             f"{INTEGRATION}/test_spans.py::"
             "test_a_worker_may_import_opentelemetry_after_its_app_has_finalized",
         ),
