@@ -117,7 +117,7 @@ class SignalObserver(Observer):
 
     def released(self, redlock: Any, acquisition: Acquisition) -> None:
         """Send lock_released."""
-        tell_released(redlock, acquisition)
+        send_released(redlock, acquisition)
 
     def extended(self, redlock: Any, acquisition: Acquisition) -> None:
         """Send lock_extended."""
@@ -147,7 +147,7 @@ class SignalObserver(Observer):
         node_recovered.send(redlock, event=NodeRecoveredEvent(node))
 
 
-def tell_released(redlock: Any, acquisition: Acquisition, by: str = "holder") -> None:
+def send_released(redlock: Any, acquisition: Acquisition, by: str = "holder") -> None:
     """Send lock_released."""
     if lock_released.receivers:
         event = LockReleasedEvent(
