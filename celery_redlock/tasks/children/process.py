@@ -46,10 +46,8 @@ class ChildProcess:
 def pid_has_exited(pid: int) -> bool:
     """Return whether a child has exited, and leave its exit status to the pool."""
     try:
-        if not hasattr(
-            os, "waitid"
-        ):  # macOS before Python 3.13; the pid stays until the pool waits
-            os.kill(pid, 0)
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            os.kill(pid, 0)  # the pid is there until the pool has waited for it
             return False
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     except (ProcessLookupError, ChildProcessError):
