@@ -99,7 +99,7 @@ class UniqueClaim:
             if self._send.on_duplicate != "replace":
                 self.give_up()
                 return earlier
-            self._replace(earlier, first)
+            self._take_over(earlier, first)
         if first.reached or self.replaced is not None:
             self.is_open = True
             return False
@@ -110,7 +110,7 @@ class UniqueClaim:
         has_unconfirmed = any(not one.is_sent for one in first.earlier.values())
         return has_unconfirmed or earlier is not None
 
-    def _replace(self, earlier: EarlierSend, first: CompareAndSetRound) -> None:
+    def _take_over(self, earlier: EarlierSend, first: CompareAndSetRound) -> None:
         """Replace an earlier send on the nodes that have it."""
         others = set(range(len(self._session.node_set.nodes))) - first.changed
         known = first.earlier
@@ -123,21 +123,27 @@ class UniqueClaim:
         session = self._session
         round_, sent = CompareAndSetRound(session.node_set), session.clock.now()
         self._rounds.append(round_)
-        request = self._key.set(expected, self._value(SENDING), self._sending_ttl)
+        gone_by = self._gone_by
+        request = self._key.set(expected, self._value(SENDING, gone_by), self._sending_ttl)
         session.node_set.broadcast(Command(request, round_, UNIQUE), sent)
         # encoded while the nodes execute the request
-        self._confirmation = self._key.begin(self._token, self._value(SENT, MAX_PUBLISH))
+        value = self._value(SENT, gone_by + MAX_PUBLISH)
+        self._confirmation = self._key.begin(self._token, value)
         session.node_set.wait(round_, sent + session.options.node_timeout)
         round_.decided = True
         session.check_distinct()
         return round_
 
-    def _value(self, state: str, publish_time: float = 0.0) -> str:
-        """Return the value of this send. publish_time: seconds that its publish may still take."""
+    @property
+    def _gone_by(self) -> float:
+        """The second since 1970 after which a message published now is not delivered any more."""
         send = self._send
-        now = self._session.clock.wall_us() / 1e6
-        gone_by = math.ceil(now + publish_time + send.countdown + send.unique_for + send.max_delay)
-        return f"{self._token}:{state}:{gone_by}:{send.run_id}"
+        lasts = send.countdown + send.unique_for + send.max_delay
+        return self._session.clock.wall_us() / 1e6 + lasts
+
+    def _value(self, state: str, gone_by: float) -> str:
+        """Return the value of this send."""
+        return f"{self._token}:{state}:{math.ceil(gone_by)}:{self._send.run_id}"
 
     def to_message(self) -> dict[str, Any]:
         """Return what its message carries, from which a worker makes a `UniqueToken`."""
@@ -172,7 +178,7 @@ class UniqueClaim:
         now = session.clock.now()
         left = self._opened_at + self._send.unique_for - now
         if now > self._opened_at + MAX_PUBLISH:
-            self._confirmation = self._key.begin(self._token, self._value(SENT))
+            self._confirmation = self._key.begin(self._token, self._value(SENT, self._gone_by))
         confirmed = Command(self._confirmation + encode_ttl(left), IGNORE_REPLY, UNIQUE)
         if left > 0 and len(changed) == every:
             node_set.broadcast(confirmed, now)
