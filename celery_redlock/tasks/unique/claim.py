@@ -9,6 +9,7 @@ from typing import Any
 
 from celery_redlock.errors import QuorumUnreachable
 from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.tasks.unique.rounds import (
@@ -163,6 +164,7 @@ class UniqueClaim:
     def _kept_for(self, earlier: EarlierSend) -> float:
         return max(MIN_MARKER_TTL, earlier.gone_by - self._session.clock.wall_us() / 1e6)
 
+    @uninterruptible
     def confirm(self) -> None:
         """Set the value to "sent" on the nodes: the message is published. Does not wait.
 
@@ -199,6 +201,7 @@ class UniqueClaim:
             return self._rounds[0].changed
         return set[int]().union(*(round_.changed for round_ in self._rounds))
 
+    @uninterruptible
     def give_up(self) -> None:
         """Delete the claim on every node, or restore the value that it replaced. Does not wait."""
         session, now = self._session, self._session.clock.now()

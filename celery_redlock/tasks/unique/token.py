@@ -14,6 +14,7 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key
+from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round
 from celery_redlock.lock.transport.encoding import encode_command, text_of
 from celery_redlock.tasks.unique.rounds import UNIQUE, EarlierSend, UniqueKey, check_reply
@@ -54,6 +55,7 @@ class UniqueRelease(Round):
     def _has_quorum(self) -> bool:
         return len(self._executed) >= self._session.node_set.size
 
+    @uninterruptible
     def send(self, nodes: set[int] | None = None) -> None:
         """Write it to some nodes, or to all. Does not wait."""
         session, now = self._session, self._session.clock.now()
@@ -167,6 +169,7 @@ class UniqueToken:
         if self.until != "expired":
             self.release(redlock)
 
+    @uninterruptible
     def release(self, redlock: Redlock) -> UniqueRelease:
         """Release the key now, and return the round. Does not wait."""
         session = redlock.session

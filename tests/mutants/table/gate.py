@@ -206,7 +206,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lost lock does not interrupt its body",
-        "tasks.body.monitored:MonitoredBody.hear",
+        "tasks.body.monitored:MonitoredBody.on_loss",
         "if self.abort:",
         "if False:",
         (f"{KIT}/test_kit.py",),
