@@ -11,6 +11,7 @@ from celery import states as celery_states
 from celery.app.task import Context
 from celery.exceptions import Reject
 
+from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.tasks.children.forks import was_ended
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.run_id import name_of_run
@@ -48,6 +49,7 @@ def is_stored(request: Any, passing: BaseException) -> bool:
     return isinstance(passing, Exception) and not isinstance(passing, MemoryError)
 
 
+@uninterruptible
 def release_after_run(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
     """Release after the result, links and retry are stored or published: late acknowledgement.
 
@@ -64,6 +66,7 @@ def release_after_run(sender: Any = None, retval: Any = None, state: Any = None,
         raise
 
 
+@uninterruptible
 def end_run(task: Any, retval: Any, state: str | None, passing: BaseException | None) -> None:
     """End a send's window, mark the run as done, and release; twice does no harm.
 
@@ -85,6 +88,7 @@ def _end_window(app: Any, request: Any, state: str | None) -> None:
         end_window(app, request)
 
 
+@uninterruptible
 def end_window(app: Any, request: Any) -> None:
     """End the window that a message's send has opened; nothing happens where there is none."""
     ticket = UniqueToken.of(LockHeader.of(request).unique)

@@ -19,6 +19,7 @@ from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, Supersede
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
+from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.release import loss_of, release_all
 from celery_redlock.tasks import reporting
 from celery_redlock.tasks.body.monitored import MonitoredBody
@@ -325,6 +326,7 @@ def ensure_to_the_end(lock: Lock) -> None:
         raise LockLost(lost.resource, lost.reason, True) from None
 
 
+@uninterruptible
 def let_go(request: Any, *, done: bool = False) -> None:
     """Release a run's lock; nothing happens where that is done or there is none.
 
