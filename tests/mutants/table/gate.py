@@ -213,6 +213,14 @@ MUTANTS = (
         "a_body_is_told_of_its_lease_by_the_clock",
     ),
     Mutant(
+        "LockLost is raised in code that swallows it",
+        "tasks.body.monitored:_is_uninterruptible",
+        "return releases or module.startswith(_PREFIXES)",
+        "return releases",
+        (f"{UNIT}/test_interrupts.py",),
+        "handler_of_a_log or run_inside_a_body",
+    ),
+    Mutant(
         "the lock of a child that still runs is released",
         "tasks.children.process:ChildProcess.has_exited",
         "return self._exited or self.descriptor in ready",
