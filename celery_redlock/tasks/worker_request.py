@@ -18,7 +18,7 @@ from billiard.exceptions import TimeLimitExceeded
 from celery.utils.functional import noop
 from celery.worker import state
 
-from celery_redlock.tasks.children.forks import tell_end
+from celery_redlock.tasks.children.forks import announce_end
 from celery_redlock.tasks.delivery.delivery import NESTED, is_for_another_queue
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
@@ -149,4 +149,4 @@ class Request(celery.worker.request.Request):
 
     def _tell_end(self) -> None:
         if self.task.acks_late:
-            tell_end(self.worker_pid, name_of_run(self.task, self._context))
+            announce_end(self.worker_pid, name_of_run(self.task, self._context))

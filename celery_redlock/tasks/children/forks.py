@@ -139,13 +139,13 @@ os.register_at_fork(
 )
 
 
-def tell_end(pid: int, run_id: str) -> None:
+def announce_end(pid: int, run_id: str) -> None:
     """Note, in the main process, that Celery ended a run and acknowledged its message."""
     if this_process.children is not None:
         this_process.children.announce_end(pid, run_id)
 
 
-def was_ended(run_id: str) -> bool:
+def is_end_announced(run_id: str) -> bool:
     """Return, in a child, whether the main process ended this run: it is done, however it exits."""
     slot = this_process.slot
     return slot is not None and slot.is_end_announced(run_id)

@@ -12,7 +12,7 @@ from celery.app.task import Context
 from celery.exceptions import Reject
 
 from celery_redlock.lock.platform.interrupts import uninterruptible
-from celery_redlock.tasks.children.forks import was_ended
+from celery_redlock.tasks.children.forks import is_end_announced
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.run_id import name_of_run
 from celery_redlock.tasks.execution.redelivery import CONTINUES
@@ -76,7 +76,7 @@ def end_run(task: Any, retval: Any, state: str | None, passing: BaseException | 
     if passing is None:
         done = is_done(state, retval)
     else:
-        done = is_stored(request, passing) or was_ended(name_of_run(task, request))
+        done = is_stored(request, passing) or is_end_announced(name_of_run(task, request))
     if done and HEADER in request.__dict__:
         _end_window(task.app, request, state)
     let_go(request, done=done)
