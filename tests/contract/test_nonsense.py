@@ -213,7 +213,7 @@ class TestUnique:
         sender = Sender(alone, {})
         ticket: UniqueToken = sender.ticket(sender.send())
         lies.lie(UNIQUE, b"*1\r\n:1\r\n")
-        ticket.end(alone)
+        ticket.release_at_end(alone)
         lies.answers.clear()
         eventually(lambda: not nodes[0].client().keys("*:unique:*"))
 

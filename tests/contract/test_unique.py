@@ -74,7 +74,7 @@ class Sender:
         return ticket
 
     def end(self, task_id: str) -> None:
-        self.ticket(task_id).end(self.redlock)
+        self.ticket(task_id).release_at_end(self.redlock)
         settle_voters(self.redlock)
 
 
@@ -201,7 +201,7 @@ class TestOneSend:
         def publish(ticket: Any) -> str:
             carried = UniqueToken.of(ticket)
             assert carried is not None
-            carried.end(sender.redlock)
+            carried.release_at_end(sender.redlock)
             return "sent and done"
 
         assert send_once(sender.redlock, a_send(), publish) == "sent and done"
@@ -397,7 +397,7 @@ class TestReplace:
         second = sender.send(on_duplicate="replace")
         for node in nodes:
             node.client().flushall()
-        sender.ticket(second).take_place(sender.redlock)
+        sender.ticket(second).mark_superseded(sender.redlock)
         settle(sender.redlock)
         assert superseded(nodes, first)
 
@@ -471,7 +471,7 @@ class TestFaults:
             first = sender.send()
             made[2].weather = Weather(refuses=True)
             made[2].cut()
-            sender.ticket(first).end(sender.redlock)
+            sender.ticket(first).release_at_end(sender.redlock)
             eventually(lambda: values(nodes[:2]) == [None, None])
             eventually(lambda: sender.redlock.session.node_set.nodes[2].error is not None)
             assert is_sent(values(nodes)[2], first)
@@ -492,7 +492,7 @@ class TestFaults:
             for proxy in made[1:]:
                 proxy.weather = Weather(refuses=True)
                 proxy.cut()
-            sender.ticket(first).end(sender.redlock)
+            sender.ticket(first).release_at_end(sender.redlock)
             late = time.monotonic() + 2 * token.DELIVER_FOR
             eventually(lambda: values(nodes)[0] is None and time.monotonic() > late)
             assert is_sent(values(nodes)[2], first)
@@ -510,7 +510,7 @@ class TestFaults:
             first = sender.send(unique_until="started")
             for proxy in made[1:]:
                 proxy.weather = Weather(delay=(1.0, 1.0))
-            sender.ticket(first).start(sender.redlock)
+            sender.ticket(first).release_at_start(sender.redlock)
             assert values(nodes).count(None) > 1
             sender.redlock.close()
 
@@ -523,7 +523,7 @@ class TestFaults:
         for node in mortal_nodes[1:]:
             node.client().config_set("min-replicas-to-write", 1)
         with caplog.at_level(logging.WARNING):
-            sender.ticket(first).start(sender.redlock)
+            sender.ticket(first).release_at_start(sender.redlock)
         assert f"no quorum of nodes released unique key '{NAME}'" in caplog.text
         assert all(is_sent(value, first) for value in values(mortal_nodes)[1:])
         for node in mortal_nodes[1:]:

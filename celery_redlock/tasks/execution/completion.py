@@ -93,7 +93,7 @@ def end_window(app: Any, request: Any) -> None:
     """End the window that a message's send has opened; nothing happens where there is none."""
     ticket = UniqueToken.of(LockHeader.of(request).unique)
     if ticket is not None:
-        ticket.end(redlock_of(app))
+        ticket.release_at_end(redlock_of(app))
 
 
 def end_claim_of_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:

@@ -148,7 +148,7 @@ def _sent_once(
     ticket = UniqueToken.of(slip.unique)
     if ticket is None:
         return mark
-    ticket.take_place(redlock_of(task.app))
+    ticket.mark_superseded(redlock_of(task.app))
     mark = mark or CompletionMarker(name_of_run(task, request), settings_of(task.app).done_ttl)
     asked = (
         mark.asks_since if slip.may_have_run_elsewhere else None
@@ -182,7 +182,7 @@ def _start_window(task: Any, request: Any, slip: LockHeader) -> None:
     """End the window of a send that is to be good until the start of its body."""
     ticket = None if request.retries else UniqueToken.of(slip.unique)
     if ticket is not None:
-        ticket.start(redlock_of(task.app))
+        ticket.release_at_start(redlock_of(task.app))
 
 
 def _slip_of(task: Any, request: Any) -> LockHeader:

@@ -144,7 +144,7 @@ class UniqueToken:
             return None
         return cls(**known)
 
-    def take_place(self, redlock: Redlock) -> None:
+    def mark_superseded(self, redlock: Redlock) -> None:
         """Mark the run that this one replaces, in case its sender died before. Does not wait.
 
         Later commands on the same connections are executed after it: the grant of this run's lock.
@@ -154,7 +154,7 @@ class UniqueToken:
             mark = supersede(session, self.replaces, self.kept_for)
             session.node_set.broadcast(mark, session.clock.now())
 
-    def start(self, redlock: Redlock) -> None:
+    def release_at_start(self, redlock: Redlock) -> None:
         """Release the key if that is due at the start, before the body reads anything.
 
         Waits for a quorum: a send from here on must not be dropped for what the body has read.
@@ -164,7 +164,7 @@ class UniqueToken:
             extra = {"event": "window_stays", "resource": self.name}
             logger.warning(text, self.name, extra=extra)
 
-    def end(self, redlock: Redlock) -> None:
+    def release_at_end(self, redlock: Redlock) -> None:
         """Release the key, unless it is to last until it expires. Does not wait."""
         if self.until != "expired":
             self.release(redlock)

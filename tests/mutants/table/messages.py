@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "a body begins before a quorum knows that its window is over",
-        "tasks.unique.token:UniqueToken.start",
+        "tasks.unique.token:UniqueToken.release_at_start",
         "not self.release(redlock).wait()",
         "self.release(redlock) is None",
         (
@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "what a dead sender replaced runs beside what replaces it",
         "tasks.execution.run:_sent_once",
-        "    ticket.take_place(redlock_of(task.app))\n",
+        "    ticket.mark_superseded(redlock_of(task.app))\n",
         "",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
@@ -458,7 +458,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to end with its run stays",
-        "tasks.unique.token:UniqueToken.end",
+        "tasks.unique.token:UniqueToken.release_at_end",
         'if self.until != "expired":',
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
@@ -466,7 +466,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to last ends with its run",
-        "tasks.unique.token:UniqueToken.end",
+        "tasks.unique.token:UniqueToken.release_at_end",
         'if self.until != "expired":',
         "if True:",
         (f"{CONTRACT}/test_unique.py",),
@@ -474,7 +474,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to end at the start of its body stays until the end",
-        "tasks.unique.token:UniqueToken.start",
+        "tasks.unique.token:UniqueToken.release_at_start",
         'if self.until == "started" and not self.release(redlock).wait():',
         "if False:",
         (f"{INTEGRATION}/test_unique.py",),
