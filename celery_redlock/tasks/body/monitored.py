@@ -1,4 +1,4 @@
-"""A body that runs under a lock, and is told of the lock's loss."""
+"""A body that runs under a lock, and is interrupted if the lock is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PREFIXES = tuple(f"{name}." for name in UNINTERRUPTIBLE_MODULES)  # with the do
 
 
 class MonitoredBody:
-    """A body that runs under a lock, and is told if that lock is lost.
+    """A body that runs under a lock, and is interrupted if that lock is lost.
 
     abort: LockLost is raised in the body, once, if its thread or greenlet allows that. report:
     called with the loss, once, where it may block; it tells monitors.

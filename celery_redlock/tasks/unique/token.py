@@ -21,7 +21,7 @@ from celery_redlock.tasks.unique.rounds import UNIQUE, EarlierSend, UniqueKey, c
 
 logger = logging.getLogger(__name__)
 
-DELIVER_FOR = 60.0  # seconds that a node which is away is still told of a release
+DELIVER_FOR = 60.0  # seconds for which a release is repeated to a node that is away
 MIN_MARKER_TTL = 60.0  # seconds
 MAX_TTL = 366 * 86_400.0  # seconds; for a key that another program left without a ttl
 
@@ -42,10 +42,10 @@ class UniqueRelease(Round):
 
     @property
     def until(self) -> float:
-        """The monotonic second after which no node is told any more.
+        """The monotonic second after which the release is not repeated to any node.
 
         Until a quorum has executed the release, later sends would be dropped for a run that is
-        over: then nodes are told until the key expires. A minority cannot make a send be dropped.
+        over: then it is repeated until the key expires. A minority cannot make a send be dropped.
         """
         return self._made_at + (
             DELIVER_FOR if self._has_quorum else max(DELIVER_FOR, self._expires_in)
@@ -78,9 +78,9 @@ class UniqueRelease(Round):
         return Command(self._request, self, UNIQUE)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Count the reply, or tell the node again if it could not: loading, busy, no disk.
+        """Count the reply, or send it again if the node could not: loading, busy, no disk.
 
-        Also tell it again if another send is just replacing this one: if that send fails, it puts
+        Also send it again if another send is just replacing this one: if that send fails, it puts
         this one's value back. Raises UnexpectedReplyError.
         """
         session = self._session
@@ -96,7 +96,7 @@ class UniqueRelease(Round):
             self.decide()
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Tell the node once it is back."""
+        """Send it again once the node is back."""
         if self._session.clock.now() < self.until:
             self._session.outbox.put(node, self)
 
