@@ -87,8 +87,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "a mutant replaces a step",
     ),
     "simulation/nodes.py": ("_engine _loaded _run _scripts", "is a fake node, with other faults"),
-    "simulation/schedules.py": ("_end _options", "draws what a worker decides by a message"),
-    "unit/test_children.py": ("_children", "a process has one: a test begins without"),
+    "simulation/schedules.py": ("_options", "draws what a worker decides by a message"),
 }
 BANNED = {"utils", "helpers", "manager", "base", "common", "misc"}
 MODULES = sorted(

@@ -1,8 +1,8 @@
 """OpenTelemetry: the outcome of a run's lock, as attributes and events of the run's span.
 
 A public signal without receivers costs nothing, so nothing is connected in a process that records
-no spans. That may begin at any time, and therefore a process looks for a tracer provider when an app
-finalizes, before its first run, and at each lock that its code acquires outside of a worker.
+no spans. That may begin at any time, and therefore a process looks for a tracer provider when an
+app finalizes, before its first run, and at each lock that its code acquires outside of a worker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one process keeps for each app: its settings and its one `Redlock`."""
+"""What a process keeps for each app: its settings, and one `Redlock`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from celery_redlock.tasks.settings.conf import read_app
 
 _settings: weakref.WeakKeyDictionary[Any, AppSettings] = weakref.WeakKeyDictionary()
 _redlocks: weakref.WeakKeyDictionary[Any, Redlock] = weakref.WeakKeyDictionary()
-_making = threading.RLock()  # a finalizer, or a signal handler, may come in between
+_making = threading.RLock()  # a finalizer or a signal handler may interrupt the thread that has it
 _is_worker = False
 
 
 def settings_of(app: Any) -> AppSettings:
-    """Return an app's settings, read once; raises SettingsError each time while they are wrong."""
+    """Return an app's settings, read once; raises SettingsError at each call if they are wrong."""
     settings = _settings.get(app)
     if settings is None:
         settings = _settings[app] = read_app(app.conf, app.namespace)
@@ -31,7 +31,7 @@ def settings_of(app: Any) -> AppSettings:
 def redlock_of(app: Any) -> Redlock:
     """Return the app's `Redlock` in this process, made at the first call.
 
-    It connects with the first lock, so before a worker forks nothing is open; a forked child
+    It connects with its first lock, so a worker that forks has no open connection; a forked child
     connects anew by itself.
     """
     redlock = _redlocks.get(app)
@@ -49,22 +49,22 @@ def redlock_of(app: Any) -> Redlock:
                     restart_guard=settings.restart_guard,
                 )
                 made.session.events.tells_of_new_nodes = not _is_worker
-                made.session.warns = False  # nobody but the app could close it
-                redlock = _redlocks.setdefault(app, made)  # one that came in between was first
+                made.session.warns = False  # of not being closed: the app keeps it
+                redlock = _redlocks.setdefault(app, made)  # an interrupting call may have made one
     return redlock
 
 
 def note_worker(**_: Any) -> None:
-    """Have this process say nothing of each new node: a worker says so of all of them at once."""
+    """Do not log each new node in this process: a worker logs all of them in one line."""
     global _is_worker
     _is_worker = True
 
 
-def name_of(app: Any) -> str:
-    """Return what `celery -A` takes for an app; "" where that is not known.
+def command_line_name(app: Any) -> str:
+    """Return the value of `celery -A` for an app; "" if it is unknown.
 
-    As the command line of this process says it, else the module in which the app stands.
-    Source: celery.bin.celery keeps the option as it was written, or the app where that was given.
+    As the command line of this process has it, else the module in which the app is a name.
+    Source: celery.bin.celery keeps the option as it was written, or the app if that was given.
     """
     context = click.get_current_context(silent=True)
     written = None if context is None else context.find_root().params.get("app")
@@ -79,7 +79,7 @@ def name_of(app: Any) -> str:
 
 
 def forget(app: Any) -> None:
-    """Read an app's settings anew and connect anew: they have changed. For tests."""
+    """Drop an app's settings, and close its `Redlock`; the next call makes both anew. For tests."""
     _settings.pop(app, None)
     redlock = _redlocks.pop(app, None)
     if redlock is not None:

@@ -1,7 +1,7 @@
 """The public signals, and the frozen record that each carries as `event`.
 
-Celery signals: the sender is the task, or the `Redlock` where no task is in play. They fire in
-the process and thread where it happens, and tell; what a receiver raises changes nothing.
+They are Celery signals. The sender is the task, or the `Redlock` without a task. Each is sent in
+the process and thread in which its event happens. What a receiver raises changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from celery_redlock.tasks.body.monitored import notify_bodies
 
 def _signal(name: str) -> Any:
     signal = Signal(name=name, providing_args={"event"})
-    # Celery's own is not re-entrant: a finalizer that releases in `send` would wait for itself
+    # Celery's own lock is not reentrant: a finalizer that releases inside `send` would deadlock
     signal.lock = threading.RLock()
     return signal
 
@@ -36,7 +36,7 @@ node_recovered = _signal("node_recovered")
 
 @dataclass(frozen=True)
 class LockAcquiredEvent:
-    """A lock is held. ttl: s. fencing_token: 0 where none was asked for."""
+    """A lock was acquired. ttl: seconds. fencing_token: 0 without the option `fencing`."""
 
     resource: str
     ttl: float
@@ -45,7 +45,7 @@ class LockAcquiredEvent:
 
 @dataclass(frozen=True)
 class LockDeferredEvent:
-    """A message was put back. waited: s since the first try; countdown: s until the next."""
+    """A message was deferred. waited: seconds since its first try; countdown: until the next."""
 
     resource: str
     holder: str
@@ -56,7 +56,7 @@ class LockDeferredEvent:
 
 @dataclass(frozen=True)
 class LockSkippedEvent:
-    """A run was skipped. reason: in words."""
+    """A run was skipped. reason: for people."""
 
     resource: str
     reason: str
@@ -64,7 +64,7 @@ class LockSkippedEvent:
 
 @dataclass(frozen=True)
 class LockReleasedEvent:
-    """A lock was given back. held_for: s. by: "holder", or "parent" where that one was killed."""
+    """A lock was released. held_for: seconds. by: "holder", or "parent" of a killed holder."""
 
     resource: str
     held_for: float
@@ -73,7 +73,7 @@ class LockReleasedEvent:
 
 @dataclass(frozen=True)
 class LockLostEvent:
-    """A lock is lost. reason: in words."""
+    """A lock was lost. reason: for people."""
 
     resource: str
     reason: str
@@ -81,7 +81,7 @@ class LockLostEvent:
 
 @dataclass(frozen=True)
 class LockExtendedEvent:
-    """A quorum renewed a lock. remaining: s of validity from now on."""
+    """A quorum renewed a lock. remaining: seconds for which it is valid from now on."""
 
     resource: str
     remaining: float
@@ -89,7 +89,7 @@ class LockExtendedEvent:
 
 @dataclass(frozen=True)
 class NodeFailedEvent:
-    """A node stopped answering. node: its address; cause: in the server's or the system's words."""
+    """A node stopped replying. node: its address. cause: the server's or the system's message."""
 
     node: str
     cause: str
@@ -98,14 +98,14 @@ class NodeFailedEvent:
 
 @dataclass(frozen=True)
 class NodeRecoveredEvent:
-    """A node answers again."""
+    """A node replies again."""
 
     node: str
     resource: str = ""
 
 
 class SignalObserver(Observer):
-    """Turns what the lock's floor observes into signals; free where nobody listens."""
+    """Sends a signal for each event of the lock's floor; costs nothing without receivers."""
 
     def acquired(self, redlock: Any, acquisition: Acquisition) -> None:
         """Send lock_acquired."""
@@ -117,7 +117,7 @@ class SignalObserver(Observer):
 
     def released(self, redlock: Any, acquisition: Acquisition) -> None:
         """Send lock_released."""
-        tell_released(redlock, acquisition)
+        send_released(redlock, acquisition)
 
     def extended(self, redlock: Any, acquisition: Acquisition) -> None:
         """Send lock_extended."""
@@ -128,11 +128,11 @@ class SignalObserver(Observer):
 
     @property
     def hears_extensions(self) -> bool:
-        """Whether anybody listens."""
+        """Whether lock_extended has receivers."""
         return bool(lock_extended.receivers)
 
     def lost(self, redlock: Any, acquisition: Acquisition, reason: str) -> None:
-        """Tell the bodies that run under it, and send lock_lost."""
+        """Interrupt the bodies that run under the lock, and send lock_lost."""
         notify_bodies()  # first: a receiver may take its time
         lock_lost.send(
             _sender(redlock, acquisition), event=LockLostEvent(acquisition.resource, reason)
@@ -147,7 +147,7 @@ class SignalObserver(Observer):
         node_recovered.send(redlock, event=NodeRecoveredEvent(node))
 
 
-def tell_released(redlock: Any, acquisition: Acquisition, by: str = "holder") -> None:
+def send_released(redlock: Any, acquisition: Acquisition, by: str = "holder") -> None:
     """Send lock_released."""
     if lock_released.receivers:
         event = LockReleasedEvent(

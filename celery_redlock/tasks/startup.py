@@ -19,8 +19,7 @@ from celery_redlock.tasks.adoption import AdoptingRegistry
 from celery_redlock.tasks.children.reaper import watch_children
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
-from celery_redlock.tasks.per_app import name_of as name_of_app
-from celery_redlock.tasks.per_app import redlock_of, settings_of
+from celery_redlock.tasks.per_app import command_line_name, redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.settings.conf import check_known_names
 from celery_redlock.tasks.task import LockedTask
@@ -140,7 +139,7 @@ def _report_as_text(app: Any, report: NodeReport) -> str:
     if failing or report.voting >= report.quorum:
         waiting = f"new or restarted nodes wait {left} s: {', '.join(report.silent)}"
         return f"{report.voting} {of_them} may grant locks{needed} ({waiting}){failing}"
-    name = name_of_app(app)
+    name = command_line_name(app)
     command = f"celery{name and f' -A {name}'} redlock trust --all"
     return (
         f"{report.voting} {of_them} may grant locks yet (new or restarted nodes wait {left} s). "

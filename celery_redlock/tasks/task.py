@@ -29,8 +29,7 @@ from celery_redlock.tasks.settings.options import TaskLockOptions, check_outside
 from celery_redlock.tasks.settings.task_config import TaskLockConfig
 from celery_redlock.tasks.signatures import is_wrapper
 from celery_redlock.tasks.unique.receivers import options_to_message
-from celery_redlock.tasks.unique.rounds import EarlierSend
-from celery_redlock.tasks.unique.send import is_awaited, publish_once, send_of, told
+from celery_redlock.tasks.unique.send import UniqueCall, is_awaited
 from celery_redlock.tasks.wrapping import wrap_hook, wrap_run
 
 HOOKS = ("on_success", "on_failure", "on_retry", "after_return")
@@ -197,12 +196,8 @@ class LockedTask(Task):
         resources = config.resources(lock_options, self, args or (), kwargs or {}, queue)
         if not resources:
             return super().apply_async(args, kwargs, **options)
-        send = send_of(self.app, self.name, resources, options, lock_options, config.app)
-        plain = functools.partial(super().apply_async, args, kwargs)
-        sent = publish_once(self.app, send, options, plain)
-        if type(sent) is EarlierSend:
-            return self.AsyncResult(told(sent, lock_options, resources))
-        return sent
+        call = UniqueCall(self.app, self.name, resources, lock_options, options)
+        return call.send(functools.partial(super().apply_async, args, kwargs), self.AsyncResult)
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task here and now, as Celery does, under its lock; `lock={...}` as for a send."""

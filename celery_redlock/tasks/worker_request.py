@@ -18,7 +18,7 @@ from billiard.exceptions import TimeLimitExceeded
 from celery.utils.functional import noop
 from celery.worker import state
 
-from celery_redlock.tasks.children.forks import tell_end
+from celery_redlock.tasks.children.forks import announce_end
 from celery_redlock.tasks.delivery.delivery import NESTED, Delivery
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import QUEUE
@@ -149,4 +149,4 @@ class Request(celery.worker.request.Request):
 
     def _announce_end(self) -> None:
         if self.task.acks_late:
-            tell_end(self.worker_pid, str(self.delivery.run_id))
+            announce_end(self.worker_pid, str(self.delivery.run_id))

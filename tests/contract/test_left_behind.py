@@ -24,7 +24,7 @@ from celery_redlock.tasks.children.journal import (
     JournalSlot,
     encode_entry,
 )
-from celery_redlock.tasks.children.process import ChildProcess, started_at
+from celery_redlock.tasks.children.process import ChildProcess, start_time_of
 from celery_redlock.tasks.children.reaper import ChildReaper
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode
@@ -212,7 +212,7 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
     nodes: list[EmbeddedNode], state: int, is_done: bool
 ) -> None:
     run = "id:task:0:0"
-    app = Celery("buries", set_as_default=False)
+    app = Celery("reaps", set_as_default=False)
     app.conf.redlock_nodes = [node.url for node in nodes]
     with redlock_of(app) as redlock:
         terms = LockOptions(("k",), TTL, 0.0, renew=False, max_hold=None, label=f"{run} worker")
@@ -221,11 +221,11 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
         holding = Acquisition(terms, keys, session.reentrancy.current_owner())
         holding.key_leases = [session.acquirer.new_key_lease(terms, key) for key in keys]
         slot, known = JournalSlot(), Children()
-        slot.mark(slot.write(encode_entry(session, holding, holding.key_leases[0])), state)
-        slot.tell_end(run)
+        slot.set_state(slot.write(encode_entry(session, holding, holding.key_leases[0])), state)
+        slot.announce_end(run)
         known.slots.append(slot)
-        process = ChildProcess(os.getpid(), started_at(os.getpid()))
-        known.processes[slot] = process
+        process = ChildProcess(os.getpid(), start_time_of(os.getpid()))
+        known.watched[slot] = process
         ChildReaper(known, app).reap(slot, process)
         settle(redlock)
     marks = [node.client().keys(f"*:done:{run}") for node in nodes]

@@ -204,7 +204,7 @@ class TestUnique:
     ) -> None:
         lies.lie(UNIQUE, reply)
         sender = Sender(alone, {})
-        assert sender.send(window=60.0) in sender.published
+        assert sender.send(unique_for=60.0) in sender.published
         assert "without deduplication" in caplog.text
 
     def test_ends_no_window_before_it_is_understood(
@@ -213,7 +213,7 @@ class TestUnique:
         sender = Sender(alone, {})
         ticket: UniqueToken = sender.ticket(sender.send())
         lies.lie(UNIQUE, b"*1\r\n:1\r\n")
-        ticket.end(alone)
+        ticket.release_at_end(alone)
         lies.answers.clear()
         eventually(lambda: not nodes[0].client().keys("*:unique:*"))
 

@@ -24,7 +24,7 @@ from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique import token
 from celery_redlock.tasks.unique.claim import UniqueClaim, UniqueSend
 from celery_redlock.tasks.unique.rounds import UNIQUE, EarlierSend
-from celery_redlock.tasks.unique.send import put_ticket, send_once
+from celery_redlock.tasks.unique.send import add_token, send_once
 from celery_redlock.tasks.unique.token import UniqueToken
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, eventually, settle
@@ -39,10 +39,14 @@ _ids = map(str, itertools.count(1))
 def a_send(**other: Any) -> UniqueSend:
     task_id = next(_ids)
     send = UniqueSend(
-        name=NAME, task_id=task_id, run=f"{task_id}:shop.settle:0:0", window=LONG, until="finished",
-        on_duplicate="existing", on_unreachable="defer", later=0.0, lateness=60.0,
+        name=NAME, run_id=f"{task_id}:shop.settle:0:0", unique_for=LONG, unique_until="finished",
+        on_duplicate="existing", on_unreachable="defer", countdown=0.0, max_delay=60.0,
     )  # fmt: skip
     return replace(send, **other)
+
+
+def id_of(send: UniqueSend) -> str:
+    return send.run_id.partition(":")[0]
 
 
 class Sender:
@@ -57,8 +61,8 @@ class Sender:
 
         def publish(ticket: Mapping[str, Any] | None) -> str:
             settle_voters(self.redlock)  # a broker takes its time, in which the last node answers
-            self.published[send.task_id] = ticket
-            return send.task_id
+            self.published[id_of(send)] = ticket
+            return id_of(send)
 
         found = send_once(self.redlock, send, publish)
         settle_voters(self.redlock)
@@ -70,7 +74,7 @@ class Sender:
         return ticket
 
     def end(self, task_id: str) -> None:
-        self.ticket(task_id).end(self.redlock)
+        self.ticket(task_id).release_at_end(self.redlock)
         settle_voters(self.redlock)
 
 
@@ -187,7 +191,7 @@ class TestOneSend:
         assert all(is_sent(value, second) for value in values(nodes))
 
     def test_a_window_that_is_to_last_outlives_the_run(self, sender: Sender) -> None:
-        first = sender.send(until="expired")
+        first = sender.send(unique_until="expired")
         sender.end(first)
         assert sender.send() == first
 
@@ -197,7 +201,7 @@ class TestOneSend:
         def publish(ticket: Any) -> str:
             carried = UniqueToken.of(ticket)
             assert carried is not None
-            carried.end(sender.redlock)
+            carried.release_at_end(sender.redlock)
             return "sent and done"
 
         assert send_once(sender.redlock, a_send(), publish) == "sent and done"
@@ -218,7 +222,7 @@ class TestOneSend:
     def test_nothing_is_kept_beyond_the_window(
         self, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
-        first = sender.send(window=SHORT)
+        first = sender.send(unique_for=SHORT)
         eventually(lambda: values(nodes) == [None] * 3)
         assert sender.send() != first
 
@@ -237,27 +241,27 @@ class TestOneSend:
             settle_voters(redlock)
             monkeypatch.setattr(clock, "now", lambda: now() + took)
             monkeypatch.setattr(clock, "wall_us", lambda: wall_us() + took * 1_000_000)
-            return send.task_id
+            return id_of(send)
 
         begun = wall_us() / 1e6
         send_once(redlock, send, publish)
         settle_voters(redlock)
         for value in values(nodes):
-            assert is_sent(value, send.task_id)
+            assert is_sent(value, id_of(send))
             gone_by = EarlierSend.of(str(value), 1).gone_by
-            assert gone_by >= begun + took + send.window + send.lateness
+            assert gone_by >= begun + took + send.unique_for + send.max_delay
         for node in nodes:  # the window is counted from its opening, however long a publish takes
-            assert node.client().pttl(KEY) / 1000 <= send.window - took
+            assert node.client().pttl(KEY) / 1000 <= send.unique_for - took
 
 
 class TestSendersThatDie:
     def test_a_send_that_was_never_published_holds_nobody_for_longer_than_its_lease(
         self, redlock: Redlock, sender: Sender
     ) -> None:
-        dead = UniqueClaim(redlock.session, a_send(window=SHORT))
+        dead = UniqueClaim(redlock.session, a_send(unique_for=SHORT))
         assert dead.open() is None
         assert dead.is_open
-        sent = sender.send(window=SHORT)
+        sent = sender.send(unique_for=SHORT)
         assert list(sender.published) == [sent]
 
     def test_it_is_not_taken_for_an_earlier_send(
@@ -308,7 +312,7 @@ class TestSendersThatDie:
         waiting.start()
         slow.confirm()
         waiting.join(60)
-        assert found == [first.task_id]
+        assert found == [id_of(first)]
         assert not sender.published
 
 
@@ -393,7 +397,7 @@ class TestReplace:
         second = sender.send(on_duplicate="replace")
         for node in nodes:
             node.client().flushall()
-        sender.ticket(second).take_place(sender.redlock)
+        sender.ticket(second).mark_superseded(sender.redlock)
         settle(sender.redlock)
         assert superseded(nodes, first)
 
@@ -439,7 +443,7 @@ class TestReplace:
     def test_the_mark_stays_for_as_long_as_the_message_may_still_come(
         self, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
-        first = sender.send(later=5000.0)
+        first = sender.send(countdown=5000.0)
         sender.send(on_duplicate="replace")
         for node in nodes:
             left = node.client().pttl(f"{{redlock}}:done:{first}:shop.settle:0:0") / 1000
@@ -467,7 +471,7 @@ class TestFaults:
             first = sender.send()
             made[2].weather = Weather(refuses=True)
             made[2].cut()
-            sender.ticket(first).end(sender.redlock)
+            sender.ticket(first).release_at_end(sender.redlock)
             eventually(lambda: values(nodes[:2]) == [None, None])
             eventually(lambda: sender.redlock.session.node_set.nodes[2].error is not None)
             assert is_sent(values(nodes)[2], first)
@@ -480,7 +484,7 @@ class TestFaults:
         self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
-        monkeypatch.setattr(token, "OWED", 0.1)
+        monkeypatch.setattr(token, "DELIVER_FOR", 0.1)
         with proxies(nodes) as made:
             sender = make_sender(made)
             settle(sender.redlock)
@@ -488,8 +492,8 @@ class TestFaults:
             for proxy in made[1:]:
                 proxy.weather = Weather(refuses=True)
                 proxy.cut()
-            sender.ticket(first).end(sender.redlock)
-            late = time.monotonic() + 2 * token.OWED
+            sender.ticket(first).release_at_end(sender.redlock)
+            late = time.monotonic() + 2 * token.DELIVER_FOR
             eventually(lambda: values(nodes)[0] is None and time.monotonic() > late)
             assert is_sent(values(nodes)[2], first)
             for proxy in made[1:]:
@@ -503,10 +507,10 @@ class TestFaults:
         with proxies(nodes) as made:
             sender = make_sender(made)
             settle(sender.redlock)
-            first = sender.send(until="started")
+            first = sender.send(unique_until="started")
             for proxy in made[1:]:
                 proxy.weather = Weather(delay=(1.0, 1.0))
-            sender.ticket(first).start(sender.redlock)
+            sender.ticket(first).release_at_start(sender.redlock)
             assert values(nodes).count(None) > 1
             sender.redlock.close()
 
@@ -515,12 +519,12 @@ class TestFaults:
         caplog: pytest.LogCaptureFixture,
     ) -> None:  # fmt: skip
         sender = make_sender(mortal_nodes, NODE_TIMEOUT)
-        first = sender.send(until="started")
+        first = sender.send(unique_until="started")
         for node in mortal_nodes[1:]:
             node.client().config_set("min-replicas-to-write", 1)
         with caplog.at_level(logging.WARNING):
-            sender.ticket(first).start(sender.redlock)
-        assert f"no quorum of nodes heard that the window of '{NAME}' is over" in caplog.text
+            sender.ticket(first).release_at_start(sender.redlock)
+        assert f"no quorum of nodes released unique key '{NAME}'" in caplog.text
         assert all(is_sent(value, first) for value in values(mortal_nodes)[1:])
         for node in mortal_nodes[1:]:
             node.client().config_set("min-replicas-to-write", 0)
@@ -588,7 +592,7 @@ class TestFaults:
         # its run has ended here, and there what its sender wrote came late
         nodes[0].client().delete(KEY)
         nodes[1].client().set(KEY, value.replace(":sent:", ":sending:"), px=60_000)
-        second = sender.send(window=SHORT)
+        second = sender.send(unique_for=SHORT)
         assert list(sender.published) == [first, second]
 
     def test_nodes_that_name_different_sends_drop_nothing(
@@ -611,7 +615,7 @@ class TestFaults:
     ) -> None:
         for node in nodes:
             node.client().set(KEY, "theirs", px=1000)
-        sent = sender.send(window=SHORT)
+        sent = sender.send(unique_for=SHORT)
         assert list(sender.published) == [sent]
 
 
@@ -665,6 +669,6 @@ def test_nodes_keep_of_a_send_that_it_may_come_that_much_later(
 def test_a_send_with_its_parents_headers_has_a_window_of_its_own() -> None:
     parents = {HEADER: {"options": {"ttl": 9}, "id": "parent", "unique": {"token": "theirs"}}}
     options = {"headers": {**parents, "tenant": "a"}, "task_id": "child"}
-    put_ticket(options, {"token": "ours"})
+    add_token(options, {"token": "ours"})
     carried = {"options": {}, "id": "child", "unique": {"token": "ours"}}
     assert options["headers"] == {"tenant": "a", HEADER: carried}

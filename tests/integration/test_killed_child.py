@@ -66,7 +66,7 @@ def is_gone(pid: int) -> bool:
 def see_released_by_the_parent(stage: Stage, worker: WorkerProcess, line: Line) -> None:
     """Return when a dead body's lock is free, the log says why, and a signal has told of it."""
     stage.see_freed(f"k:{line.key}")
-    says = f"process {line.pid} is gone: released 'k:{line.key}' for it"
+    says = f"process {line.pid} exited: released its lock 'k:{line.key}'"
     eventually(lambda: says in worker.output())
     resource, what = f"k:{line.key}", "parent's release"
     told = eventually(lambda: [t for t in stage.lines(what) if t.key == resource])
@@ -96,7 +96,9 @@ def test_a_killed_childs_lock_is_released_before_celery_reports_the_child(
     os.kill(line.pid, signal.SIGKILL)
     see_released_by_the_parent(stage, worker, line)
     said = eventually(lambda: "WorkerLostError" in (text := worker.output()[before:]) and text)
-    assert said.index(f"process {line.pid} is gone: released") < said.index("WorkerLostError")
+    assert said.index(f"process {line.pid} exited: released its lock") < said.index(
+        "WorkerLostError"
+    )
 
 
 def test_a_receiver_that_exits_does_not_end_the_watch_over_children(own_stage: Stage) -> None:
@@ -281,7 +283,7 @@ def test_a_successors_lock_is_left_alone(stage: Stage, key: str, worker: WorkerP
     for node in stage.nodes:
         node.client().set(key_of(f"k:{key}"), THEIRS, px=300_000)
     os.kill(line.pid, signal.SIGKILL)
-    eventually(lambda: f"process {line.pid} is gone: released 'k:{key}'" in worker.output())
+    eventually(lambda: f"process {line.pid} exited: released its lock 'k:{key}'" in worker.output())
     os.kill(other.pid, signal.SIGKILL)
     stage.see_freed(f"k:{key}-other")  # on the same connections, behind the release of the first
     assert [node.client().get(key_of(f"k:{key}")) for node in stage.nodes] == [THEIRS] * 3
@@ -352,7 +354,7 @@ def test_a_child_that_ends_after_it_was_refused_is_no_news(own_stage: Stage) -> 
         result = stage.tasks.work.delay("k")
         stage.see_deferred(result, 3)
     assert result.get(timeout=120) == 0
-    assert "is gone: released" not in worker.output()
+    assert "exited: released" not in worker.output()
 
 
 def test_a_child_killed_between_its_request_and_the_answer_leaves_no_lock(
@@ -394,7 +396,7 @@ def test_a_node_that_was_away_is_told_when_it_is_back(
     eventually(lambda: holds_everywhere(stage, "k:k"))
     mortal_nodes[0].pause()
     os.kill(line.pid, signal.SIGKILL)
-    eventually(lambda: f"process {line.pid} is gone: released 'k:k'" in worker.output())
+    eventually(lambda: f"process {line.pid} exited: released its lock 'k:k'" in worker.output())
     eventually(lambda: not any(n.client().exists(key_of("k:k")) for n in mortal_nodes[1:]))
     mortal_nodes[0].resume()
     stage.see_freed("k:k")

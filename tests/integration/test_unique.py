@@ -615,7 +615,7 @@ def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock
     stage: Stage, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where its window cannot be ended: `on_unreachable` decides, and that lock goes back."""
-    app, begins = stage.app, UniqueToken.start
+    app, begins = stage.app, UniqueToken.release_at_start
 
     @app.task(base=LockedTask, shared=False, name="tests.beside", lock_key=key,
               lock_on_unreachable="run")  # fmt: skip
@@ -625,10 +625,10 @@ def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock
 
     def fail(ticket: UniqueToken, redlock: Redlock) -> None:
         assert not is_free(stage.nodes, key)
-        monkeypatch.setattr(UniqueToken, "start", begins)
+        monkeypatch.setattr(UniqueToken, "release_at_start", begins)
         raise QuorumUnreachable(key, [], 2)
 
-    monkeypatch.setattr(UniqueToken, "start", fail)
+    monkeypatch.setattr(UniqueToken, "release_at_start", fail)
     unique = {"name": f"beside:{key}", "token": "t", "until": "started"}
     ended = run_here(beside, id=key, redlock={"id": key, "unique": unique})
     assert ended.retval == "free", ended

@@ -274,7 +274,8 @@ class Witness:
     def window_opened(self, send: UniqueSend, lease: float, began: float, replaced: str) -> None:
         """See a send open its window; began: real s ago, below 0; replaced: the id before it."""
         lasting = lease * (1 - self.drift) + began
-        sent = Sent(send.name, send.task_id, self.world.now + lasting)
+        task_id = send.run_id.partition(":")[0]
+        sent = Sent(send.name, task_id, self.world.now + lasting)
         other = self._open.get(send.name)
         if (
             not self.world.counts["wiped"]
@@ -283,10 +284,10 @@ class Witness:
             and other.task_id != replaced
             and self.world.now < min(other.lease, sent.lease)
         ):
-            self.violated("one_window", "%s beside %s", send.task_id, other.task_id)
-        self._sends[send.task_id] = self._open[send.name] = sent
+            self.violated("one_window", "%s beside %s", task_id, other.task_id)
+        self._sends[task_id] = self._open[send.name] = sent
         self.world.counts["windows"] += 1
-        self.world.note("%s opens the window of %s", send.task_id, send.name)
+        self.world.note("%s opens the window of %s", task_id, send.name)
 
     def published(self, task_id: str) -> None:
         """See a message published."""

@@ -577,7 +577,7 @@ def one_node_knows_it() -> Iterator[None]:
     """One node that knows of an earlier send is enough to drop one."""
 
     def agreed(self: CompareAndSetRound) -> EarlierSend | None:
-        return next((s for s in self.standing.values() if s.is_sent), None)
+        return next((s for s in self.earlier.values() if s.is_sent), None)
 
     with patched(CompareAndSetRound, agreed=property(agreed)):
         yield

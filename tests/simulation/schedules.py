@@ -13,7 +13,7 @@ from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.release import acquisitions_of, release_all
-from celery_redlock.tasks.unique.claim import ROUNDS_WHILE_SENDING, SENDING, UniqueSend
+from celery_redlock.tasks.unique.claim import MIN_ROUNDS, SENDING_TTL, UniqueSend
 from celery_redlock.tasks.unique.rounds import EarlierSend
 from celery_redlock.tasks.unique.send import send_once
 from celery_redlock.tasks.unique.token import UniqueToken
@@ -144,16 +144,16 @@ class Worker:
         schedule.world.counts["sends"] += 1
         task_id = f"m{schedule.world.counts['sends']}"
         send = UniqueSend(
-            name=f"s{self.random.randrange(schedule.profile.sends)}", task_id=task_id,
-            run=f"{task_id}:t:0:0", window=KEPT, until="started",
+            name=f"s{self.random.randrange(schedule.profile.sends)}", run_id=f"{task_id}:t:0:0",
+            unique_for=KEPT, unique_until="started",
             on_duplicate="replace" if draw() < 0.2 else "existing", on_unreachable="defer",
-            later=0.0, lateness=0.0,
+            countdown=0.0, max_delay=0.0,
         )  # fmt: skip
 
         def publish(ticket: Mapping[str, Any] | None) -> None:
             if ticket is not None:
-                lease = min(send.window, max(SENDING, ROUNDS_WHILE_SENDING * NODE_TIMEOUT))
-                began = self.process.clock.since(ticket["ends_at"] - send.window)
+                lease = min(send.unique_for, max(SENDING_TTL, MIN_ROUNDS * NODE_TIMEOUT))
+                began = self.process.clock.since(ticket["ends_at"] - send.unique_for)
                 replaced = ticket.get("replaces", "").partition(":")[0]
                 witness.window_opened(send, lease, began, replaced)
             self.process.clock.sleep(draw() * 0.1)
@@ -180,7 +180,7 @@ class Worker:
             task_id, ticket = schedule.queue.pop(0)
             if ticket is not None:
                 schedule.witness.window_ends(task_id)
-                if ticket._end(self.process.redlock).wait():
+                if ticket.release(self.process.redlock).wait():
                     schedule.witness.window_over(task_id)
         return draw() * 2 * self.pause
 

@@ -30,10 +30,10 @@ from celery_redlock.tasks.children import forks as forks_module
 from celery_redlock.tasks.children.forks import Children
 from celery_redlock.tasks.children.journal import (
     CLAIMED,
-    HEADER,
+    ENTRY_SIZE,
+    HEADER_SIZE,
     HELD,
-    LINE,
-    LINES,
+    MAX_ENTRIES,
     RELEASED,
     SIZE,
     JournalEntry,
@@ -42,7 +42,7 @@ from celery_redlock.tasks.children.journal import (
     parse_entry,
 )
 from celery_redlock.tasks.children.observers import JournalingObserver
-from celery_redlock.tasks.children.process import ChildProcess, has_ended, started_at
+from celery_redlock.tasks.children.process import ChildProcess, pid_has_exited, start_time_of
 from celery_redlock.tasks.children.reaper import ChildReaper, watch_children
 from celery_redlock.tasks.per_app import redlock_of
 
@@ -105,18 +105,18 @@ def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit:
     holding = holding_of(resource, permit=permit, label=label)
     slot = JournalSlot(bytearray(SIZE))
     at = slot.write(encode_entry(NOWHERE.session, holding, holding.key_leases[0]))
-    slot.mark(at, HELD)
+    slot.set_state(at, HELD)
     [entry] = read(slot)
     assert (entry.resource, entry.permit, entry.ttl) == (resource, permit, 30.0)
     assert entry.value == holding.key_leases[0].value
-    assert (entry.state, entry.owner, entry.holding) == (HELD, "shop.order", holding.number)
-    assert entry.is_asked_for
+    assert (entry.state, entry.task_name, entry.acquisition) == (HELD, "shop.order", holding.number)
+    assert entry.is_requested
     assert entry.session == NOWHERE.session.identity
 
 
 def test_no_two_acquisitions_are_taken_for_one() -> None:
     """Also where the first one is forgotten, and only what it left is still to be released."""
-    numbers = [parse_entry(HELD, a_line()).holding for _ in range(20)]  # type: ignore[union-attr]
+    numbers = [parse_entry(HELD, a_line()).acquisition for _ in range(20)]  # type: ignore[union-attr]
     assert len(set(numbers)) == 20
 
 
@@ -139,7 +139,7 @@ def test_a_child_that_is_killed_at_any_byte_leaves_whole_lines(doings: list[Any]
             slot.clear(lines.pop(which)[0])
         elif which < len(lines):
             lines[which][1] = HELD if what == "hold" else RELEASED
-            slot.mark(lines[which][0], lines[which][1])
+            slot.set_state(lines[which][0], lines[which][1])
         stages.append({(state, line) for _, state, line in lines})
     wanted = [{parse_entry(state, line) for state, line in stage} for stage in stages]
     seen = 0
@@ -151,7 +151,7 @@ def test_a_child_that_is_killed_at_any_byte_leaves_whole_lines(doings: list[Any]
     assert wanted[seen] == wanted[-1]
 
 
-@given(st.binary(min_size=200, max_size=LINE - 1), st.integers(1, 255))
+@given(st.binary(min_size=200, max_size=ENTRY_SIZE - 1), st.integers(1, 255))
 def test_garbage_is_no_entry(garbage: bytes, state: int) -> None:
     assert parse_entry(state, garbage) is None
 
@@ -173,43 +173,43 @@ def test_a_child_is_known_by_its_last_byte_alone() -> None:
 
 def test_what_is_too_long_or_too_much_is_not_written() -> None:
     slot = JournalSlot(bytearray(SIZE))
-    assert not slot.write(a_line("k" * LINE))
-    places = {slot.write(a_line()) for _ in range(LINES)}
-    assert len(places) == LINES
-    assert min(places) == HEADER
-    assert max(places) == SIZE - LINE
+    assert not slot.write(a_line("k" * ENTRY_SIZE))
+    places = {slot.write(a_line()) for _ in range(MAX_ENTRIES)}
+    assert len(places) == MAX_ENTRIES
+    assert min(places) == HEADER_SIZE
+    assert max(places) == SIZE - ENTRY_SIZE
     assert not slot.write(a_line())
-    slot.clear(HEADER)
-    assert slot.write(a_line()) == HEADER
+    slot.clear(HEADER_SIZE)
+    assert slot.write(a_line()) == HEADER_SIZE
 
 
-def test_a_scribe_follows_each_claim_from_its_request_to_its_last_release() -> None:
+def test_a_journal_follows_each_claim_from_its_request_to_its_last_release() -> None:
     slot = JournalSlot(bytearray(SIZE))
-    scribe = JournalingObserver(slot)
+    observer = JournalingObserver(slot)
     holding = holding_of("one", "two")
     for claim in holding.key_leases:
-        scribe.claiming(NOWHERE, holding, claim)
+        observer.claiming(NOWHERE, holding, claim)
     assert [(e.resource, e.state) for e in read(slot)] == [("one", CLAIMED), ("two", CLAIMED)]
-    scribe.acquired(NOWHERE, holding)
+    observer.acquired(NOWHERE, holding)
     assert {entry.state for entry in read(slot)} == {HELD}
-    scribe.released(NOWHERE, holding)
+    observer.released(NOWHERE, holding)
     assert {entry.state for entry in read(slot)} == {RELEASED}
     for claim in holding.key_leases:
-        scribe.settled(claim)
-        scribe.settled(claim)  # also where a second release was under way
+        observer.settled(claim)
+        observer.settled(claim)  # also where a second release was under way
     assert read(slot) == []
 
 
-def test_a_scribe_says_once_what_it_cannot_write(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observer_says_once_what_it_cannot_write(caplog: pytest.LogCaptureFixture) -> None:
     slot = JournalSlot(bytearray(SIZE))
-    scribe = JournalingObserver(slot)
+    observer = JournalingObserver(slot)
     for _ in range(2):
-        holding = holding_of("k" * LINE)
-        scribe.claiming(NOWHERE, holding, holding.key_leases[0])
-        scribe.acquired(NOWHERE, holding)
-        scribe.released(NOWHERE, holding)
-        scribe.settled(holding.key_leases[0])
-    assert [record.getMessage().count("ends with its ttl") for record in caplog.records] == [1]
+        holding = holding_of("k" * ENTRY_SIZE)
+        observer.claiming(NOWHERE, holding, holding.key_leases[0])
+        observer.acquired(NOWHERE, holding)
+        observer.released(NOWHERE, holding)
+        observer.settled(holding.key_leases[0])
+    assert [record.getMessage().count("expires with its ttl") for record in caplog.records] == [1]
     assert read(slot) == []
 
 
@@ -244,17 +244,17 @@ class GreenPool(BasePool):
 def test_only_a_pool_that_may_fork_is_looked_after(
     pool: object, forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forks_module, "_children", None)
+    monkeypatch.setattr(forks_module.this_process, "children", None)
     monkeypatch.setattr(Redlock, "observer", Redlock.observer)
     known = forks_module.expect_children(SimpleNamespace(pool_cls=pool))
     assert (known is not None) == forks
     looks = SimpleNamespace(uses_semaphore=True, num_processes=2)
     watch_children(None, looks)  # no child, no thread
-    assert known is None or not known.is_watched
+    assert known is None or not known.has_reaper
 
 
 def test_slots_that_no_child_ever_signed_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks_module, "UNWATCHED", 3)
+    monkeypatch.setattr(forks_module, "MAX_UNWATCHED", 3)
     made = Children()
     for _ in range(10):
         made.before_fork()
@@ -262,20 +262,20 @@ def test_slots_that_no_child_ever_signed_do_not_pile_up(monkeypatch: pytest.Monk
     assert len(made.slots) == 3
 
 
-def test_a_fork_waits_until_the_dead_are_buried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks_module, "PATIENCE", 0.01)
+def test_a_fork_waits_until_signals_of_a_release_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks_module, "FORK_WAIT", 0.01)
     made = Children()
     made.before_fork()
-    assert not made.working.acquire(False)
+    assert not made.sending.acquire(False)
     made.after_fork()
-    assert made.working.acquire(False)
+    assert made.sending.acquire(False)
     made.before_fork()  # not for ever
     made.after_fork()
-    assert not made.working.acquire(False), "it was another's"
+    assert not made.sending.acquire(False), "it was another's"
 
 
 def test_forks_of_two_threads_at_once_have_a_slot_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks_module, "PATIENCE", 0.01)
+    monkeypatch.setattr(forks_module, "FORK_WAIT", 0.01)
     made = Children()
     made.before_fork()
     [own] = made.slots
@@ -348,13 +348,13 @@ def gone(process: ChildProcess) -> bool:
     ready = []
     if process.descriptor >= 0:
         ready, _, _ = select.select([process.descriptor], [], [], 0)
-    return process.is_gone(set(ready))
+    return process.has_exited(set(ready))
 
 
 def test_a_process_is_gone_when_it_is_dead_and_not_before(
     process: subprocess.Popen[bytes],
 ) -> None:
-    watched = ChildProcess(process.pid, started_at(process.pid))
+    watched = ChildProcess(process.pid, start_time_of(process.pid))
     assert not gone(watched)
     process.send_signal(signal.SIGSTOP)
     assert not gone(watched)
@@ -367,13 +367,13 @@ def test_a_process_is_gone_when_it_is_dead_and_not_before(
     assert process.wait() == -signal.SIGKILL  # left to whom it belongs
     assert gone(watched)
     assert gone(ChildProcess(process.pid, 1))
-    assert has_ended(process.pid)
+    assert pid_has_exited(process.pid)
     watched.close()
     watched.close()
 
 
 def test_a_pid_that_is_anothers_by_now_is_gone(process: subprocess.Popen[bytes]) -> None:
-    watched = ChildProcess(process.pid, started_at(process.pid) + 1)
+    watched = ChildProcess(process.pid, start_time_of(process.pid) + 1)
     assert gone(watched)
     watched.close()
 
@@ -382,7 +382,7 @@ def test_a_pid_that_is_anothers_by_now_is_gone(process: subprocess.Popen[bytes])
 def test_a_process_of_which_nobody_can_say_when_it_started_is_not_gone(
     process: subprocess.Popen[bytes], unknown: str
 ) -> None:
-    started = 0 if unknown == "to the child" else started_at(process.pid)
+    started = 0 if unknown == "to the child" else start_time_of(process.pid)
     if unknown == "to the parent":
         with no_descriptor_left():
             watched = ChildProcess(process.pid, started)
@@ -390,7 +390,7 @@ def test_a_process_of_which_nobody_can_say_when_it_started_is_not_gone(
         watched = ChildProcess(process.pid, started)
     if unknown == "later":
         with no_descriptor_left():
-            assert not watched.is_gone(set())
+            assert not watched.has_exited(set())
     assert not gone(watched)
     process.kill()
     process.wait()
@@ -425,15 +425,15 @@ def test_the_parent_warns_of_a_ttl_only_where_something_may_be_left(
     assert session_of(identity) is None  # so that it is of nodes that this process does not know
     slot = JournalSlot()
     at = slot.write(line)
-    slot.mark(at, state)
+    slot.set_state(at, state)
     app = Celery("warns", set_as_current=False)
     app.conf.redlock_nodes = ["redis://127.0.0.1:1"]
     known = Children()
     known.slots.append(slot)
-    known.processes[slot] = process = ChildProcess(os.getpid(), started_at(os.getpid()))
+    known.watched[slot] = process = ChildProcess(os.getpid(), start_time_of(os.getpid()))
     with redlock_of(app):
         assert ChildReaper(known, app).reap(slot, process) == []
-    assert ("ends with its ttl" in caplog.text) == warns
+    assert ("expires with its ttl" in caplog.text) == warns
 
 
 def test_a_child_is_told_that_its_run_was_ended_and_no_other_child_or_run() -> None:
@@ -442,8 +442,8 @@ def test_a_child_is_told_that_its_run_was_ended_and_no_other_child_or_run() -> N
         slot.sign(pid, 0)
     known = Children()
     known.slots += slots
-    slots[2].close()  # of one that was buried meanwhile
-    known.tell_end(1, "a run")
-    known.tell_end(3, "a run")
-    assert [slot.is_ended("a run") for slot in slots[:2]] == [True, False]
-    assert not slots[0].is_ended("another run")
+    slots[2].close()  # of one that was reaped meanwhile
+    known.announce_end(1, "a run")
+    known.announce_end(3, "a run")
+    assert [slot.is_end_announced("a run") for slot in slots[:2]] == [True, False]
+    assert not slots[0].is_end_announced("another run")

@@ -1,16 +1,31 @@
-"""A release is never cut by the exception that tells a body of its lock's loss."""
+"""LockLost is raised in a body, and never in a release or in code that would swallow it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import billiard.pool
 import pytest
+from celery import Celery, Task
+from celery.app import trace
+from celery.utils.dispatch import Signal
 
-from celery_redlock import Lock, Redlock
+from celery_redlock import Lock, LockedTask, Redlock
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.platform.interrupts import is_uninterruptible
+from celery_redlock.tasks.body.interrupt import running_bodies
+from celery_redlock.tasks.body.monitored import UNINTERRUPTIBLE_MODULES, MonitoredBody
+from celery_redlock.tasks.execution import completion
+from celery_redlock.tasks.execution.run import let_go
+from celery_redlock.tasks.unique.claim import UniqueClaim
+from celery_redlock.tasks.unique.send import send_once
+from celery_redlock.tasks.unique.token import UniqueRelease, UniqueToken
+from celery_redlock.testing import locking_off
 
 RELEASES = [
     Lock.release,
@@ -23,6 +38,19 @@ RELEASES = [
     Releaser.roll_back_last,
     Releaser.release_if_abandoned,
     Releaser.release_if_unused,
+    UniqueClaim.give_up,
+    UniqueClaim.confirm,
+    UniqueRelease.send,
+    UniqueToken.release,
+    completion.release_after_run,
+    completion.end_run,
+    completion.end_window,
+    let_go,
+]
+OF_EACH_MODULE = [
+    *(billiard.pool.Pool.apply_async, trace.build_tracer, Signal.send, logging.Logger.handle),
+    *(LockedTask.apply_async, LockedTask.apply, send_once),
+    *(completion.release_after_run, completion.end_run),
 ]
 
 
@@ -34,3 +62,120 @@ def test_what_releases_is_not_interrupted(release: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("other", [Lock.acquire, Lock.extend, Lock.ensure, Lock.__enter__])
 def test_what_acquires_is_made_to_be_interrupted(other: Callable[..., Any]) -> None:
     assert not is_uninterruptible(other.__code__)
+
+
+@pytest.fixture
+def body() -> Iterator[MonitoredBody]:
+    """Give a body whose lock was never acquired, so that no node is asked."""
+    with Redlock(["redis://127.0.0.1:1"]) as redlock:
+        yield MonitoredBody(redlock.lock("k"), abort=True, report=lambda loss: None)
+
+
+def is_interruptible_below(body: MonitoredBody, module: str) -> bool:
+    """Return whether a body may be interrupted in what a function of this module calls."""
+    functions: dict[str, Any] = {"__name__": module}
+    exec("def calls(function): return function()", functions)
+
+    def in_body() -> bool:
+        here = functions["calls"](lambda: body.is_interruptible_at(sys._getframe()))
+        return bool(here)
+
+    return bool(body.run(in_body, (), {}))
+
+
+def test_a_body_is_interrupted_in_itself_and_in_what_it_calls(body: MonitoredBody) -> None:
+    assert body.run(lambda: body.is_interruptible_at(sys._getframe()), (), {})
+    for module in ("shop.orders", "celery.app.base", "celery_redlock.lock.lock", "logging_of_shop"):
+        assert is_interruptible_below(body, module), module
+
+
+def test_it_is_not_interrupted_before_its_first_frame_or_beside_it(body: MonitoredBody) -> None:
+    other = MonitoredBody(body.lock, abort=True, report=lambda loss: None)
+    assert not body.is_interruptible_at(sys._getframe())
+    assert not body.run(lambda: other.is_interruptible_at(sys._getframe()), (), {})
+
+
+@pytest.mark.parametrize("name", UNINTERRUPTIBLE_MODULES)
+def test_each_module_that_is_not_interrupted_is_there(name: str) -> None:
+    importlib.import_module(name)
+    homes = [function.__module__ for function in OF_EACH_MODULE]
+    assert [home for home in homes if f"{home}.".startswith(f"{name}.")]
+
+
+@pytest.mark.parametrize("function", OF_EACH_MODULE, ids=lambda function: function.__qualname__)
+def test_a_body_is_not_interrupted_in_what_would_swallow_it(
+    body: MonitoredBody, function: Callable[..., Any]
+) -> None:
+    assert not is_interruptible_below(body, function.__module__)
+
+
+class Looks(logging.Handler):
+    """Asks, as it handles a record, whether the bodies of this process may be interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.look()
+
+    def look(self, **_: Any) -> None:
+        bodies = list(running_bodies.values())
+        self.seen += [one.is_interruptible_at(sys._getframe()) for one in bodies]
+
+
+def locked_task(app: Celery, name: str, run: Callable[..., Any], **options: Any) -> Task:
+    return app.task(name=name, shared=False, base=LockedTask, **options)(run)
+
+
+@pytest.fixture
+def app() -> Celery:
+    made = Celery("interrupts", broker="memory://", set_as_current=False)
+    made.conf.redlock_nodes = ["redis://127.0.0.1:1"]
+    return made
+
+
+def test_a_handler_of_a_log_and_a_receiver_of_a_signal_are_not_interrupted(app: Celery) -> None:
+    looks, signal, logger = Looks(), Signal(name="test"), logging.getLogger("test of interrupts")
+    logger.addHandler(looks)
+    signal.connect(looks.look, weak=False)
+
+    def run() -> None:
+        looks.look()
+        logger.error("something")
+        signal.send(None)
+
+    with locking_off():
+        locked_task(app, "tells", run).apply().get()
+    assert looks.seen == [True, False, False]
+
+
+def test_a_run_inside_a_body_ends_before_the_body_is_interrupted(app: Celery) -> None:
+    looks = Looks()
+    inner = locked_task(app, "inner", looks.look)
+
+    def run() -> None:
+        inner.apply().get()
+        looks.look()
+
+    with locking_off():
+        locked_task(app, "outer", run).apply().get()
+    assert looks.seen == [False, True, True]
+
+
+def test_a_key_that_a_body_makes_for_another_lock_is_not_interrupted(app: Celery) -> None:
+    looks = Looks()
+
+    def key(task: Task, args: Any, kwargs: Any) -> str:
+        looks.look()
+        return "k"
+
+    def nothing() -> None: ...
+
+    def run() -> None:
+        other.lock_for()
+
+    other = locked_task(app, "other", nothing, lock_key=key)
+    with locking_off():
+        locked_task(app, "asks", run).apply().get()
+    assert looks.seen == [False]

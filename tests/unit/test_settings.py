@@ -20,7 +20,7 @@ from redis.sentinel import Sentinel
 
 from celery_redlock import Backoff, LockedTask, SettingsError
 from celery_redlock.lock.validation import check_nodes
-from celery_redlock.tasks.per_app import name_of, settings_of
+from celery_redlock.tasks.per_app import command_line_name, settings_of
 from celery_redlock.tasks.settings.app import pattern_for
 from celery_redlock.tasks.settings.conf import check_known_names, one_redis, read_app
 from celery_redlock.tasks.settings.digest import canonical, digest
@@ -207,11 +207,11 @@ class TestTasksOfOthers:
 
 def test_an_app_is_named_as_a_command_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     module, app = ModuleType("shop_of_a_test"), Celery("shop", set_as_default=False)
-    assert name_of(app) == ""
+    assert command_line_name(app) == ""
     module.__dict__["orders"] = app
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert name_of(app) == "shop_of_a_test:orders"
-    assert symbol_by_name(name_of(app)) is app
+    assert command_line_name(app) == "shop_of_a_test:orders"
+    assert symbol_by_name(command_line_name(app)) is app
 
 
 class TestWrongSettings:

@@ -1,8 +1,8 @@
-"""How LockLost is raised in a running body: by a signal, by a hub, or not at all.
+"""How LockLost is raised in a running body: by a signal, by a greenlet's hub, or not at all.
 
-In a main thread a real-time signal of our own raises it, in a greenlet its hub. Both look at the
-stack first. In other threads nothing is raised: Python's own way to do that wakes nobody who
-sleeps, and may strike Celery after the body's end.
+In a main thread the handler of a real-time signal raises it, in a greenlet the hub. Both look at
+the stack first. In other threads nothing is raised. Python's own way, PyThreadState_SetAsyncExc,
+wakes no thread that sleeps, and may strike Celery after the body's end.
 """
 
 from __future__ import annotations
@@ -20,55 +20,58 @@ from celery_redlock.errors import LockLost
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.platform.threads import start_thread
 
-PREFERRED_SIGNAL = 5  # above SIGRTMIN: the first that we take if nobody else has
+PREFERRED_SIGNAL = 5  # above SIGRTMIN: the first number that is tried
 
 
 class Interruptible(Protocol):
-    """What an interrupter asks a running body."""
+    """What an interrupter needs of a running body."""
 
     lock: Lock
     interrupter: Interrupter
-    struck: bool  # LockLost was raised in it
+    interrupted: bool  # LockLost was raised in it
 
     @property
-    def pending(self) -> LockLost | None:
-        """What is still to be raised in it."""
+    def pending_loss(self) -> LockLost | None:
+        """The error that is still to be raised in it."""
 
-    def is_under(self, frame: FrameType | None) -> bool:
-        """Return whether LockLost may be raised at this frame."""
+    def is_interruptible_at(self, frame: FrameType | None) -> bool:
+        """Return whether LockLost may be raised while this frame is on top of the stack."""
 
-    def hear(self) -> None:
-        """Have the loss reported, and raised in the body. Does not wait for either."""
+    def on_loss(self) -> None:
+        """Start to report the loss, and to raise it in the body. Does not wait for either."""
 
 
-running: dict[int, Interruptible] = {}  # the bodies of this process, by id
+running_bodies: dict[int, Interruptible] = {}  # of this process, by `id`
 
 
 class Interrupter:
-    """Where a body runs. This is one in which nothing can be raised: a thread like any other."""
+    """Raises LockLost in the thread or greenlet of a body; this one, of any thread, cannot."""
 
     def interrupt(self, body: Interruptible) -> bool:
-        """Have a body struck if it can be done now; False where it never can."""
+        """Try to interrupt a body; return False if that can never succeed."""
         return False
 
     def run_beside(self, do: Callable[[], None]) -> None:
-        """Call a function soon, where it may block and sees what the body sees."""
+        """Call a function soon, outside of the body, where it may block."""
         start_thread(do)
 
 
 class SignalInterrupter(Interrupter):
-    """The main thread of a process: a signal of our own, whose handler looks at the stack.
+    """For the main thread of a process: a signal whose handler looks at the stack.
 
-    Source: signal(2): a handler runs in the main thread, between two steps of what it does, so it
-    cannot race with the end of the body; and a system call in which it sleeps is cut short.
+    Source: signal(2): a handler runs in the main thread, between two of its bytecodes, so it cannot
+    race with the end of the body; a system call in which the thread sleeps returns early.
     """
 
     def __init__(self) -> None:
         self._number: int | None = None
 
     def is_ready(self) -> bool:
-        """Tell whether the signal is ours; take it where nobody has it. In the main thread only."""
-        if self._is_ours():
+        """Return whether the handler is installed; install it for a signal that is free.
+
+        In the main thread only.
+        """
+        if self._is_installed():
             return True
         least, most = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", 0)
         for number in range(least + PREFERRED_SIGNAL, most + 1) if least else ():
@@ -78,29 +81,29 @@ class SignalInterrupter(Interrupter):
                 return True
         return False
 
-    def _is_ours(self) -> bool:
+    def _is_installed(self) -> bool:
         return self._number is not None and signal.getsignal(self._number) == self._raise_loss
 
     def interrupt(self, body: Interruptible) -> bool:
-        """Send the signal; a handler that replaced ours meanwhile is not ours to call."""
-        if self._number is None or not self._is_ours():
+        """Send the signal, unless another handler has replaced ours meanwhile."""
+        if self._number is None or not self._is_installed():
             return False
         signal.pthread_kill(threading.main_thread().ident or 0, self._number)
         return True
 
     def _raise_loss(self, number: int, frame: FrameType | None) -> None:
-        """Raise LockLost if a body whose lock is lost is what runs now."""
-        if _is_cut(sys.exc_info()[1]):
+        """Raise LockLost if the signal struck a body whose lock is lost."""
+        if _is_ending(sys.exc_info()[1]):
             return
-        for body in list(running.values()):
-            lost = body.pending if body.interrupter is self else None
-            if lost is not None and body.is_under(frame):
-                body.struck = True
-                raise lost
+        for body in list(running_bodies.values()):
+            loss = body.pending_loss if body.interrupter is self else None
+            if loss is not None and body.is_interruptible_at(frame):
+                body.interrupted = True
+                raise loss
 
 
-def _is_cut(error: BaseException | None) -> bool:
-    """Tell whether somebody else ends the body already, and it cleans up."""
+def _is_ending(error: BaseException | None) -> bool:
+    """Return whether a soft time limit or a shutdown ends the body already: it cleans up now."""
     while error is not None:
         if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception):
             return True
@@ -109,12 +112,10 @@ def _is_cut(error: BaseException | None) -> bool:
 
 
 class GreenletInterrupter(Interrupter):
-    """A greenlet. Its hub throws into it, so that nothing runs between the look and the throw.
+    """For a greenlet: its hub throws into it, so nothing runs between the look and the throw.
 
-    Only where it waits: a body that never gives way cannot be told.
-
-    call_in_hub: has a function called there; safe to be called in any thread. spawn: starts a
-    greenlet, in the hub.
+    A body that never yields to the hub cannot be interrupted. call_in_hub: calls a function in the
+    hub, from any thread. spawn: starts a greenlet, in the hub.
     """
 
     def __init__(
@@ -126,23 +127,23 @@ class GreenletInterrupter(Interrupter):
         self._greenlet, self._call_in_hub, self._spawn = greenlet, call_in_hub, spawn
 
     def interrupt(self, body: Interruptible) -> bool:
-        """Have the hub look and throw."""
+        """Let the hub look at the stack, and throw."""
         self._call_in_hub(self._throw, body)
         return True
 
     def _throw(self, body: Interruptible) -> None:
-        lost = body.pending
-        if lost is not None and body.is_under(self._greenlet.gr_frame):
-            body.struck = True
-            self._greenlet.throw(lost)
+        loss = body.pending_loss
+        if loss is not None and body.is_interruptible_at(self._greenlet.gr_frame):
+            body.interrupted = True
+            self._greenlet.throw(loss)
 
     def run_beside(self, do: Callable[[], None]) -> None:
-        """Call it in a greenlet of its own: connections belong to the hub of their thread."""
+        """Call a function in a greenlet of its own: connections belong to the hub of a thread."""
         self._call_in_hub(self._spawn, do)
 
 
 def current_interrupter() -> Interrupter:
-    """Return where this is called."""
+    """Return the interrupter for the thread or greenlet that calls this."""
     monkey = sys.modules.get("gevent.monkey")
     if monkey is not None and monkey.is_module_patched("threading"):
         gevent = sys.modules["gevent"]

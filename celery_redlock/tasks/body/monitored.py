@@ -1,4 +1,4 @@
-"""Bodies that run under a lock in this process, and learn of its loss."""
+"""A body that runs under a lock, and is interrupted if the lock is lost."""
 
 from __future__ import annotations
 
@@ -11,96 +11,98 @@ from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.platform.interrupts import is_uninterruptible
 from celery_redlock.lock.platform.threads import DeadlineTimer, start_thread
 from celery_redlock.lock.release import loss_of
-from celery_redlock.tasks.body.interrupt import current_interrupter, running
+from celery_redlock.tasks.body.interrupt import current_interrupter, running_bodies
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # s: between tries to tell a body that is not to be struck
-# Modules in which nothing is raised, though a body called them: they would swallow LockLost, or
-# the error that they are about to raise. A run inside a body (`apply`) is there, too, and ends
-# first; and so is what gives back other locks. Their acquire is made to be cut.
-UNTOUCHED = ("billiard.", "celery.app.trace.", "celery.utils.dispatch.", "celery_redlock.tasks.",
-             "logging.")  # fmt: skip
+FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # seconds between tries to interrupt a body
+# Nothing is raised below a frame of these modules, though a body called them: they would swallow
+# LockLost, or it would replace the error that they are about to raise. A run inside a body
+# (`apply`) ends first for the same reason, and so does a release of another lock. To acquire one
+# may be interrupted: see `lock/platform/interrupts.py`.
+UNINTERRUPTIBLE_MODULES = ("billiard", "celery.app.trace", "celery.utils.dispatch",
+                           "celery_redlock.tasks", "logging")  # fmt: skip
+_PREFIXES = tuple(f"{name}." for name in UNINTERRUPTIBLE_MODULES)  # with the dot: no "logging_x"
 
 
 class MonitoredBody:
-    """A body that runs under a lock, and hears when that is lost.
+    """A body that runs under a lock, and is interrupted if that lock is lost.
 
-    abort: LockLost is raised in it, once, where its place allows that. report: called with the
-    loss, once, where it may block; tells monitors.
+    abort: LockLost is raised in the body, once, if its thread or greenlet allows that. report:
+    called with the loss, once, where it may block; it tells monitors.
     """
 
-    __slots__ = ("_reports", "abort", "interrupter", "lock", "struck")
+    __slots__ = ("_reports", "abort", "interrupted", "interrupter", "lock")
 
     def __init__(self, lock: Lock, *, abort: bool, report: Callable[[LockLost], object]) -> None:
         self.lock, self.abort = lock, abort
         self.interrupter = current_interrupter()
-        self.struck = False
-        self._reports = [report]  # taken out by the one that calls it
+        self.interrupted = False
+        self._reports = [report]  # popped by the thread that calls it
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run it. Raises LockLost instead where the lock is lost by now, and abort says so."""
-        running[id(self)] = self
+        """Run the body. With `abort`, raise LockLost instead if the lock is lost by now."""
+        running_bodies[id(self)] = self
         try:
-            lost = loss_of(self.lock)  # before it stood there, nobody could have told it
-            if lost is not None and self.abort:
-                raise lost
+            loss = loss_of(self.lock)  # before the line above the watchdog could not tell it
+            if loss is not None and self.abort:
+                raise loss
             return call(*args, **kwargs)
         finally:
-            running.pop(id(self), None)
+            running_bodies.pop(id(self), None)
 
     def report_loss(self) -> None:
-        """Tell monitors where the lock is lost, unless that is done."""
-        lost = loss_of(self.lock)
-        if lost is not None and self._reports:
+        """Call `report` if the lock is lost, unless that was done."""
+        loss = loss_of(self.lock)
+        if loss is not None and self._reports:
             try:
                 report = self._reports.pop()
             except IndexError:
                 return  # another thread was faster
-            report(lost)
+            report(loss)
 
-    def hear(self) -> None:
-        """Have the loss reported, and raised in the body. Does not wait for either."""
+    def on_loss(self) -> None:
+        """Start to report the loss, and to raise it in the body. Does not wait for either."""
         if self._reports:
             self.interrupter.run_beside(self.report_loss)
         if self.abort:
             start_thread(self._interrupt)
 
     def _interrupt(self) -> None:
-        """Try until it is struck or over; in a thread of its own."""
-        alarm, pause = DeadlineTimer(), FIRST_PAUSE
-        while id(self) in running and self.pending is not None:
+        """Try until the body is interrupted or has ended; in a thread of its own."""
+        timer, pause = DeadlineTimer(), FIRST_PAUSE
+        while id(self) in running_bodies and self.pending_loss is not None:
             if not self.interrupter.interrupt(self):
                 return
-            alarm.sleep(pause)
+            timer.sleep(pause)
             pause = min(LONGEST_PAUSE, 2 * pause)
 
     @property
-    def pending(self) -> LockLost | None:
-        """What is still to be raised in it.
+    def pending_loss(self) -> LockLost | None:
+        """The error that is still to be raised in the body.
 
-        Once only: a body that catches it is not struck again while it cleans up.
+        Once only: a body that catches it is not interrupted again while it cleans up.
         """
-        return loss_of(self.lock) if self.abort and not self.struck else None
+        return loss_of(self.lock) if self.abort and not self.interrupted else None
 
-    def is_under(self, frame: FrameType | None) -> bool:
-        """Tell whether a stack leads from this body to its top, through nothing untouched."""
+    def is_interruptible_at(self, frame: FrameType | None) -> bool:
+        """Return whether all frames from this body to the top of the stack are interruptible."""
         code, called = MonitoredBody.run.__code__, False
         while frame is not None:
             if frame.f_code is code and frame.f_locals["self"] is self:
                 return called
-            if _is_untouched(frame):
+            if _is_uninterruptible(frame):
                 return False
             frame, called = frame.f_back, True
         return False
 
 
-def _is_untouched(frame: FrameType) -> bool:
+def _is_uninterruptible(frame: FrameType) -> bool:
     code, module = frame.f_code, f"{frame.f_globals.get('__name__', '')}."
     releases = is_uninterruptible(code) or code.co_name == "__del__"
-    return releases or module.startswith(UNTOUCHED)
+    return releases or module.startswith(_PREFIXES)
 
 
 def notify_bodies() -> None:
-    """Have every body whose lock is lost hear of it; called by the watchdog, and does not wait."""
-    for body in list(running.values()):
+    """Tell each body whose lock is lost; called by the watchdog, and does not wait."""
+    for body in list(running_bodies.values()):
         if loss_of(body.lock) is not None:
-            body.hear()
+            body.on_loss()

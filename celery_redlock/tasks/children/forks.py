@@ -1,10 +1,11 @@
-"""What a process knows of the children that it forks; the hooks of a fork."""
+"""The hooks of a fork, and what one process knows of the children that it forks."""
 
 from __future__ import annotations
 
 import logging
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -14,144 +15,157 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.platform.threads import Waker, new_mutex
 from celery_redlock.tasks.children.journal import HELD, JournalEntry, JournalSlot
 from celery_redlock.tasks.children.observers import JournalingObserver, ParentObserver
-from celery_redlock.tasks.children.process import ChildProcess, started_at
+from celery_redlock.tasks.children.process import ChildProcess, start_time_of
 from celery_redlock.tasks.signals import SignalObserver
 
 logger = logging.getLogger(__name__)
 
 
-UNWATCHED = 1000  # slots of forks that failed, or of children that have not said a word yet
-PATIENCE = 1.0  # s: for which a fork waits until users' handlers have heard of a release
+MAX_UNWATCHED = 1000  # slots of forks that failed, or of children that have not signed theirs yet
+FORK_WAIT = 1.0  # seconds that a fork waits for receivers of signals to return
+
+
+@dataclass(frozen=True)
+class _Fork:
+    """A fork that a thread has begun. slot: of the child, None without memory for it."""
+
+    slot: JournalSlot | None
+    has_mutex: bool
 
 
 class Children:
-    """What a process knows of the children that it forks.
+    """The children that a process forks: their journals, and their processes.
 
-    bell: each child rings it once. processes: those that are watched. working: taken while a
-    thread tells of a release or of a node, so that no fork copies a mutex that users' handlers
-    hold, or the counters of the metrics, or a signal of Celery's.
+    waker: each child wakes it once. watched: the processes whose exit is awaited. sending: a mutex,
+    held while a thread sends signals of a release or a node. So no fork copies a mutex that users'
+    receivers hold, counters of the metrics halfway through a change, or the lock of a signal.
     """
 
     def __init__(self) -> None:
-        self.bell, self.working = Waker(), new_mutex()
+        self.waker, self.sending = Waker(), new_mutex()
         self.slots: list[JournalSlot] = []
-        self.processes: dict[JournalSlot, ChildProcess] = {}
-        self.is_watched = False
-        # by the thread that forks: the slot, and whether it has taken `working`
-        self._forks: dict[int, tuple[JournalSlot | None, bool]] = {}
+        self.watched: dict[JournalSlot, ChildProcess] = {}
+        self.has_reaper = False
+        self._forks: dict[int, _Fork] = {}  # by the id of the thread that forks
 
     def before_fork(self) -> None:
         """Make a slot for the child that is about to be forked."""
-        paused, made = self.working.acquire(True, PATIENCE), None
-        unwatched = [slot for slot in self.slots if slot not in self.processes]
-        if len(unwatched) >= UNWATCHED:
+        has_mutex, made = self.sending.acquire(True, FORK_WAIT), None
+        unwatched = [slot for slot in self.slots if slot not in self.watched]
+        if len(unwatched) >= MAX_UNWATCHED:
             self.slots.remove(unwatched[0])
         try:
             made = JournalSlot()
         except (OSError, ValueError) as error:
-            told = {"event": "no_shared_memory"}
-            logger.warning("no memory to share with a child of the pool: %s", error, extra=told)
+            text = "no memory to share with a child of the pool: %s"
+            logger.warning(text, error, extra={"event": "no_shared_memory"})
         else:
             self.slots.append(made)
-        self._forks[get_ident()] = made, paused
-
-    def tell_end(self, pid: int, run: str) -> None:
-        """Say to a child that a run is at its end, and to whoever buries it."""
-        for slot in list(self.slots):
-            with suppress(ValueError):  # closed meanwhile: the child is gone, and buried
-                if (slot.child or (0, 0))[0] == pid:
-                    slot.tell_end(run)
+        self._forks[get_ident()] = _Fork(made, has_mutex)
 
     def after_fork(self) -> None:
-        """Go on, in the parent."""
-        _, paused = self._forks.pop(get_ident(), (None, False))
-        if paused:
-            self.working.release()
+        """Let signals be sent again, in the parent."""
+        fork = self._forks.pop(get_ident(), None)
+        if fork is not None and fork.has_mutex:
+            self.sending.release()
 
     def become_child(self) -> JournalSlot | None:
-        """Keep of all this, in the child, its own slot alone; returns that."""
-        # not that of another thread, which is about to fork, too
-        own, _ = self._forks.get(get_ident(), (None, False))
-        for process in self.processes.values():
+        """In the child, close all but its own slot, sign that slot, and return it."""
+        fork = self._forks.get(get_ident())  # not the slot of another thread that forks as well
+        own = None if fork is None else fork.slot
+        for process in self.watched.values():
             process.close()
         for slot in self.slots:
             if slot is not own:
                 slot.close()
         if own is not None:
             pid = os.getpid()
-            own.sign(pid, started_at(pid))
-            self.bell.wake()
+            own.sign(pid, start_time_of(pid))
+            self.waker.wake()
         return own
 
+    def announce_end(self, pid: int, run_id: str) -> None:
+        """Note in a child's slot that a run has ended, for the child and for the reaper."""
+        for slot in list(self.slots):
+            with suppress(ValueError):  # closed meanwhile: the child has exited and was reaped
+                if (slot.child or (0, 0))[0] == pid:
+                    slot.announce_end(run_id)
 
-_children: Children | None = None  # in the main process of a worker whose pool forks
-_own: JournalSlot | None = None  # in a child of it
-
-
-def known_children() -> Children | None:
-    """Return what this process knows of its children; None if its pool does not fork."""
-    return _children
-
-
-def tell_end(pid: int, run: str) -> None:
-    """Say, in the main process, that Celery ended a run and has let go of its message."""
-    if _children is not None:
-        _children.tell_end(pid, run)
-
-
-def held_by_children() -> list[JournalEntry]:
-    """Return what the children of this process hold by now, each lock once."""
-    found: dict[str, JournalEntry] = {}
-    for slot in list(_children.slots) if _children is not None else ():
-        with suppress(ValueError):  # closed meanwhile: the child is gone
-            found |= {entry.value: entry for entry in slot.read() if entry.state == HELD}
-    return [entry for entry in found.values() if entry.is_asked_for]
+    def held_entries(self) -> list[JournalEntry]:
+        """Return an entry for each key that a child holds now, without the runs' own keys."""
+        found: dict[str, JournalEntry] = {}
+        for slot in list(self.slots):
+            with suppress(ValueError):  # closed meanwhile: the child has exited
+                found |= {entry.value: entry for entry in slot.read() if entry.state == HELD}
+        return [entry for entry in found.values() if entry.is_requested]
 
 
-def was_ended(run: str) -> bool:
-    """Tell, in a child, whether that was said of a run: then it is done, however it is cut."""
-    return _own is not None and _own.is_ended(run)
+class ForkingProcess:
+    """What the current process is among forks; replaced by the hooks in each child.
+
+    children: in the main process of a worker whose pool forks. slot: in a child of such a process.
+    """
+
+    def __init__(self) -> None:
+        self.children: Children | None = None
+        self.slot: JournalSlot | None = None
+
+    def before_fork(self) -> None:
+        """Prepare for a fork."""
+        if self.children is not None:
+            self.children.before_fork()
+
+    def after_fork_in_parent(self) -> None:
+        """Go on after a fork."""
+        if self.children is not None:
+            self.children.after_fork()
+
+    def after_fork_in_child(self) -> None:
+        """Journal this child's locks from now on, unless its parent has no reaper."""
+        parents, self.children, self.slot = self.children, None, None
+        if parents is not None:
+            self.slot = parents.become_child()
+        if self.slot is not None:
+            Redlock.observer = JournalingObserver(self.slot)
+        elif parents is not None or isinstance(Redlock.observer, JournalingObserver):
+            Redlock.observer = SignalObserver()  # also in a child's child, which has no reaper
 
 
-def _before_fork() -> None:
-    if _children is not None:
-        _children.before_fork()
-
-
-def _after_fork_in_parent() -> None:
-    if _children is not None:
-        _children.after_fork()
-
-
-def _after_fork_in_child() -> None:
-    global _children, _own
-    before, _children = _children, None
-    _own = None if before is None else before.become_child()
-    if before is not None:
-        Redlock.observer = SignalObserver() if _own is None else JournalingObserver(_own)
-    elif isinstance(
-        Redlock.observer, JournalingObserver
-    ):  # a child's child, of which nobody watches the end
-        Redlock.observer = SignalObserver()
-
-
+this_process = ForkingProcess()
 os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_fork_in_parent,
-    after_in_child=_after_fork_in_child,
+    before=this_process.before_fork,
+    after_in_parent=this_process.after_fork_in_parent,
+    after_in_child=this_process.after_fork_in_child,
 )
 
 
+def announce_end(pid: int, run_id: str) -> None:
+    """Note, in the main process, that Celery ended a run and acknowledged its message."""
+    if this_process.children is not None:
+        this_process.children.announce_end(pid, run_id)
+
+
+def is_end_announced(run_id: str) -> bool:
+    """Return, in a child, whether the main process ended this run: it is done, however it exits."""
+    slot = this_process.slot
+    return slot is not None and slot.is_end_announced(run_id)
+
+
+def held_by_children() -> list[JournalEntry]:
+    """Return an entry for each key that the children of this process hold now."""
+    children = this_process.children
+    return [] if children is None else children.held_entries()
+
+
 def expect_children(sender: Any, **_: Any) -> Children | None:
-    """Be ready before the pool is made, if it may fork; returns what is known of its children.
+    """Prepare for forks before the pool is made, if the pool may fork; return `Children` for it.
 
     Source: celery.worker.worker sends worker_init before it resolves the pool's name.
     """
-    global _children
-    if forks_children(sender) and _children is None:
-        _children = Children()
-        Redlock.observer = ParentObserver(_children.working)
-    return _children
+    if forks_children(sender) and this_process.children is None:
+        this_process.children = Children()
+        Redlock.observer = ParentObserver(this_process.children.sending)
+    return this_process.children
 
 
 def forks_children(worker: Any) -> bool:

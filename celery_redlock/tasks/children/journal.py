@@ -1,4 +1,4 @@
-"""What a child writes of each lock before it asks for it, in memory shared with its parent."""
+"""The write-ahead journal of a child's locks, in memory that the child shares with its parent."""
 
 from __future__ import annotations
 
@@ -15,140 +15,141 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.keys import label_of
 
-HEADER, LINE, LINES = 64, 1024, 255  # bytes, bytes, how many locks one child can write down
-SIZE = HEADER + LINE * LINES  # of which only what is written ever takes memory
+HEADER_SIZE, ENTRY_SIZE, MAX_ENTRIES = 64, 1024, 255  # bytes, bytes, keys of one child at a time
+SIZE = HEADER_SIZE + ENTRY_SIZE * MAX_ENTRIES  # pages that are never written take no memory
 
-FREE, CLAIMED, HELD, RELEASED = range(4)  # the first byte of a line
-BORN = 1  # the first byte of a slot
-TOLD, TOLD_SIZE = 16, 8  # where in a slot the parent names a run, and in how many bytes
+FREE, CLAIMED, HELD, RELEASED = range(4)  # the first byte of an entry
+SIGNED = 1  # the first byte of a slot
+ENDED_AT, ENDED_SIZE = 16, 8  # offset and bytes of the run that the parent announced as ended
 
 
 _SEAL = struct.Struct("<II")  # checksum and length of what follows
 _HEAD = struct.Struct("<8sQdd?IIII")
-_BIRTH = struct.Struct("<IQ")  # pid, start time
+_CHILD = struct.Struct("<IQ")  # pid, start time
 
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One line: what a child claims of one key.
+    """One key that a child requested, and that a node may still keep.
 
-    state: CLAIMED, HELD, or RELEASED where some node may not have heard of the release yet.
-    session: `Session.identity`. holding: `Acquisition.number`. asked_at: monotonic s. ttl: s.
-    is_asked_for: not so where it is of the run's own lock, beside a permit. owner: the task's
-    name. value: token and label.
+    state: CLAIMED, HELD, or RELEASED if some node may not have executed the release yet.
+    session: `Session.identity`. acquisition: `Acquisition.number`. requested_at: monotonic seconds.
+    ttl: seconds. is_requested: False for the run's own key, which is locked beside a permit.
+    task_name: "" without a task. value: of the lock's key, with token and label.
     """
 
     state: int
     session: bytes
-    holding: int
-    asked_at: float
+    acquisition: int
+    requested_at: float
     ttl: float
-    is_asked_for: bool
+    is_requested: bool
     permit: int
     resource: str
-    owner: str
+    task_name: str
     value: str
 
     @property
-    def run(self) -> str:
-        """The name of the run that claims it; behind that its label has the worker's."""
+    def run_id(self) -> str:
+        """The id of the run that requested the key; in the label the worker's name follows it."""
         return label_of(self.value).rpartition(" ")[0]
 
 
 def encode_entry(session: Session, acquisition: Acquisition, key_lease: KeyLease) -> bytes:
-    """Return what a child writes of a claim, without its state."""
+    """Return the entry of one key, without its state."""
     key, options = key_lease.key, acquisition.options
     resource = key.resource.encode("utf-8", "surrogatepass")
-    owner = getattr(options.sender, "name", "").encode("utf-8", "surrogatepass")
+    task_name = getattr(options.sender, "name", "").encode("utf-8", "surrogatepass")
     value = key_lease.value.encode("utf-8", "surrogatepass")
     head = _HEAD.pack(
         session.identity, acquisition.number, session.clock.now(), options.ttl,
-        key.resource in options.resources, key.permit, len(resource), len(owner), len(value),
+        key.resource in options.resources, key.permit, len(resource), len(task_name), len(value),
     )  # fmt: skip
-    body = head + resource + owner + value
+    body = head + resource + task_name + value
     return _SEAL.pack(zlib.crc32(body), len(body)) + body
 
 
-def parse_entry(state: int, line: bytes) -> JournalEntry | None:
-    """Return what stands on a line; None where it is not whole: a dying child writes anything."""
-    checksum, length = _SEAL.unpack_from(line)
-    body = line[_SEAL.size : _SEAL.size + length]
+def parse_entry(state: int, encoded: bytes) -> JournalEntry | None:
+    """Return the entry in these bytes; None if a dying child has left only a part of it."""
+    checksum, length = _SEAL.unpack_from(encoded)
+    body = encoded[_SEAL.size : _SEAL.size + length]
     if state not in (CLAIMED, HELD, RELEASED) or len(body) != length or length < _HEAD.size:
         return None
     if zlib.crc32(body) != checksum:
         return None
-    *numbers, resource_size, owner_size, value_size = _HEAD.unpack_from(body)
-    texts, at = [], _HEAD.size
-    for size in (resource_size, owner_size, value_size):
-        texts.append(body[at : at + size].decode("utf-8", "surrogatepass"))
-        at += size
+    *numbers, resource_size, task_size, value_size = _HEAD.unpack_from(body)
+    texts, offset = [], _HEAD.size
+    for size in (resource_size, task_size, value_size):
+        texts.append(body[offset : offset + size].decode("utf-8", "surrogatepass"))
+        offset += size
     return JournalEntry(state, *numbers, *texts)
 
 
-def _digest(run: str) -> bytes:
-    text = run.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(text, digest_size=TOLD_SIZE).digest()
+def _digest(run_id: str) -> bytes:
+    text = run_id.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=ENDED_SIZE).digest()
 
 
 class JournalSlot:
-    """The memory that one child shares with its parent, and with nobody else.
+    """The journal of one child, in memory that only the child and its parent share.
 
-    A line is whole or free at any moment: its first byte is written last, and cleared before the
-    line is used again. memory: what it is kept in, SIZE zeros.
+    An entry is complete or free at any moment: the child writes the first byte last, and clears it
+    before it uses the place again. memory: SIZE zeros.
     """
 
     def __init__(self, memory: Any = None) -> None:
         self._memory = mmap.mmap(-1, SIZE) if memory is None else memory
-        self._free = list(range(HEADER + LINE * (LINES - 1), 0, -LINE))  # the first line last
+        last = HEADER_SIZE + ENTRY_SIZE * (MAX_ENTRIES - 1)
+        self._free = list(range(last, 0, -ENTRY_SIZE))  # the lowest offset is used first
 
-    def sign(self, pid: int, started: int) -> None:
-        """Say whose it is: the child's first word. started: as of `started_at`."""
-        self._memory[1 : 1 + _BIRTH.size] = _BIRTH.pack(pid, started)
-        self._memory[0] = BORN
+    def sign(self, pid: int, start_time: int) -> None:
+        """Write the child's identity, before its first entry. start_time: as of `start_time_of`."""
+        self._memory[1 : 1 + _CHILD.size] = _CHILD.pack(pid, start_time)
+        self._memory[0] = SIGNED
 
     @property
     def child(self) -> tuple[int, int] | None:
-        """Pid and start time of the child; None where it has not said them yet."""
-        if self._memory[0] != BORN:
+        """Pid and start time of the child; None before the child has written them."""
+        if self._memory[0] != SIGNED:
             return None
-        pid, started = _BIRTH.unpack_from(self._memory, 1)
-        return pid, started
+        pid, start_time = _CHILD.unpack_from(self._memory, 1)
+        return pid, start_time
 
-    def tell_end(self, run: str) -> None:
-        """Say, in the parent, that a run is at its end, whatever its child still sees of that."""
-        self._memory[TOLD : TOLD + TOLD_SIZE] = _digest(run)
+    def announce_end(self, run_id: str) -> None:
+        """Note, in the parent, that Celery ended a run, whatever its child still sees of that."""
+        self._memory[ENDED_AT : ENDED_AT + ENDED_SIZE] = _digest(run_id)
 
-    def is_ended(self, run: str) -> bool:
-        """Tell whether the parent has said that."""
-        return bytes(self._memory[TOLD : TOLD + TOLD_SIZE]) == _digest(run)
+    def is_end_announced(self, run_id: str) -> bool:
+        """Return whether the parent noted the end of this run."""
+        return bytes(self._memory[ENDED_AT : ENDED_AT + ENDED_SIZE]) == _digest(run_id)
 
-    def write(self, line: bytes) -> int:
-        """Write what `encode_entry` gives, and return where; 0 where there is no room for it."""
-        if len(line) >= LINE or not self._free:
+    def write(self, encoded: bytes) -> int:
+        """Write an encoded entry, and return its offset; 0 if there is no room for it."""
+        if len(encoded) >= ENTRY_SIZE or not self._free:
             return 0
-        at = self._free.pop()
-        self._memory[at + 1 : at + 1 + len(line)] = line
-        self._memory[at] = CLAIMED
-        return at
+        offset = self._free.pop()
+        self._memory[offset + 1 : offset + 1 + len(encoded)] = encoded
+        self._memory[offset] = CLAIMED  # last: a child killed before this leaves no entry
+        return offset
 
-    def mark(self, at: int, state: int) -> None:
-        """Change the state of what has been written."""
-        self._memory[at] = state
+    def set_state(self, offset: int, state: int) -> None:
+        """Change the state of an entry."""
+        self._memory[offset] = state
 
-    def clear(self, at: int) -> None:
-        """Free a line."""
-        self._memory[at] = FREE
-        self._free.append(at)
+    def clear(self, offset: int) -> None:
+        """Free the place of an entry."""
+        self._memory[offset] = FREE
+        self._free.append(offset)
 
     def read(self) -> Iterator[JournalEntry]:
-        """Yield what stands there."""
-        for at in range(HEADER, SIZE, LINE):
-            state = self._memory[at]
+        """Yield the entries."""
+        for offset in range(HEADER_SIZE, SIZE, ENTRY_SIZE):
+            state = self._memory[offset]
             if state != FREE:
-                entry = parse_entry(state, self._memory[at + 1 : at + LINE])
+                entry = parse_entry(state, self._memory[offset + 1 : offset + ENTRY_SIZE])
                 if entry is not None:
                     yield entry
 
     def close(self) -> None:
-        """Give the memory back, as far as this process goes."""
+        """Unmap the memory from this process."""
         self._memory.close()

@@ -1,4 +1,4 @@
-"""A child's process, and how its end is learned."""
+"""Detects the exit of a child process."""
 
 from __future__ import annotations
 
@@ -7,56 +7,57 @@ from pathlib import Path
 
 
 class ChildProcess:
-    """A child's process, of which the system tells the end where it can.
+    """A child process whose exit is to be detected.
 
-    descriptor: readable once it is gone, also while nobody has waited for it; -1 where there is
-    none, and one has to look. started: as of `started_at`, for pids are used again.
+    descriptor: a pidfd, readable once the process has exited, also before its parent has waited for
+    it; -1 if the system has none, and `has_exited` must be polled. start_time: as of
+    `start_time_of`, because pids are reused.
     """
 
-    def __init__(self, pid: int, started: int) -> None:
-        self.pid, self._started = pid, started
-        self.descriptor, self._gone = -1, False
+    def __init__(self, pid: int, start_time: int) -> None:
+        self.pid, self._start_time = pid, start_time
+        self.descriptor, self._exited = -1, False
         try:
             self.descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._gone = True
+            self._exited = True
         except (AttributeError, OSError):  # not this system, an older kernel, or not allowed
             return
-        self._gone = self._is_anothers()
+        self._exited = self._pid_is_reused()
 
-    def is_gone(self, ready: set[int]) -> bool:
-        """Tell whether it runs no more. ready: the descriptors that are readable."""
-        if self._gone or self.descriptor >= 0:
-            return self._gone or self.descriptor in ready
-        return has_ended(self.pid) or self._is_anothers()
+    def has_exited(self, ready: set[int]) -> bool:
+        """Return whether the process has exited. ready: the descriptors that are readable."""
+        if self._exited or self.descriptor >= 0:
+            return self._exited or self.descriptor in ready
+        return pid_has_exited(self.pid) or self._pid_is_reused()
 
-    def _is_anothers(self) -> bool:
-        """Tell whether the pid is another process's by now; no, where nobody can say."""
-        now = started_at(self.pid)  # not with all descriptors in use
-        return now not in (0, self._started) and self._started != 0
+    def _pid_is_reused(self) -> bool:
+        """Return whether the pid is another process's by now; False if a start time is unknown."""
+        now = start_time_of(self.pid)  # 0 if this process may open no more files
+        return now not in (0, self._start_time) and self._start_time != 0
 
     def close(self) -> None:
-        """Watch it no more."""
+        """Close the descriptor."""
         descriptor, self.descriptor = self.descriptor, -1  # first: a fork may copy this moment
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def has_ended(pid: int) -> bool:
-    """Tell whether a child is gone, and leave it to its pool to wait for it."""
+def pid_has_exited(pid: int) -> bool:
+    """Return whether a child has exited, and leave its exit status to the pool."""
     try:
-        if not hasattr(os, "waitid"):  # macOS before Python 3.13; gone once the pool has waited
-            os.kill(pid, 0)
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            os.kill(pid, 0)  # the pid is there until the pool has waited for it
             return False
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     except (ProcessLookupError, ChildProcessError):
         return True
 
 
-def started_at(pid: int) -> int:
-    """Return when a process was started, in clock ticks since boot; 0 where nobody says.
+def start_time_of(pid: int) -> int:
+    """Return the start time of a process in clock ticks since boot; 0 if it is unknown.
 
-    Source: proc(5), /proc/<pid>/stat, field 22; the name before it may hold anything.
+    Source: proc(5), /proc/<pid>/stat, field 22; the name before it may contain any character.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")

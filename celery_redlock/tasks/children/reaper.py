@@ -1,12 +1,13 @@
-"""Waits for the end of each child, and releases what a dead one held."""
+"""Waits for the exit of each child, and releases the locks that it still held."""
 
 from __future__ import annotations
 
 import logging
 import select
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from celery_redlock.errors import RedlockError
@@ -18,157 +19,180 @@ from celery_redlock.lock.model.keys import label_of
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.greenlets import new_poll
 from celery_redlock.lock.platform.threads import DeadlineTimer, start_thread
-from celery_redlock.tasks.children.forks import Children, known_children
+from celery_redlock.tasks.children.forks import Children, this_process
 from celery_redlock.tasks.children.journal import CLAIMED, HELD, RELEASED, JournalEntry, JournalSlot
 from celery_redlock.tasks.children.process import ChildProcess
 from celery_redlock.tasks.per_app import redlock_of, settings_of
-from celery_redlock.tasks.signals import tell_released
+from celery_redlock.tasks.signals import send_released
 
 logger = logging.getLogger(__name__)
 
+POLL_INTERVAL = 0.1  # seconds between looks at a process that has no descriptor to wait for
+RETRY_AFTER = 1.0  # seconds, after an error that no part of ours should raise
+
 
 def watch_children(app: Any, pool: Any) -> None:
-    """Release from now on what the children of this worker leave behind when they are killed.
+    """Start the reaper for the children of this worker.
 
-    pool: of the worker, started; one that scales itself may begin with no process.
+    pool: the worker's, started; a pool that scales itself may begin without a process.
     """
-    children = known_children()
-    if children is None or children.is_watched:
+    children = this_process.children
+    if children is None or children.has_reaper:
         return
-    counts = getattr(pool, "uses_semaphore", False)  # so it has said how many processes it has
+    counts = getattr(pool, "uses_semaphore", False)  # only such a pool says how many it has
     if counts and pool.num_processes and not children.slots:
         logger.warning(
-            "the pool's processes are not forked: the lock of one that is killed ends with its ttl",
+            "the pool does not fork its processes: the lock of a killed one expires with its ttl",
             extra={"event": "not_forked"},
         )
         return
-    children.is_watched = True
+    children.has_reaper = True
     start_thread(ChildReaper(children, app).run)
 
 
 def stop_watching(**_: Any) -> None:
-    """End the watch after the pool's end.
+    """End the reaper after the pool's end.
 
     Source: celery.worker.worker sends worker_shutdown when the pool has stopped.
     """
-    children = known_children()
-    if children is not None and children.is_watched:
-        children.is_watched = False
-        children.bell.wake()
+    children = this_process.children
+    if children is not None and children.has_reaper:
+        children.has_reaper = False
+        children.waker.wake()
 
 
-LOOK = 0.1  # s: between looks at a child where the system cannot tell of its end
-PAUSE = 1.0  # s: after an error that should not be
+@dataclass(frozen=True)
+class Orphans:
+    """The keys of one acquisition that a child had not settled when it exited.
+
+    entries: in the order of their requests. pid: of the child. is_ended: the parent announced that
+    Celery ended the run.
+    """
+
+    entries: Sequence[JournalEntry]
+    pid: int
+    is_ended: bool
+
+    @property
+    def first(self) -> JournalEntry:
+        """The first entry."""
+        return self.entries[0]
+
+    @property
+    def states(self) -> set[int]:
+        """The states of all entries."""
+        return {entry.state for entry in self.entries}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no other delivery of the run's message may run.
+
+        A run that never had its lock is not done: its message may be on its way to run later.
+        """
+        return self.is_ended and self.states != {CLAIMED}
+
+    def options(self, app: Any) -> LockOptions:
+        """Return the options of the lock, as far as its release needs them."""
+        named = [entry.resource for entry in self.entries if entry.is_requested]
+        marker = None
+        if self.is_done:
+            marker = CompletionMarker(self.first.run_id, settings_of(app).done_ttl)
+        return LockOptions(
+            resources=tuple(dict.fromkeys(named)),
+            ttl=self.first.ttl,
+            wait=0.0,
+            renew=False,
+            max_hold=None,
+            label=label_of(self.first.value),
+            sender=app.tasks.get(self.first.task_name),
+            marker=marker,
+        )
 
 
 class ChildReaper:
-    """Waits for the end of each child, in a thread of its own, and gives back what it held."""
+    """Waits for the exit of each child, in a thread of its own, and releases the child's locks."""
 
     def __init__(self, children: Children, app: Any) -> None:
         self._children, self._app = children, app
 
     def run(self) -> None:
         """Return when the worker has shut down."""
-        while self._children.is_watched:
+        while self._children.has_reaper:
             try:
                 ready = self._wait()
-                with self._children.working:
-                    self._look(ready)
+                with self._children.sending:
+                    self._reap_exited(ready)
             except BaseException:
-                if not self._children.is_watched:
+                if not self._children.has_reaper:
                     return  # a worker that restarts closes all descriptors before it runs anew
-                # a thread that ended here would leave every dead child's locks to their ttl
+                # without this thread the lock of each killed child would stay for its ttl
                 text = "watching the pool's processes failed; trying again in a moment"
                 logger.exception(text, extra={"event": "watch_failed"})
-                DeadlineTimer().sleep(PAUSE)
+                DeadlineTimer().sleep(RETRY_AFTER)
 
     def _wait(self) -> set[int]:
-        """Return which descriptors are readable, after a child's first word or its end."""
+        """Wait until a child signs its slot or exits; return the readable descriptors."""
         poll, milliseconds = new_poll(True), None
-        poll.register(self._children.bell.descriptor, select.POLLIN)
-        for process in self._children.processes.values():
+        poll.register(self._children.waker.descriptor, select.POLLIN)
+        for process in self._children.watched.values():
             if process.descriptor >= 0:
                 poll.register(process.descriptor, select.POLLIN)
             else:
-                milliseconds = LOOK * 1000
+                milliseconds = POLL_INTERVAL * 1000
         return {descriptor for descriptor, _ in poll.poll(milliseconds)}
 
-    def _look(self, ready: set[int]) -> None:
-        """Begin to watch those that are new, release what the dead held, then tell of it."""
-        bell, slots, processes = (
-            self._children.bell, self._children.slots, self._children.processes
-        )  # fmt: skip
-        if bell.descriptor in ready:
-            bell.clear()
-        for slot in list(slots):
+    def _reap_exited(self, ready: set[int]) -> None:
+        """Watch the new children, release the locks of those that exited, then send signals."""
+        children, waker = self._children, self._children.waker
+        if waker.descriptor in ready:
+            waker.clear()
+        for slot in list(children.slots):
             child = slot.child
-            if child is not None and slot not in processes:
-                processes[slot] = ChildProcess(*child)
+            if child is not None and slot not in children.watched:
+                children.watched[slot] = ChildProcess(*child)
         released = []
-        for slot, process in list(processes.items()):
-            if process.is_gone(ready):
+        for slot, process in list(children.watched.items()):
+            if process.has_exited(ready):
                 released += self.reap(slot, process)
-        for session, acquisition in released:
-            tell_released(session.client(), acquisition, by="parent")
+        for session, acquisition in released:  # last: a receiver may take its time
+            send_released(session.client(), acquisition, by="parent")
 
     def reap(self, slot: JournalSlot, process: ChildProcess) -> list[tuple[Session, Acquisition]]:
-        """Release what a dead child held; returns what is to be told of."""
+        """Release what an exited child claimed; return the locks that it held."""
         self._children.slots.remove(slot)
-        del self._children.processes[slot]
+        del self._children.watched[slot]
         process.close()
-        by_holding: dict[tuple[bytes, int], list[JournalEntry]] = defaultdict(list)
-        for entry in sorted(slot.read(), key=lambda entry: entry.asked_at):
-            by_holding[entry.session, entry.holding].append(entry)
-        runs = {left[0].run for left in by_holding.values()}
-        ended = {run for run in runs if slot.is_ended(run)}
-        slot.close()
-        return [
-            held
-            for left in by_holding.values()
-            if (held := self._release(left, process.pid, ended)) is not None
+        entries = defaultdict[tuple[bytes, int], list[JournalEntry]](list)
+        for entry in sorted(slot.read(), key=lambda entry: entry.requested_at):
+            entries[entry.session, entry.acquisition].append(entry)
+        all_orphans = [
+            Orphans(own, process.pid, slot.is_end_announced(own[0].run_id))
+            for own in entries.values()
         ]
+        slot.close()
+        released = map(self._release, all_orphans)
+        return [held for held in released if held is not None]
 
-    def _release(
-        self, left: list[JournalEntry], pid: int, ended: Set[str]
-    ) -> tuple[Session, Acquisition] | None:
-        """Release what one acquisition claimed, on all nodes; returns it where it was held.
-
-        ended: names of runs that are done, so that no other delivery of them is to run; one that
-        never had its lock is not, for its message may be on its way to run later.
-        """
-        first, states = left[0], {entry.state for entry in left}
-        is_done = first.run in ended and states != {CLAIMED}
+    def _release(self, orphans: Orphans) -> tuple[Session, Acquisition] | None:
+        """Release one acquisition on all nodes; return it if the child held it."""
+        first, states = orphans.first, orphans.states
         session = self._session_of(first.session)
-        if session is None and states == {RELEASED}:
+        extra = {"event": "child_exited", "pid": orphans.pid, "resource": first.resource}
+        if session is None:  # of nodes that this process does not know
+            if states != {RELEASED}:
+                text = "process %d exited: its lock %r is not released and expires with its ttl"
+                logger.warning(text, orphans.pid, first.resource, extra=extra)
             return None
-        if session is None:
-            told = {"event": "child_exited", "pid": pid, "resource": first.resource}
-            logger.warning(
-                "process %d is gone; %r ends with its ttl", pid, first.resource, extra=told
-            )
-            return None
-        options = LockOptions(
-            resources=tuple(dict.fromkeys(e.resource for e in left if e.is_asked_for)),
-            ttl=first.ttl,
-            wait=0.0,
-            renew=False,
-            max_hold=None,
-            label=label_of(first.value),
-            sender=self._app.tasks.get(first.owner),
-            marker=CompletionMarker(first.run, settings_of(self._app).done_ttl)
-            if is_done
-            else None,
-        )
-        orphans = [OrphanedKey(entry.resource, entry.permit, entry.value) for entry in left]
-        acquisition = session.release_orphans(options, orphans, first.asked_at)
-        told = {"event": "child_exited", "pid": pid, "resource": acquisition.resource}
+        keys = [OrphanedKey(one.resource, one.permit, one.value) for one in orphans.entries]
+        acquisition = session.release_orphans(orphans.options(self._app), keys, first.requested_at)
+        extra["resource"] = acquisition.resource
         if HELD in states:
-            text = "process %d is gone: released %r for it"
-            logger.warning(text, pid, acquisition.resource, extra=told)
+            text = "process %d exited: released its lock %r"
+            logger.warning(text, orphans.pid, acquisition.resource, extra=extra)
             return session, acquisition
-        if CLAIMED in states:  # refused, mostly: a node may not have heard that it gave up
-            text = "process %d is gone: gave up %r for it"
-            logger.info(text, pid, acquisition.resource, extra=told)
+        if CLAIMED in states:  # mostly a refused request, whose rollback a node may have missed
+            text = "process %d exited: withdrew its request for lock %r"
+            logger.info(text, orphans.pid, acquisition.resource, extra=extra)
         return None
 
     def _session_of(self, identity: bytes) -> Session | None:

@@ -11,7 +11,8 @@ from celery import states as celery_states
 from celery.app.task import Context
 from celery.exceptions import Reject
 
-from celery_redlock.tasks.children.forks import was_ended
+from celery_redlock.lock.platform.interrupts import uninterruptible
+from celery_redlock.tasks.children.forks import is_end_announced
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.run_id import RunId
 from celery_redlock.tasks.execution.outcomes import CONTINUES
@@ -48,6 +49,7 @@ def is_completed_before_hook(request: Any, error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, MemoryError)
 
 
+@uninterruptible
 def release_after_run(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
     """Release after the result, links and retry are stored or published: late acknowledgement.
 
@@ -67,6 +69,7 @@ def release_after_run(sender: Any = None, retval: Any = None, state: Any = None,
         raise
 
 
+@uninterruptible
 def end_run(task: Any, retval: Any, state: str | None, error: BaseException | None) -> None:
     """End a send's claim, mark the run as completed, and release its lock; twice does no harm.
 
@@ -77,7 +80,7 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
         completed = is_completed(state, retval)
     else:
         run_id = str(RunId.of(task.name, request))
-        completed = is_completed_before_hook(request, error) or was_ended(run_id)
+        completed = is_completed_before_hook(request, error) or is_end_announced(run_id)
     if completed and HEADER in request.__dict__:
         _end_claim_of_run(task.app, request, state)
     run = run_of(request)
@@ -91,11 +94,12 @@ def _end_claim_of_run(app: Any, request: Any, state: str | None) -> None:
         end_claim(app, request)
 
 
+@uninterruptible
 def end_claim(app: Any, request: Any) -> None:
     """End the claim that a message's send has made; nothing happens if there is none."""
     token = UniqueToken.of(LockHeader.of(request).unique)
     if token is not None:
-        token.end(redlock_of(app))
+        token.release_at_end(redlock_of(app))
 
 
 def end_claim_of_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:

@@ -13,6 +13,7 @@ from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, Supersede
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
+from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.release import loss_of, release_all
 from celery_redlock.tasks.body.monitored import MonitoredBody
 from celery_redlock.tasks.declaration import check_finished, config_of
@@ -95,7 +96,7 @@ class LockedRun:
         if "celery_aio_pool.pool" in sys.modules:
             refuse_aio_pool(delivery.task)
         if self.token is not None:
-            self.token.take_place(redlock_of(delivery.task.app))
+            self.token.mark_superseded(redlock_of(delivery.task.app))
         marker = None
         if not delivery.is_plain:
             marker = completion_marker(delivery, is_unique=self.token is not None)
@@ -148,7 +149,7 @@ class LockedRun:
         A retry has no claim any more: the task has started.
         """
         if self.token is not None and not self.delivery.request.retries:
-            self.token.start(redlock_of(self.delivery.task.app))
+            self.token.release_at_start(redlock_of(self.delivery.task.app))
 
     def _end_refused(self, error: NotAcquired) -> None:
         """End this delivery without its lock; return only if it is to run unlocked."""
@@ -231,6 +232,7 @@ class LockedRun:
         """Let nobody find this run any more."""
         self.delivery.request.__dict__.pop(RUN, None)
 
+    @uninterruptible
     def release(self, *, completed: bool = False) -> None:
         """Release the lock, if this run is registered.
 

@@ -1,4 +1,4 @@
-"""One send's claim, from the first request until it is confirmed or given up."""
+"""The claim of one unique send, from its first request until it is confirmed or given up."""
 
 from __future__ import annotations
 
@@ -9,79 +9,75 @@ from typing import Any
 
 from celery_redlock.errors import QuorumUnreachable
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.keys import unique_key
+from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
-from celery_redlock.lock.transport.encoding import encode_text
 from celery_redlock.tasks.unique.rounds import (
-    SENDS,
+    SENDING,
     SENT,
     UNIQUE,
     CompareAndSetRound,
     EarlierSend,
-    _ttl,
+    UniqueKey,
+    encode_ttl,
 )
-from celery_redlock.tasks.unique.token import (
-    LONGEST_WINDOW,
-    SHORTEST_MARK,
-    UniqueRelease,
-    supersede,
-)
+from celery_redlock.tasks.unique.token import MAX_TTL, MIN_MARKER_TTL, UniqueRelease, supersede
 
-SENDING = 5.0  # s: until which nobody can tell a slow sender from a dead one
-ROUNDS_WHILE_SENDING = 4  # node timeouts that this leaves time for at least
-FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # s: between tries while another one is sending
-PUBLISHING = 1.0  # s: what a publish takes at most for what was packed before it to be true
+SENDING_TTL = 5.0  # seconds for which others wait for an unconfirmed send: it may be slow, or dead
+MIN_ROUNDS = 4  # node timeouts that SENDING_TTL leaves time for at least
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # seconds between tries while another send is unconfirmed
+MAX_PUBLISH = 1.0  # seconds; after a publish that took longer the confirmation is encoded anew
 
 
 @dataclass(frozen=True)
 class UniqueSend:
-    """A send that is to be deduplicated. Times in s.
+    """A send that is to be deduplicated. Times in seconds.
 
-    name: as of `name_of`. run: the name of the run that it leads to. window: how long it is good.
-    on_duplicate, until, on_unreachable: the options of these names. later: its countdown. lateness:
-    for how much longer than that and the window it may still be on its way.
+    name: as of `unique_name`. run_id: of the run that its message leads to. unique_for: how long
+    the claim lasts. unique_until, on_duplicate, on_unreachable: the options of these names.
+    countdown: of the message. max_delay: how long after countdown and unique_for the message may
+    still be delivered.
     """
 
     name: str
-    task_id: str
-    run: str
-    window: float
-    until: str
+    run_id: str
+    unique_for: float
+    unique_until: str
     on_duplicate: str
     on_unreachable: str
-    later: float
-    lateness: float
+    countdown: float
+    max_delay: float
 
 
 class UniqueClaim:
-    """One send's window, from the first request for it until it is confirmed or given up.
+    """The claim of one send, from its first request until it is confirmed or given up.
 
-    is_open: a quorum knows of it. replaced: the earlier send whose place it takes.
+    is_open: a quorum has it, and it was not given up. replaced: the earlier send whose value it has
+    replaced.
     """
 
     def __init__(self, session: Session, send: UniqueSend) -> None:
         self._session, self._send = session, send
-        self._call = UNIQUE.begin([unique_key(session.options.prefix, send.name)], 3)
+        self._key = UniqueKey(session.options.prefix, send.name)
         self._token, self.is_open = "", False
-        self._confirmation = b""  # all of it but how long it is good for
+        self._confirmation = b""  # a request without its ttl
         self.replaced: EarlierSend | None = None
         self._opened_at = 0.0
-        self._lease = min(
-            send.window, max(SENDING, ROUNDS_WHILE_SENDING * session.options.node_timeout)
-        )
-        # of the token in use: what was asked, and what it may have replaced
-        self._ballots: list[CompareAndSetRound] = []
+        min_ttl = max(SENDING_TTL, MIN_ROUNDS * session.options.node_timeout)
+        self._sending_ttl = min(send.unique_for, min_ttl)
+        # of the token in use: its rounds, and what it may have replaced, by node
+        self._rounds: list[CompareAndSetRound] = []
         self._before: dict[int, EarlierSend] = {}
 
     def open(self) -> EarlierSend | None:
-        """Take it, or return the earlier send that this one is a duplicate of.
+        """Claim the key, or return the earlier send that this one is a duplicate of.
 
-        Returns None and is not open where nobody can say: then the message is to be sent. While
-        another one is sending, waits for it to be done. Raises QuorumUnreachable, SettingsError.
+        Waits while another send of the name is unconfirmed. If no quorum agrees within that time,
+        returns None with the claim not open: then the message is to be sent. Raises
+        QuorumUnreachable, SettingsError.
         """
         clock = self._session.clock
-        until, tries = clock.now() + self._lease, 0
+        until, tries = clock.now() + self._sending_ttl, 0
         while True:
             rival = self._attempt()
             if isinstance(rival, EarlierSend):
@@ -93,130 +89,133 @@ class UniqueClaim:
             tries += 1
 
     def _attempt(self) -> EarlierSend | bool:
-        """Try once; True where another one is sending just now, so that it is to be tried again."""
-        # a token of its own each time: after its release nothing is sent for one any more
-        self._token, self._ballots, self._before = self._session.platform.new_token(), [], {}
-        self._opened_at = self._session.clock.now()
-        ballot = self._ask("")
-        earlier = ballot.agreed
-        if not ballot.reached and earlier is not None and earlier.is_sent:
+        """Try once: return the earlier send, or whether to try again as a rival is unconfirmed."""
+        session = self._session
+        # a new token for each try: the release of an old one, delivered late, cannot end this one
+        self._token, self._rounds, self._before = session.platform.new_token(), [], {}
+        self._opened_at = session.clock.now()
+        first = self._ask("")
+        earlier = first.agreed
+        if not first.reached and earlier is not None and earlier.is_sent:
             if self._send.on_duplicate != "replace":
                 self.give_up()
                 return earlier
-            others = set(range(len(self._session.node_set.nodes))) - ballot.changed
-            self._before = {node: ballot.standing.get(node, earlier) for node in others}
-            second = self._ask(earlier.token)
-            if second.reached:
-                self.replaced = earlier
-                ballot = second
-        if ballot.reached:
+            self._take_over(earlier, first)
+        if first.reached or self.replaced is not None:
             self.is_open = True
             return False
         self.give_up()
-        quorum = self._session.node_set
-        if ballot.voted < quorum.size:
-            causes = causes_of(quorum.nodes)
-            raise QuorumUnreachable(self._send.name, causes, quorum.size)
-        sending = any(not standing.is_sent for standing in ballot.standing.values())
-        return sending or earlier is not None
+        node_set = session.node_set
+        if first.voted < node_set.size:
+            raise QuorumUnreachable(self._send.name, causes_of(node_set.nodes), node_set.size)
+        has_unconfirmed = any(not one.is_sent for one in first.earlier.values())
+        return has_unconfirmed or earlier is not None
 
-    def _ask(self, believed: str) -> CompareAndSetRound:
-        """Have every node note this send, where what it knows begins like this ('': nothing)."""
+    def _take_over(self, earlier: EarlierSend, first: CompareAndSetRound) -> None:
+        """Replace an earlier send on the nodes that have it."""
+        others = set(range(len(self._session.node_set.nodes))) - first.changed
+        known = first.earlier
+        self._before = {node: known.get(node, earlier) for node in others}
+        if self._ask(earlier.token).reached:
+            self.replaced = earlier
+
+    def _ask(self, expected: str) -> CompareAndSetRound:
+        """Set this send on every node whose value begins with `expected`; "": that has none."""
         session = self._session
-        ballot, sent = CompareAndSetRound(session.node_set), session.clock.now()
-        self._ballots.append(ballot)
-        request = self._request(believed, self._value(SENDS), self._lease)
-        session.node_set.broadcast(Command(request, ballot, UNIQUE), sent)
-        # packed while the nodes think
-        self._confirmation = self._change(self._token, self._value(SENT, PUBLISHING))
-        session.node_set.wait(ballot, sent + session.options.node_timeout)
-        ballot.decided = True
+        round_, sent = CompareAndSetRound(session.node_set), session.clock.now()
+        self._rounds.append(round_)
+        gone_by = self._gone_by
+        request = self._key.set(expected, self._value(SENDING, gone_by), self._sending_ttl)
+        session.node_set.broadcast(Command(request, round_, UNIQUE), sent)
+        # encoded while the nodes execute the request
+        value = self._value(SENT, gone_by + MAX_PUBLISH)
+        self._confirmation = self._key.begin(self._token, value)
+        session.node_set.wait(round_, sent + session.options.node_timeout)
+        round_.decided = True
         session.check_distinct()
-        return ballot
+        return round_
 
-    def _value(self, state: str, later: float = 0.0) -> str:
-        """Return what a node keeps of it; later: s until which it may still be published."""
+    @property
+    def _gone_by(self) -> float:
+        """The second since 1970 after which a message published now is not delivered any more."""
         send = self._send
-        now = self._session.clock.wall_us() / 1e6
-        gone_by = math.ceil(now + later + send.later + send.window + send.lateness)
-        return f"{self._token}:{state}:{gone_by}:{send.run}"
+        lasts = send.countdown + send.unique_for + send.max_delay
+        return self._session.clock.wall_us() / 1e6 + lasts
 
-    def _change(self, believed: str, value: str) -> bytes:
-        """Return a request, all but its ttl."""
-        return b"%b%b%b" % (self._call, encode_text(believed), encode_text(value))
-
-    def _request(self, believed: str, value: str, seconds: float = 0.0) -> bytes:
-        return self._change(believed, value) + _ttl(seconds)
+    def _value(self, state: str, gone_by: float) -> str:
+        """Return the value of this send."""
+        return f"{self._token}:{state}:{math.ceil(gone_by)}:{self._send.run_id}"
 
     def to_message(self) -> dict[str, Any]:
         """Return what its message carries, from which a worker makes a `UniqueToken`."""
         send, earlier = self._send, self.replaced
         clock = self._session.clock
-        ends_at = clock.wall_us() / 1e6 + self._opened_at + send.window - clock.now()
-        ticket: dict[str, Any] = {
+        ends_at = clock.wall_us() / 1e6 + self._opened_at + send.unique_for - clock.now()
+        token: dict[str, Any] = {
             "name": send.name,
             "token": self._token,
-            "until": send.until,
+            "until": send.unique_until,
             "ends_at": ends_at,
         }
         if earlier is not None:
-            ticket |= {"replaces": earlier.run, "kept_for": self._kept_for(earlier)}
-        return ticket
+            token |= {"replaces": earlier.run_id, "kept_for": self._kept_for(earlier)}
+        return token
 
     def _kept_for(self, earlier: EarlierSend) -> float:
-        return max(SHORTEST_MARK, earlier.gone_by - self._session.clock.wall_us() / 1e6)
+        return max(MIN_MARKER_TTL, earlier.gone_by - self._session.clock.wall_us() / 1e6)
 
+    @uninterruptible
     def confirm(self) -> None:
-        """Say that the message is published. Does not wait.
+        """Set the value to "sent" on the nodes: the message is published. Does not wait.
 
-        A node that has not answered yet is told to forget it: else what it had still to read might
-        come after the end of the run.
+        A node that has not replied yet is told to delete the value instead. Otherwise it could
+        execute both requests after the release of the key, and name a run that is over.
         """
         session = self._session
-        quorum, every = session.node_set, len(session.node_set.nodes)
+        node_set, every = session.node_set, len(session.node_set.nodes)
         changed = self._changed
         if len(changed) < every:
-            quorum.read_from(set(range(every)) - changed)  # what has come meanwhile
+            node_set.read_from(set(range(every)) - changed)  # replies that came meanwhile
             changed = self._changed
         now = session.clock.now()
-        left = self._opened_at + self._send.window - now
-        if now > self._opened_at + PUBLISHING:
-            self._confirmation = self._change(self._token, self._value(SENT))
-        confirmed = Command(self._confirmation + _ttl(left), IGNORE_REPLY, UNIQUE)
+        left = self._opened_at + self._send.unique_for - now
+        if now > self._opened_at + MAX_PUBLISH:
+            self._confirmation = self._key.begin(self._token, self._value(SENT, self._gone_by))
+        confirmed = Command(self._confirmation + encode_ttl(left), IGNORE_REPLY, UNIQUE)
         if left > 0 and len(changed) == every:
-            quorum.broadcast(confirmed, now)
+            node_set.broadcast(confirmed, now)
         else:
-            forgotten = Command(self._request(self._token, ""), IGNORE_REPLY, UNIQUE)
+            deleted = Command(self._key.delete(self._token), IGNORE_REPLY, UNIQUE)
             for node in range(every):
-                is_known = left > 0 and node in changed
-                quorum.send_to(node, confirmed if is_known else forgotten, now)
+                has_replied = left > 0 and node in changed
+                node_set.send_to(node, confirmed if has_replied else deleted, now)
         if self.replaced is not None:
             kept_for = self._kept_for(self.replaced)
-            quorum.broadcast(supersede(session, self.replaced.run, kept_for), now)
+            node_set.broadcast(supersede(session, self.replaced.run_id, kept_for), now)
         session.watchdog.run_maintenance_by(now + session.options.node_timeout)
 
     @property
     def _changed(self) -> set[int]:
-        """The nodes that know of it by now."""
-        if len(self._ballots) == 1:
-            return self._ballots[0].changed
-        return set[int]().union(*(ballot.changed for ballot in self._ballots))
+        """The nodes that have this send's value by now."""
+        if len(self._rounds) == 1:
+            return self._rounds[0].changed
+        return set[int]().union(*(round_.changed for round_ in self._rounds))
 
+    @uninterruptible
     def give_up(self) -> None:
-        """Let every node forget it, and know again what stood there before. Does not wait."""
+        """Delete the claim on every node, or restore the value that it replaced. Does not wait."""
         session, now = self._session, self._session.clock.now()
-        if not self._ballots:
+        if not self._rounds:
             return
-        for ballot in self._ballots:
-            ballot.wanted = False
-        # not where nothing stood, as a node said that came late: a quorum may know that it is over
-        fresh = self._ballots[0].changed
+        for round_ in self._rounds:
+            round_.wanted = False
+        # not on a node whose late reply said that it had no value: the earlier run may be over
+        fresh = self._rounds[0].changed
         before = {node: one for node, one in self._before.items() if node not in fresh}
         for node, earlier in before.items():
-            seconds = min(earlier.expires_in, LONGEST_WINDOW)
-            request = self._request(self._token, earlier.value, seconds)
+            request = self._key.set(self._token, earlier.value, min(earlier.expires_in, MAX_TTL))
             session.node_set.send_to(node, Command(request, IGNORE_REPLY, UNIQUE), now)
-        elsewhere = set(self._ballots[-1].standing) | set(before)
+        elsewhere = set(self._rounds[-1].earlier) | set(before)
         nodes = set(range(len(session.node_set.nodes))) - elsewhere
-        UniqueRelease(session, self._request(self._token, "")).send(nodes)
-        self.is_open, self._ballots = False, []
+        UniqueRelease(session, self._key.delete(self._token)).send(nodes)
+        self.is_open, self._rounds = False, []

@@ -9,107 +9,146 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
+from celery_redlock.lock.model.keys import unique_key
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.server.scripts import load_script
 from celery_redlock.lock.transport.command import Command, Round
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError, encode_bulk, text_of
+from celery_redlock.lock.transport.encoding import (
+    UnexpectedReplyError,
+    encode_bulk,
+    encode_text,
+    text_of,
+)
 
-SENDS, SENT = "sending", "sent"
+SENDING, SENT = "sending", "sent"  # the state of a send, as its value on the nodes names it
 
 UNIQUE = load_script("unique")
+# what each request begins with, up to its key; made once, because every unique send waits for it
+_HEAD = UNIQUE.begin([""], 3).removesuffix(encode_text(""))
+
+
+class UniqueKey:
+    """The requests that change one unique key. name: as of `unique_name`."""
+
+    __slots__ = ("_head",)
+
+    def __init__(self, prefix: str, name: str) -> None:
+        self._head = _HEAD + encode_text(unique_key(prefix, name))
+
+    def begin(self, expected: str, value: str) -> bytes:
+        """Return a request without its last argument, which `encode_ttl` returns.
+
+        expected: what the current value must begin with; "": there must be none. value: the new
+        one; "": none.
+        """
+        return b"%b%b%b" % (self._head, encode_text(expected), encode_text(value))
+
+    def set(self, expected: str, value: str, ttl: float) -> bytes:
+        """Return the request that sets a value for this many seconds."""
+        return self.begin(expected, value) + encode_ttl(ttl)
+
+    def delete(self, token: str) -> bytes:
+        """Return the request that deletes the value of this token."""
+        return self.begin(token, "") + encode_ttl(0.0)
+
+
+def encode_ttl(seconds: float) -> bytes:
+    """Return a ttl as the last argument of a request."""
+    return encode_bulk(b"%d" % max(1, math.ceil(seconds * 1000)))
 
 
 @dataclass(frozen=True)
 class EarlierSend:
     """What a node knows of an earlier send.
 
-    is_sent: it was published, for certain. gone_by: s since 1970 after which it does not come any
-    more. expires_in: s.
+    is_sent: its sender has confirmed that it was published. gone_by: seconds since 1970, after
+    which its message is not delivered any more. expires_in: seconds.
     """
 
     token: str
     is_sent: bool
     gone_by: float
-    run: str
+    run_id: str
     value: str
     expires_in: float
 
     @property
     def task_id(self) -> str:
         """The id of its task."""
-        return self.run.partition(":")[0]
+        return self.run_id.partition(":")[0]
 
     @classmethod
     def of(cls, value: str, expires_in: float) -> EarlierSend:
-        """Read what stands there; a stranger's value is a send of which nobody knows anything."""
+        """Parse a value; one that another program wrote is a send that was never confirmed."""
         token, _, rest = value.partition(":")
         state, _, rest = rest.partition(":")
-        moment, _, run = rest.partition(":")
+        moment, _, run_id = rest.partition(":")
         gone_by = float(moment) if moment.isdecimal() else 0.0
-        return cls(token, state == SENT and bool(run), gone_by, run, value, expires_in)
+        return cls(token, state == SENT and bool(run_id), gone_by, run_id, value, expires_in)
 
 
-def _check(reply: Any) -> Any:
+def check_reply(reply: Any) -> Any:
     """Return a reply that is as in lua/unique.lua; raises UnexpectedReplyError."""
-    if type(reply) is list and [type(word) for word in reply] == [int, bytes]:
-        return reply
     if type(reply) is int and reply in (0, 1):
+        return reply
+    if type(reply) is list and [type(word) for word in reply] == [int, bytes]:
         return reply
     raise UnexpectedReplyError(reply)
 
 
 class CompareAndSetRound(Round):
-    """One compare-and-set on all nodes, and what they said to it.
+    """One compare-and-set on all nodes, and their replies.
 
-    changed: nodes that did it. empty: nodes with nothing there.
+    changed: the nodes that have the new value. empty: those that had no value and expected one.
+    wanted: False once the claim is given up, so that no request for it is written any more.
     """
 
-    __slots__ = ("_again", "_quorum", "_standing", "changed", "empty", "errors", "wanted")
+    __slots__ = ("_earlier", "_node_set", "_repeated", "changed", "empty", "errors", "wanted")
 
-    def __init__(self, quorum: GuardedNodeSet) -> None:
+    def __init__(self, node_set: GuardedNodeSet) -> None:
         self.decided, self.wake = False, None
         self.wanted = True
         self.changed: set[int] = set()
         self.empty: set[int] = set()
-        self._standing: dict[int, EarlierSend] = {}
+        self._earlier: dict[int, EarlierSend] = {}
         self.errors: dict[int, NodeError] = {}
-        self._quorum, self._again = quorum, set[int]()
+        self._node_set, self._repeated = node_set, set[int]()
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Take down what a node says. Raises UnexpectedReplyError."""
+        """Count the reply of a node. Raises UnexpectedReplyError."""
         if type(reply) is hiredis.ReplyError:
             self.errors[node] = NodeError("", str(reply))
-        elif _check(reply) == 1:
+        elif check_reply(reply) == 1:
             self.changed.add(node)
         elif reply == 0:
             self.empty.add(node)
         else:
             value = text_of(reply[1])
             expires_in = reply[0] / 1000 if reply[0] >= 0 else math.inf
-            self._standing[node] = EarlierSend.of(value, expires_in)
+            self._earlier[node] = EarlierSend.of(value, expires_in)
         if not self.decided:
-            self._look()
+            self._decide_if_clear()
 
     @property
-    def standing(self) -> dict[int, EarlierSend]:
-        """What stands on which node, as of now: any thread may bring in a late answer."""
-        return self._standing.copy()
+    def earlier(self) -> dict[int, EarlierSend]:
+        """A copy of the earlier sends by node: another thread may add a late one."""
+        return self._earlier.copy()
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Ask once more on a new connection where one broke: asking twice does no harm."""
-        if error.lost and not self.decided and node not in self._again:
-            self._again.add(node)
-            self._quorum.send_to(node, command)
+        """Repeat the request once on a new connection: a second execution changes nothing."""
+        if error.lost and not self.decided and node not in self._repeated:
+            self._repeated.add(node)
+            self._node_set.send_to(node, command)
             return
         self.errors[node] = error
         if not self.decided:
-            self._look()
+            self._decide_if_clear()
 
-    def _look(self) -> None:
+    def _decide_if_clear(self) -> None:
         if self.reached:
             self.decide()
             return
-        nodes, size = len(self._quorum.nodes), self._quorum.size
+        nodes, size = len(self._node_set.nodes), self._node_set.size
         hopeless = len(self.errors) > nodes - size
         all_heard = self.voted + len(self.errors) >= nodes
         if all_heard or hopeless or self._is_known:
@@ -117,45 +156,39 @@ class CompareAndSetRound(Round):
 
     @property
     def _is_known(self) -> bool:
-        """Whether a quorum names one earlier send, and who is still to be heard says no more."""
+        """Whether a quorum names one earlier send, and the missing replies cannot change that."""
         earlier = self.agreed
         if earlier is None or earlier.is_sent:
             return earlier is not None
-        sent = sum(standing.is_sent for standing in self.standing.values())
-        unheard = len(self._quorum.nodes) - self.voted - len(self.errors)
-        return sent + unheard < self._quorum.size
+        sent = sum(one.is_sent for one in self.earlier.values())
+        unheard = len(self._node_set.nodes) - self.voted - len(self.errors)
+        return sent + unheard < self._node_set.size
 
     @property
     def voted(self) -> int:
-        """How many nodes gave an answer that says something."""
-        return len(self.changed) + len(self.empty) + len(self._standing)
+        """How many nodes gave a valid reply."""
+        return len(self.changed) + len(self.empty) + len(self._earlier)
 
     @property
     def reached(self) -> bool:
-        """Whether a quorum did it."""
-        return len(self.changed) >= self._quorum.size
+        """Whether a quorum has the new value."""
+        return len(self.changed) >= self._node_set.size
 
     @property
     def agreed(self) -> EarlierSend | None:
-        """The earlier send that a quorum names; as sent where a quorum knows that.
+        """The earlier send that a quorum names; as confirmed if a quorum has the confirmation.
 
-        One node alone may not have heard yet that its window is over, and another may have heard
-        of it after that, from a request that was long on its way; but such a one never hears that
-        it was sent.
+        A single node proves nothing: it may have missed the release of the key. Another one may
+        have executed a delayed request after the release; no confirmation follows such a request.
         """
-        if len(self._standing) < self._quorum.size:
+        if len(self._earlier) < self._node_set.size:
             return None
-        tokens = [standing.token for standing in self.standing.values()]
+        tokens = [one.token for one in self.earlier.values()]
         token = max(tokens, key=tokens.count)
-        if tokens.count(token) < self._quorum.size:
+        if tokens.count(token) < self._node_set.size:
             return None
-        own = [standing for standing in self.standing.values() if standing.token == token]
-        sent = [standing for standing in own if standing.is_sent]
-        if len(sent) >= self._quorum.size:
+        own = [one for one in self.earlier.values() if one.token == token]
+        sent = [one for one in own if one.is_sent]
+        if len(sent) >= self._node_set.size:
             return sent[0]
-        return next(standing for standing in own if not standing.is_sent)
-
-
-def _ttl(seconds: float) -> bytes:
-    """Return how long a value is good for, as the last argument of a request."""
-    return encode_bulk(b"%d" % max(1, math.ceil(seconds * 1000)))
+        return next(one for one in own if not one.is_sent)

@@ -1,10 +1,11 @@
-"""Deduplication when sending: the first send makes a claim, and a second one is a duplicate."""
+"""The steps of a unique send: claim the key, publish, confirm; or return the earlier send."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -17,7 +18,6 @@ from celery_redlock.lock.model.keys import name_of_all
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.per_app import redlock_of, settings_of
-from celery_redlock.tasks.settings.app import AppSettings
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions, checked
 from celery_redlock.tasks.settings.sources import OptionSource
 from celery_redlock.tasks.unique.claim import UniqueClaim, UniqueSend
@@ -52,80 +52,84 @@ def send_unique(
     if given["unique_for"] is None or is_awaited(options) or app.conf.task_always_eager:
         return app.send_task(name, args, kwargs, **options)
     options["task_id"] = uuid()
-    rules = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **given})
-    send = send_of(app, name, (resource,), options, rules, settings)
-    sent = publish_once(app, send, options, functools.partial(app.send_task, name, args, kwargs))
-    return app.AsyncResult(told(sent, rules, (resource,))) if type(sent) is EarlierSend else sent
+    lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **given})
+    call = UniqueCall(app, name, (resource,), lock_options, options)
+    return call.send(functools.partial(app.send_task, name, args, kwargs), app.AsyncResult)
 
 
-def send_of(
-    app: Any,
-    name: str,
-    resources: tuple[str, ...],
-    options: Mapping[str, Any],
-    rules: TaskLockOptions,
-    settings: AppSettings,
-) -> UniqueSend:
-    """Return what is known of a send that is to be deduplicated.
+@dataclass
+class UniqueCall:
+    """One call of `apply_async` or `send_unique` whose send is to be deduplicated.
 
-    options: Celery's, with its id. The window is never longer than the message is good: one that
-    expired in its queue may be dropped there, and no worker would end its window.
+    resources: of the task's lock. options: Celery's for this send, with its task id; they are
+    changed.
     """
-    later = seconds_until(app, options.get("eta") or options.get("countdown") or 0.0)
-    of_task = getattr(app._tasks.get(name), "expires", None)
-    expires = options.get("expires", of_task)
-    window = rules.unique_for or 0.0
-    if expires is not None:
-        window = max(0.0, min(window, seconds_until(app, expires)))
-    return UniqueSend(
-        name=name_of(name, resources),
-        task_id=options["task_id"],
-        run=f"{options['task_id']}:{name}:0:0",
-        window=window,
-        until=rules.unique_until,
-        on_duplicate=rules.on_duplicate,
-        on_unreachable=rules.on_unreachable,
-        later=max(0.0, later),
-        lateness=settings.done_ttl,
-    )
+
+    app: Any
+    task_name: str
+    resources: tuple[str, ...]
+    lock_options: TaskLockOptions
+    options: dict[str, Any]
+
+    def send(self, publish: Callable[..., T], result_of: Callable[[str], T]) -> T:
+        """Return the result of `publish(**options)`, or that of the earlier send.
+
+        result_of: returns the result of a task id. Raises DuplicateTask, and what `send_once` does.
+        """
+
+        def publish_with(token: Mapping[str, Any] | None) -> T:
+            if token is not None:
+                add_token(self.options, token)
+            return publish(**self.options)
+
+        sent = send_once(redlock_of(self.app), self.unique_send(), publish_with)
+        if not isinstance(sent, EarlierSend):
+            return sent
+        if self.lock_options.on_duplicate == "fail":
+            raise DuplicateTask(", ".join(self.resources), sent.task_id)
+        return result_of(sent.task_id)
+
+    def unique_send(self) -> UniqueSend:
+        """Return what the claim must know of the send.
+
+        The claim never outlasts the message: a queue may drop an expired one, and then no worker
+        would release the key.
+        """
+        app, options, lock_options = self.app, self.options, self.lock_options
+        countdown = seconds_until(app, options.get("eta") or options.get("countdown") or 0.0)
+        of_task = getattr(app._tasks.get(self.task_name), "expires", None)
+        expires = options.get("expires", of_task)
+        unique_for = lock_options.unique_for or 0.0
+        if expires is not None:
+            unique_for = max(0.0, min(unique_for, seconds_until(app, expires)))
+        return UniqueSend(
+            name=unique_name(self.task_name, self.resources),
+            run_id=f"{options['task_id']}:{self.task_name}:0:0",
+            unique_for=unique_for,
+            unique_until=lock_options.unique_until,
+            on_duplicate=lock_options.on_duplicate,
+            on_unreachable=lock_options.on_unreachable,
+            countdown=max(0.0, countdown),
+            max_delay=settings_of(app).done_ttl,
+        )
 
 
 def seconds_until(app: Any, moment: float | str | datetime) -> float:
-    """Return the s until a moment, which Celery takes as such, as ISO 8601, or as these s."""
+    """Return the seconds until a moment: a datetime, ISO 8601, or a number of seconds."""
     if isinstance(moment, (str, datetime)):
         at: datetime = maybe_make_aware(maybe_iso8601(moment), app.timezone)
         return (at - utc_now()).total_seconds()
     return float(moment)
 
 
-def publish_once(
-    app: Any, send: UniqueSend, options: dict[str, Any], plain: Callable[..., Any]
-) -> Any:
-    """Return what `plain` gives, called with the options, or the earlier send that it repeats."""
-
-    def publish(ticket: Mapping[str, Any] | None) -> Any:
-        if ticket is not None:
-            put_ticket(options, ticket)
-        return plain(**options)
-
-    return send_once(redlock_of(app), send, publish)
-
-
-def told(earlier: EarlierSend, rules: TaskLockOptions, resources: tuple[str, ...]) -> str:
-    """Return the id of the earlier send; raises DuplicateTask where that is asked for."""
-    if rules.on_duplicate == "fail":
-        raise DuplicateTask(", ".join(resources), earlier.task_id)
-    return earlier.task_id
-
-
 AWAITED = ("task_id", "link", "link_error", "chord", "group_id")
 
 
 def is_awaited(options: Mapping[str, Any]) -> bool:
-    """Tell whether something waits for this very message, so that it must be sent.
+    """Return whether something waits for this very message, so that it must be sent.
 
-    options: of the send. Who chose its id may wait for it: a canvas for its members and their
-    body, a caller for what it has replaced itself by; and a retry or a deferral is no new send.
+    options: of the send. A caller that chose its id may wait for it: a canvas for its members and
+    their body, a task for what it has replaced itself by. A retry or a deferral is no new send.
     Source: celery.canvas freezes ids; celery.app.trace passes `chain`, empty with the last step.
     """
     if not options:
@@ -133,10 +137,10 @@ def is_awaited(options: Mapping[str, Any]) -> bool:
     return options.get("chain") is not None or any(map(options.get, AWAITED))
 
 
-def name_of(task_name: str, resources: tuple[str, ...]) -> str:
-    """Return what of a task is sent once: tasks that share a lock are not each other's duplicates.
+def unique_name(task_name: str, resources: tuple[str, ...]) -> str:
+    """Return the name of a unique key: tasks that share a lock are not each other's duplicates.
 
-    resources: those of its lock.
+    resources: of the task's lock.
     """
     task = task_name.replace("%", "%25").replace(":", "%3A")  # so that the first ":" parts the two
     return f"{task}:{name_of_all(resources)}"
@@ -145,42 +149,49 @@ def name_of(task_name: str, resources: tuple[str, ...]) -> str:
 def send_once(
     redlock: Redlock, send: UniqueSend, publish: Callable[[Mapping[str, Any] | None], T]
 ) -> T | EarlierSend:
-    """Publish a message unless it is a duplicate; returns the earlier send where it is one.
+    """Publish a message, or return the earlier send that it is a duplicate of.
 
-    publish: takes what the message is to carry of its window, None where it has none. What it
-    raises ends the window. Raises QuorumUnreachable where on_unreachable="fail", SettingsError.
+    publish: takes the token for the message, None without a claim. If it raises, the claim is given
+    up. Raises QuorumUnreachable if on_unreachable="fail", and SettingsError.
     """
-    window = UniqueClaim(redlock.session, send)
+    claim = UniqueClaim(redlock.session, send)
     try:
         try:
-            earlier = window.open()
+            earlier = claim.open()
         except QuorumUnreachable as error:
             if send.on_unreachable == "fail":
                 raise
-            told = {"event": "sent_without_check", "resource": send.name}
-            logger.warning("sending %s without deduplication: %s", send.run, error, extra=told)
+            _warn_unchecked(send, str(error))
             return publish(None)
         if earlier is not None:
             return earlier
-        if not window.is_open:
-            logger.warning(
-                "sending %s without deduplication: no quorum of nodes agrees on an earlier send "
-                "of %r", send.run, send.name,
-                extra={"event": "sent_without_check", "resource": send.name},
-            )  # fmt: skip
+        if not claim.is_open:
+            why = f"no quorum of nodes agrees on an earlier send of {send.name!r}"
+            _warn_unchecked(send, why)
             return publish(None)
-        result = publish(window.to_message())
-    except BaseException:
-        window.give_up()
+        result = publish(claim.to_message())
+    except BaseException:  # also if it was interrupted in `open`: the key must not stay claimed
+        claim.give_up()
         raise
-    window.confirm()
+    claim.confirm()
     return result
 
 
-def put_ticket(options: dict[str, Any], ticket: Mapping[str, Any]) -> None:
-    """Put what a message carries of its window into the headers of its send."""
-    headers, task_id = options.get("headers"), options["task_id"]
-    slip = headers.get(HEADER) if headers else None
-    if slip is None or not isinstance(slip, Mapping) or slip.get("id") != task_id:  # a parent's
-        slip = {"options": {}, "id": task_id}
-    options["headers"] = {**(headers or {}), HEADER: {**slip, "unique": ticket}}
+def _warn_unchecked(send: UniqueSend, why: str) -> None:
+    extra = {"event": "sent_without_check", "resource": send.name}
+    logger.warning("sending %s without deduplication: %s", send.run_id, why, extra=extra)
+
+
+def add_token(options: dict[str, Any], token: Mapping[str, Any]) -> None:
+    """Put the token of a claim into the headers of its send."""
+    headers = options.get("headers")
+    header = header_of_send(headers, options["task_id"])
+    options["headers"] = {**(headers or {}), HEADER: {**header, "unique": token}}
+
+
+def header_of_send(headers: Mapping[str, Any] | None, task_id: object) -> Mapping[str, Any]:
+    """Return our header of a send; a new one if the caller passed on the headers of its own run."""
+    header = headers.get(HEADER) if headers else None
+    if not isinstance(header, Mapping) or header.get("id") != task_id:
+        return {"options": {}, "id": task_id}
+    return header

@@ -1,4 +1,4 @@
-"""What a message carries of its send's claim, and how the claim ends."""
+"""The token that a unique message carries, and how a worker releases its key."""
 
 from __future__ import annotations
 
@@ -13,45 +13,51 @@ import hiredis
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.keys import completion_key, unique_key
+from celery_redlock.lock.model.keys import completion_key
+from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round
 from celery_redlock.lock.transport.encoding import encode_command, text_of
-from celery_redlock.tasks.unique.rounds import UNIQUE, EarlierSend, _check
+from celery_redlock.tasks.unique.rounds import UNIQUE, EarlierSend, UniqueKey, check_reply
 
 logger = logging.getLogger(__name__)
 
-OWED = 60.0  # s: for which a node that is away is still told that a window is over; and while no
-# quorum has heard of it, as long as the window: else later sends were dropped for what is done
-SHORTEST_MARK = 60.0  # s
-LONGEST_WINDOW = 366 * 86_400.0  # s: of a key that a stranger left without an end
+DELIVER_FOR = 60.0  # seconds for which a release is repeated to a node that is away
+MIN_MARKER_TTL = 60.0  # seconds
+MAX_TTL = 366 * 86_400.0  # seconds; for a key that another program left without a ttl
 
 
 class UniqueRelease(Round):
-    """The end of a window, on its way to every node, also to one that is away for a while.
+    """The release of a unique key on all nodes, also on a node that is away for a while.
 
-    request: what ends it. left: s for which it would be open else. Decided once a quorum has heard
-    of it.
+    expires_in: seconds after which the key expires anyway. Decided once a quorum has executed it.
     """
 
     wanted = True
 
-    def __init__(self, session: Session, request: bytes, left: float = 0.0) -> None:
+    def __init__(self, session: Session, request: bytes, expires_in: float = 0.0) -> None:
         super().__init__()
         self._session, self._request = session, request
-        self._made_at, self._left = session.clock.now(), left
-        self._heard: set[int] = set()
+        self._made_at, self._expires_in = session.clock.now(), expires_in
+        self._executed: set[int] = set()
 
     @property
     def until(self) -> float:
-        """When nobody needs to be told any more, monotonic s.
+        """The monotonic second after which the release is not repeated to any node.
 
-        A minority that knows of an earlier send drops nothing, so it is told for a while only.
+        Until a quorum has executed the release, later sends would be dropped for a run that is
+        over: then it is repeated until the key expires. A minority cannot make a send be dropped.
         """
-        is_known = len(self._heard) >= self._session.node_set.size
-        return self._made_at + (OWED if is_known else max(OWED, self._left))
+        return self._made_at + (
+            DELIVER_FOR if self._has_quorum else max(DELIVER_FOR, self._expires_in)
+        )
 
+    @property
+    def _has_quorum(self) -> bool:
+        return len(self._executed) >= self._session.node_set.size
+
+    @uninterruptible
     def send(self, nodes: set[int] | None = None) -> None:
-        """Write it to some nodes, or all. Does not wait."""
+        """Write it to some nodes, or to all. Does not wait."""
         session, now = self._session, self._session.clock.now()
         command = self.command()
         if nodes is None:
@@ -62,71 +68,71 @@ class UniqueRelease(Round):
         session.watchdog.run_maintenance_by(now + session.options.node_timeout)
 
     def wait(self) -> bool:
-        """Wait for a quorum to hear of it, no longer than a node may take; False where none did."""
+        """Wait one node timeout at most, and return whether a quorum has executed it."""
         session = self._session
         session.node_set.wait(self, session.clock.now() + session.options.node_timeout)
-        return len(self._heard) >= session.node_set.size
+        return self._has_quorum
 
     def command(self) -> Command:
-        """Return what to send; not kept, for it refers to this."""
+        """Return what to send; not kept, because it refers to this object."""
         return Command(self._request, self, UNIQUE)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Tell a node again that cannot just now: loading, busy, no disk.
+        """Count the reply, or send it again if the node could not: loading, busy, no disk.
 
-        And one where another send is about to take the place of this one: if that fails, what
-        stood there before comes back. Raises UnexpectedReplyError.
+        Also send it again if another send is just replacing this one: if that send fails, it puts
+        this one's value back. Raises UnexpectedReplyError.
         """
         session = self._session
         is_error = type(reply) is hiredis.ReplyError
-        is_list = not is_error and type(_check(reply)) is list
+        is_list = not is_error and type(check_reply(reply)) is list
         replaced = is_list and not EarlierSend.of(text_of(reply[1]), 0).is_sent
         if replaced or is_error:
             session.outbox.put(node, self)
             session.watchdog.run_maintenance_by(session.clock.now() + session.options.node_timeout)
             return
-        self._heard.add(node)
-        if not self.decided and len(self._heard) >= self._session.node_set.size:
+        self._executed.add(node)
+        if not self.decided and self._has_quorum:
             self.decide()
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Tell it when the node is back."""
+        """Send it again once the node is back."""
         if self._session.clock.now() < self.until:
             self._session.outbox.put(node, self)
 
     def settle(self, node: int) -> None:
-        """Leave it at that: the key ends by itself."""
+        """Do nothing: the key expires by itself."""
 
 
-def supersede(session: Session, run: str, kept_for: float) -> Command:
-    """Return what marks a run as one that a later send has taken the place of.
+def supersede(session: Session, run_id: str, kept_for: float) -> Command:
+    """Return the command that marks a run as replaced by a later send.
 
-    The mark is a done mark below 0; one that is there already stays.
+    The marker is a completion marker below 0; a marker that is there already stays.
     """
-    key, now = completion_key(session.options.prefix, run), session.clock.wall_us() // 1000
+    key, now = completion_key(session.options.prefix, run_id), session.clock.wall_us() // 1000
     words = ("SET", key, str(-now), "PX", str(math.ceil(kept_for * 1000)), "NX")
     return Command(encode_command(*words), IGNORE_REPLY)
 
 
 @dataclass(frozen=True)
 class UniqueToken:
-    """What a message carries of the window that its send has opened.
+    """What a message carries of its send's unique key.
 
-    name, token: of the window. until: "started", "finished" or "expired". ends_at: s since 1970,
-    when it ends by itself. replaces: the run whose place it takes, "" for none; kept_for: s for
-    which that is to be known.
+    name: as of `unique_name`. token: the key's value begins with it. until: "started", "finished"
+    or "expired". ends_at: seconds since 1970, when the key expires. replaces: the id of the run
+    that this send replaces, or ""; kept_for: seconds that its marker stays.
     """
 
     name: str
     token: str
     until: str
     replaces: str = ""
-    kept_for: float = SHORTEST_MARK
+    kept_for: float = MIN_MARKER_TTL
     ends_at: float = 0.0
 
     @classmethod
     def of(cls, carried: object) -> UniqueToken | None:
-        """Read it from a message; what a stranger wrote there counts as nothing."""
+        """Read it from a message; None if it is not there, or another program wrote it."""
         if not isinstance(carried, Mapping):
             return None
         known = {name: carried[name] for name in cls.__dataclass_fields__ if name in carried}
@@ -138,34 +144,37 @@ class UniqueToken:
             return None
         return cls(**known)
 
-    def take_place(self, redlock: Redlock) -> None:
-        """Mark the run that this one replaces, where its sender could not. Does not wait.
+    def mark_superseded(self, redlock: Redlock) -> None:
+        """Mark the run that this one replaces, in case its sender died before. Does not wait.
 
-        What follows on the same connections comes after it: the grant of this run's lock.
+        Later commands on the same connections are executed after it: the grant of this run's lock.
         """
         if self.replaces:
             session = redlock.session
             mark = supersede(session, self.replaces, self.kept_for)
             session.node_set.broadcast(mark, session.clock.now())
 
-    def start(self, redlock: Redlock) -> None:
-        """End the window where that is at the start, before the body reads anything.
+    def release_at_start(self, redlock: Redlock) -> None:
+        """Release the key if that is due at the start, before the body reads anything.
 
-        A send from here on is a new one, so a quorum must know of it.
+        Waits for a quorum: a send from here on must not be dropped for what the body has read.
         """
-        if self.until == "started" and not self._end(redlock).wait():
-            text = "no quorum of nodes heard that the window of %r is over"
-            logger.warning(text, self.name, extra={"event": "window_stays", "resource": self.name})
+        if self.until == "started" and not self.release(redlock).wait():
+            text = "no quorum of nodes released unique key %r: later sends may count as duplicates"
+            extra = {"event": "window_stays", "resource": self.name}
+            logger.warning(text, self.name, extra=extra)
 
-    def end(self, redlock: Redlock) -> None:
-        """End the window, unless it is to last. Does not wait."""
+    def release_at_end(self, redlock: Redlock) -> None:
+        """Release the key, unless it is to last until it expires. Does not wait."""
         if self.until != "expired":
-            self._end(redlock)
+            self.release(redlock)
 
-    def _end(self, redlock: Redlock) -> UniqueRelease:
+    @uninterruptible
+    def release(self, redlock: Redlock) -> UniqueRelease:
+        """Release the key now, and return the round. Does not wait."""
         session = redlock.session
-        key = unique_key(session.options.prefix, self.name)
-        left = min(self.ends_at - session.clock.wall_us() / 1e6, LONGEST_WINDOW)
-        ending = UniqueRelease(session, UNIQUE.call([key], self.token, "", "1"), left)
-        ending.send()
-        return ending
+        key = UniqueKey(session.options.prefix, self.name)
+        expires_in = min(self.ends_at - session.clock.wall_us() / 1e6, MAX_TTL)
+        release = UniqueRelease(session, key.delete(self.token), expires_in)
+        release.send()
+        return release

@@ -98,8 +98,8 @@ MUTANTS = (
     ),
     Mutant(
         "a child sent with its parent's headers never ends its window",
-        "tasks.unique.send:put_ticket",
-        'or slip.get("id") != task_id',
+        "tasks.unique.send:header_of_send",
+        'or header.get("id") != task_id',
         "",
         (
             f"{CONTRACT}/test_unique.py::"
@@ -108,9 +108,9 @@ MUTANTS = (
     ),
     Mutant(
         "a body begins before a quorum knows that its window is over",
-        "tasks.unique.token:UniqueToken.start",
-        "not self._end(redlock).wait()",
-        "self._end(redlock) is None",
+        "tasks.unique.token:UniqueToken.release_at_start",
+        "not self.release(redlock).wait()",
+        "self.release(redlock) is None",
         (
             f"{CONTRACT}/test_unique.py::TestFaults::"
             "test_a_body_begins_once_a_quorum_has_heard_that_its_window_is_over",
@@ -119,8 +119,8 @@ MUTANTS = (
     Mutant(
         "a release that comes late ends the window of the next try",
         "tasks.unique.claim:UniqueClaim._attempt",
-        "self._before = self._session.platform.new_token(),",
-        "self._before = self._token or self._session.platform.new_token(),",
+        "self._before = session.platform.new_token(),",
+        "self._before = self._token or session.platform.new_token(),",
         (
             f"{CONTRACT}/test_unique.py::TestSendersThatDie::"
             "test_no_try_asks_for_a_window_by_a_token_that_was_released",
@@ -139,8 +139,8 @@ MUTANTS = (
     Mutant(
         "a window lasts longer by as long as its publish took",
         "tasks.unique.claim:UniqueClaim.confirm",
-        "left = self._opened_at + self._send.window - now",
-        "left = self._send.window",
+        "left = self._opened_at + self._send.unique_for - now",
+        "left = self._send.unique_for",
         (
             f"{CONTRACT}/test_unique.py::TestOneSend::"
             "test_what_nodes_keep_of_it_tells_how_late_it_may_come",
@@ -148,7 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         "a message with an eta runs beside the send that took its place",
-        "tasks.unique.send:send_of",
+        "tasks.unique.send:UniqueCall.unique_send",
         'options.get("eta") or options.get("countdown")',
         'options.get("countdown")',
         (f"{CONTRACT}/test_unique.py::test_nodes_keep_of_a_send_that_it_may_come_that_much_later",),
@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "a message that a dead sender replaced runs beside the one that replaces it",
         "tasks.execution.run:LockedRun._acquire_or_end",
-        "            self.token.take_place(redlock_of(delivery.task.app))\n",
+        "            self.token.mark_superseded(redlock_of(delivery.task.app))\n",
         "            pass\n",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
@@ -427,23 +427,23 @@ MUTANTS = (
     Mutant(
         "a send whose publish failed holds up later ones",
         "tasks.unique.send:send_once",
-        "        window.give_up()\n        raise\n    window.confirm()",
-        "        raise\n    window.confirm()",
+        "        claim.give_up()\n        raise\n    claim.confirm()",
+        "        raise\n    claim.confirm()",
         (f"{CONTRACT}/test_unique.py",),
         "a_publish_that_fails_ends_the_window",
     ),
     Mutant(
         "a send is dropped for one that was never published",
         "tasks.unique.rounds:EarlierSend.of",
-        "return cls(token, state == SENT and bool(run), gone_by, run, value, expires_in)",
-        "return cls(token, True, gone_by, run, value, expires_in)",
+        "return cls(token, state == SENT and bool(run_id), gone_by, run_id, value, expires_in)",
+        "return cls(token, True, gone_by, run_id, value, expires_in)",
         (f"{CONTRACT}/test_unique.py",),
         "it_is_not_taken_for_an_earlier_send",
     ),
     Mutant(
         "a send is dropped though the nodes name different earlier ones",
         "tasks.unique.rounds:CompareAndSetRound.agreed",
-        "if tokens.count(token) < self._quorum.size:",
+        "if tokens.count(token) < self._node_set.size:",
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
         "name_different_sends",
@@ -458,7 +458,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to end with its run stays",
-        "tasks.unique.token:UniqueToken.end",
+        "tasks.unique.token:UniqueToken.release_at_end",
         'if self.until != "expired":',
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
@@ -466,7 +466,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to last ends with its run",
-        "tasks.unique.token:UniqueToken.end",
+        "tasks.unique.token:UniqueToken.release_at_end",
         'if self.until != "expired":',
         "if True:",
         (f"{CONTRACT}/test_unique.py",),
@@ -474,8 +474,8 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to end at the start of its body stays until the end",
-        "tasks.unique.token:UniqueToken.start",
-        'if self.until == "started" and not self._end(redlock).wait():',
+        "tasks.unique.token:UniqueToken.release_at_start",
+        'if self.until == "started" and not self.release(redlock).wait():',
         "if False:",
         (f"{INTEGRATION}/test_unique.py",),
         "is_a_new_one_from_the_start_of_the_body",
