@@ -21,7 +21,7 @@ from celery_redlock.lock.platform.interrupts import is_uninterruptible
 from celery_redlock.tasks.body.interrupt import running_bodies
 from celery_redlock.tasks.body.monitored import UNINTERRUPTIBLE_MODULES, MonitoredBody
 from celery_redlock.tasks.execution import completion
-from celery_redlock.tasks.execution.run import let_go
+from celery_redlock.tasks.execution.run import LockedRun
 from celery_redlock.tasks.unique.claim import UniqueClaim
 from celery_redlock.tasks.unique.send import send_once
 from celery_redlock.tasks.unique.token import UniqueRelease, UniqueToken
@@ -44,8 +44,8 @@ RELEASES = [
     UniqueToken.release,
     completion.release_after_run,
     completion.end_run,
-    completion.end_window,
-    let_go,
+    completion.end_claim,
+    LockedRun.release,
 ]
 OF_EACH_MODULE = [
     *(billiard.pool.Pool.apply_async, trace.build_tracer, Signal.send, logging.Logger.handle),

@@ -95,8 +95,8 @@ MUTANTS = (
     Mutant(
         "a body that ends without its lock is a success",
         "tasks.execution.run:LockedRun._run_monitored",
-        "if aborts:\n                self._ensure_held_to_the_end()",
-        "if aborts:\n                pass",
+        "if aborts:\n                    self._ensure_held_to_the_end()",
+        "if aborts:\n                    pass",
         (f"{INTEGRATION}/test_loss.py::test_a_body_that_ends_without_its_lock_is_no_success",),
         "threads",
     ),

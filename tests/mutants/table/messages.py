@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "a deferral loses what a hook took from the arguments",
-        "tasks.delivery.delivery:keep_arguments",
+        "tasks.task:keep_arguments",
         "= tuple(args), dict(kwargs)",
         "= args, kwargs",
         (f"{INTEGRATION}/test_message.py::test_a_deferral_keeps_the_arguments_as_they_came",),
