@@ -189,7 +189,7 @@ def test_every_option_is_in_the_table_with_the_default_that_it_has() -> None:
     rows = option_rows()
     assert list(rows) == list(OPTIONS)
     app = read_app({"redlock_nodes": ["redis://a"]})
-    rules = compile_config(app, "f", {}, inspect.signature(lambda: None)).rules("celery")
+    rules = compile_config(app, "f", {}, inspect.signature(lambda: None)).options_for("celery")
     assert rows.pop("key") == "all arguments"
     for name, told in rows.items():
         default = eval(told.removesuffix(" s").strip("`"), {"Backoff": Backoff})

@@ -118,7 +118,7 @@ class LockedTask(Task):
         if "wait" in kwargs and "wait" not in plan.signature.parameters:
             wait = check_wait(f"task {self.name!r}", "lock_for(wait=...)", kwargs.pop("wait"))
         queue = self._own_queue(args, kwargs)
-        rules = plan.rules(queue)
+        rules = plan.options_for(queue)
         resources = plan.resources(rules, self, args, kwargs, queue)
         if not resources:
             raise RedlockError(f"{self.name} takes no lock: its lock_key is False")
@@ -133,7 +133,9 @@ class LockedTask(Task):
         As text it is a table. Raises SettingsError.
         """
         own = self._own_queue((), {}) if queue is None else queue
-        return config_of(self).told(own, self._checked_call({} if lock is None else lock))
+        return config_of(self).effective_options(
+            own, self._checked_call({} if lock is None else lock)
+        )
 
     def _own_queue(self, args: Any, kwargs: Any) -> str:
         """Return the name of the queue that the task's own routing sends these arguments to."""
@@ -193,7 +195,7 @@ class LockedTask(Task):
         queue = ""
         if plan.app.queues or plan.may_name_queue(of_call):
             queue = self._queue_of(args, kwargs, {k: options[k] for k in options if k != "lock"})
-        rules = plan.rules(queue, of_call)
+        rules = plan.options_for(queue, of_call)
         return None if rules.unique_for is None else (queue, rules)
 
     def _send_once(

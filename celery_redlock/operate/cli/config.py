@@ -34,7 +34,7 @@ def options(ctx: click.Context, task: str, queue: str | None, as_json: bool) -> 
         for line in str(told).split("\n"):
             _say(line)
         return
-    rows = {one.name: {"value": one.value, "from": str(one.place)} for one in told.options}
+    rows = {one.name: {"value": one.value, "from": str(one.source)} for one in told.options}
     _print_json({"task": told.task, "queue": told.queue, "options": rows})
 
 

@@ -88,7 +88,7 @@ def _task_facts(task: LockedTask) -> TaskFacts:
     # Celery before 5.7 leaves the app's limits to the pool, and None on its tasks
     soft, hard = task.app.conf.task_soft_time_limit, task.app.conf.task_time_limit
     return TaskFacts(
-        plan=config_of(task),
+        config=config_of(task),
         queue=_queue_of(task),
         acks_late=bool(task.acks_late),
         reject_on_worker_lost=bool(task.reject_on_worker_lost),

@@ -36,7 +36,7 @@ class TaskFacts:
     retries_after: where it retries by itself. takes_entry: it goes by an entry of `redlock_tasks`.
     """
 
-    plan: TaskLockConfig
+    config: TaskLockConfig
     queue: str
     acks_late: bool = False
     reject_on_worker_lost: bool = False
@@ -48,7 +48,7 @@ class TaskFacts:
     @property
     def name(self) -> str:
         """The task's name."""
-        return self.plan.task_name
+        return self.config.task_name
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from celery_redlock.operate.lints.model import (
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, AppSettings, is_glob, pattern_for
 from celery_redlock.tasks.settings.conf import DEFAULT_PREFIX
 from celery_redlock.tasks.settings.effective import EffectiveOptions
-from celery_redlock.tasks.settings.options import did_you_mean, says_what, templates_of
+from celery_redlock.tasks.settings.options import decides_key, did_you_mean, templates_of
 from celery_redlock.tasks.settings.sources import pattern_source
 
 NAMED = 5  # tasks, at the most, in one lint
@@ -66,11 +66,11 @@ def _all(facts: Facts) -> Iterator[Lint]:
     told: list[tuple[TaskFacts, EffectiveOptions]] = []
     for task in facts.tasks:
         try:
-            rules = task.plan.told(task.queue)
+            rules = task.config.effective_options(task.queue)
             pattern = pattern_for(task.queue, facts.settings.queues)
             of_queue = facts.settings.queues[pattern] if pattern else {}
-            if not says_what(task.plan.options):
-                task.plan.check_what(of_queue, pattern_source("queue", pattern or ""))
+            if not decides_key(task.config.options):
+                task.config.check_key(of_queue, pattern_source("queue", pattern or ""))
         except SettingsError as error:
             hint = f"every run of {task.name} there ends as FAILURE: {error.hint}"
             yield Lint(WARNING, f"{error.level}: {error.name}", error.value, hint)
@@ -149,10 +149,10 @@ def _prefixes(facts: Facts) -> Iterator[Lint]:
 
 def _names_as_templates(task: TaskFacts, rules: EffectiveOptions) -> Iterator[Lint]:
     """Give texts of a key that are one lock for all arguments, and may be meant as an argument."""
-    place = rules["key"].place
+    place = rules["key"].source
     args = "args".join(place.name.rsplit("key", 1))  # the same level's other option
     for text in templates_of(rules["key"].value):
-        if text in task.plan.signature.parameters:
+        if text in task.config.signature.parameters:
             hint = (
                 f"is one lock for all arguments of {task.name}, which has an argument of that "
                 f"name: did you mean {args}=[{text!r}] or {'{' + text + '}'!r}?"
@@ -170,7 +170,7 @@ def _delays(facts: Facts, task: TaskFacts, rules: EffectiveOptions) -> Iterator[
             bound = "half of redlock_done_ttl, after which nobody knows that another copy is done"
             raised = "redlock_done_ttl"
         hint = f"delays are cut to {allowed:g} s, {bound}: lower the cap, or raise {raised}"
-        yield Lint(WARNING, str(rules["backoff"].place), f"Backoff(cap={cap:g})", hint)
+        yield Lint(WARNING, str(rules["backoff"].source), f"Backoff(cap={cap:g})", hint)
     after = task.retries_after
     if facts.visibility is not None and after is not None and after > facts.visibility:
         hint = (
@@ -181,11 +181,11 @@ def _delays(facts: Facts, task: TaskFacts, rules: EffectiveOptions) -> Iterator[
     wait, most = rules["wait"].value, rules["max_wait"].value
     if wait and most is not None and most <= wait:
         hint = f"is over before wait={wait:g} is, so that nothing is ever put back: raise it"
-        yield Lint(WARNING, str(rules["max_wait"].place), f"{most:g}", hint)
+        yield Lint(WARNING, str(rules["max_wait"].source), f"{most:g}", hint)
     limit = _first(task.soft_time_limit, task.time_limit)
     if limit is not None and wait >= limit:
         hint = f"the time limit of {limit:g} s strikes while {task.name} waits: lower it"
-        yield Lint(WARNING, str(rules["wait"].place), f"{wait:g}", hint)
+        yield Lint(WARNING, str(rules["wait"].source), f"{wait:g}", hint)
 
 
 def _first(*limits: float | None) -> float | None:
@@ -197,10 +197,10 @@ def _limits(task: TaskFacts, rules: EffectiveOptions) -> Iterator[Lint]:
     ttl, most = rules["ttl"].value, rules["max_hold"].value
     limit = task.soft_time_limit if task.time_limit is None else task.time_limit
     if not rules["renew"].value:
-        place = str(rules["renew"].place)
+        place = str(rules["renew"].source)
         if most is not None:
             hint = "has no effect, for renew=False never renews: leave one of them out"
-            yield Lint(WARNING, str(rules["max_hold"].place), f"{most:g}", hint)
+            yield Lint(WARNING, str(rules["max_hold"].source), f"{most:g}", hint)
         if limit is None:
             hint = (
                 f"a body of {task.name} that runs for longer than ttl={ttl:g} loses its lock, and "
@@ -218,7 +218,7 @@ def _limits(task: TaskFacts, rules: EffectiveOptions) -> Iterator[Lint]:
             f"{task.name} may run for {limit:g} s, and its lock is lost within ttl={ttl:g} after "
             "that: raise it above the time limit"
         )
-        yield Lint(WARNING, str(rules["max_hold"].place), f"{most:g}", hint)
+        yield Lint(WARNING, str(rules["max_hold"].source), f"{most:g}", hint)
 
 
 def _without_effect(rules: EffectiveOptions) -> Iterator[Lint]:
@@ -230,14 +230,14 @@ def _without_effect(rules: EffectiveOptions) -> Iterator[Lint]:
             if rule.value is not None:
                 both = f"on_conflict={on_conflict!r} and on_unreachable={on_unreachable!r}"
                 hint = f"has no effect: with {both} nothing is ever put back"
-                yield Lint(WARNING, str(rule.place), f"{rule.value:g}", hint)
+                yield Lint(WARNING, str(rule.source), f"{rule.value:g}", hint)
     on_give_up = rules["on_give_up"]
-    if on_give_up.place.level != "built-in" and all(rule.value is None for rule in budget):
+    if on_give_up.source.level != "built-in" and all(rule.value is None for rule in budget):
         hint = "has no effect without max_wait or max_deferrals: a run never gives up"
-        yield Lint(WARNING, str(on_give_up.place), repr(on_give_up.value), hint)
+        yield Lint(WARNING, str(on_give_up.source), repr(on_give_up.value), hint)
     if on_unreachable == "run" and rules["fencing"].value:
         hint = "a run without its lock has no fencing token: take 'defer' or 'fail'"
-        yield Lint(WARNING, str(rules["on_unreachable"].place), "'run'", hint)
+        yield Lint(WARNING, str(rules["on_unreachable"].source), "'run'", hint)
 
 
 def _without_window(told: Sequence[EffectiveOptions]) -> Iterator[Lint]:
@@ -250,17 +250,19 @@ def _without_window(told: Sequence[EffectiveOptions]) -> Iterator[Lint]:
         if rules["unique_for"].value is not None:
             continue
         for rule in (rules["unique_until"], rules["on_duplicate"]):
-            is_own = rule.place.level.startswith("task ")
-            if rule.place.level != "built-in" and (is_own or not used):
+            is_own = rule.source.level.startswith("task ")
+            if rule.source.level != "built-in" and (is_own or not used):
                 hint = "has no effect without unique_for: every send goes out. Set that, too"
-                yield Lint(WARNING, str(rule.place), repr(rule.value), hint)
+                yield Lint(WARNING, str(rule.source), repr(rule.value), hint)
 
 
 def _shared(told: Sequence[tuple[TaskFacts, EffectiveOptions]]) -> Iterator[Lint]:
     """Give options in which tasks differ that may lock the same resource."""
     sharing: dict[str, list[EffectiveOptions]] = {}
     for task, rules in told:
-        for shape in dict.fromkeys(task.plan.shapes(task.plan.rules(task.queue), task.queue)):
+        for shape in dict.fromkeys(
+            task.config.shapes(task.config.options_for(task.queue), task.queue)
+        ):
             sharing.setdefault(shape, []).append(rules)
     for shape, several in sharing.items():
         for name, (level, meaning) in MUST_AGREE.items():

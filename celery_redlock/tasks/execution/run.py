@@ -203,7 +203,7 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
         if request.is_eager
         else queue_of(task.app, route_of(request, slip), plan.queues)
     )
-    rules = plan.rules(queue, slip.options)
+    rules = plan.options_for(queue, slip.options)
     resources = plan.resources(rules, task, args, kwargs, queue)
     late, over = is_late(task, request), ""
     if late:

@@ -17,7 +17,7 @@ from celery_redlock.lock.validation import (
     check_seconds,
 )
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, DEFAULT_MAX_TTL, AppSettings
-from celery_redlock.tasks.settings.options import APP_ONLY, OPTIONS, checked, did_you_mean
+from celery_redlock.tasks.settings.options import APP_ONLY, OPTIONS, check_options, did_you_mean
 from celery_redlock.tasks.settings.sources import (
     OptionSource,
     app_source,
@@ -90,7 +90,7 @@ def _app_options(conf: Mapping[str, Any], app: AppSettings) -> Mapping[str, Any]
     missing = object()
     given = {name: conf.get(f"redlock_{name}", missing) for name in OPTIONS}
     given = {name: value for name, value in given.items() if value is not missing}
-    return checked(given, app, app_source, travels=False)
+    return check_options(given, app, app_source, travels=False)
 
 
 def _by_pattern(
@@ -105,8 +105,8 @@ def _by_pattern(
         if not isinstance(pattern, str) or not isinstance(options, Mapping):
             hint = f"must map a {kind}'s name or glob to its options"
             raise whole.wrong({pattern: options}, hint)
-        place = pattern_source(kind, pattern)
-        result[pattern] = checked(options, app, place, travels=travels)
+        source = pattern_source(kind, pattern)
+        result[pattern] = check_options(options, app, source, travels=travels)
     return result
 
 

@@ -14,7 +14,7 @@ class OptionValue:
 
     name: str
     value: Any
-    place: OptionSource
+    source: OptionSource
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EffectiveOptions:
         shown = {option.name: _shown(option.value) for option in self.options}
         if self["key"].value is None and self["args"].value is None:
             shown["key"] = "all arguments"
-        rows = [(option.name, shown[option.name], str(option.place)) for option in self.options]
+        rows = [(option.name, shown[option.name], str(option.source)) for option in self.options]
         wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{a:<{wide[0]}}  {b:<{wide[1]}}  {c}" for a, b, c in rows]
         return "\n".join([f"{self.task} in queue {self.queue}", *lines])

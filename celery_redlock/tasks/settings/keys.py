@@ -107,24 +107,24 @@ _FORMATTER = _Formatter()
 _FIELD = re.compile(r"[^.\[\]]*(\[[^\[\]]*\])*")
 
 
-def template_names(template: str, place: OptionSource) -> list[str]:
+def template_names(template: str, source: OptionSource) -> list[str]:
     """Return the first name of each {field} of a template; raises SettingsError."""
     roots = []
-    for name in _fields(template, place):
+    for name in _fields(template, source):
         root = name.partition("[")[0]
         if not root.isidentifier() or not _FIELD.fullmatch(name):
             hint = "name arguments in braces, as {sku}, {rest[0]}, {options[sku]}; no attributes"
-            raise place.wrong(template, hint)
+            raise source.wrong(template, hint)
         roots.append(root)
     return roots
 
 
-def _fields(template: str, place: OptionSource) -> Iterator[str]:
+def _fields(template: str, source: OptionSource) -> Iterator[str]:
     """Give what stands in the braces of a template, also of those in a format; SettingsError."""
     try:
         for _, name, form, _ in _FORMATTER.parse(template):
             if name is not None:
                 yield name
-                yield from _fields(form or "", place)
+                yield from _fields(form or "", source)
     except ValueError as error:
-        raise place.wrong(template, f"is not a template: {error}") from None
+        raise source.wrong(template, f"is not a template: {error}") from None

@@ -115,48 +115,48 @@ ELSEWHERE = {
     **dict.fromkeys(("timeout", "expire", "expires", "expiry", "lease"), "ttl"),
     **dict.fromkeys(("blocking_timeout", "acquire_timeout"), "wait"),
 }
-WHAT = ("key", "args")  # two ways to say what is locked: a level that names one decides both
+KEY_OPTIONS = ("key", "args")  # two ways to say what is locked: a level that names one decides both
 
 
-def checked(
+def check_options(
     options: Mapping[str, Any],
     app: AppSettings,
-    place: Callable[[str], OptionSource],
+    source: Callable[[str], OptionSource],
     *,
     travels: bool,
 ) -> dict[str, Any]:
     """Return the options of one level, each checked; raises SettingsError.
 
-    place: from an option's name to where it stands. travels: the level is one that a message
+    source: from an option's name to where it stands. travels: the level is one that a message
     carries or a queue shares, where a callable cannot stand.
     """
     result = {}
     for name, value in options.items():
         if name not in OPTIONS:
-            raise place(str(name)).wrong(value, f"is not an option{_option_meant(name)}")
+            raise source(str(name)).wrong(value, f"is not an option{_option_meant(name)}")
         if travels and callable(value):
-            raise place(name).wrong(value, "callables stand at task and app level only")
-        result[name] = OPTIONS[name](place(name), value, app)
+            raise source(name).wrong(value, "callables stand at task and app level only")
+        result[name] = OPTIONS[name](source(name), value, app)
     if result.get("key") is not None and result.get("args") is not None:
         hint = (
-            f"{place('key').name} is set at the same level, and one of them says what is locked: "
+            f"{source('key').name} is set at the same level, and one of them says what is locked: "
             "leave one out, or set the one that is inherited to None"
         )
-        raise place("args").wrong(options["args"], hint)
+        raise source("args").wrong(options["args"], hint)
     return result
 
 
-def says_what(options: Mapping[str, Any]) -> bool:
+def decides_key(options: Mapping[str, Any]) -> bool:
     """Tell whether a level says what is locked, so that it decides both `key` and `args`."""
-    return any(name in options for name in WHAT)
+    return any(name in options for name in KEY_OPTIONS)
 
 
 def merged(*levels: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of several levels as one; the nearest level is the last one."""
     result: dict[str, Any] = {}
     for options in levels:
-        if says_what(options):
-            result.update(dict.fromkeys(WHAT))
+        if decides_key(options):
+            result.update(dict.fromkeys(KEY_OPTIONS))
         result.update(options)
     return result
 

@@ -26,16 +26,16 @@ from celery_redlock.tasks.settings.keys import (
 )
 from celery_redlock.tasks.settings.options import (
     BUILT_IN,
+    KEY_OPTIONS,
     OPTIONS,
-    WHAT,
     TaskLockOptions,
     _option_meant,
     check_built_in,
+    check_options,
     check_together,
-    checked,
+    decides_key,
     did_you_mean,
     merged,
-    says_what,
     templates_of,
 )
 from celery_redlock.tasks.settings.sources import (
@@ -60,7 +60,7 @@ class TaskLockConfig:
     app: AppSettings
     options: Mapping[str, Any]
     signature: inspect.Signature
-    place: Callable[[str], OptionSource]  # where an option of the task stands
+    source: Callable[[str], OptionSource]  # where an option of the task stands
     queues: dict[tuple[str | None, str], str] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -85,7 +85,7 @@ class TaskLockConfig:
     def _names_queue(self) -> bool:
         return any(_names_queue(level.get("key")) for level in (self.app.options, self.options))
 
-    def rules(self, queue: str, call: Mapping[str, Any] | None = None) -> TaskLockOptions:
+    def options_for(self, queue: str, call: Mapping[str, Any] | None = None) -> TaskLockOptions:
         """Return the options in force in a queue; call: those of the message, unchecked yet."""
         if call:
             return self._merge(queue, self.check_call(call))
@@ -106,7 +106,7 @@ class TaskLockConfig:
         pattern = pattern_for(queue, self.app.queues)
         if pattern is not None:
             yield self.app.queues[pattern], pattern_source("queue", pattern)
-        yield self.options, self.place
+        yield self.options, self.source
         yield call, call_source
 
     def _merge(self, queue: str, call: Mapping[str, Any]) -> TaskLockOptions:
@@ -117,58 +117,60 @@ class TaskLockConfig:
             **{name: whole[name] for name in TaskLockOptions.__dataclass_fields__}
         )
 
-    def told(self, queue: str, call: Mapping[str, Any] | None = None) -> EffectiveOptions:
+    def effective_options(
+        self, queue: str, call: Mapping[str, Any] | None = None
+    ) -> EffectiveOptions:
         """Return the options in force in a queue with where each stands; call: unchecked yet."""
         checked_call = self.check_call(call or {})
-        places: dict[str, OptionSource] = {}
-        for options, place in self._levels(queue, checked_call):
-            for name in filter(options.__contains__, WHAT):
-                places.update(dict.fromkeys(WHAT, place(name)))
-            places.update((name, place(name)) for name in options)
+        sources: dict[str, OptionSource] = {}
+        for options, source in self._levels(queue, checked_call):
+            for name in filter(options.__contains__, KEY_OPTIONS):
+                sources.update(dict.fromkeys(KEY_OPTIONS, source(name)))
+            sources.update((name, source(name)) for name in options)
         rules = self._merge(queue, checked_call)
         told = [
-            OptionValue(name, getattr(rules, name), places[name])
+            OptionValue(name, getattr(rules, name), sources[name])
             for name in TaskLockOptions.__dataclass_fields__
         ]
         return EffectiveOptions(self.task_name, queue, tuple(told))
 
     def check_call(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a call, checked, also beside those of task and app."""
-        valid = checked(options, self.app, call_source, travels=True)
-        self.check_what(valid, call_source)
+        valid = check_options(options, self.app, call_source, travels=True)
+        self.check_key(valid, call_source)
         check_together("call", merged(self.app.options, self.options, valid))
         return valid
 
-    def check_what(self, options: Mapping[str, Any], place: Callable[[str], OptionSource]) -> None:
+    def check_key(self, options: Mapping[str, Any], source: Callable[[str], OptionSource]) -> None:
         """Raise SettingsError where a level's `key` or `args` names what the function has not.
 
-        place: from an option's name to where it stands at that level.
+        source: from an option's name to where it stands at that level.
         """
-        if not says_what(options):
+        if not decides_key(options):
             return
         key, args = options.get("key"), options.get("args")
         if args is not None:
-            self._check_names(args, place("args"))
-            self._check_defaults(None, args, place("args"))
+            self._check_names(args, source("args"))
+            self._check_defaults(None, args, source("args"))
             return
         templates = templates_of(key)
-        names = [name for text in templates for name in template_names(text, place("key"))]
+        names = [name for text in templates for name in template_names(text, source("key"))]
         known = (*self.signature.parameters, *TEMPLATE_NAMES)
         unknown = [name for name in names if name not in known]
         if unknown:
             written = list(key) if isinstance(key, tuple) else key
-            raise place("key").wrong(written, self._no_such(unknown[0], known))
+            raise source("key").wrong(written, self._no_such(unknown[0], known))
         if not callable(key) and key is not False:
-            self._check_defaults(key, tuple(self.signature.parameters), place("key"))
+            self._check_defaults(key, tuple(self.signature.parameters), source("key"))
 
-    def _check_names(self, args: tuple[str, ...], place: OptionSource) -> None:
+    def _check_names(self, args: tuple[str, ...], source: OptionSource) -> None:
         """Raise SettingsError where one of these is no argument of the function."""
         parameters = self.signature.parameters
         unknown = [name for name in args if name not in parameters]
         if unknown:
-            raise place.wrong(list(args), self._no_such(unknown[0], parameters))
+            raise source.wrong(list(args), self._no_such(unknown[0], parameters))
 
-    def _check_defaults(self, key: Any, names: tuple[str, ...], place: OptionSource) -> None:
+    def _check_defaults(self, key: Any, names: tuple[str, ...], source: OptionSource) -> None:
         """Raise SettingsError where an argument's default would make another key each time.
 
         names: the arguments that make the digest where there is no template.
@@ -176,7 +178,7 @@ class TaskLockConfig:
         another value.
         """
         parameters, templates = self.signature.parameters, templates_of(key)
-        fields = [name for template in templates for name in _fields(template, place)]
+        fields = [name for template in templates for name in _fields(template, source)]
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         whole = () if templates else names
         if "digest" in fields and "digest" not in parameters:
@@ -224,8 +226,8 @@ class TaskLockConfig:
         chosen = {name: value for name, value in arguments.items() if name in rules.args}
         if len(chosen) < len(rules.args):
             # those of a queue cannot be checked against every task when the app finalizes
-            place = pattern_source("queue", pattern_for(queue, self.app.queues) or queue)
-            self._check_names(rules.args, place("args"))
+            source = pattern_source("queue", pattern_for(queue, self.app.queues) or queue)
+            self._check_names(rules.args, source("args"))
         return (f"{self.task_name}:{digest(chosen, self.task_name)}",)
 
     def shapes(self, rules: TaskLockOptions, queue: str) -> tuple[str, ...]:
@@ -279,31 +281,31 @@ class TaskLockConfig:
         return tuple(self.signature.parameters) if all_plain else None
 
     def _called(self, rules: TaskLockOptions, task: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
-        place, key = self.place("key"), rules.key
+        source, key = self.source("key"), rules.key
         try:
             returned = key(task, args, kwargs)
         except Exception as error:
-            raise place.wrong(
+            raise source.wrong(
                 key, f"the callable raised {type(error).__name__}: {error}"
             ) from error
         found = returned if isinstance(returned, (list, tuple)) else [returned]
         if not found or not all(isinstance(resource, str) and resource for resource in found):
             got = f"got {type(returned).__name__}"
-            raise place.wrong(key, f"must return a text or a list of texts, not empty; {got}")
+            raise source.wrong(key, f"must return a text or a list of texts, not empty; {got}")
         resources = in_order(found)
-        check_permits(place.level, limit=rules.limit, fencing=rules.fencing, resources=resources)
+        check_permits(source.level, limit=rules.limit, fencing=rules.fencing, resources=resources)
         return resources
 
     def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
-        place = self.place("key")
+        source = self.source("key")
         known = _Arguments(self.task_name, queue, arguments)
         try:
             text = _FORMATTER.vformat(template, (), known)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             hint = f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
-            raise place.wrong(template, hint) from error
+            raise source.wrong(template, hint) from error
         if not text:
-            raise place.wrong(template, "gives an empty text for these arguments")
+            raise source.wrong(template, "gives an empty text for these arguments")
         return text
 
 
@@ -330,11 +332,11 @@ def compile_config(
             raise SettingsError(level, written, repr(value), hint)
         options[name] = value
 
-    def place(name: str) -> OptionSource:
+    def source(name: str) -> OptionSource:
         return OptionSource(level, f"lock_{name}")
 
-    options = checked(options, app, place, travels=False)
-    return _planned(TaskLockConfig(task_name, app, options, signature, place))
+    options = check_options(options, app, source, travels=False)
+    return _check_config(TaskLockConfig(task_name, app, options, signature, source))
 
 
 def compile_adopted_config(
@@ -347,16 +349,16 @@ def compile_adopted_config(
     if pattern not in app.tasks:
         hint = "came after the settings had been read: set it before the app finalizes"
         raise tasks_source(pattern).wrong("...", hint)
-    place = pattern_source("task", pattern)
-    return _planned(TaskLockConfig(task_name, app, app.tasks[pattern], signature, place))
+    source = pattern_source("task", pattern)
+    return _check_config(TaskLockConfig(task_name, app, app.tasks[pattern], signature, source))
 
 
-def _planned(plan: TaskLockConfig) -> TaskLockConfig:
+def _check_config(plan: TaskLockConfig) -> TaskLockConfig:
     """Return a plan whose key its function can fill, and whose options go together."""
-    if says_what(plan.options):
-        plan.check_what(plan.options, plan.place)
-    elif says_what(plan.app.options) or not any(map(says_what, plan.app.queues.values())):
-        plan.check_what({"key": None, **plan.app.options}, app_source)
+    if decides_key(plan.options):
+        plan.check_key(plan.options, plan.source)
+    elif decides_key(plan.app.options) or not any(map(decides_key, plan.app.queues.values())):
+        plan.check_key({"key": None, **plan.app.options}, app_source)
     of_task = merged(plan.app.options, plan.options)
     check_together(f"task {plan.task_name!r}", of_task)
     of_all_queues = plan.app.for_queue("")  # what a glob for any name says
@@ -365,5 +367,5 @@ def _planned(plan: TaskLockConfig) -> TaskLockConfig:
     unique_for = plan.options.get("unique_for")
     if plan.options.get("key") is False and unique_for is not None:
         hint = "deduplicates by the lock's key, and key=False makes none: name a key"
-        raise plan.place("unique_for").wrong(unique_for, hint)
+        raise plan.source("unique_for").wrong(unique_for, hint)
     return plan

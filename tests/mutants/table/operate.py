@@ -81,8 +81,8 @@ MUTANTS = (
     ),
     Mutant(
         "a key of the app that a task cannot fill is found at each run",
-        "tasks.settings.task_config:_planned",
-        'plan.check_what({"key": None, **plan.app.options}, app_source)',
+        "tasks.settings.task_config:_check_config",
+        'plan.check_key({"key": None, **plan.app.options}, app_source)',
         "pass",
         (
             f"{UNIT}/test_settings.py::"
@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         "a farther level's key stays in force beside a nearer level's args",
         "tasks.settings.options:merged",
-        "            result.update(dict.fromkeys(WHAT))\n",
+        "            result.update(dict.fromkeys(KEY_OPTIONS))\n",
         "            pass\n",
         (f"{UNIT}/test_args.py::TestOfTwoLevelsTheNearerDecidesBoth",),
     ),
@@ -137,8 +137,8 @@ MUTANTS = (
     Mutant(
         "an option of a call does not go before its task's",
         "tasks.settings.task_config:TaskLockConfig._levels",
-        "        yield self.options, self.place\n        yield call, call_source\n",
-        "        yield call, call_source\n        yield self.options, self.place\n",
+        "        yield self.options, self.source\n        yield call, call_source\n",
+        "        yield call, call_source\n        yield self.options, self.source\n",
         (f"{UNIT}/test_settings.py",),
         "nearer_level",
     ),
