@@ -23,8 +23,10 @@ from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.delivery.route import Route, queue_of
 from celery_redlock.tasks.execution.run import lock_of, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
-from celery_redlock.tasks.settings.effective import EffectiveOptions
-from celery_redlock.tasks.settings.options import TaskLockOptions, check_outside
+from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.settings.levels import check_outside
+from celery_redlock.tasks.settings.options import TaskLockOptions
+from celery_redlock.tasks.settings.sources import EffectiveOptions
 from celery_redlock.tasks.settings.task_config import TaskLockConfig
 from celery_redlock.tasks.signatures import is_wrapper
 from celery_redlock.tasks.unique.receivers import options_to_message
@@ -119,7 +121,7 @@ class LockedTask(Task):
             wait = check_wait(f"task {self.name!r}", "lock_for(wait=...)", kwargs.pop("wait"))
         queue = self._own_queue(args, kwargs)
         rules = plan.options_for(queue)
-        resources = plan.resources(rules, self, args, kwargs, queue)
+        resources = plan.resources(rules, TaskCall(self, args, kwargs, queue))
         if not resources:
             raise RedlockError(f"{self.name} takes no lock: its lock_key is False")
         return lock_of(self, rules, resources, label=f"lock_for {self.name}", wait=wait)
@@ -208,7 +210,7 @@ class LockedTask(Task):
     ) -> Any:
         """Send it unless it is a duplicate."""
         queue, rules = found
-        resources = plan.resources(rules, self, args or (), kwargs or {}, queue)
+        resources = plan.resources(rules, TaskCall(self, args or (), kwargs or {}, queue))
         if not resources:
             return super().apply_async(args, kwargs, **options)
         send = send_of(self.app, self.name, resources, options, rules, plan.app)

@@ -15,6 +15,7 @@ from celery_redlock import LockedTask, SettingsError
 from celery_redlock.operate.lints.facts import facts_of
 from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.tasks.settings.digest import digest
+from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.task_config import TaskLockConfig, compile_config
 
 NODES = ["redis://a", "redis://b", "redis://c"]
@@ -33,7 +34,7 @@ def plan(conf: dict[str, Any] | None = None, **lock: Any) -> TaskLockConfig:
 
 def resource(made: TaskLockConfig, *args: Any, call: Any = None, **kwargs: Any) -> str:
     """Return the one resource of a run in queue q."""
-    (one,) = made.resources(made.options_for("q", call), None, args, kwargs, "q")
+    (one,) = made.resources(made.options_for("q", call), TaskCall(None, args, kwargs, "q"))
     return one
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import enum
 import inspect
+import re
 import sys
 import uuid
 from collections.abc import Callable
@@ -21,10 +23,25 @@ from redis.sentinel import Sentinel
 from celery_redlock import Backoff, LockedTask, SettingsError
 from celery_redlock.lock.validation import check_nodes
 from celery_redlock.tasks.per_app import name_of, settings_of
-from celery_redlock.tasks.settings.app import pattern_for
+from celery_redlock.tasks.settings.app import (
+    APP_SETTING,
+    APP_SETTINGS,
+    AppSettings,
+    Setting,
+    pattern_for,
+)
 from celery_redlock.tasks.settings.conf import check_known_names, one_redis, read_app
 from celery_redlock.tasks.settings.digest import canonical, digest
-from celery_redlock.tasks.settings.options import BUILT_IN, OPTIONS, TaskLockOptions, check_outside
+from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.settings.levels import check_outside
+from celery_redlock.tasks.settings.options import (
+    BUILT_IN,
+    OPTION,
+    OPTIONS,
+    Option,
+    TaskLockOptions,
+)
+from celery_redlock.tasks.settings.sources import app_source
 from celery_redlock.tasks.settings.task_config import (
     TaskLockConfig,
     compile_adopted_config,
@@ -49,7 +66,7 @@ def plan(
 def resources(
     made: TaskLockConfig, *args: Any, queue: str = "celery", **kwargs: Any
 ) -> tuple[str, ...]:
-    return made.resources(made.options_for(queue), None, args, kwargs, queue)
+    return made.resources(made.options_for(queue), TaskCall(None, args, kwargs, queue))
 
 
 def resource(made: TaskLockConfig, *args: Any, queue: str = "celery", **kwargs: Any) -> str:
@@ -148,7 +165,7 @@ FOUR: dict[str, list[Any]] = {
 
 class TestEveryOptionAtEveryLevel:
     def test_each_is_looked_at(self) -> None:
-        assert set(OPTIONS) == set(FOUR)
+        assert set(OPTION) == set(FOUR)
 
     @pytest.mark.parametrize("name", [n for n in FOUR if n in TaskLockOptions.__dataclass_fields__])
     @pytest.mark.parametrize("queue", ["slow", "slow.eu"], ids=["by name", "by glob"])
@@ -304,7 +321,7 @@ class TestWrongSettings:
         with pytest.raises(SettingsError, match=r"lock_tll.*did you mean 'lock_ttl'"):
             plan(tll=3)
 
-    @pytest.mark.parametrize("on", [name for name in OPTIONS if name.startswith("on_")])
+    @pytest.mark.parametrize("on", [name for name in OPTION if name.startswith("on_")])
     def test_an_option_without_its_on_is_unknown_and_the_right_name_is_proposed(
         self, on: str
     ) -> None:
@@ -450,7 +467,39 @@ class TestWrongSettings:
 
     def test_every_option_has_a_check_and_a_default(self) -> None:
         made = plan()
-        assert set(OPTIONS) == set(type(made.options_for("q")).__dataclass_fields__)
+        assert set(OPTION) == set(type(made.options_for("q")).__dataclass_fields__)
+
+
+class TestTheTables:
+    def test_the_options_are_the_fields_of_a_run_in_the_same_order(self) -> None:
+        assert [option.name for option in OPTIONS] == list(TaskLockOptions.__dataclass_fields__)
+        assert len(OPTION) == len(OPTIONS)
+
+    def test_every_setting_of_the_app_alone_is_a_field_of_its_settings(self) -> None:
+        fields = {one.name for one in dataclasses.fields(AppSettings)}
+        assert len(APP_SETTING) == len(APP_SETTINGS)
+        assert fields - set(APP_SETTING) == {"options", "countdown_cap", "nodes_from"}
+        assert set(APP_SETTING) - fields == set()
+        assert not set(APP_SETTING) & set(OPTION)
+
+    @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+    def test_a_default_passes_its_own_check(self, option: Option) -> None:
+        app = read_app({"redlock_nodes": NODES})
+        assert option.check(app_source(option.name), option.default, app) == option.default
+
+    @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+    def test_a_callable_is_taken_by_the_options_that_say_so(self, option: Option) -> None:
+        refused = None
+        try:
+            plan(**{option.name: lambda *_: "x"})
+        except SettingsError as error:
+            refused = error
+        assert (refused is None) == option.may_be_callable
+
+    @pytest.mark.parametrize("setting", [*OPTIONS, *APP_SETTINGS], ids=lambda one: one.name)
+    def test_the_meaning_is_one_sentence(self, setting: Setting) -> None:
+        assert re.fullmatch(r"[A-Z].*\.", setting.doc)
+        assert not re.search(r"[a-z]\. [A-Z]", setting.doc)
 
 
 class TestOptionsThatExcludeEachOther:
@@ -575,7 +624,7 @@ class TestKeys:
     ) -> None:
         made = plan()
         with pytest.raises(SettingsError) as caught:
-            made.resources(made.options_for("q"), None, args, kwargs, "q")
+            made.resources(made.options_for("q"), TaskCall(None, args, kwargs, "q"))
         said = str(caught.value)
         declared = "shop.f(a, b=2, *rest, **options)"
         assert said.startswith(f"task 'shop.f': arguments={given}: do not fit {declared}: {why}")
@@ -654,7 +703,10 @@ class TestKeys:
 
     def test_a_list_of_templates_comes_through_a_message(self) -> None:
         rules = plan().options_for("q", loads(dumps({"key": ["account:{a}", "account:{b}"]})))
-        assert plan().resources(rules, None, (1, 2), {}, "q") == ("account:1", "account:2")
+        assert plan().resources(rules, TaskCall(None, (1, 2), {}, "q")) == (
+            "account:1",
+            "account:2",
+        )
 
     def test_a_template_shows_values_as_text(self) -> None:
         made = plan(key="stock:{a}:{b}:{task}:{queue}")

@@ -17,7 +17,7 @@ from celery_redlock.operate.lints.facts import facts_of
 from celery_redlock.operate.lints.model import ADVICE, ERROR, WARNING, Lint
 from celery_redlock.operate.lints.rules import lint
 from celery_redlock.tasks.per_app import redlock_of, settings_of
-from celery_redlock.tasks.settings.options import did_you_mean
+from celery_redlock.tasks.settings.sources import did_you_mean
 from celery_redlock.tasks.startup import locked_tasks
 from celery_redlock.tasks.task import LockedTask
 

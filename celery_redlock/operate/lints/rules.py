@@ -21,11 +21,16 @@ from celery_redlock.operate.lints.model import (
     Lint,
     TaskFacts,
 )
-from celery_redlock.tasks.settings.app import CELERY_PREFIX, AppSettings, is_glob, pattern_for
-from celery_redlock.tasks.settings.conf import DEFAULT_PREFIX
-from celery_redlock.tasks.settings.effective import EffectiveOptions
-from celery_redlock.tasks.settings.options import decides_key, did_you_mean, templates_of
-from celery_redlock.tasks.settings.sources import pattern_source
+from celery_redlock.tasks.settings.app import (
+    CELERY_PREFIX,
+    DEFAULT_PREFIX,
+    AppSettings,
+    is_glob,
+    pattern_for,
+)
+from celery_redlock.tasks.settings.levels import decides_key
+from celery_redlock.tasks.settings.sources import EffectiveOptions, did_you_mean, pattern_source
+from celery_redlock.tasks.settings.templates import templates_of
 
 NAMED = 5  # tasks, at the most, in one lint
 
@@ -70,7 +75,7 @@ def _all(facts: Facts) -> Iterator[Lint]:
             pattern = pattern_for(task.queue, facts.settings.queues)
             of_queue = facts.settings.queues[pattern] if pattern else {}
             if not decides_key(task.config.options):
-                task.config.check_key(of_queue, pattern_source("queue", pattern or ""))
+                task.config.keys.check(of_queue, pattern_source("queue", pattern or ""))
         except SettingsError as error:
             hint = f"every run of {task.name} there ends as FAILURE: {error.hint}"
             yield Lint(WARNING, f"{error.level}: {error.name}", error.value, hint)
@@ -261,7 +266,7 @@ def _shared(told: Sequence[tuple[TaskFacts, EffectiveOptions]]) -> Iterator[Lint
     sharing: dict[str, list[EffectiveOptions]] = {}
     for task, rules in told:
         for shape in dict.fromkeys(
-            task.config.shapes(task.config.options_for(task.queue), task.queue)
+            task.config.keys.shapes(task.config.options_for(task.queue), task.queue)
         ):
             sharing.setdefault(shape, []).append(rules)
     for shape, several in sharing.items():

@@ -46,6 +46,7 @@ from celery_redlock.tasks.execution.redelivery import (
     marks_of,
 )
 from celery_redlock.tasks.per_app import redlock_of, settings_of
+from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.signatures import Body
 from celery_redlock.tasks.unique.token import UniqueToken
@@ -204,7 +205,7 @@ def run_locked(task: Any, request: Any, call: Body, args: Sequence[Any], kwargs:
         else queue_of(task.app, route_of(request, slip), plan.queues)
     )
     rules = plan.options_for(queue, slip.options)
-    resources = plan.resources(rules, task, args, kwargs, queue)
+    resources = plan.resources(rules, TaskCall(task, args, kwargs, queue))
     late, over = is_late(task, request), ""
     if late:
         slip = slip.received(request.delivery_info)

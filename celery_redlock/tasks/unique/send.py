@@ -18,7 +18,8 @@ from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import AppSettings
-from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions, check_options
+from celery_redlock.tasks.settings.levels import check_options
+from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
 from celery_redlock.tasks.settings.sources import OptionSource
 from celery_redlock.tasks.unique.claim import UniqueClaim, UniqueSend
 from celery_redlock.tasks.unique.rounds import EarlierSend

@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "a key of the app that a task cannot fill is found at each run",
         "tasks.settings.task_config:_check_config",
-        'plan.check_key({"key": None, **plan.app.options}, app_source)',
+        'keys.check({"key": None, **app.options}, app_source)',
         "pass",
         (
             f"{UNIT}/test_settings.py::"
@@ -91,16 +91,16 @@ MUTANTS = (
     ),
     Mutant(
         "a farther level's key stays in force beside a nearer level's args",
-        "tasks.settings.options:merged",
+        "tasks.settings.levels:merged",
         "            result.update(dict.fromkeys(KEY_OPTIONS))\n",
         "            pass\n",
         (f"{UNIT}/test_args.py::TestOfTwoLevelsTheNearerDecidesBoth",),
     ),
     Mutant(
         "a task that may run once at a time runs once for each of its arguments",
-        "tasks.settings.task_config:TaskLockConfig.resources",
-        "        if rules.args is None:\n",
-        "        if not rules.args:\n",
+        "tasks.settings.keys:TaskKeys.resources",
+        "        if options.args is None:\n",
+        "        if not options.args:\n",
         (
             f"{UNIT}/test_args.py::TestOneResource::"
             "test_is_one_for_all_arguments_where_none_is_named",
@@ -109,9 +109,9 @@ MUTANTS = (
     ),
     Mutant(
         "the same argument names in another order are another lock",
-        "tasks.settings.task_config:TaskLockConfig.resources",
-        "{name: value for name, value in arguments.items() if name in rules.args}",
-        "{name: arguments[name] for name in rules.args if name in arguments}",
+        "tasks.settings.keys:TaskKeys.resources",
+        "{name: value for name, value in arguments.items() if name in options.args}",
+        "{name: arguments[name] for name in options.args if name in arguments}",
         (
             f"{UNIT}/test_args.py::TestOneResource::"
             "test_does_not_depend_on_the_order_of_the_names_or_on_a_repetition",
@@ -137,8 +137,8 @@ MUTANTS = (
     Mutant(
         "an option of a call does not go before its task's",
         "tasks.settings.task_config:TaskLockConfig._levels",
-        "        yield self.options, self.source\n        yield call, call_source\n",
-        "        yield call, call_source\n        yield self.options, self.source\n",
+        "        yield self.options, self.keys.source\n        yield call, call_source\n",
+        "        yield call, call_source\n        yield self.options, self.keys.source\n",
         (f"{UNIT}/test_settings.py",),
         "nearer_level",
     ),
@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     Mutant(
         "all calls without a value for their key share one lock",
-        "tasks.settings.keys:_Formatter.get_field",
+        "tasks.settings.templates:_Formatter.get_field",
         "if value is None:",
         "if False:",
         (f"{UNIT}/test_settings.py",),
