@@ -28,6 +28,7 @@ from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.tasks.settings.options import OPTION
 from celery_redlock.tasks.settings.task_config import compile_config
 from celery_redlock.testing import EmbeddedNode
+from docs import tables
 from tests.pages import PAGES, ROOT, Block, blocks, name_of, on_servers
 
 GIVEN = """
@@ -195,6 +196,13 @@ def test_every_option_is_in_the_table_with_the_default_that_it_has() -> None:
     for name, told in rows.items():
         default = eval(told.removesuffix(" s").strip("`"), {"Backoff": Backoff})
         assert default == getattr(rules, name), name
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_the_tables_of_options_are_those_of_the_package(page: str) -> None:
+    written = (ROOT / page).read_text(encoding="utf-8")
+    assert written.count("<!-- end of table -->") == 2
+    assert written == tables.renewed(page), "run python3 -m docs --tables"
 
 
 def test_every_setting_of_the_app_is_on_the_first_page() -> None:

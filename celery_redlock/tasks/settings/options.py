@@ -132,7 +132,7 @@ OPTIONS = (
         doc="Lease on each node: how long a dead worker's lock stays.",
         details=(
             "Not a guess at the task's length: a running task renews its lock. At least four "
-            "`redlock_node_timeout`, at most `redlock_max_ttl`."
+            "times `redlock_node_timeout`, at most `redlock_max_ttl`."
         ),
     ),
     Option(
@@ -211,15 +211,15 @@ OPTIONS = (
         name="on_unreachable", check=_one_of("defer", "fail", "run"), default="defer",
         values='`"defer"`, `"fail"` or `"run"`',
         doc="What to do if no quorum answers.",
-        details='`"defer"`, `"fail"`, or `"run"`: without a lock, and a log line says so.',
+        details='`"defer"`, `"fail"`, or `"run"`: without a lock, with an error in the log.',
     ),
     Option(
         name="limit", check=_limit, default=1,
         values="a whole number, 1 or more",
         doc="Permits: how many may hold the lock at once.",
         details=(
-            "If clients differ, they are together never more than the largest limit. Above 1 "
-            "neither with several resources nor with `fencing`."
+            "If clients set different limits, they are together never more than the largest one. "
+            "Above 1 neither with several resources nor with `fencing`."
         ),
     ),
     Option(
@@ -242,8 +242,8 @@ OPTIONS = (
         name="unique_until", check=_one_of("started", "finished", "expired"), default="finished",
         values='`"started"`, `"finished"` or `"expired"`',
         doc=(
-            'What ends that time: the body has `"started"`, the run has `"finished"`, or '
-            '`unique_for` has `"expired"`.'
+            'What ends the time of `unique_for`: the body has `"started"`, the run has '
+            '`"finished"`, or the time has `"expired"`.'
         ),
     ),
     Option(
