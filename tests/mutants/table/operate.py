@@ -58,8 +58,8 @@ MUTANTS = (
     Mutant(
         "one task that cannot be meant ends the lints of all others",
         "operate.lints.rules:_all",
-        "            continue\n        told.append",
-        "            return\n        told.append",
+        "error.value, hint)\n",
+        "error.value, hint)\n            return\n",
         (f"{UNIT}/test_lints.py::test_a_task_that_cannot_be_meant_leaves_other_tasks_their_lints",),
     ),
     Mutant(
@@ -136,9 +136,9 @@ MUTANTS = (
     ),
     Mutant(
         "an option of a call does not go before its task's",
-        "tasks.settings.task_config:TaskLockConfig._levels",
-        "        yield self.options, self.keys.source\n        yield call, call_source\n",
-        "        yield call, call_source\n        yield self.options, self.keys.source\n",
+        "tasks.settings.task_config:TaskLockConfig._merge",
+        "whole = merged(inherited, call)",
+        "whole = merged(call, inherited)",
         (f"{UNIT}/test_settings.py",),
         "nearer_level",
     ),
