@@ -22,16 +22,16 @@ def digest(arguments: Mapping[str, Any], task: str) -> str:
     (a tuple and a list, an enum and its value, a dict's keys), and values that JSON keeps apart
     stay apart ("1" and 1, 1 and True). Raises SettingsError for a value without a stable form.
     """
-    parts = []
+    text = ""
     for name, value in arguments.items():
         if type(value) in PLAIN:
-            parts.append(f"{name}={value!r}")
+            text += f"\x00{name}={value!r}"
             continue
         try:
-            parts.append(f"{name}={canonical(value)}")
+            text += f"\x00{name}={canonical(value)}"
         except TypeError as error:
             raise unstable(task, f"argument {name!r}", value, error) from None
-    return hashlib.sha256(encoded("\x00".join(parts))).hexdigest()[:32]
+    return hashlib.sha256(encoded(text[1:])).hexdigest()[:32]
 
 
 def unstable(task: str, what: str, value: Any, error: TypeError) -> SettingsError:

@@ -31,6 +31,8 @@ from celery_redlock.tasks.settings.templates import (
     templates_of,
 )
 
+# The names of all parameters, how many of them may stand by position, and the defaults.
+SimpleParameters = tuple[tuple[str, ...], int, Mapping[str, Any]]
 ANY_ARGUMENTS = "any-arguments"  # instead of a digest, if no argument is part of the key
 
 
@@ -126,25 +128,30 @@ class TaskKeys:
         the function.
         """
         key = options.key
+        if key is None:
+            return (self._own_resource(options, call),)
+        if type(key) is str:
+            return (self._filled(key, self._bind(call.args, call.kwargs), call.queue),)
         if key is False:
             return ()
         if callable(key):
             return self._called(options, call)
         arguments = self._bind(call.args, call.kwargs)
-        if type(key) is str:
-            return (self._filled(key, arguments, call.queue),)
-        if key is not None:
-            return tuple(self._filled(text, arguments, call.queue) for text in templates_of(key))
+        return tuple(self._filled(text, arguments, call.queue) for text in templates_of(key))
+
+    def _own_resource(self, options: TaskLockOptions, call: TaskCall) -> str:
+        """Return the resource of this task alone, made from all arguments or those in `args`."""
+        arguments = self._bind(call.args, call.kwargs)
         if options.args is None:
-            return (f"{self.task_name}:{digest(arguments, self.task_name)}",)
+            return f"{self.task_name}:{digest(arguments, self.task_name)}"
         if not options.args:
-            return (f"{self.task_name}:{ANY_ARGUMENTS}",)
+            return f"{self.task_name}:{ANY_ARGUMENTS}"
         chosen = {name: value for name, value in arguments.items() if name in options.args}
         if len(chosen) < len(options.args):
             # a queue's names cannot be checked against every task when the app finalizes
             pattern = pattern_for(call.queue, self.app.queues) or call.queue
             self._check_names(options.args, pattern_source("queue", pattern)("args"))
-        return (f"{self.task_name}:{digest(chosen, self.task_name)}",)
+        return f"{self.task_name}:{digest(chosen, self.task_name)}"
 
     def shapes(self, options: TaskLockOptions, queue: str) -> tuple[str, ...]:
         """Return the resources of any call, with {} for each argument; () if they are not known.
@@ -189,15 +196,18 @@ class TaskKeys:
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return every argument by its name, defaults included, in the signature's order."""
-        bound = None if self._simple is None else _bind_simple(*self._simple, args, kwargs)
+        simple = self._simple
+        if simple is None:
+            return self._bind_any(args, kwargs)
+        names, plain, _ = simple
+        if not kwargs and len(args) == plain == len(names):
+            return dict(zip(names, args, strict=True))  # every argument by position
+        bound = _bind_simple(simple, args, kwargs)
         return self._bind_any(args, kwargs) if bound is None else bound
 
     @functools.cached_property
-    def _simple(self) -> tuple[tuple[str, ...], int, Mapping[str, Any]] | None:
-        """The names of the parameters, how many may stand by position, and the defaults.
-
-        None if a parameter is of another kind than plain or keyword-only.
-        """
+    def _simple(self) -> SimpleParameters | None:
+        """The parameters, None if one is of another kind than plain or keyword-only."""
         parameters = self.signature.parameters.values()
         kinds = [parameter.kind for parameter in parameters]
         plain = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -232,22 +242,14 @@ class TaskKeys:
 
 
 def _bind_simple(
-    names: Sequence[str],
-    plain: int,
-    defaults: Mapping[str, Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    parameters: SimpleParameters, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
-    """Return what `Signature.bind` gives, at a fraction of its cost; None for what does not fit.
-
-    names: all parameters, of which the first `plain` may stand by position.
-    """
+    """Return what `Signature.bind` gives, at a fraction of its cost; None if they do not fit."""
+    names, plain, defaults = parameters
     count, used = len(args), 0
     if count > plain:
         return None
     bound = dict(zip(names, args, strict=False))
-    if count == len(names):
-        return None if kwargs else bound
     for name in names[count:]:
         if name in kwargs:
             bound[name] = kwargs[name]

@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "a task that may run once at a time runs once for each of its arguments",
-        "tasks.settings.keys:TaskKeys.resources",
+        "tasks.settings.keys:TaskKeys._own_resource",
         "        if options.args is None:\n",
         "        if not options.args:\n",
         (
@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "the same argument names in another order are another lock",
-        "tasks.settings.keys:TaskKeys.resources",
+        "tasks.settings.keys:TaskKeys._own_resource",
         "{name: value for name, value in arguments.items() if name in options.args}",
         "{name: arguments[name] for name in options.args if name in arguments}",
         (
