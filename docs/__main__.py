@@ -1,7 +1,11 @@
-"""Build the site into build/site: `python3 -m docs`; a warning is an error."""
+"""Build the site into build/site: `python3 -m docs`; a warning is an error.
+
+`python3 -m docs --tables` writes the pages' tables of options anew, and builds nothing.
+"""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -9,8 +13,12 @@ from example_worker.bootstrap import REPOSITORY, ensure
 
 
 def main() -> int:
-    """Return the exit status: 0 where the site is built and nothing was wrong."""
+    """Return the exit status: 0 if the site is built without a warning, or the tables written."""
     ensure("dev")
+    if sys.argv[1:] == ["--tables"]:
+        tables = importlib.import_module("docs.tables")  # it needs the environment
+        tables.write()
+        return 0
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     where = ["-c", "docs", "-d", "build/doctrees", ".", "build/site"]
     failed = subprocess.run([*build, *where], cwd=REPOSITORY, check=False).returncode

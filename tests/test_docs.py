@@ -23,10 +23,12 @@ from prometheus_client import CollectorRegistry
 from celery_redlock import Backoff
 from celery_redlock.operate.cli.group import redlock as redlock_command
 from celery_redlock.operate.metrics.counters import Metrics
+from celery_redlock.tasks.settings.app import APP_SETTING
 from celery_redlock.tasks.settings.conf import read_app
-from celery_redlock.tasks.settings.options import APP_ONLY, OPTIONS
+from celery_redlock.tasks.settings.options import OPTION
 from celery_redlock.tasks.settings.task_config import compile_config
 from celery_redlock.testing import EmbeddedNode
+from docs import tables
 from tests.pages import PAGES, ROOT, Block, blocks, name_of, on_servers
 
 GIVEN = """
@@ -187,18 +189,25 @@ def option_rows() -> dict[str, str]:
 
 def test_every_option_is_in_the_table_with_the_default_that_it_has() -> None:
     rows = option_rows()
-    assert list(rows) == list(OPTIONS)
+    assert list(rows) == list(OPTION)
     app = read_app({"redlock_nodes": ["redis://a"]})
-    rules = compile_config(app, "f", {}, inspect.signature(lambda: None)).rules("celery")
+    rules = compile_config(app, "f", {}, inspect.signature(lambda: None)).options_for("celery")
     assert rows.pop("key") == "all arguments"
     for name, told in rows.items():
         default = eval(told.removesuffix(" s").strip("`"), {"Backoff": Backoff})
         assert default == getattr(rules, name), name
 
 
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_the_tables_of_options_are_those_of_the_package(page: str) -> None:
+    written = (ROOT / page).read_text(encoding="utf-8")
+    assert written.count("<!-- end of table -->") == 2
+    assert written == tables.renewed(page), "run python3 -m docs --tables"
+
+
 def test_every_setting_of_the_app_is_on_the_first_page() -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in APP_ONLY if not re.search(rf"\bredlock_{name}\b", page)] == []
+    assert [name for name in APP_SETTING if not re.search(rf"\bredlock_{name}\b", page)] == []
 
 
 def test_every_command_metric_and_event_is_on_its_page() -> None:

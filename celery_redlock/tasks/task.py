@@ -24,8 +24,10 @@ from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution.run import lock_of, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
-from celery_redlock.tasks.settings.effective import EffectiveOptions
-from celery_redlock.tasks.settings.options import TaskLockOptions, check_outside
+from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.settings.levels import check_outside
+from celery_redlock.tasks.settings.options import TaskLockOptions
+from celery_redlock.tasks.settings.sources import EffectiveOptions
 from celery_redlock.tasks.settings.task_config import TaskLockConfig
 from celery_redlock.tasks.signatures import is_wrapper
 from celery_redlock.tasks.unique.receivers import options_to_message
@@ -120,8 +122,8 @@ class LockedTask(Task):
         if "wait" in kwargs and "wait" not in config.signature.parameters:
             wait = check_wait(f"task {self.name!r}", "lock_for(wait=...)", kwargs.pop("wait"))
         queue = queue_of_send(self, args, kwargs)
-        options = config.rules(queue)
-        resources = in_order(config.resources(options, self, args, kwargs, queue))
+        options = config.options_for(queue)
+        resources = in_order(config.resources(options, TaskCall(self, args, kwargs, queue)))
         if not resources:
             raise RedlockError(f"{self.name} takes no lock: its lock_key is False")
         return lock_of(self, options, resources, f"lock_for {self.name}", wait=wait)
@@ -135,7 +137,8 @@ class LockedTask(Task):
         `str()` of the result is a table. Raises SettingsError.
         """
         own = queue_of_send(self, (), {}) if queue is None else queue
-        return config_of(self).told(own, self._checked_call({} if lock is None else lock))
+        of_call = self._checked_call({} if lock is None else lock)
+        return config_of(self).effective_options(own, of_call)
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Send the task, as Celery does; `lock={"ttl": 60}` sets options for this call alone.
@@ -180,7 +183,7 @@ class LockedTask(Task):
             queue = queue_of_send(
                 self, args, kwargs, {k: options[k] for k in options if k != "lock"}
             )
-        lock_options = config.rules(queue, of_call)
+        lock_options = config.options_for(queue, of_call)
         return None if lock_options.unique_for is None else (queue, lock_options)
 
     def _send_unique(
@@ -193,7 +196,8 @@ class LockedTask(Task):
     ) -> Any:
         """Send the task unless the send is a duplicate."""
         queue, lock_options = found
-        resources = config.resources(lock_options, self, args or (), kwargs or {}, queue)
+        call_of = TaskCall(self, args or (), kwargs or {}, queue)
+        resources = config.resources(lock_options, call_of)
         if not resources:
             return super().apply_async(args, kwargs, **options)
         call = UniqueCall(self.app, self.name, resources, lock_options, options)

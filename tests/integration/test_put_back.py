@@ -227,7 +227,7 @@ def test_early_acknowledged_it_ends_as_failure_where_the_worker_stops(
         run_refused(task, id=task_id)
     meta = task.backend.get_task_meta(task_id, cache=False)
     assert meta["status"] == "FAILURE"
-    assert "put back nowhere" in str(meta["result"])
+    assert "republished nowhere" in str(meta["result"])
 
 
 NOT_TO_BE_SENT = {"headers": {"tenant": object()}}

@@ -425,7 +425,7 @@ app.worker_main(["worker", "-P", "solo", "-l", "CRITICAL", "--without-mingle"])
 
 def test_what_a_task_goes_by_and_where_it_is_said(stage: Stage) -> None:
     told = named(stage, "plain").lock_options(lock={"ttl": 40})
-    places = {one.name: str(one.place) for one in told.options}
+    places = {one.name: str(one.source) for one in told.options}
     assert places["key"] == "task 'vendor.ever*': redlock_tasks['vendor.ever*']['key']"
     assert (told["ttl"].value, places["ttl"]) == (40.0, "call: lock={'ttl'}")
     assert places["wait"] == "built-in"

@@ -47,7 +47,7 @@ def transfer(self: LockedTask, a: str, b: str) -> int:
 def told(task: LockedTask) -> str:
     options = task.lock_options("imports", lock={"ttl": 40})
     ttl = options["ttl"]
-    print(ttl.value, ttl.place.level, ttl.place.name)
+    print(ttl.value, ttl.source.level, ttl.source.name)
     return str(options)
 
 

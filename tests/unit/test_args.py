@@ -15,6 +15,7 @@ from celery_redlock import LockedTask, SettingsError
 from celery_redlock.operate.lints.facts import facts_of
 from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.tasks.settings.digest import digest
+from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.task_config import TaskLockConfig, compile_config
 
 NODES = ["redis://a", "redis://b", "redis://c"]
@@ -33,7 +34,7 @@ def plan(conf: dict[str, Any] | None = None, **lock: Any) -> TaskLockConfig:
 
 def resource(made: TaskLockConfig, *args: Any, call: Any = None, **kwargs: Any) -> str:
     """Return the one resource of a run in queue q."""
-    (one,) = made.resources(made.rules("q", call), None, args, kwargs, "q")
+    (one,) = made.resources(made.options_for("q", call), TaskCall(None, args, kwargs, "q"))
     return one
 
 
@@ -176,27 +177,27 @@ class TestOfTwoLevelsTheNearerDecidesBoth:
 
     def test_permits_are_checked_with_what_is_near(self) -> None:
         conf = {"redlock_key": ["x:{sku}", "y:{sku}"]}
-        assert plan(conf, args=["sku"], limit=2).rules("q").limit == 2
+        assert plan(conf, args=["sku"], limit=2).options_for("q").limit == 2
         with pytest.raises(SettingsError, match="of one resource"):
             plan({"redlock_args": []}, limit=2).check_call({"key": ["x", "y"]})
         plan(conf).check_call({"args": [], "limit": 2})
 
     def test_who_decided_is_told_of_both(self) -> None:
-        told = plan({"redlock_key": "far"}, args=["sku"]).told("q")
+        told = plan({"redlock_key": "far"}, args=["sku"]).effective_options("q")
         assert (told["key"].value, told["args"].value) == (None, ("sku",))
         place = "task 'shop.take': lock_args"
-        assert [str(told[name].place) for name in ("key", "args")] == [place, place]
+        assert [str(told[name].source) for name in ("key", "args")] == [place, place]
         rows = {line.split()[0]: line for line in str(told).splitlines()[1:]}
         assert "None" in rows["key"]
         assert "['sku']" in rows["args"]
-        told = plan({"redlock_args": []}).told("q", {"key": "near"})
+        told = plan({"redlock_args": []}).effective_options("q", {"key": "near"})
         assert (told["key"].value, told["args"].value) == ("near", None)
-        assert str(told["args"].place) == "call: lock={'key'}"
+        assert str(told["args"].source) == "call: lock={'key'}"
 
     def test_each_has_its_own_place_where_both_are_written(self) -> None:
-        told = plan(key=None, args=["sku"]).told("q")
-        assert str(told["key"].place) == "task 'shop.take': lock_key"
-        assert str(told["args"].place) == "task 'shop.take': lock_args"
+        told = plan(key=None, args=["sku"]).effective_options("q")
+        assert str(told["key"].source) == "task 'shop.take': lock_key"
+        assert str(told["args"].source) == "task 'shop.take': lock_args"
 
 
 def test_a_message_carries_the_names_of_its_call_and_nothing_more() -> None:

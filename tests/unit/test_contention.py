@@ -31,7 +31,7 @@ AWAY = QuorumUnreachable("stock:7", ["a:1: refused"], 2)
 def rules(**lock: Any) -> TaskLockOptions:
     app = read_app({"redlock_nodes": ["redis://a"]})
     named = {f"lock_{name}": value for name, value in lock.items()}
-    return compile_config(app, "t", named, inspect.signature(lambda: None)).rules("q")
+    return compile_config(app, "t", named, inspect.signature(lambda: None)).options_for("q")
 
 
 class Past(NamedTuple):

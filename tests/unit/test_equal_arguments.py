@@ -25,6 +25,7 @@ from kombu.serialization import dumps, loads
 
 from celery_redlock import LockedTask, SettingsError
 from celery_redlock.tasks.settings.conf import read_app
+from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.task_config import TaskLockConfig, compile_config
 
 SERIALIZERS = ["json", "pickle", "yaml", "msgpack"]
@@ -50,12 +51,15 @@ PLANS = [*(plan(key) for key in KEYS), plan(args=("a",))]
 
 def keys(value: Any) -> list[str]:
     """Return the key that each way of making one gives for an argument."""
-    return [made.resources(made.rules("q"), None, (value,), {}, "q")[0] for made in PLANS]
+    return [
+        made.resources(made.options_for("q"), TaskCall(None, (value,), {}, "q"))[0]
+        for made in PLANS
+    ]
 
 
 def filled(template: str, *args: Any, **kwargs: Any) -> str:
     made = plan(template)
-    return made.resources(made.rules("q"), None, args, kwargs, "q")[0]
+    return made.resources(made.options_for("q"), TaskCall(None, args, kwargs, "q"))[0]
 
 
 def over_the_wire(value: Any, serializer: str) -> Any:

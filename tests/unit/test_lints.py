@@ -10,9 +10,10 @@ from celery import Celery
 from kombu import Exchange, Queue
 
 from celery_redlock import LockedTask
+from celery_redlock.operate.lints.app_rules import lint_queues
 from celery_redlock.operate.lints.facts import declared_queues, facts_of, visibility_of
 from celery_redlock.operate.lints.model import Facts, Lint, TaskFacts
-from celery_redlock.operate.lints.rules import lint, lint_queues
+from celery_redlock.operate.lints.rules import lint
 from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.tasks.settings.task_config import compile_adopted_config, compile_config
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import enum
 import inspect
+import re
 import sys
 import uuid
 from collections.abc import Callable
@@ -21,10 +23,25 @@ from redis.sentinel import Sentinel
 from celery_redlock import Backoff, LockedTask, SettingsError
 from celery_redlock.lock.validation import check_nodes
 from celery_redlock.tasks.per_app import command_line_name, settings_of
-from celery_redlock.tasks.settings.app import pattern_for
+from celery_redlock.tasks.settings.app import (
+    APP_SETTING,
+    APP_SETTINGS,
+    AppSettings,
+    Setting,
+    pattern_for,
+)
 from celery_redlock.tasks.settings.conf import check_known_names, one_redis, read_app
 from celery_redlock.tasks.settings.digest import canonical, digest
-from celery_redlock.tasks.settings.options import BUILT_IN, OPTIONS, TaskLockOptions, check_outside
+from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.settings.levels import check_outside
+from celery_redlock.tasks.settings.options import (
+    BUILT_IN,
+    OPTION,
+    OPTIONS,
+    Option,
+    TaskLockOptions,
+)
+from celery_redlock.tasks.settings.sources import app_source
 from celery_redlock.tasks.settings.task_config import (
     TaskLockConfig,
     compile_adopted_config,
@@ -49,7 +66,7 @@ def plan(
 def resources(
     made: TaskLockConfig, *args: Any, queue: str = "celery", **kwargs: Any
 ) -> tuple[str, ...]:
-    return made.resources(made.rules(queue), None, args, kwargs, queue)
+    return made.resources(made.options_for(queue), TaskCall(None, args, kwargs, queue))
 
 
 def resource(made: TaskLockConfig, *args: Any, queue: str = "celery", **kwargs: Any) -> str:
@@ -84,42 +101,42 @@ class TestLevels:
             "redlock_queues": {"slow": {"wait": 2, "max_wait": 2, "ttl": 12}},
         }
         made = plan(conf, max_wait=3, ttl=13)
-        rules = made.rules("slow", {"ttl": 14})
+        rules = made.options_for("slow", {"ttl": 14})
         assert (rules.on_give_up, rules.wait, rules.max_wait, rules.ttl) == ("skip", 2, 3, 14)
         assert rules.on_conflict == BUILT_IN["on_conflict"]
-        assert made.rules("other").wait == 1
+        assert made.options_for("other").wait == 1
 
     def test_none_is_a_value_and_overrides_too(self) -> None:
         made = plan({"redlock_max_wait": 9, "redlock_key": "x:{a}"}, max_wait=None, key=None)
-        assert made.rules("q").max_wait is None
-        assert made.rules("q").key is None
+        assert made.options_for("q").max_wait is None
+        assert made.options_for("q").key is None
 
     def test_a_queues_exact_name_goes_before_globs_and_globs_in_their_order(self) -> None:
         queues = {"imp*": {"wait": 1}, "import*": {"wait": 2}, "imports": {"wait": 3}}
         made = plan({"redlock_queues": queues})
-        assert [made.rules(q).wait for q in ("imports", "imports.eu", "x")] == [3, 1, 0]
+        assert [made.options_for(q).wait for q in ("imports", "imports.eu", "x")] == [3, 1, 0]
 
     def test_a_calls_option_that_came_by_a_message_is_checked(self) -> None:
         with pytest.raises(SettingsError, match=r"call: lock=\{'ttl'\}=-1"):
-            plan().rules("q", {"ttl": -1})
+            plan().options_for("q", {"ttl": -1})
 
     def test_a_calls_key_is_checked_against_the_function(self) -> None:
         with pytest.raises(SettingsError, match="no argument 'skuu'"):
-            plan().rules("q", {"key": "stock:{skuu}"})
+            plan().options_for("q", {"key": "stock:{skuu}"})
 
     def test_the_default_ttl_stays_below_a_smaller_max_ttl(self) -> None:
-        assert plan({"redlock_max_ttl": 10}).rules("q").ttl == 10
+        assert plan({"redlock_max_ttl": 10}).options_for("q").ttl == 10
 
     def test_permits_and_fencing_can_be_set_at_every_level(self) -> None:
         conf = {"redlock_limit": 2, "redlock_queues": {"wide": {"limit": 9}}}
         made = plan(conf)
-        assert [made.rules(queue).limit for queue in ("celery", "wide")] == [2, 9]
-        assert made.rules("wide", {"limit": 4}).limit == 4
-        assert plan().rules("q", {"fencing": True}).fencing
-        assert (plan().rules("q").limit, plan().rules("q").fencing) == (1, False)
+        assert [made.options_for(queue).limit for queue in ("celery", "wide")] == [2, 9]
+        assert made.options_for("wide", {"limit": 4}).limit == 4
+        assert plan().options_for("q", {"fencing": True}).fencing
+        assert (plan().options_for("q").limit, plan().options_for("q").fencing) == (1, False)
 
     def test_a_backoff_travels_as_a_mapping(self) -> None:
-        rules = plan().rules("q", {"backoff": Backoff(1, 2).to_message()})
+        rules = plan().options_for("q", {"backoff": Backoff(1, 2).to_message()})
         assert rules.backoff == Backoff(1, 2)
 
 
@@ -148,7 +165,7 @@ FOUR: dict[str, list[Any]] = {
 
 class TestEveryOptionAtEveryLevel:
     def test_each_is_looked_at(self) -> None:
-        assert set(OPTIONS) == set(FOUR)
+        assert set(OPTION) == set(FOUR)
 
     @pytest.mark.parametrize("name", [n for n in FOUR if n in TaskLockOptions.__dataclass_fields__])
     @pytest.mark.parametrize("queue", ["slow", "slow.eu"], ids=["by name", "by glob"])
@@ -166,13 +183,13 @@ class TestEveryOptionAtEveryLevel:
         ]
         default = 30.0 if name == "ttl" else BUILT_IN[name]
         for (made, call, place), value in zip(levels, [default, *FOUR[name]], strict=True):
-            assert getattr(made.rules(queue, call), name) == value
-            told = made.told(queue, call)[name]
-            assert (told.value, str(told.place)) == (value, place)
+            assert getattr(made.options_for(queue, call), name) == value
+            told = made.effective_options(queue, call)[name]
+            assert (told.value, str(told.source)) == (value, place)
 
     def test_they_are_a_table_as_text(self) -> None:
         lines = str(
-            plan({"redlock_ttl": 11}, on_conflict=lambda c: "skip").told("slow")
+            plan({"redlock_ttl": 11}, on_conflict=lambda c: "skip").effective_options("slow")
         ).splitlines()
         assert lines[0] == "shop.f in queue slow"
         assert "all arguments" in lines[1]
@@ -187,9 +204,9 @@ class TestTasksOfOthers:
 
     def test_an_entry_stands_where_a_tasks_own_options_do(self) -> None:
         made = self.others({"vendor.*": {"wait": 3, "args": ["a"]}}, "vendor.*")
-        told = made.told("q", {"wait": 4})
+        told = made.effective_options("q", {"wait": 4})
         assert [told[name].value for name in ("args", "ttl", "wait")] == [("a",), 11, 4]
-        assert str(told["args"].place) == "task 'vendor.*': redlock_tasks['vendor.*']['args']"
+        assert str(told["args"].source) == "task 'vendor.*': redlock_tasks['vendor.*']['args']"
 
     def test_a_callable_may_stand_there(self) -> None:
         made = self.others({"vendor.*": {"key": lambda task, args, kwargs: "x"}}, "vendor.*")
@@ -304,7 +321,7 @@ class TestWrongSettings:
         with pytest.raises(SettingsError, match=r"lock_tll.*did you mean 'lock_ttl'"):
             plan(tll=3)
 
-    @pytest.mark.parametrize("on", [name for name in OPTIONS if name.startswith("on_")])
+    @pytest.mark.parametrize("on", [name for name in OPTION if name.startswith("on_")])
     def test_an_option_without_its_on_is_unknown_and_the_right_name_is_proposed(
         self, on: str
     ) -> None:
@@ -373,7 +390,7 @@ class TestWrongSettings:
         with pytest.raises(SettingsError, match="callables stand at task and app level only"):
             plan({"redlock_queues": {"q": {"key": value}}})
         with pytest.raises(SettingsError, match="callables stand at task and app level only"):
-            plan().rules("q", {"on_conflict": value})
+            plan().options_for("q", {"on_conflict": value})
 
     @pytest.mark.parametrize(
         ("setting", "value", "words"),
@@ -412,16 +429,16 @@ class TestWrongSettings:
 
     def test_a_built_in_ttl_that_holds_for_no_run_is_not_checked(self) -> None:
         slow = {"redlock_node_timeout": 60, "redlock_max_ttl": 600}
-        assert plan({**slow, "redlock_ttl": 300}).rules("q").ttl == 300
-        assert plan(slow, ttl=300).rules("q").ttl == 300
+        assert plan({**slow, "redlock_ttl": 300}).options_for("q").ttl == 300
+        assert plan(slow, ttl=300).options_for("q").ttl == 300
         plan(slow, key=False)
 
     def test_a_call_that_brings_the_built_in_ttl_into_force_has_it_checked(self) -> None:
         slow = {"redlock_node_timeout": 60, "redlock_max_ttl": 600}
         of_queue = {"redlock_queues": {"*": {"ttl": 300}}}
-        assert plan({**slow, **of_queue}).rules("q").ttl == 300
+        assert plan({**slow, **of_queue}).options_for("q").ttl == 300
         with pytest.raises(SettingsError, match="at least 4 x"):
-            plan(slow, key=False).rules("q", {"key": "k"})
+            plan(slow, key=False).options_for("q", {"key": "k"})
 
     @pytest.mark.parametrize(
         "url",
@@ -450,7 +467,39 @@ class TestWrongSettings:
 
     def test_every_option_has_a_check_and_a_default(self) -> None:
         made = plan()
-        assert set(OPTIONS) == set(type(made.rules("q")).__dataclass_fields__)
+        assert set(OPTION) == set(type(made.options_for("q")).__dataclass_fields__)
+
+
+class TestTheTables:
+    def test_the_options_are_the_fields_of_a_run_in_the_same_order(self) -> None:
+        assert [option.name for option in OPTIONS] == list(TaskLockOptions.__dataclass_fields__)
+        assert len(OPTION) == len(OPTIONS)
+
+    def test_every_setting_of_the_app_alone_is_a_field_of_its_settings(self) -> None:
+        fields = {one.name for one in dataclasses.fields(AppSettings)}
+        assert len(APP_SETTING) == len(APP_SETTINGS)
+        assert fields - set(APP_SETTING) == {"options", "countdown_cap", "nodes_from"}
+        assert set(APP_SETTING) - fields == set()
+        assert not set(APP_SETTING) & set(OPTION)
+
+    @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+    def test_a_default_passes_its_own_check(self, option: Option) -> None:
+        app = read_app({"redlock_nodes": NODES})
+        assert option.check(app_source(option.name), option.default, app) == option.default
+
+    @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+    def test_a_callable_is_taken_by_the_options_that_say_so(self, option: Option) -> None:
+        refused = None
+        try:
+            plan(**{option.name: lambda *_: "x"})
+        except SettingsError as error:
+            refused = error
+        assert (refused is None) == option.may_be_callable
+
+    @pytest.mark.parametrize("setting", [*OPTIONS, *APP_SETTINGS], ids=lambda one: one.name)
+    def test_the_meaning_is_one_sentence(self, setting: Setting) -> None:
+        assert re.fullmatch(r"[A-Z].*\.", setting.doc)
+        assert not re.search(r"[a-z]\. [A-Z]", setting.doc)
 
 
 class TestOptionsThatExcludeEachOther:
@@ -474,20 +523,20 @@ class TestOptionsThatExcludeEachOther:
             plan(conf, **lock)
 
     def test_what_the_nearer_level_sets_right_is_right(self) -> None:
-        assert plan({"redlock_limit": 3}, fencing=True, limit=1).rules("q").fencing
+        assert plan({"redlock_limit": 3}, fencing=True, limit=1).options_for("q").fencing
 
     def test_those_of_a_queue_are_found_where_a_run_comes_through_it(self) -> None:
         made = plan({"redlock_queues": {"narrow": {"limit": 3}}}, fencing=True)
-        assert made.rules("other").fencing
+        assert made.options_for("other").fencing
         with pytest.raises(SettingsError, match=r"task 'shop.f' in queue 'narrow': limit=3"):
-            made.rules("narrow")
+            made.options_for("narrow")
 
     @pytest.mark.parametrize("call", [{"limit": 3}, {"limit": 2, "key": ["a:{a}", "b:{b}"]}])
     def test_those_of_a_call_are_found_at_the_call_and_in_its_message(
         self, call: dict[str, Any]
     ) -> None:
         made = plan(fencing=True)
-        for use in (made.check_call, lambda options: made.rules("q", options)):
+        for use in (made.check_call, lambda options: made.options_for("q", options)):
             with pytest.raises(SettingsError, match="call: limit="):
                 use(call)
 
@@ -575,7 +624,7 @@ class TestKeys:
     ) -> None:
         made = plan()
         with pytest.raises(SettingsError) as caught:
-            made.resources(made.rules("q"), None, args, kwargs, "q")
+            made.resources(made.options_for("q"), TaskCall(None, args, kwargs, "q"))
         said = str(caught.value)
         declared = "shop.f(a, b=2, *rest, **options)"
         assert said.startswith(f"task 'shop.f': arguments={given}: do not fit {declared}: {why}")
@@ -653,8 +702,11 @@ class TestKeys:
         assert resource(plan(key=["account:{a}"]), 1) == "account:1"
 
     def test_a_list_of_templates_comes_through_a_message(self) -> None:
-        rules = plan().rules("q", loads(dumps({"key": ["account:{a}", "account:{b}"]})))
-        assert plan().resources(rules, None, (1, 2), {}, "q") == ("account:1", "account:2")
+        rules = plan().options_for("q", loads(dumps({"key": ["account:{a}", "account:{b}"]})))
+        assert plan().resources(rules, TaskCall(None, (1, 2), {}, "q")) == (
+            "account:1",
+            "account:2",
+        )
 
     def test_a_template_shows_values_as_text(self) -> None:
         made = plan(key="stock:{a}:{b}:{task}:{queue}")

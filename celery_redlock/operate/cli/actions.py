@@ -25,7 +25,7 @@ from celery_redlock.operate.cli.render import (
 )
 from celery_redlock.operate.control import Holder
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.settings.options import did_you_mean
+from celery_redlock.tasks.settings.sources import did_you_mean
 
 
 @redlock.command("break")

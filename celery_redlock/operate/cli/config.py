@@ -17,7 +17,7 @@ from celery_redlock.operate.lints.facts import facts_of
 from celery_redlock.operate.lints.model import ADVICE, ERROR, WARNING, Lint
 from celery_redlock.operate.lints.rules import lint
 from celery_redlock.tasks.per_app import redlock_of, settings_of
-from celery_redlock.tasks.settings.options import did_you_mean
+from celery_redlock.tasks.settings.sources import did_you_mean
 from celery_redlock.tasks.startup import locked_tasks
 from celery_redlock.tasks.task import LockedTask
 
@@ -34,7 +34,7 @@ def options(ctx: click.Context, task: str, queue: str | None, as_json: bool) -> 
         for line in str(effective).split("\n"):
             print_line(line)
         return
-    rows = {one.name: {"value": one.value, "from": str(one.place)} for one in effective.options}
+    rows = {one.name: {"value": one.value, "from": str(one.source)} for one in effective.options}
     print_json({"task": effective.task, "queue": effective.queue, "options": rows})
 
 

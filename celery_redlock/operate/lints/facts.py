@@ -1,4 +1,4 @@
-"""The facts of an app that the lints look at."""
+"""Collects the facts of an app that the rules look at."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from celery_redlock.lock.transport.address import parse_address
-from celery_redlock.operate.lints.model import Facts, TaskFacts
+from celery_redlock.operate.lints.model import TRANSPORT_OPTIONS, Facts, TaskFacts
 from celery_redlock.tasks.declaration import ENTRY, config_of
 from celery_redlock.tasks.delivery.route import has_quorum_queues, queue_of_send
 from celery_redlock.tasks.per_app import settings_of
@@ -19,19 +19,12 @@ from celery_redlock.tasks.task import LockedTask
 
 logger = logging.getLogger(__name__)
 
-# s: kombu's own, by transport; other transports have no such timeout
-VISIBILITIES = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
-
-
-# by the setting of a Redis, what `global_keyprefix` stands in
-TRANSPORT_OPTIONS = {
-    "broker_url": "broker_transport_options",
-    "result_backend": "result_backend_transport_options",
-}
+# Seconds: kombu's own defaults, by transport; other transports have no such timeout.
+VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
 
 
 def facts_of(app: Any) -> Facts:
-    """Collect what `lint` looks at, from an app with all its tasks; raises SettingsError."""
+    """Return the facts of an app with all its tasks; raises SettingsError."""
     conf = app.conf
     return Facts(
         settings=settings_of(app),
@@ -39,7 +32,7 @@ def facts_of(app: Any) -> Facts:
         queues=tuple(app.amqp.queues),
         creates_queues=bool(conf.task_create_missing_queues),
         prefetch=conf.worker_prefetch_multiplier,
-        prefetch_is_fixed=_fixed(app),
+        prefetch_is_fixed=_queues_of_fixed_prefetch(app),
         names=tuple(app.tasks),
         tasks=tuple(
             _task_facts(task)
@@ -53,14 +46,14 @@ def facts_of(app: Any) -> Facts:
 
 
 def _key_prefixes(conf: Any) -> dict[str, str]:
-    """Return `global_keyprefix` by the setting whose Redis it is of."""
+    """Return each `global_keyprefix` by the setting of its Redis."""
     found = {name: conf.get(options) or {} for name, options in TRANSPORT_OPTIONS.items()}
     given = {name: options.get("global_keyprefix") for name, options in found.items()}
     return {name: str(prefix) for name, prefix in given.items() if prefix}
 
 
 def _on_nodes(conf: Any, settings: AppSettings) -> tuple[str, ...]:
-    """Return which of the broker and the result backend is a server that is a lock node, too."""
+    """Return which of the broker's and the result backend's settings name a lock node."""
     timeout = settings.node_timeout
     servers = {parse_address(node, "app", "nodes", timeout).server for node in settings.nodes}
     urls = {
@@ -74,10 +67,11 @@ def _on_nodes(conf: Any, settings: AppSettings) -> tuple[str, ...]:
     )
 
 
-def _fixed(app: Any) -> tuple[str, ...]:
-    """Return the queues whose delayed messages neither RabbitMQ keeps nor a greater prefetch.
+def _queues_of_fixed_prefetch(app: Any) -> tuple[str, ...]:
+    """Return the queues whose deferred messages wait in a worker and use up its prefetch.
 
-    Source: celery.worker.consumer.tasks: with any quorum queue the prefetch is each consumer's own.
+    Source: celery.worker.consumer.tasks: with any quorum queue the prefetch is each consumer's own,
+    and is not raised for messages that wait; from a direct exchange RabbitMQ does not delay them.
     """
     if not has_quorum_queues(app):
         return ()
@@ -88,7 +82,7 @@ def _task_facts(task: LockedTask) -> TaskFacts:
     # Celery before 5.7 leaves the app's limits to the pool, and None on its tasks
     soft, hard = task.app.conf.task_soft_time_limit, task.app.conf.task_time_limit
     return TaskFacts(
-        plan=config_of(task),
+        config=config_of(task),
         queue=_queue_of(task),
         acks_late=bool(task.acks_late),
         reject_on_worker_lost=bool(task.reject_on_worker_lost),
@@ -100,24 +94,29 @@ def _task_facts(task: LockedTask) -> TaskFacts:
 
 
 def _queue_of(task: LockedTask) -> str:
+    """Return the queue of a task's own routing, the app's default queue if that is unknown."""
     try:
         return queue_of_send(task, (), {})
     except Exception as error:  # a router of the user's own, which may look at arguments
-        told = {"event": "queue_unknown", "task": task.name}
-        logger.debug("the queue of %s depends on its arguments: %s", task.name, error, extra=told)
+        fields = {"event": "queue_unknown", "task": task.name}
+        text = "The queue of %s is unknown without its arguments: %s"
+        logger.debug(text, task.name, error, extra=fields)
         return str(task.app.conf.task_default_queue)
 
 
 def visibility_of(conf: Mapping[str, Any]) -> float | None:
-    """Return the s after which the broker delivers anew what is not acknowledged; None: never."""
+    """Return the seconds after which the broker delivers an unacknowledged message again.
+
+    None if it never does.
+    """
     url = conf.get("broker_read_url") or conf.get("broker_url") or ""
     scheme = str(url[0] if isinstance(url, (list, tuple)) else url).partition("://")[0]
-    own = VISIBILITIES.get(scheme.partition("+")[0])
+    own = VISIBILITY_TIMEOUTS.get(scheme.partition("+")[0])
     given = (conf.get("broker_transport_options") or {}).get("visibility_timeout", own)
     return None if own is None or not isinstance(given, (int, float)) else float(given)
 
 
 def declared_queues(conf: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the queues that the settings declare, without any made by a send."""
+    """Return the names of the queues in the settings, without queues that a send creates."""
     queues, default = conf.get("task_queues"), str(conf.get("task_default_queue"))
     return tuple(str(getattr(queue, "name", queue)) for queue in queues or [default])

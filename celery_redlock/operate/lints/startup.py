@@ -1,4 +1,4 @@
-"""Lints when an app finalizes and when a worker starts."""
+"""Refuses errors when an app finalizes, and logs lints when a worker starts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from celery_redlock.errors import SettingsError
+from celery_redlock.operate.lints.app_rules import lint_queues
 from celery_redlock.operate.lints.facts import declared_queues, facts_of
 from celery_redlock.operate.lints.model import ADVICE, ERROR
-from celery_redlock.operate.lints.rules import lint, lint_queues
+from celery_redlock.operate.lints.rules import lint
 from celery_redlock.tasks.startup import locked_tasks
 
 logger = logging.getLogger(__name__)
 
 
 def refuse_errors(app: Any) -> None:
-    """Raise SettingsError for the first error that the settings alone show."""
+    """Raise SettingsError for the first error in the names of `redlock_queues`.
+
+    It needs the settings alone, so it is found before any task is known.
+    """
     patterns, conf = app.conf.get("redlock_queues"), app.conf
     if isinstance(patterns, Mapping):
         creates = bool(conf.task_create_missing_queues)
@@ -26,21 +30,21 @@ def refuse_errors(app: Any) -> None:
                 raise SettingsError("app", "redlock_queues", one.value, one.hint)
 
 
-_said: weakref.WeakSet[Any] = weakref.WeakSet()  # apps whose worker has said it
+_reported: weakref.WeakSet[Any] = weakref.WeakSet()  # apps whose worker has logged its lints
 
 
 def report_lints(sender: Any = None, **_: Any) -> None:
-    """Log the warnings, once: a consumer that connects anew is ready anew."""
+    """Log errors and warnings, once an app: a consumer is ready again after each reconnection."""
     app = sender.app
-    if app in _said:
+    if app in _reported:
         return
-    _said.add(app)
+    _reported.add(app)
     if not locked_tasks(app):
         return
     try:
         found = lint(facts_of(app))
     except SettingsError:
-        return  # said where the nodes are looked at
+        return  # the check of the nodes reports it
     for one in found:
         if one.level != ADVICE:
             level = logging.ERROR if one.level == ERROR else logging.WARNING

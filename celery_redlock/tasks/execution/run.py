@@ -28,6 +28,7 @@ from celery_redlock.tasks.execution.redelivery import (
 )
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.reporting import StateReporter
+from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.token import UniqueToken
 
@@ -86,8 +87,9 @@ class LockedRun:
             queue = queue_of_send(task, args, kwargs)
         else:
             queue = delivery.queue(config.queues)
-        self.options = config.rules(queue, delivery.header.options)
-        resources = config.resources(self.options, task, args, kwargs, queue)
+        self.options = config.options_for(queue, delivery.header.options)
+        call = TaskCall(task, args, kwargs, queue)
+        resources = config.resources(self.options, call)
         self.resources = resources if len(resources) < 2 else in_order(resources)
 
     def _acquire_or_end(self) -> None:

@@ -1,21 +1,62 @@
-"""What holds for a whole app, checked and frozen."""
+"""The settings of a whole app: their table, and their values, checked and frozen."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # s
-CELERY_PREFIX = "celery."  # what the names of Celery's own tasks begin with
+from celery_redlock.lock.validation import (
+    check_drift,
+    check_guard,
+    check_prefix,
+    check_seconds,
+)
+from celery_redlock.tasks.settings.sources import OptionSource
+
+DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # seconds
+DEFAULT_PREFIX = "redlock"
+CELERY_PREFIX = "celery."  # the start of the names of Celery's own tasks
+ALL_INTERFACES = "0.0.0.0"  # noqa: S104 - an exporter is for others; the setting may name a host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One row of a table of settings. The tables of the documentation are made from these rows.
+
+    name: without a prefix, as "ttl". default: the built-in value; shown_default: that in words, if
+    its text is not enough. unit: "s" for seconds. values: the allowed values; doc: the meaning in
+    one sentence; details: further sentences; these three are Markdown for users.
+    """
+
+    name: str
+    default: Any
+    values: str
+    doc: str
+    details: str = ""
+    unit: str = ""
+    shown_default: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppSetting(Setting):
+    """A setting `redlock_<name>` of the whole app.
+
+    check: takes the source and the value; returns the value to use or raises SettingsError. None
+    for a value that is checked together with others, in `conf.py`.
+    """
+
+    check: Callable[[OptionSource, Any], Any] | None = None
 
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What holds for a whole app. Times in s. metrics: host and port where a worker serves them.
+    """The settings of a whole app. Times in seconds.
 
-    nodes_from: the setting that the nodes come from, as "broker_url".
+    options: for all tasks; queues, tasks: options by name or glob. countdown_cap: the longest delay
+    of a deferral. metrics: host and port at which a worker serves them. nodes_from: the setting
+    that names the nodes, as "broker_url".
     """
 
     nodes: tuple[Any, ...] = field(repr=False)  # URLs may hold passwords
@@ -34,18 +75,18 @@ class AppSettings:
 
     @property
     def built_in_ttl(self) -> float:
-        """The ttl where nobody sets one."""
+        """The ttl in seconds if no level sets one."""
         return min(DEFAULT_TTL, self.max_ttl)
 
     def for_queue(self, queue: str) -> Mapping[str, Any]:
-        """Return the options of a queue: an exact name goes before globs, those in their order."""
+        """Return the options of a queue: of its exact name, else of the first glob that matches."""
         return self.queues.get(pattern_for(queue, self.queues) or "", {})
 
 
 def pattern_for(name: str, patterns: Iterable[str]) -> str | None:
-    """Return the name or glob that a name goes by, None where there is none.
+    """Return the pattern that applies to a name, None if none does.
 
-    An exact name goes before globs, and of globs the first one that fits.
+    An exact name goes before globs; of the globs the first that matches applies.
     """
     patterns = list(patterns)
     if name in patterns:
@@ -54,5 +95,102 @@ def pattern_for(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def is_glob(pattern: str) -> bool:
-    """Tell a glob from a plain name."""
+    """Return whether a pattern is a glob and not a plain name."""
     return any(sign in pattern for sign in "*?[")
+
+
+def _seconds(source: OptionSource, value: Any) -> float:
+    return check_seconds(source.level, source.name, value)
+
+
+def _seconds_or_none(source: OptionSource, value: Any) -> float | None:
+    return None if value is None else _seconds(source, value)
+
+
+def _listen_address(source: OptionSource, value: Any) -> tuple[str, int] | None:
+    """Return the host and port to listen on: a port alone means all interfaces."""
+    if value is None:
+        return None
+    host, _, port = str(value).rpartition(":")
+    if isinstance(value, bool) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        hint = 'must be a port, or "host:port", 0 for any that is free; None for no metrics'
+        raise source.wrong(value, hint)
+    return host.strip("[]") or ALL_INTERFACES, int(port)
+
+
+APP_SETTINGS = (
+    AppSetting(
+        name="nodes",
+        default=None,
+        shown_default="the broker, else the result backend, if it is one Redis",
+        values=(
+            "a list of URLs (`redis://`, `rediss://`, `unix://`, `sentinel://`) or redis-py clients"
+        ),
+        doc="The lock's nodes: see [Nodes](README.md#nodes).",
+    ),
+    AppSetting(
+        name="prefix",
+        default=DEFAULT_PREFIX,
+        values="a text without braces, not empty",
+        doc="The start of all key names on the nodes; clients share locks if they share it.",
+        check=lambda source, value: check_prefix(source.level, source.name, value),
+    ),
+    AppSetting(
+        name="node_timeout",
+        default=0.2,
+        unit="s",
+        values="seconds, above 0",
+        doc="The time for one node to answer in a round.",
+        check=_seconds,
+    ),
+    AppSetting(
+        name="clock_drift",
+        default=0.01,
+        values="a fraction from 0 to below 0.5",
+        doc="How much clocks may differ in speed: 0.01 is 1 %.",
+        check=lambda source, value: check_drift(source.level, source.name, value),
+    ),
+    AppSetting(
+        name="max_ttl",
+        default=DEFAULT_MAX_TTL,
+        unit="s",
+        values="seconds, above 0",
+        doc="The longest `ttl` of any client of the prefix.",
+        check=_seconds,
+    ),
+    AppSetting(
+        name="restart_guard",
+        default="auto",
+        values='`"auto"`, `"strict"`, `"on"` or `"off"`',
+        doc="How long a restarted node does not vote: see [Nodes](README.md#nodes).",
+        check=lambda source, value: check_guard(source.level, source.name, value),
+    ),
+    AppSetting(
+        name="done_ttl",
+        default=None,
+        shown_default="the broker's visibility timeout and 60 s, at most 600 s",
+        values="seconds, above 0, or `None` for the default",
+        doc="The time for which a run that acknowledges late is known as done.",
+        check=_seconds_or_none,
+    ),
+    AppSetting(
+        name="metrics",
+        default=None,
+        values='a port, `"host:port"`, or `None` for no metrics',
+        doc="Where a worker serves its [metrics](docs/operate.md#metrics).",
+        check=_listen_address,
+    ),
+    AppSetting(
+        name="queues",
+        default=None,
+        values="a mapping from queue names or globs to options",
+        doc="Options by queue: see [Options](README.md#options).",
+    ),
+    AppSetting(
+        name="tasks",
+        default=None,
+        values="a mapping from task names or globs to options",
+        doc="Locks [tasks of others](README.md#tasks-of-others), by name or glob.",
+    ),
+)
+APP_SETTING: Mapping[str, AppSetting] = {setting.name: setting for setting in APP_SETTINGS}

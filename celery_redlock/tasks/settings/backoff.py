@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from celery_redlock.errors import SettingsError
+from celery_redlock.tasks.settings.sources import OptionSource
 
 Jitter = Literal["full", "decorrelated", "none"]
 
@@ -15,10 +16,10 @@ Jitter = Literal["full", "decorrelated", "none"]
 class Backoff:
     """Delays between deferrals.
 
-    first, cap: s. factor: growth from one deferral to the next.
-    jitter: "full" draws from 0 to the grown delay, "decorrelated" from `first` to three times
-    the delay before, "none" takes the grown delay as it is.
-    Raises SettingsError where first, cap or factor cannot be meant.
+    first, cap: the first and the longest delay, in seconds. factor: growth from one deferral to the
+    next. jitter: "full" draws from 0 to the grown delay, "decorrelated" from `first` to three times
+    the previous delay, "none" takes the grown delay as it is.
+    Raises SettingsError for a value that is out of its range.
     Source of the jitters: AWS Architecture Blog, "Exponential Backoff And Jitter".
     """
 
@@ -44,10 +45,10 @@ class Backoff:
     def delay(
         self, attempt: int, uniform: Callable[[float, float], float], previous: float | None = None
     ) -> float:
-        """Return the s to wait before the next try.
+        """Return the seconds to wait before the next try.
 
         attempt: 0 for the first deferral. uniform: draws between two bounds.
-        previous: the delay before, s; only "decorrelated" asks for it.
+        previous: the previous delay in seconds; only "decorrelated" uses it.
         """
         if self.jitter == "decorrelated":
             return min(self.cap, uniform(self.first, 3 * (previous or self.first)))
@@ -58,14 +59,26 @@ class Backoff:
         return grown if self.jitter == "none" else uniform(0.0, grown)
 
     def to_message(self) -> dict[str, Any]:
-        """Return the fields as a mapping that any serializer takes."""
+        """Return the fields as a mapping that every serializer can carry."""
         return asdict(self)
 
     @classmethod
     def from_message(cls, fields: Mapping[str, Any]) -> Backoff:
-        """Build one from such a mapping; raises SettingsError for a field that is not known."""
+        """Return the Backoff of such a mapping; raises SettingsError for an unknown field."""
         unknown = set(fields) - set(cls.__dataclass_fields__)
         if unknown:
             known = ", ".join(cls.__dataclass_fields__)
             raise SettingsError("Backoff", min(unknown), repr(dict(fields)), f"knows only {known}")
         return cls(**fields)
+
+
+def check_backoff(source: OptionSource, value: Any, app: object) -> Backoff:
+    """Return the value of an option `backoff`, also from a message; raises SettingsError."""
+    if isinstance(value, Mapping):
+        try:
+            return Backoff.from_message(value)
+        except SettingsError as error:
+            raise source.wrong(dict(value), str(error)) from None
+    if not isinstance(value, Backoff):
+        raise source.wrong(value, "must be a Backoff, as Backoff(first=0.25, cap=30)")
+    return value

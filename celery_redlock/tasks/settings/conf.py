@@ -1,4 +1,4 @@
-"""Reads an app's `redlock_*` settings, and what the broker's own settings say of a Redis."""
+"""Reads an app's `redlock_*` settings, and finds a Redis in the settings of its broker."""
 
 from __future__ import annotations
 
@@ -9,61 +9,57 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from celery_redlock.errors import SettingsError
-from celery_redlock.lock.validation import (
-    check_drift,
-    check_guard,
-    check_nodes,
-    check_prefix,
-    check_seconds,
+from celery_redlock.lock.validation import check_nodes
+from celery_redlock.tasks.settings.app import (
+    APP_SETTING,
+    CELERY_PREFIX,
+    AppSettings,
 )
-from celery_redlock.tasks.settings.app import CELERY_PREFIX, DEFAULT_MAX_TTL, AppSettings
-from celery_redlock.tasks.settings.options import APP_ONLY, OPTIONS, checked, did_you_mean
+from celery_redlock.tasks.settings.levels import check_options
+from celery_redlock.tasks.settings.options import OPTION
 from celery_redlock.tasks.settings.sources import (
     OptionSource,
     app_source,
+    did_you_mean,
     pattern_source,
     tasks_source,
 )
 
-DEFAULT_PREFIX = "redlock"
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - what an exporter is for; the setting may name a host
-LONGEST_MARK = 600.0  # s, where `redlock_done_ttl` does not say it: each mark takes memory
+LONGEST_DONE_TTL = 600.0  # seconds, by default: each completion marker takes memory on the nodes
+VISIBILITY_TIMEOUT = 3600.0  # seconds: kombu's own, if `visibility_timeout` is not set
 
 
 def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettings:
-    """Return what an app's configuration says; raises SettingsError.
+    """Return the settings of an app's configuration; raises SettingsError.
 
     conf: `app.conf`, or any mapping with its look-up. namespace: as given to
     `config_from_object`; its prefix stands before the names that iteration gives.
     """
     check_known_names(conf, namespace)
-    level = "app"
-
-    def value(name: str, default: Any) -> Any:
-        return conf.get(f"redlock_{name}", default)
-
-    timeout = check_seconds(level, "redlock_node_timeout", value("node_timeout", 0.2))
-    nodes, nodes_from = _nodes(conf, value("nodes", None))
-    check_nodes(level, nodes_from, nodes, timeout)
-    done_ttl = _done_ttl(conf, level, value("done_ttl", None))
+    node_timeout = _value(conf, "node_timeout")
+    nodes, nodes_from = _nodes(conf, _value(conf, "nodes"))
+    check_nodes("app", nodes_from, nodes, node_timeout)
+    done_ttl = _value(conf, "done_ttl")
+    if done_ttl is None:  # by then no other delivery of the run's message is expected
+        done_ttl = min(_visibility_timeout(conf) + 60.0, LONGEST_DONE_TTL)
     bare = AppSettings(
         nodes=tuple(nodes),
-        prefix=check_prefix(level, "redlock_prefix", value("prefix", DEFAULT_PREFIX)),
-        node_timeout=timeout,
-        clock_drift=check_drift(level, "redlock_clock_drift", value("clock_drift", 0.01)),
-        max_ttl=check_seconds(level, "redlock_max_ttl", value("max_ttl", DEFAULT_MAX_TTL)),
-        restart_guard=check_guard(level, "redlock_restart_guard", value("restart_guard", "auto")),
+        prefix=_value(conf, "prefix"),
+        node_timeout=node_timeout,
+        clock_drift=_value(conf, "clock_drift"),
+        max_ttl=_value(conf, "max_ttl"),
+        restart_guard=_value(conf, "restart_guard"),
         done_ttl=done_ttl,
         options={},
         queues={},
         tasks={},
-        # so that a copy which waits looks again while it is known that another one is done
-        countdown_cap=min(_visibility(conf) / 4, done_ttl / 2),
-        metrics=_metrics(level, value("metrics", None)),
+        # so that a redelivery that waits asks again before the marker of the first one expires
+        countdown_cap=min(_visibility_timeout(conf) / 4, done_ttl / 2),
+        metrics=_value(conf, "metrics"),
         nodes_from=nodes_from,
     )
-    queues = _by_pattern("queue", value("queues", None) or {}, bare, travels=True)
-    tasks = _by_pattern("task", value("tasks", None) or {}, bare, travels=False)
+    queues = _by_pattern("queue", _value(conf, "queues") or {}, bare, travels=True)
+    tasks = _by_pattern("task", _value(conf, "tasks") or {}, bare, travels=False)
     for pattern in tasks:
         if pattern.startswith(CELERY_PREFIX):
             hint = "Celery's own tasks are never locked: name tasks of your own or of others"
@@ -71,9 +67,16 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
     return replace(bare, options=_app_options(conf, bare), queues=queues, tasks=tasks)
 
 
+def _value(conf: Mapping[str, Any], name: str) -> Any:
+    """Return the value of an app-only setting, checked, or its default; raises SettingsError."""
+    setting = APP_SETTING[name]
+    value = conf.get(f"redlock_{name}", setting.default)
+    return value if setting.check is None else setting.check(app_source(name), value)
+
+
 def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> None:
     """Raise SettingsError for a redlock_* setting that does not exist."""
-    known = [f"redlock_{name}" for name in (*OPTIONS, *APP_ONLY)]
+    known = [f"redlock_{name}" for name in (*OPTION, *APP_SETTING)]
     before = f"{namespace.lower()}_" if namespace else ""
     for written in conf:
         name, start = str(written).lower(), ""
@@ -88,16 +91,19 @@ def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> 
 
 def _app_options(conf: Mapping[str, Any], app: AppSettings) -> Mapping[str, Any]:
     missing = object()
-    given = {name: conf.get(f"redlock_{name}", missing) for name in OPTIONS}
+    given = {name: conf.get(f"redlock_{name}", missing) for name in OPTION}
     given = {name: value for name, value in given.items() if value is not missing}
-    return checked(given, app, app_source, travels=False)
+    return check_options(given, app, app_source, travels=False)
 
 
 def _by_pattern(
     kind: str, given: Any, app: AppSettings, *, travels: bool
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Return the options of queues or tasks by name or glob, checked. kind: "queue" or "task"."""
-    whole = OptionSource("app", f"redlock_{kind}s")
+    """Return the options of queues or tasks by name or glob, checked; raises SettingsError.
+
+    kind: "queue" or "task". travels: see `check_options`.
+    """
+    whole = app_source(f"{kind}s")
     if not isinstance(given, Mapping):
         raise whole.wrong(given, f"must map {kind} names or globs to options")
     result = {}
@@ -105,34 +111,16 @@ def _by_pattern(
         if not isinstance(pattern, str) or not isinstance(options, Mapping):
             hint = f"must map a {kind}'s name or glob to its options"
             raise whole.wrong({pattern: options}, hint)
-        place = pattern_source(kind, pattern)
-        result[pattern] = checked(options, app, place, travels=travels)
+        source_of = pattern_source(kind, pattern)
+        result[pattern] = check_options(options, app, source_of, travels=travels)
     return result
 
 
-def _metrics(level: str, given: Any) -> tuple[str, int] | None:
-    """Return where metrics are served: a port of all interfaces, or "host:port"."""
-    if given is None:
-        return None
-    host, _, port = str(given).rpartition(":")
-    if isinstance(given, bool) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        hint = 'must be a port, or "host:port", 0 for any that is free; None for no metrics'
-        raise SettingsError(level, "redlock_metrics", repr(given), hint)
-    return host.strip("[]") or EVERYWHERE, int(port)
-
-
-def _done_ttl(conf: Mapping[str, Any], level: str, given: Any) -> float:
-    """Return the s for which a run is known as done: until no other delivery is to be expected."""
-    if given is None:
-        return min(_visibility(conf) + 60.0, LONGEST_MARK)
-    return check_seconds(level, "redlock_done_ttl", given)
-
-
-VISIBILITY = 3600.0  # s: kombu's own, where `visibility_timeout` is not set
-
-
 def _nodes(conf: Mapping[str, Any], given: Any) -> tuple[Any, str]:
-    """Return the nodes to use and the name of the setting that they come from."""
+    """Return the nodes to use and the name of the setting that names them.
+
+    given: `redlock_nodes`. Raises SettingsError if no setting names a node.
+    """
     if given is not None:
         return given, "redlock_nodes"
     of_broker = one_redis(_url(conf, "broker_url"))
@@ -141,7 +129,7 @@ def _nodes(conf: Mapping[str, Any], given: Any) -> tuple[Any, str]:
         if url is not None and conf.get("broker_use_ssl"):
             hint = "broker_use_ssl is set, which nodes do not take over: name them with rediss://"
             raise SettingsError("app", "redlock_nodes", "None", hint)
-        if url is not None:  # Celery's own default of the one for writes is the other one
+        if url is not None:  # Celery sets broker_write_url to broker_url by default
             return [url], "broker_url" if url == of_broker else name
     hint = (
         "neither the broker nor the result backend is one Redis: name the lock's own nodes, "
@@ -155,7 +143,7 @@ def _url(conf: Mapping[str, Any], name: str) -> Any:
 
 
 def one_redis(url: Any) -> str | None:
-    """Return a broker's or backend's URL as redis-py takes it, None where it is not one Redis."""
+    """Return a broker's or backend's URL as redis-py takes it, None if it is not one Redis."""
     if isinstance(url, (list, tuple)) and len(url) == 1:
         url = url[0]
     if not isinstance(url, str) or ";" in url:
@@ -173,12 +161,13 @@ def one_redis(url: Any) -> str | None:
     return f"unix://{path}" + (f"?db={database[0].strip('/')}" if database else "")
 
 
-def _visibility(conf: Mapping[str, Any]) -> float:
-    """Return the s after which a broker takes a message for lost; countdowns stay well below.
+def _visibility_timeout(conf: Mapping[str, Any]) -> float:
+    """Return the seconds after which the broker delivers an unacknowledged message again.
 
-    Source: kombu's Redis and SQS transports deliver again what is not acknowledged within
-    `visibility_timeout`; a message that waits is not acknowledged.
+    Countdowns stay well below it. Source: kombu's Redis and SQS transports deliver a message again
+    that is not acknowledged within `visibility_timeout`; a waiting message is not acknowledged.
     """
     options = conf.get("broker_transport_options") or {}
-    timeout = options.get("visibility_timeout", VISIBILITY)
-    return float(timeout) if isinstance(timeout, (int, float)) and timeout > 0 else VISIBILITY
+    timeout = options.get("visibility_timeout", VISIBILITY_TIMEOUT)
+    is_set = isinstance(timeout, (int, float)) and timeout > 0
+    return float(timeout) if is_set else VISIBILITY_TIMEOUT

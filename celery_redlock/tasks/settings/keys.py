@@ -1,130 +1,261 @@
-"""Templates of lock keys: how a key is filled from a task's arguments."""
+"""The keys of one task: checked once against its function, and made for each call."""
 
 from __future__ import annotations
 
-import re
-import string
-from collections.abc import Iterator, Mapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from celery_redlock.tasks.settings.digest import (
-    _BY_TEXT,
-    _CONTAINERS,
-    _MOST,
-    _NATIVE,
-    _json_key,
-    _reduced,
-    canonical,
-    digest,
+from celery_redlock.errors import ArgumentsError
+from celery_redlock.lock.model.keys import in_order
+from celery_redlock.lock.validation import check_permits
+from celery_redlock.tasks.settings.app import AppSettings, pattern_for
+from celery_redlock.tasks.settings.digest import canonical, digest, unstable
+from celery_redlock.tasks.settings.levels import decides_key
+from celery_redlock.tasks.settings.options import TaskLockOptions
+from celery_redlock.tasks.settings.sources import (
+    OptionSource,
+    SourceOf,
+    did_you_mean,
+    pattern_source,
 )
-from celery_redlock.tasks.settings.sources import OptionSource
+from celery_redlock.tasks.settings.templates import (
+    FORMATTER,
+    TEMPLATE_NAMES,
+    fill,
+    formattable,
+    template_fields,
+    template_names,
+    templates_of,
+)
 
-TEMPLATE_NAMES = ("task", "queue", "digest")  # beside the arguments, whose names win
-
-
-_QUEUE = re.compile(r"\{queue[}!:\[]")
-
-
-def _names_queue(key: Any) -> bool:
-    return not callable(key) and _QUEUE.search(repr(key)) is not None
-
-
-class _Arguments(dict[str, Any]):
-    """The names that a template knows; the digest is made only where it is asked for."""
-
-    def __init__(self, task: str, queue: str, arguments: Mapping[str, Any]) -> None:
-        super().__init__({"task": task, "queue": queue, **arguments})
-        self._task, self._arguments = task, arguments
-
-    def __missing__(self, name: str) -> str:
-        if name == "digest":
-            return digest(self._arguments, self._task)
-        raise KeyError(name)
+# The names of all parameters, how many of them may stand by position, and the defaults.
+SimpleParameters = tuple[tuple[str, ...], int, Mapping[str, Any]]
+ANY_ARGUMENTS = "any-arguments"  # instead of a digest, if no argument is part of the key
 
 
-class _Value:
-    """An argument of which a template may name an item: one of a mapping by its key as in JSON."""
+class TaskCall(NamedTuple):
+    """One call of a task, from which its resources are made. task: for a key that is a callable."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = _reduced(value)
-
-    def __getitem__(self, name: int | str) -> _Value:
-        if not isinstance(self.value, Mapping):
-            return _Value(self.value[name])
-        found = [item for key, item in self.value.items() if _json_key(key) == str(name)]
-        if not found:
-            raise KeyError(name)
-        return _Value(found[-1])  # of keys that JSON makes one, the last is what it keeps
+    task: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    queue: str
 
 
-def _for_template(value: Any) -> Any:
-    """Return what a format may be applied to; TypeError for a value without a stable text.
+@dataclass(frozen=True)
+class TaskKeys:
+    """How the keys of one task are checked and made.
 
-    value: reduced. Sets and mappings show what they hold in order. What an object of another class
-    says of itself is its author's matter, but the text that Python gives it names its address.
+    signature: of its function, without self. source: from an option's name to its source at the
+    task's own level.
     """
-    if isinstance(value, _CONTAINERS):
-        return _Shown(canonical(value))
-    kind: Any = type(value)
-    if value is None or isinstance(value, (*_NATIVE, *_BY_TEXT)):
-        return value
-    if kind.__str__ is object.__str__ and kind.__format__ is object.__format__:
-        raise TypeError(f"a {kind.__name__} is not a plain value and has no text of its own")
-    return value
 
+    task_name: str
+    app: AppSettings
+    signature: inspect.Signature
+    source: SourceOf
 
-class _Shown(str):
-    """A text that is its own repr: what is shown of a list does not depend on the conversion."""
+    def check(self, options: Mapping[str, Any], source_of: SourceOf) -> None:
+        """Raise SettingsError if a level's `key` or `args` names an argument that does not exist.
 
-    __slots__ = ()
+        options: of one level, checked one by one. source_of: from an option's name to its source
+        at that level.
+        """
+        if not decides_key(options):
+            return
+        key, args = options.get("key"), options.get("args")
+        if args is not None:
+            self._check_names(args, source_of("args"))
+            self._check_defaults(None, args, source_of("args"))
+            return
+        source, parameters = source_of("key"), tuple(self.signature.parameters)
+        names = [name for text in templates_of(key) for name in template_names(text, source)]
+        known = (*parameters, *TEMPLATE_NAMES)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            written = list(key) if isinstance(key, tuple) else key
+            raise source.wrong(written, self._no_such(unknown[0], known))
+        if not callable(key) and key is not False:
+            self._check_defaults(key, parameters, source)
 
-    def __repr__(self) -> str:
-        return str(self)
+    def _check_names(self, args: tuple[str, ...], source: OptionSource) -> None:
+        """Raise SettingsError if one of these is no argument of the function."""
+        parameters = self.signature.parameters
+        unknown = [name for name in args if name not in parameters]
+        if unknown:
+            raise source.wrong(list(args), self._no_such(unknown[0], parameters))
 
+    def _no_such(self, name: str, known: Iterable[str]) -> str:
+        return f"{self.task_name} has no argument {name!r}{did_you_mean(name, known)}"
 
-class _Formatter(string.Formatter):
-    """str.format, without attributes (the wire keeps none) and without None."""
+    def _check_defaults(self, key: Any, names: tuple[str, ...], source: OptionSource) -> None:
+        """Raise SettingsError if an argument's default would make another key each time.
 
-    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
-        return _Value(super().get_value(key, args, kwargs))
+        names: the arguments of the digest. None is no error, nor is a default without the item
+        that a template names: a call may give another value.
+        """
+        for name, value, check in self._defaults_of(key, names, source):
+            try:
+                check(value)
+            except TypeError as error:
+                raise unstable(self.task_name, f"default of {name!r}", value, error) from None
 
-    def find(self, field_name: str, known: Mapping[str, Any]) -> _Value:
-        """Return what a field names; LookupError or TypeError where there is no such item."""
-        found: _Value = super().get_field(field_name, (), known)[0]
+    def _defaults_of(
+        self, key: Any, names: tuple[str, ...], source: OptionSource
+    ) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
+        """Give each default that enters a key: its name, its value, and the check of the value."""
+        parameters, templates = self.signature.parameters, templates_of(key)
+        fields = [name for template in templates for name in template_fields(template, source)]
+        defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+        has_digest = not templates or ("digest" in fields and "digest" not in parameters)
+        for name in names if has_digest else ():
+            if name in defaults:
+                yield name, defaults[name], canonical
+        for name in fields:
+            try:
+                value = FORMATTER.find(name, defaults)
+            except (LookupError, TypeError):
+                continue
+            yield name, value, formattable
+
+    def resources(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
+        """Return the resources that a call locks, all or none; () if it takes no lock.
+
+        Raises SettingsError if the key cannot be made, ArgumentsError if the arguments do not fit
+        the function.
+        """
+        key = options.key
+        if key is None:
+            return (self._own_resource(options, call),)
+        if type(key) is str:
+            return (self._filled(key, self._bind(call.args, call.kwargs), call.queue),)
+        if key is False:
+            return ()
+        if callable(key):
+            return self._called(options, call)
+        arguments = self._bind(call.args, call.kwargs)
+        return tuple(self._filled(text, arguments, call.queue) for text in templates_of(key))
+
+    def _own_resource(self, options: TaskLockOptions, call: TaskCall) -> str:
+        """Return the resource of this task alone, made from all arguments or those in `args`."""
+        arguments = self._bind(call.args, call.kwargs)
+        if options.args is None:
+            return f"{self.task_name}:{digest(arguments, self.task_name)}"
+        if not options.args:
+            return f"{self.task_name}:{ANY_ARGUMENTS}"
+        chosen = {name: value for name, value in arguments.items() if name in options.args}
+        if len(chosen) < len(options.args):
+            # a queue's names cannot be checked against every task when the app finalizes
+            pattern = pattern_for(call.queue, self.app.queues) or call.queue
+            self._check_names(options.args, pattern_source("queue", pattern)("args"))
+        return f"{self.task_name}:{digest(chosen, self.task_name)}"
+
+    def shapes(self, options: TaskLockOptions, queue: str) -> tuple[str, ...]:
+        """Return the resources of any call, with {} for each argument; () if they are not known.
+
+        Tasks with the same shape may lock the same resource. A key without a template begins with
+        the task's name, so no other task has it.
+        """
+        blank = dict.fromkeys(self.signature.parameters, "{}")
+        known = {"task": self.task_name, "queue": queue, "digest": "{digest}", **blank}
+        shapes = []
+        for template in templates_of(options.key):
+            parts = FORMATTER.parse(template)
+            fields = [(text, (name or "").partition("[")[0]) for text, name, _, _ in parts]
+            shapes.append("".join(text + known.get(name, "") for text, name in fields))
+        return tuple(shapes)
+
+    def _called(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
+        """Return the resources that a key's callable returns."""
+        source, key = self.source("key"), options.key
+        try:
+            returned = key(call.task, tuple(call.args), dict(call.kwargs))
+        except Exception as error:
+            hint = f"the callable raised {type(error).__name__}: {error}"
+            raise source.wrong(key, hint) from error
+        found = returned if isinstance(returned, (list, tuple)) else [returned]
+        if not found or not all(isinstance(resource, str) and resource for resource in found):
+            got = f"got {type(returned).__name__}"
+            raise source.wrong(key, f"must return a text or a list of texts, not empty; {got}")
+        found = in_order(found)
+        check_permits(source.level, limit=options.limit, fencing=options.fencing, resources=found)
         return found
 
-    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        value = kwargs[field_name] if field_name in kwargs else self.find(field_name, kwargs).value
-        if type(value) in _MOST:
-            return value, field_name
-        value = _reduced(value)
-        if value is None:
-            raise ValueError(f"{field_name} is None")
-        return _for_template(value), field_name
+    def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
+        try:
+            text = fill(template, arguments, self.task_name, queue)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            hint = f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
+            raise self.source("key").wrong(template, hint) from error
+        if not text:
+            raise self.source("key").wrong(template, "gives an empty text for these arguments")
+        return text
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return every argument by its name, defaults included, in the signature's order."""
+        simple = self._simple
+        if simple is None:
+            return self._bind_any(args, kwargs)
+        names, plain, _ = simple
+        if not kwargs and len(args) == plain == len(names):
+            return dict(zip(names, args, strict=True))  # every argument by position
+        bound = _bind_simple(simple, args, kwargs)
+        return self._bind_any(args, kwargs) if bound is None else bound
+
+    @functools.cached_property
+    def _simple(self) -> SimpleParameters | None:
+        """The parameters, None if one is of another kind than plain or keyword-only."""
+        parameters = self.signature.parameters.values()
+        kinds = [parameter.kind for parameter in parameters]
+        plain = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if plain + kinds.count(inspect.Parameter.KEYWORD_ONLY) < len(kinds):
+            return None
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        return tuple(self.signature.parameters), plain, defaults
+
+    def _bind_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments for any signature; raises ArgumentsError if they do not fit it."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:  # not retried: Celery publishes no retry that does not fit
+            raise self._misfit(error, args, kwargs) from None
+        bound.apply_defaults()
+        return bound.arguments
+
+    def _misfit(
+        self, error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> ArgumentsError:
+        """Return the error for arguments that do not fit the function; it shows none of them."""
+        bare = [p.replace(annotation=p.empty) for p in self.signature.parameters.values()]
+        named = f", {', '.join(sorted(kwargs))} by name" if kwargs else ""
+        hint = (
+            f"do not fit {self.task_name}{inspect.Signature(bare)}: {error}. A send and lock_for "
+            "give all that a run takes. Where the message was sent for another version of the "
+            "task, let a worker of that version run it, or let the function take both: give a new "
+            "argument a default, keep an old one while messages have it"
+        )
+        level = f"task {self.task_name!r}"
+        return ArgumentsError(level, "arguments", f"({len(args)} by position{named})", hint)
 
 
-_FORMATTER = _Formatter()
-_FIELD = re.compile(r"[^.\[\]]*(\[[^\[\]]*\])*")
-
-
-def template_names(template: str, place: OptionSource) -> list[str]:
-    """Return the first name of each {field} of a template; raises SettingsError."""
-    roots = []
-    for name in _fields(template, place):
-        root = name.partition("[")[0]
-        if not root.isidentifier() or not _FIELD.fullmatch(name):
-            hint = "name arguments in braces, as {sku}, {rest[0]}, {options[sku]}; no attributes"
-            raise place.wrong(template, hint)
-        roots.append(root)
-    return roots
-
-
-def _fields(template: str, place: OptionSource) -> Iterator[str]:
-    """Give what stands in the braces of a template, also of those in a format; SettingsError."""
-    try:
-        for _, name, form, _ in _FORMATTER.parse(template):
-            if name is not None:
-                yield name
-                yield from _fields(form or "", place)
-    except ValueError as error:
-        raise place.wrong(template, f"is not a template: {error}") from None
+def _bind_simple(
+    parameters: SimpleParameters, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Return what `Signature.bind` gives, at a fraction of its cost; None if they do not fit."""
+    names, plain, defaults = parameters
+    count, used = len(args), 0
+    if count > plain:
+        return None
+    bound = dict(zip(names, args, strict=False))
+    for name in names[count:]:
+        if name in kwargs:
+            bound[name] = kwargs[name]
+            used += 1
+        elif name in defaults:
+            bound[name] = defaults[name]
+        else:
+            return None
+    return bound if used == len(kwargs) else None

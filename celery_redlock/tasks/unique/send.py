@@ -18,7 +18,8 @@ from celery_redlock.lock.model.keys import name_of_all
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.per_app import redlock_of, settings_of
-from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions, checked
+from celery_redlock.tasks.settings.levels import check_options
+from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
 from celery_redlock.tasks.settings.sources import OptionSource
 from celery_redlock.tasks.unique.claim import UniqueClaim, UniqueSend
 from celery_redlock.tasks.unique.rounds import EarlierSend
@@ -46,7 +47,7 @@ def send_unique(
         "on_unreachable": on_unreachable,
     }
     settings, level = settings_of(app), "send_unique"
-    given = checked(given, settings, lambda option: OptionSource(level, option), travels=True)
+    given = check_options(given, settings, lambda option: OptionSource(level, option), travels=True)
     if not isinstance(resource, str) or not resource:
         raise SettingsError(level, "resource", repr(resource), "must be a text, not empty")
     if given["unique_for"] is None or is_awaited(options) or app.conf.task_always_eager:

@@ -76,8 +76,8 @@ MUTANTS = (
     Mutant(
         "one task that cannot be meant ends the lints of all others",
         "operate.lints.rules:_all",
-        "            continue\n        told.append",
-        "            return\n        told.append",
+        "error.value, hint)\n",
+        "error.value, hint)\n            return\n",
         (f"{UNIT}/test_lints.py::test_a_task_that_cannot_be_meant_leaves_other_tasks_their_lints",),
     ),
     Mutant(
@@ -99,8 +99,8 @@ MUTANTS = (
     ),
     Mutant(
         "a key of the app that a task cannot fill is found at each run",
-        "tasks.settings.task_config:_planned",
-        'plan.check_what({"key": None, **plan.app.options}, app_source)',
+        "tasks.settings.task_config:_check_config",
+        'keys.check({"key": None, **app.options}, app_source)',
         "pass",
         (
             f"{UNIT}/test_settings.py::"
@@ -109,16 +109,16 @@ MUTANTS = (
     ),
     Mutant(
         "a farther level's key stays in force beside a nearer level's args",
-        "tasks.settings.options:merged",
-        "            result.update(dict.fromkeys(WHAT))\n",
+        "tasks.settings.levels:merged",
+        "            result.update(dict.fromkeys(KEY_OPTIONS))\n",
         "            pass\n",
         (f"{UNIT}/test_args.py::TestOfTwoLevelsTheNearerDecidesBoth",),
     ),
     Mutant(
         "a task that may run once at a time runs once for each of its arguments",
-        "tasks.settings.task_config:TaskLockConfig.resources",
-        "        if rules.args is None:\n",
-        "        if not rules.args:\n",
+        "tasks.settings.keys:TaskKeys._own_resource",
+        "        if options.args is None:\n",
+        "        if not options.args:\n",
         (
             f"{UNIT}/test_args.py::TestOneResource::"
             "test_is_one_for_all_arguments_where_none_is_named",
@@ -127,9 +127,9 @@ MUTANTS = (
     ),
     Mutant(
         "the same argument names in another order are another lock",
-        "tasks.settings.task_config:TaskLockConfig.resources",
-        "{name: value for name, value in arguments.items() if name in rules.args}",
-        "{name: arguments[name] for name in rules.args if name in arguments}",
+        "tasks.settings.keys:TaskKeys._own_resource",
+        "{name: value for name, value in arguments.items() if name in options.args}",
+        "{name: arguments[name] for name in options.args if name in arguments}",
         (
             f"{UNIT}/test_args.py::TestOneResource::"
             "test_does_not_depend_on_the_order_of_the_names_or_on_a_repetition",
@@ -154,9 +154,9 @@ MUTANTS = (
     ),
     Mutant(
         "an option of a call does not go before its task's",
-        "tasks.settings.task_config:TaskLockConfig._levels",
-        "        yield self.options, self.place\n        yield call, call_source\n",
-        "        yield call, call_source\n        yield self.options, self.place\n",
+        "tasks.settings.task_config:TaskLockConfig._merge",
+        "whole = merged(inherited, call)",
+        "whole = merged(call, inherited)",
         (f"{UNIT}/test_settings.py",),
         "nearer_level",
     ),
@@ -200,8 +200,22 @@ MUTANTS = (
         (f"{UNIT}/test_settings.py",),
     ),
     Mutant(
+        "the short cut for templates shows None, and lists in their own order",
+        "tasks.settings.templates:fill",
+        "elif type(arguments[name]) not in PLAIN:",
+        "elif False:",
+        (f"{UNIT}/test_short_cuts.py::test_a_filled_template_is_that_of_the_general_formatter",),
+    ),
+    Mutant(
+        "an argument that a function does not take is left out of the key",
+        "tasks.settings.keys:_bind_simple",
+        "return bound if used == len(kwargs) else None",
+        "return bound",
+        (f"{UNIT}/test_short_cuts.py::test_arguments_are_bound_as_python_binds_them",),
+    ),
+    Mutant(
         "all calls without a value for their key share one lock",
-        "tasks.settings.keys:_Formatter.get_field",
+        "tasks.settings.templates:_Formatter.get_field",
         "if value is None:",
         "if False:",
         (f"{UNIT}/test_settings.py",),
