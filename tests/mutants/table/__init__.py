@@ -2,7 +2,7 @@
 
 - `lock`: the lock itself: votes, leases, nodes, and the scripts that run on them
 - `gate`: a task's run with its lock: before its body, beside it, at its end, after a kill
-- `messages`: messages that are put back, wait, come again, or are sent once
+- `messages`: messages that are republished, wait, are redelivered, or are sent once
 - `operate`: settings and their lints, the command line, metrics
 - `kit`: what `celery_redlock.testing` gives to users' tests
 """

@@ -1,4 +1,4 @@
-"""Mutants of messages: put back, waiting, brought again, sent once."""
+"""Mutants of messages: republished, waiting, redelivered, sent once."""
 
 from __future__ import annotations
 
