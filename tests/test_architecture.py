@@ -50,11 +50,16 @@ FACES = [
 FOLDERS = [
     "lock",
     *(f"lock/{name}" for name in ("platform", "transport", "model", "server", "engine")),
+    "tasks",
+    *(f"tasks/{name}" for name in ("settings", "body", "children", "delivery", "unique")),
+    *("tasks/waiting", "tasks/execution"),
+    *("operate", "operate/lints", "operate/metrics", "operate/cli"),
     "testing",
 ]
 # Public functions with more parameters than others: each is an option.
 PUBLIC_OPTIONS = {
     ("lock/client.py", "Redlock.lock"),
+    ("tasks/unique/send.py", "send_unique"),
     ("testing/servers.py", "WorkerProcess.__init__"),
 }
 # Names that the lock once had, each for something that has a standard term.
