@@ -18,17 +18,17 @@ class Waiter:
     """One message that waits in a worker's memory.
 
     order: it stands in its line by. patient: it may wait for a word for longer than its countdown.
-    due: monotonic s, the end of the countdown. until: monotonic s, when it goes back at the latest.
+    eta: monotonic s, the end of the countdown. until: monotonic s, when it goes back at the latest.
     entry: in the worker's timer, once its countdown is over.
     """
 
-    __slots__ = ("due", "entry", "line", "order", "patient", "request", "until")
+    __slots__ = ("entry", "eta", "line", "order", "patient", "request", "until")
 
     def __init__(
-        self, request: Any, order: tuple[str, int], line: QueueKey, due: float, *, patient: bool
+        self, request: Any, order: tuple[str, int], line: QueueKey, eta: float, *, patient: bool
     ) -> None:
         self.request, self.order, self.line = request, order, line
-        self.due, self.patient, self.until = due, patient, due
+        self.eta, self.patient, self.until = eta, patient, eta
         self.entry: Any = None
 
     def __lt__(self, other: Waiter) -> bool:

@@ -134,10 +134,10 @@ class WaitingRoom(bootsteps.StartStopStep):
         if slip.reason:
             channel = self._votes = votes_channel(settings.prefix)
         now = self._clock.now()
-        due = now + max(0.0, (request.eta - utc_now()).total_seconds())
+        eta = now + max(0.0, (request.eta - utc_now()).total_seconds())
         patient = slip.patient and request.expires is None
         order, line = (str(slip.since), id(request)), (channel, 1 if slip.reason else slip.limit)
-        waiting = Waiter(request, order, line, due, patient=patient)
+        waiting = Waiter(request, order, line, eta, patient=patient)
         # all at once would be a herd
         waiting.until = now + settings.countdown_cap * random.uniform(0.5, 1.0)  # noqa: S311
         refused_at = now - slip.waited_since_refused(utc_now())
@@ -274,7 +274,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             if word and firsts:
                 self._expect_another(channel, now)
             for first in firsts:
-                if word or first.due >= now + IMMINENT:
+                if word or first.eta >= now + IMMINENT:
                     self._hand_on(first)
 
     def _serve_votes(self, word: str, missed: Waiter | None, now: float) -> None:
@@ -287,7 +287,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         if missed is None:
             self._told_on(self._votes).append((now, {one.request.id for one in all_}))
         for one in all_:
-            if word or one.due >= now + IMMINENT:
+            if word or one.eta >= now + IMMINENT:
                 self._hand_on(one)
 
     def _firsts(self, channel: str) -> list[Waiter]:
@@ -347,7 +347,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             refused_at = self._refused.get(first.line, -math.inf)
             if first_time or refused_at < told_at - CLOCKS_DIFFER:
                 goes_on = True
-                if first.due > now + IMMINENT:
+                if first.eta > now + IMMINENT:
                     self._hand_on(first)
         if goes_on:
             self._expect_another(channel, now, first_time=False)
@@ -359,7 +359,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         with self._mutex:
             waiting = self._lines.of(request)
             if waiting is not None and waiting.patient:
-                now = waiting.due = self._clock.now()  # the calendar may see it a little earlier
+                now = waiting.eta = self._clock.now()  # the calendar may see it a little earlier
                 seconds = self._lines.may_try(waiting, now)
                 if seconds > 0:
                     self._rearm(waiting, seconds)
@@ -409,7 +409,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         seconds: inf where it is not its turn; then it goes back before the broker delivers it anew.
         """
         now = self._clock.now()
-        if waiting.due > now or not waiting.patient:
+        if waiting.eta > now or not waiting.patient:
             return
         seconds = max(0.0, min(seconds, waiting.until - now))
         self._cancel(waiting.entry)

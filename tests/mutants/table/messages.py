@@ -350,9 +350,9 @@ MUTANTS = (
     Mutant(
         "a release wakes no message that waits in a worker",
         "tasks.waiting.room:WaitingRoom._serve",
-        """                if word or first.due >= now + IMMINENT:
+        """                if word or first.eta >= now + IMMINENT:
                     self._hand_on(first)""",
-        """                if word or first.due >= now + IMMINENT:
+        """                if word or first.eta >= now + IMMINENT:
                     pass""",
         (f"{CONTRACT}/test_waiting_room.py",),
     ),
