@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 from kombu.asynchronous import Hub
 
 from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.lock.platform.threads import Waker
 from celery_redlock.tasks.waiting.loop import EventLoop
 from tests.conftest import eventually
 
@@ -60,9 +62,10 @@ class Timer:
         return entry
 
 
-def loop_of(**consumer: Any) -> EventLoop:
+def loop_of(waker: Waker | None = None, **consumer: Any) -> EventLoop:
     given = {"hub": None, "pool": None, "timer": Timer(), **consumer}
-    made = EventLoop(SimpleNamespace(**given), Platform(SystemClock()))
+    platform = Platform(SystemClock(), new_waker=lambda: waker or Waker())
+    made = EventLoop(SimpleNamespace(**given), platform)
     made.start()
     return made
 
@@ -103,6 +106,13 @@ def test_what_a_callback_asks_for_runs_after_it(hub: Hub) -> None:
     loop.call_soon(run)
     eventually(lambda: hub.run_once() or len(ran) == 2)
     assert ran == ["first", "second"]
+
+
+def test_a_hub_with_nothing_to_do_is_not_woken_all_the_time(hub: Hub) -> None:
+    waker, ran = Waker(), list[int]()
+    loop_of(waker, hub=hub).call_soon(ran.append, 1)
+    eventually(lambda: hub.run_once() or ran)
+    assert select.select([waker.descriptor], [], [], 0.0)[0] == []
 
 
 def test_a_closed_room_has_no_calls_left(hub: Hub) -> None:

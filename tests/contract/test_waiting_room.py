@@ -87,13 +87,14 @@ class Stage:
 
     def admit(
         self, id_: str, resource: str = "a", *, since: int | None = None, limit: int = 1,
-        refused_at: datetime | None = None, expires: datetime | None = None, **request: Any,
+        refused_at: datetime | None = None, expires: datetime | None = None,
+        countdown: float = NEVER, **request: Any,
     ) -> None:  # fmt: skip
         """Let a message come in, behind those before it; refused_at: a minute ago if not given."""
         self._count += 1
         now = utc_now()
         message = Consumer(
-            id=id_, name="task", eta=now + timedelta(seconds=NEVER), expires=expires,
+            id=id_, name="task", eta=now + timedelta(seconds=countdown), expires=expires,
             **{"stamped_headers": None, **request},
         )  # fmt: skip
         slip = LockHeader(
@@ -286,6 +287,47 @@ def test_after_a_refusal_in_its_own_line_nobody_tries_each_second(
     stage.turn_until(lambda: others[4] in stage.handed_on)
     handed_on = [id_ for id_ in stage.handed_on if id_ not in others]
     assert handed_on[:3] == ["first", "second", "second again"][: 2 + tries]
+
+
+def test_a_head_that_is_refused_after_a_release_tries_once_more(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+) -> None:
+    """Those that a release wakes in three workers may each get one node."""
+    stage = make_stage(nodes, replace(STILL, retry_next_after=0.2))
+    stage.listen()
+
+    def apply(request: Any) -> None:
+        if request.id == "head":
+            stage.admit("head again", since=0, refused_at=utc_now() + timedelta(minutes=1))
+
+    stage.apply = apply
+    stage.admit("head")
+    release(redlock)
+    stage.turn_until(lambda: stage.handed_on == ["head", "head again"])
+
+
+def test_one_that_tries_soon_by_itself_does_not_try_because_a_subscription_begins(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes)
+    stage.admit("soon", countdown=0.5, refused_at=utc_now() + timedelta(minutes=1))
+    stage.turn_until(lambda: stage.hears("a") == stage.nodes)
+    stage.see_heard()
+    assert (stage.handed_on, stage.waiting()) == ([], ["soon"])
+
+
+def test_a_sweep_ends_what_was_revoked_and_forgets_no_release(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, replace(STILL, sweep_interval=0.02))
+    stage.listen()
+    for id_ in ("waits", "revoked"):
+        stage.admit(id_)
+    stage.revoked.add("revoked")
+    stage.turn_until(lambda: stage.handed_on == ["revoked"])
+    stage.admit("behind")
+    stage.see_served()
+    assert (stage.handed_on, stage.waiting()) == (["revoked"], ["waits", "behind"])
 
 
 @pytest.mark.parametrize(("limit", "heard"), [(1, 1), (2, 2), (3, 2)])

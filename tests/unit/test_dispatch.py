@@ -167,14 +167,27 @@ def test_a_waiter_behind_the_head_goes_on_at_its_deadline() -> None:
     assert worker.applied == [("behind", DEADLINE)]
 
 
-def test_a_displaced_head_waits_for_its_turn() -> None:
+def test_a_head_that_is_displaced_waits_for_its_turn() -> None:
+    """The dispatched head is back before the next one tried."""
     worker = Worker()
-    head = worker.admit("was the head", 2, countdown=10.0)
-    worker.timer.turn(until=5.0)
-    head.eta = 5.0  # its countdown is over, and Celery has not called yet
-    worker.admit("earlier", 1, countdown=100.0)
+    for number in (1, 2):
+        worker.admit(f"{number}", number, countdown=10.0)
+    worker.timer.turn(until=9.5)
+    worker.release()
+    worker.timer.turn(until=10.25)
+    worker.admit("1 again", 1)
     worker.timer.turn(until=50.0)
-    assert worker.applied == []
+    assert worker.applied == [("1", 9.5)]
+
+
+def test_a_message_whose_timer_is_a_little_early_waits_for_a_release_all_the_same() -> None:
+    """A timer goes by the wall clock, and a waiter's ETA by the monotonic one."""
+    worker = Worker()
+    worker.admit("head", 1)
+    behind = worker.admit("behind", 2, countdown=10.0)
+    behind.eta += 0.001
+    worker.timer.turn(until=99.0)
+    assert worker.applied == [("behind", DEADLINE)]
 
 
 def test_celery_can_cancel_the_timer_of_a_message_that_waits_past_its_eta() -> None:
@@ -190,13 +203,16 @@ def test_celery_can_cancel_the_timer_of_a_message_that_waits_past_its_eta() -> N
     assert worker.applied == []
 
 
-def test_what_a_closed_room_held_is_not_dispatched_any_more() -> None:
+def test_what_a_closed_room_held_is_not_dispatched_any_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     worker = Worker()
     waiter = worker.admit("of the old connection", 1)
     worker.dispatcher.forget()
     worker.dispatcher.dispatch(waiter)
     assert worker.applied == []
     assert worker.dispatcher.waiting() == []
+    assert not caplog.records
 
 
 def test_cancelled_messages_are_dispatched_and_leave_the_others_where_they_are() -> None:

@@ -152,6 +152,14 @@ def test_the_release_that_was_announced_longest_ago_is_forgotten_first() -> None
     assert not made.is_decided(Release("a", "first"), 3)
 
 
+def test_an_announcement_keeps_the_earlier_ones_of_its_release_from_being_forgotten() -> None:
+    made = announcements(majority=3)
+    others = map(str, range(MESSAGE_IDS))
+    for message_id in ("first", *(next(others) for _ in range(MESSAGE_IDS - 1)), "first", *others):
+        made.is_decided(Release("a", message_id), 3)
+    assert made.is_decided(Release("a", "first"), 3)
+
+
 def test_a_release_is_for_one_message_that_was_on_its_way() -> None:
     history = ReleaseHistory(opened_at=0.0)
     history.record("a", 100.0, set())
