@@ -84,7 +84,7 @@ def redlock_waiting(state: Any) -> list[dict[str, Any]]:
             "task": waiting.request.name,
             "since": header.deferral.since,
             "deferrals": header.deferral.count,
-            "tries_in": max(0.0, waiting.due - now),
+            "tries_in": max(0.0, waiting.eta - now),
         }
         for waiting in waiters_of(state.consumer)
         if (header := LockHeader.of(waiting.request._context)).wait is not None

@@ -9,6 +9,7 @@ import threading
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -20,18 +21,27 @@ from kombu.common import QoS
 
 from celery_redlock import Redlock
 from celery_redlock.lock.model.keys import wake_channel
-from celery_redlock.lock.transport import subscriber
+from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Deferral, LockHeader, Wait
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Wait
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.waiting import queues as queues_module
-from celery_redlock.tasks.waiting import room as room_module
 from celery_redlock.tasks.waiting.room import WaitingRoom
+from celery_redlock.tasks.waiting.times import WaitingTimes
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually
 
 NEVER = 600.0  # s: longer than a test
 NOBODYS = 98  # a limit that no message of a test has
+STILL = WaitingTimes(retry_next_after=NEVER, sweep_interval=NEVER)  # nothing happens by the clock
+
+
+class ClockAhead(SystemClock):
+    """The machine's clock, which can be set ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        machines, self.ahead = self.now, 0.0
+        self.now = lambda: machines() + self.ahead
 
 
 class Consumer(SimpleNamespace):
@@ -46,7 +56,7 @@ class Stage:
     handed_on: ids of messages. apply: what Celery does with one of them first.
     """
 
-    def __init__(self, nodes: list[EmbeddedNode], **conf: Any) -> None:
+    def __init__(self, nodes: list[EmbeddedNode], times: WaitingTimes, **conf: Any) -> None:
         self.app = Celery(set_as_current=False, broker="memory://")
         urls = [node.url for node in nodes]
         self.app.conf.update(redlock_nodes=urls, redlock_node_timeout=PATIENCE, **conf)
@@ -65,8 +75,11 @@ class Stage:
             controller=SimpleNamespace(state=SimpleNamespace(revoked=self.revoked)),
             apply_eta_task=self._hand_on,
         )
-        self.room, self.nodes, self._count = WaitingRoom(self.consumer), len(nodes), 0
+        clock = ClockAhead()
+        self.room = WaitingRoom(self.consumer, times, Platform(clock))
+        self.nodes, self._count = len(nodes), 0
         self.room.start(self.consumer)
+        clock.ahead = 3 * CLOCKS_DIFFER  # so what is refused from now on was refused since then
 
     def _hand_on(self, request: Any) -> None:
         self.apply(request)
@@ -74,19 +87,19 @@ class Stage:
 
     def admit(
         self, id_: str, resource: str = "a", *, since: int | None = None, limit: int = 1,
-        refused_at: datetime | None = None, expires: datetime | None = None, **request: Any,
+        refused_at: datetime | None = None, expires: datetime | None = None,
+        countdown: float = NEVER, **request: Any,
     ) -> None:  # fmt: skip
         """Let a message come in, behind those before it; refused_at: a minute ago if not given."""
         self._count += 1
         now = utc_now()
         message = Consumer(
-            id=id_, name="task", eta=now + timedelta(seconds=NEVER), expires=expires,
+            id=id_, name="task", eta=now + timedelta(seconds=countdown), expires=expires,
             **{"stamped_headers": None, **request},
         )  # fmt: skip
         refused = (refused_at or now - timedelta(minutes=1)).timestamp()
         wait = Wait((resource,), resource, refused, limit, waits_for_release=True)
-        deferral = Deferral(1, f"{self._count if since is None else since:09}")
-        self.room.admit(message, LockHeader(deferral=deferral), wait)
+        self.room.admit(message, wait, f"{self._count if since is None else since:09}")
 
     def turn_until(self, condition: Callable[[], object]) -> None:
         def turned() -> object:
@@ -101,10 +114,8 @@ class Stage:
         One message is handed on as that begins. And so is one of each limit that was refused
         before the room was opened: what was released since then was heard by nobody.
         """
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(room_module, "CLOCKS_DIFFER", 0.0)
-            later = utc_now() + timedelta(minutes=1)
-            self.admit("as it begins", resource, limit=NOBODYS, refused_at=later)
+        later = utc_now() + timedelta(minutes=1)
+        self.admit("as it begins", resource, limit=NOBODYS, refused_at=later)
         self.turn_until(lambda: self.handed_on and self.hears(resource) == self.nodes)
         for limit in limits:
             self.admit(f"before it was open, {limit}", resource, limit=limit)
@@ -147,15 +158,12 @@ def release(redlock: Redlock, resource: str = "a") -> None:
 
 
 @pytest.fixture
-def make_stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
-    """Give rooms in which nobody looks or tries by the clock."""
-    monkeypatch.setattr(room_module, "SWEEP_INTERVAL", NEVER)
-    monkeypatch.setattr(queues_module, "RETRY_NEXT_AFTER", NEVER)
-    monkeypatch.setattr(room_module, "RETRY_NEXT_AFTER", NEVER)
+def make_stage() -> Iterator[Callable[..., Stage]]:
+    """Give rooms; unless a test gives other times, nothing is swept or tried by the clock."""
     made: list[Stage] = []
 
-    def make(nodes: list[EmbeddedNode], **conf: Any) -> Stage:
-        made.append(Stage(nodes, **conf))
+    def make(nodes: list[EmbeddedNode], times: WaitingTimes = STILL, **conf: Any) -> Stage:
+        made.append(Stage(nodes, times, **conf))
         return made[-1]
 
     yield make
@@ -242,9 +250,9 @@ def test_one_that_cannot_be_handed_on_ends_neither_the_event_loop_nor_the_wait_o
     ("refused_before", "tries"), [(60.0, True), (CLOCKS_DIFFER / 2, False), (0.0, False)]
 )
 def test_after_a_refusal_in_its_own_line_nobody_tries_each_second(
-    stage: Stage,
+    make_stage: Callable[..., Stage],
+    nodes: list[EmbeddedNode],
     redlock: Redlock,
-    monkeypatch: pytest.MonkeyPatch,
     refused_before: float,
     tries: bool,
 ) -> None:
@@ -252,9 +260,9 @@ def test_after_a_refusal_in_its_own_line_nobody_tries_each_second(
 
     refused_before: s before it tried, by the calendar of who was refused.
     """
+    stage = make_stage(nodes, replace(STILL, retry_next_after=0.2))
+    stage.listen()
     stage.listen("b")
-    monkeypatch.setattr(queues_module, "RETRY_NEXT_AFTER", 0.2)
-    monkeypatch.setattr(room_module, "RETRY_NEXT_AFTER", 0.2)
 
     def apply(request: Any) -> None:
         if request.id == "second":
@@ -274,6 +282,47 @@ def test_after_a_refusal_in_its_own_line_nobody_tries_each_second(
     stage.turn_until(lambda: others[4] in stage.handed_on)
     handed_on = [id_ for id_ in stage.handed_on if id_ not in others]
     assert handed_on[:3] == ["first", "second", "second again"][: 2 + tries]
+
+
+def test_a_head_that_is_refused_after_a_release_tries_once_more(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+) -> None:
+    """Those that a release wakes in three workers may each get one node."""
+    stage = make_stage(nodes, replace(STILL, retry_next_after=0.2))
+    stage.listen()
+
+    def apply(request: Any) -> None:
+        if request.id == "head":
+            stage.admit("head again", since=0, refused_at=utc_now() + timedelta(minutes=1))
+
+    stage.apply = apply
+    stage.admit("head")
+    release(redlock)
+    stage.turn_until(lambda: stage.handed_on == ["head", "head again"])
+
+
+def test_one_that_tries_soon_by_itself_does_not_try_because_a_subscription_begins(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes)
+    stage.admit("soon", countdown=0.5, refused_at=utc_now() + timedelta(minutes=1))
+    stage.turn_until(lambda: stage.hears("a") == stage.nodes)
+    stage.see_heard()
+    assert (stage.handed_on, stage.waiting()) == ([], ["soon"])
+
+
+def test_a_sweep_ends_what_was_revoked_and_forgets_no_release(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, replace(STILL, sweep_interval=0.02))
+    stage.listen()
+    for id_ in ("waits", "revoked"):
+        stage.admit(id_)
+    stage.revoked.add("revoked")
+    stage.turn_until(lambda: stage.handed_on == ["revoked"])
+    stage.admit("behind")
+    stage.see_served()
+    assert (stage.handed_on, stage.waiting()) == (["revoked"], ["waits", "behind"])
 
 
 @pytest.mark.parametrize(("limit", "heard"), [(1, 1), (2, 2), (3, 2)])
@@ -315,15 +364,11 @@ def test_a_word_counts_once_where_one_node_says_many_before_another_says_any(
 
 
 def test_a_worker_does_not_listen_for_ever_for_what_nobody_waits_for(
-    make_stage: Callable[..., Stage],
-    nodes: list[EmbeddedNode],
-    redlock: Redlock,
-    monkeypatch: pytest.MonkeyPatch,
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
 ) -> None:
-    monkeypatch.setattr(room_module, "SWEEP_INTERVAL", 0.02)
-    monkeypatch.setattr(room_module, "UNSUBSCRIBE_AFTER", 0.0)
-    monkeypatch.setattr(subscriber, "LINGER", 0.1)
-    stage, channel = make_stage(nodes), wake_channel("redlock", "a")
+    """The next subscription, which a message for another resource begins, ends this one."""
+    times = replace(STILL, sweep_interval=0.02, unsubscribe_after=0.0)
+    stage, channel = make_stage(nodes, times), wake_channel("redlock", "a")
 
     def listening() -> list[int]:
         return [node.client().pubsub_numsub(channel)[0][1] for node in nodes]
@@ -332,7 +377,12 @@ def test_a_worker_does_not_listen_for_ever_for_what_nobody_waits_for(
     stage.turn_until(lambda: listening() == [1, 1, 1])
     release(redlock)
     stage.turn_until(lambda: stage.handed_on == ["one"])
-    stage.turn_until(lambda: listening() == [0, 0, 0])
+
+    def is_unsubscribed_by_the_next() -> bool:
+        stage.admit("next", "b")
+        return listening() == [0, 0, 0]
+
+    stage.turn_until(is_unsubscribed_by_the_next)
 
 
 def test_a_worker_does_not_remember_every_release_that_it_heard(
@@ -356,13 +406,11 @@ def test_a_worker_does_not_remember_every_release_that_it_heard(
 def test_what_was_refused_before_the_broker_was_lost_may_have_missed_a_release(
     make_stage: Callable[..., Stage],
     mortal_nodes: list[EmbeddedNode],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No node answers, so nothing else than that wakes anybody."""
-    monkeypatch.setattr(room_module, "CLOCKS_DIFFER", 0.0)
     for node in mortal_nodes:
         node.kill()
-    stage = make_stage(mortal_nodes)
+    stage = make_stage(mortal_nodes, replace(STILL, clocks_differ=0.0))
     stage.see_served()
     before = utc_now()
     stage.admit("delivered anew")
@@ -384,16 +432,13 @@ def gevent_hub() -> Iterator[Any]:
     gevent.get_hub().destroy(destroy_loop=True)
 
 
-def test_of_a_room_that_opens_anew_no_look_is_left_over(
-    gevent_hub: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_room_that_opens_anew_no_sweep_is_left_over(gevent_hub: Any) -> None:
     """A greenlets' timer can cancel the next call of a repeated one only where that is known."""
     timers = pytest.importorskip("celery.concurrency.gevent")
-    monkeypatch.setattr(room_module, "SWEEP_INTERVAL", 0.01)
     timer, app = timers.Timer(), SimpleNamespace(conf={})
     parent = {"initial_prefetch_count": 1, "hub": None, "pool": None}
     consumer = Consumer(apply_eta_task=fail, app=app, timer=timer, **parent)
-    room = WaitingRoom(consumer)
+    room = WaitingRoom(consumer, WaitingTimes(sweep_interval=0.01))
 
     def calls() -> set[Any]:
         gevent_hub.sleep(0.01)

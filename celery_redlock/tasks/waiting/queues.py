@@ -1,127 +1,176 @@
-"""Who waits in this worker, in order: pure bookkeeping."""
+"""Deferred messages in order of first deferral: one queue for each channel and limit. Pure.
+
+A resource that is taken to a lock of one limit may be free to another, so each limit has a queue.
+Only the head of a queue tries again by itself. The waiters behind it cost memory and no commands
+until they are the head, or until their deadline, before the broker takes them for lost.
+"""
 
 from __future__ import annotations
 
 import bisect
 import math
-from typing import Any
-
-RETRY_NEXT_AFTER = (
-    1.0  # s after which the next one tries, where the first was woken and nothing was heard
-)
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 
-QueueKey = tuple[str, int]  # the channel of what refused, and the limit by which it was asked
+class QueueKey(NamedTuple):
+    """A queue: the channel that announces the releases, and the limit of the lock refused."""
+
+    channel: str
+    limit: int
 
 
+@dataclass(eq=False, slots=True)
 class Waiter:
     """One message that waits in a worker's memory.
 
-    order: it stands in its line by. patient: it may wait for a word for longer than its countdown.
-    due: monotonic s, the end of the countdown. until: monotonic s, when it goes back at the latest.
-    entry: in the worker's timer, once its countdown is over.
+    request: Celery's, of the message. order: its place in the queue. eta: monotonic seconds, the
+    end of its countdown. deadline: monotonic seconds, when it tries at the latest.
+    waits_for_release: it may wait for a release past its ETA. timer_entry: the room's own entry in
+    the worker's timer; None before the ETA, while Celery's own entry is there.
     """
 
-    __slots__ = ("due", "entry", "line", "order", "patient", "request", "until")
-
-    def __init__(
-        self, request: Any, order: tuple[str, int], line: QueueKey, due: float, *, patient: bool
-    ) -> None:
-        self.request, self.order, self.line = request, order, line
-        self.due, self.patient, self.until = due, patient, due
-        self.entry: Any = None
+    request: Any
+    order: tuple[str, int]
+    queue: QueueKey
+    eta: float
+    deadline: float
+    waits_for_release: bool
+    timer_entry: Any = None
 
     def __lt__(self, other: Waiter) -> bool:
         return self.order < other.order
 
 
-_NOBODY = (-math.inf, "")
+class WaitQueue:
+    """The waiters of one channel and limit, in order of first deferral.
+
+    refused_at: monotonic seconds of the latest refusal of one of its messages.
+    """
+
+    __slots__ = ("_head_left_at", "_head_left_since", "refused_at", "waiters")
+
+    def __init__(self) -> None:
+        self.waiters: list[Waiter] = []
+        self.refused_at = -math.inf
+        # when the head was dispatched to try, and its first deferral
+        self._head_left_at, self._head_left_since = -math.inf, ""
+
+    def add(self, waiter: Waiter) -> Waiter | None:
+        """Queue a waiter; return the head that it displaced, if any."""
+        bisect.insort(self.waiters, waiter)
+        if self.waiters[0] is not waiter:
+            return None
+        if waiter.order[0] <= self._head_left_since:  # the dispatched head is back: it was refused
+            self._head_left_at, self._head_left_since = -math.inf, ""
+        return self.waiters[1] if len(self.waiters) > 1 else None
+
+    def remove(self, waiter: Waiter, now: float) -> Waiter | None:
+        """Remove a waiter; return the next head if the waiter was the head."""
+        place = bisect.bisect_left(self.waiters, waiter)
+        del self.waiters[place]
+        if place > 0:
+            return None
+        self._head_left_at, self._head_left_since = now, waiter.order[0]
+        return self.waiters[0] if self.waiters else None
+
+    def turn_of(self, waiter: Waiter, retry_next_after: float) -> float:
+        """Return the monotonic second from which a waiter may try by itself; inf: not the head.
+
+        The head may try at once. If a head before it has just been dispatched, it may try only
+        after `retry_next_after` without its return.
+        """
+        is_head = self.waiters[0] is waiter
+        return self._head_left_at + retry_next_after if is_head else math.inf
 
 
 class WaitQueues:
-    """Who waits in this worker, in order. A channel without a line is listened for for a while."""
+    """All messages that wait in one worker.
 
-    def __init__(self) -> None:
-        self._lines: dict[str, dict[int, list[Waiter]]] = {}  # by channel, then by limit
-        self._emptied: dict[str, float] = {}  # monotonic s
-        # where the first one has gone to try: monotonic s, and since when it waits
-        self._left: dict[QueueKey, tuple[float, str]] = {}
+    retry_next_after: as of `WaitingTimes`. A channel stays subscribed for a while without waiters.
+    """
+
+    def __init__(self, retry_next_after: float) -> None:
+        self._retry_next_after = retry_next_after
+        self._queues: dict[str, dict[int, WaitQueue]] = {}  # by channel, then by limit
+        self._emptied_at: dict[str, float] = {}  # monotonic seconds, of channels without waiters
         self._by_request: dict[Any, Waiter] = {}
-        self.patient = 0  # how many may wait for a word alone
+        self.waiting_for_release = 0  # how many waiters may wait past their ETA
 
     def channels(self) -> set[str]:
-        """Return what is listened for; asked by any thread."""
-        return set(self._lines)
+        """Return the channels to subscribe to; called by any thread."""
+        return set(self._queues)
 
     def of(self, request: Any) -> Waiter | None:
-        """Return the one that waits by a request."""
+        """Return the waiter of a request."""
         return self._by_request.get(request)
 
     def all(self) -> list[Waiter]:
-        """Return all that wait."""
+        """Return all waiters."""
         return list(self._by_request.values())
 
-    def firsts(self, channel: str) -> list[Waiter]:
-        """Return the first of each line on a channel."""
-        return [line[0] for line in self._lines.get(channel, {}).values()]
+    def heads(self, channel: str) -> list[Waiter]:
+        """Return the head of each queue of a channel."""
+        return [queue.waiters[0] for queue in self._of_channel(channel) if queue.waiters]
 
     def on(self, channel: str) -> list[Waiter]:
-        """Return all that wait on a channel."""
-        return [one for line in self._lines.get(channel, {}).values() for one in line]
+        """Return all waiters of a channel."""
+        return [waiter for queue in self._of_channel(channel) for waiter in queue.waiters]
 
-    def may_try(self, waiting: Waiter, now: float) -> float:
-        """Return the s after which it may try by itself: inf where others stand before it.
+    def _of_channel(self, channel: str) -> list[WaitQueue]:
+        return list(self._queues.get(channel, {}).values())
 
-        At once where it is the first; but where one before it has just gone to try, only if that
-        one is not back soon.
+    def add(self, waiter: Waiter, refused_at: float) -> Waiter | None:
+        """Queue a waiter; return the head that it displaced, if any.
+
+        refused_at: monotonic seconds.
         """
-        channel, limit = waiting.line
-        if self._lines[channel][limit][0] is not waiting:
-            return math.inf
-        return max(0.0, self._left.get(waiting.line, _NOBODY)[0] + RETRY_NEXT_AFTER - now)
+        self._by_request[waiter.request] = waiter
+        self.waiting_for_release += waiter.waits_for_release
+        channel, limit = waiter.queue
+        self._emptied_at.pop(channel, None)
+        queue = self._queues.setdefault(channel, {}).setdefault(limit, WaitQueue())
+        queue.refused_at = max(queue.refused_at, refused_at)
+        return queue.add(waiter)
 
-    def add(self, waiting: Waiter) -> Waiter | None:
-        """Put one in its line; returns the one that was first before it came, if it is now."""
-        self._by_request[waiting.request] = waiting
-        self.patient += waiting.patient
-        channel, limit = waiting.line
-        line = self._lines.setdefault(channel, {}).setdefault(limit, [])
-        bisect.insort(line, waiting)
-        self._emptied.pop(channel, None)
-        if line[0] is not waiting:
+    def remove(self, waiter: Waiter, now: float) -> Waiter | None:
+        """Remove a waiter; return the next head if the waiter was the head."""
+        del self._by_request[waiter.request]
+        self.waiting_for_release -= waiter.waits_for_release
+        channel, limit = waiter.queue
+        following = self._queues[channel][limit].remove(waiter, now)
+        if not any(queue.waiters for queue in self._of_channel(channel)):
+            self._emptied_at[channel] = now
+        return following
+
+    def retry_in(self, waiter: Waiter, now: float) -> float | None:
+        """Return the seconds after which a waiter is to try without a release; 0: now.
+
+        None if that is at its ETA, for which Celery has set a timer. A waiter behind the head tries
+        at its deadline: the broker would deliver its message anew soon after.
+        """
+        if waiter.eta > now or not waiter.waits_for_release:
             return None
-        if waiting.order[0] <= self._left.get(waiting.line, _NOBODY)[1]:
-            del self._left[waiting.line]  # it is back
-        return line[1] if len(line) > 1 else None
+        channel, limit = waiter.queue
+        turn = self._queues[channel][limit].turn_of(waiter, self._retry_next_after)
+        return max(0.0, min(turn, waiter.deadline) - now)
 
-    def remove(self, waiting: Waiter, now: float) -> Waiter | None:
-        """Take one out of its line; returns the one that is first now, if it was."""
-        del self._by_request[waiting.request]
-        self.patient -= waiting.patient
-        channel, limit = waiting.line
-        line = self._lines[channel][limit]
-        place = bisect.bisect_left(line, waiting)
-        del line[place]
-        if place == 0:
-            self._left[waiting.line] = now, waiting.order[0]
-        if not line:
-            del self._lines[channel][limit]
-            if not self._lines[channel]:
-                self._emptied[channel] = now
-        return line[0] if line and place == 0 else None
+    def refused_at(self, waiter: Waiter) -> float:
+        """Return the monotonic second of the latest refusal in a waiter's queue."""
+        queue = self._queues.get(waiter.queue.channel, {}).get(waiter.queue.limit)
+        return -math.inf if queue is None else queue.refused_at
 
     def last_of_longest(self) -> Waiter | None:
-        """Return who can best be spared: the last patient one of the longest line."""
-        lines = [line for by_limit in self._lines.values() for line in by_limit.values()]
-        for line in sorted(lines, key=len, reverse=True):
-            for waiting in reversed(line):
-                if waiting.patient:
-                    return waiting
+        """Return the waiter that is dispatched last: of the longest queue, if it may be evicted."""
+        queues = [queue for by_limit in self._queues.values() for queue in by_limit.values()]
+        for queue in sorted(queues, key=lambda queue: len(queue.waiters), reverse=True):
+            for waiter in reversed(queue.waiters):
+                if waiter.waits_for_release:
+                    return waiter
         return None
 
     def forget_empty(self, before: float) -> None:
-        """Listen no more where nobody has waited since then, monotonic s."""
-        for channel in [c for c, at in self._emptied.items() if at < before]:
-            del self._emptied[channel]
-            del self._lines[channel]
-        self._left = {line: gone for line, gone in self._left.items() if line[0] in self._lines}
+        """Forget the channels that have had no waiters since then, in monotonic seconds."""
+        for channel in [c for c, at in self._emptied_at.items() if at < before]:
+            del self._emptied_at[channel]
+            del self._queues[channel]

@@ -7,8 +7,8 @@ from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
 MUTANTS = (
     Mutant(
         "a worker listens for ever for what nobody waits for",
-        "tasks.waiting.room:WaitingRoom._look",
-        "            self._lines.forget_empty(now - UNSUBSCRIBE_AFTER)\n",
+        "tasks.waiting.room:WaitingRoom._sweep",
+        "            queues.forget_empty(self._clock.now() - self._times.unsubscribe_after)\n",
         "",
         (
             f"{CONTRACT}/test_waiting_room.py::"
@@ -17,8 +17,8 @@ MUTANTS = (
     ),
     Mutant(
         "a worker remembers every release that it ever heard",
-        "tasks.waiting.room:WaitingRoom.on_release_message",
-        "if len(self._words) > MESSAGE_IDS:",
+        "tasks.waiting.releases:Announcements._count",
+        "if len(self._counts) > MESSAGE_IDS:",
         "if False:",
         (
             f"{CONTRACT}/test_waiting_room.py::"
@@ -338,45 +338,45 @@ MUTANTS = (
         "tasks.waiting.queues:Waiter.__lt__",
         "return self.order < other.order",
         "return self.order > other.order",
-        (f"{UNIT}/test_waiting.py",),
+        (f"{UNIT}/test_wait_queues.py",),
     ),
     Mutant(
         "all messages that wait for a lock try again, not the first alone",
-        "tasks.waiting.queues:WaitQueues.may_try",
-        "return math.inf",
-        "return 0.0",
-        (f"{UNIT}/test_waiting.py",),
+        "tasks.waiting.queues:WaitQueue.turn_of",
+        " if is_head else math.inf",
+        "",
+        (f"{UNIT}/test_wait_queues.py",),
     ),
     Mutant(
         "a release wakes no message that waits in a worker",
-        "tasks.waiting.room:WaitingRoom._serve",
-        """                if word or first.due >= now + IMMINENT:
-                    self._hand_on(first)""",
-        """                if word or first.due >= now + IMMINENT:
-                    pass""",
+        "tasks.waiting.room:WaitingRoom._on_release",
+        """        for head in heads:
+            self._dispatch(release, head)""",
+        """        for head in heads:
+            pass""",
         (f"{CONTRACT}/test_waiting_room.py",),
     ),
     Mutant(
         "nobody can look who waits while a body runs in the main process",
-        "tasks.waiting.room:WaitingRoom._make_way",
+        "tasks.waiting.dispatch:Dispatcher._evict",
         """        if last is not None:  # outside: a solo pool runs its body here
-            self._wake(last)""",
+            self.dispatch(last)""",
         """            if last is not None:
-                self._wake(last)""",
+                self.dispatch(last)""",
         (f"{CONTRACT}/test_waiting_room.py",),
         "while_a_body_runs",
     ),
     Mutant(
         "a release wakes a message that has expired, and nobody behind it",
-        "tasks.waiting.room:WaitingRoom._firsts",
-        "over = [first for first in firsts if self._is_over(first.request)]",
-        "over: list[Waiter] = []",
+        "tasks.waiting.dispatch:Dispatcher.heads_to_run",
+        "if not self._dispatch_cancelled(heads):",
+        "if True:",
         (f"{CONTRACT}/test_waiting_room.py",),
         "passes_those",
     ),
     Mutant(
         "one message that cannot be handed on ends the worker's event loop",
-        "tasks.waiting.room:WaitingRoom._hand_on",
+        "tasks.waiting.dispatch:Dispatcher.dispatch",
         "except Exception:",
         "except ZeroDivisionError:",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -384,35 +384,33 @@ MUTANTS = (
     ),
     Mutant(
         "after a refusal the first in line tries each second",
-        "tasks.waiting.room:WaitingRoom._try_again",
-        "if first_time or refused_at < told_at - CLOCKS_DIFFER:",
-        "if True:",
+        "tasks.waiting.releases:FollowUps.may_still_be_free",
+        "return refused_at < released_at - self._clocks_differ",
+        "return True",
         (f"{CONTRACT}/test_waiting_room.py",),
         "after_a_refusal",
     ),
     Mutant(
         "of several released permits one alone is for messages on their way",
-        "tasks.waiting.room:WaitingRoom._has_missed",
-        "[-limit:]",
+        "tasks.waiting.releases:ReleaseHistory.claim",
+        "[-count:]",
         "[-1:]",
         (f"{CONTRACT}/test_waiting_room.py",),
         "of_permits",
     ),
     Mutant(
         "one node's word wakes a message",
-        "tasks.waiting.room:WaitingRoom.on_release_message",
-        "is_news = said == needed",
-        "is_news = said >= 1",
+        "tasks.waiting.releases:Announcements._count",
+        "count >= needed",
+        "count >= 1",
         (f"{CONTRACT}/test_waiting_room.py",),
         "many_before",
     ),
     Mutant(
         "a release that was missed while the broker was away wakes nobody",
-        "tasks.waiting.room:WaitingRoom._told_on",
-        """        if channel == self._votes:
-""",
-        """        if channel:
-""",
+        "tasks.waiting.releases:ReleaseHistory._of",
+        "[] if self._opened_at is None else [_Past(self._opened_at)]",
+        "list[_Past]()",
         (f"{CONTRACT}/test_waiting_room.py",),
         "broker_was_lost",
     ),

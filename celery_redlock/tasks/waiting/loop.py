@@ -1,0 +1,106 @@
+"""One event loop for the ways a worker runs: kombu's hub, greenlets, a timer thread.
+
+No other file knows how the pools differ. With Redis and RabbitMQ the main process of the prefork,
+threads and solo pools runs kombu's hub; a callback gets there through a pipe that the hub reads.
+With gevent each callback gets a greenlet, as connections belong to the hub of their thread. With
+other brokers there is no loop: the callback runs in the thread that asks, and what is due later in
+Celery's timer thread. A solo pool runs a task's body inside a callback.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.tasks.body.interrupt import current_interrupter
+
+Callback = Callable[..., object]
+
+
+class EventLoop:
+    """The event loop of a worker's main process.
+
+    `call_soon` may be called by any thread; everything else in the loop, or as the worker starts.
+    """
+
+    def __init__(self, consumer: Any, platform: Platform) -> None:
+        self._consumer, self._platform = consumer, platform
+        self._calls: deque[tuple[Callback, tuple[Any, ...]]] = deque()
+        self._waker: Any = None
+        self._wake: Callable[[], object] = self._run_calls
+
+    def start(self) -> None:
+        """Begin to take calls; again after the connection to the broker was lost."""
+        hub, pool = self._consumer.hub, self._consumer.pool
+        if hub is not None:
+            self._waker = self._waker or self._platform.new_waker()
+            hub.add_reader(self._waker.descriptor, self._on_wake)
+            self._wake = self._waker.wake
+        elif getattr(pool, "is_green", False):
+            greenlet = current_interrupter()
+            self._wake = lambda: greenlet.run_beside(self._run_calls)
+
+    def clear(self) -> None:
+        """Forget the calls that have not begun."""
+        self._calls.clear()
+
+    def call_soon(self, callback: Callback, *args: object) -> None:
+        """Call a function in the loop."""
+        self._calls.append((callback, args))
+        self._wake()
+
+    def call_after(
+        self, seconds: float, callback: Callback, *args: object, priority: int = 0
+    ) -> Any:
+        """Call a function after so many seconds; return the timer's entry."""
+        return self._consumer.timer.call_after(seconds, callback, args, priority=priority)
+
+    def call_repeatedly(self, seconds: float, callback: Callback) -> RepeatedCall:
+        """Call a function again and again, with so many seconds between two calls."""
+        return RepeatedCall(self, seconds, callback)
+
+    def cancel(self, entry: Any) -> None:
+        """Cancel an entry of the timer; None: nothing happens."""
+        if entry is not None:
+            self._consumer.timer.cancel(entry)
+
+    def _on_wake(self) -> None:
+        self._waker.clear()  # before the calls: a call that comes meanwhile wakes the hub again
+        self._run_calls()
+
+    def _run_calls(self) -> None:
+        while True:
+            try:
+                callback, args = self._calls.popleft()
+            except IndexError:  # also if another thread was first: without a loop several may run
+                return
+            callback(*args)
+
+
+class RepeatedCall:
+    """A function that the loop calls again and again, until `cancel`.
+
+    Source: celery.concurrency.gevent: what its `call_repeatedly` returns cancels the first call
+    alone.
+    """
+
+    def __init__(self, loop: EventLoop, seconds: float, callback: Callback) -> None:
+        self._loop, self._seconds, self._callback = loop, seconds, callback
+        self._is_cancelled = False
+        self._entry = loop.call_after(seconds, self._run)
+
+    def cancel(self) -> None:
+        """Call the function no more. A call that runs now ends, and is the last one."""
+        self._is_cancelled = True  # before: a call that runs meanwhile looks at it as it ends
+        self._loop.cancel(self._entry)
+
+    def _run(self) -> None:
+        if self._is_cancelled:
+            return
+        try:
+            self._callback()
+        finally:
+            if not self._is_cancelled:
+                self._entry = self._loop.call_after(self._seconds, self._run)

@@ -1,0 +1,286 @@
+"""How waiting messages go on to Celery, by a clock that the test turns."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.tasks.waiting.dispatch import Dispatcher
+from celery_redlock.tasks.waiting.loop import EventLoop
+from celery_redlock.tasks.waiting.queues import QueueKey, Waiter
+from celery_redlock.tasks.waiting.times import WaitingTimes
+
+TIMES = WaitingTimes()
+PREFETCH = 4  # of the worker, without waiting messages
+DEADLINE = 60.0  # s after a message's arrival
+
+
+class StoppedClock(SystemClock):
+    """A clock that goes on as a test turns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = 0.0
+        self.now = lambda: self.time
+
+
+class Timer:
+    """What a worker has for a timer, by a clock that a test turns."""
+
+    def __init__(self, clock: StoppedClock) -> None:
+        self._clock, self._numbers = clock, itertools.count()
+        self._entries: list[tuple[float, int, Callable[[], object]]] = []
+        self._cancelled: set[int] = set()
+
+    def call_after(self, seconds: float, call: Any, args: Any = (), priority: int = 0) -> int:
+        number = next(self._numbers)
+        heapq.heappush(self._entries, (self._clock.time + seconds, number, lambda: call(*args)))
+        return number
+
+    def cancel(self, entry: int) -> None:
+        self._cancelled.add(entry)
+
+    def turn(self, until: float) -> None:
+        """Let the time pass, and what is due happen."""
+        while self._entries and self._entries[0][0] <= until:
+            at, number, call = heapq.heappop(self._entries)
+            self._clock.time = max(at, self._clock.time)
+            if number not in self._cancelled:
+                call()
+        self._clock.time = max(until, self._clock.time)
+
+
+class Message(SimpleNamespace):
+    """What stands for a worker's request."""
+
+    __hash__ = object.__hash__
+
+
+class Prefetch:
+    """What stands for a consumer's QoS."""
+
+    value = PREFETCH
+
+    def increment_eventually(self) -> None:
+        self.value += 1
+
+    def decrement_eventually(self) -> None:
+        self.value -= 1
+
+
+class Worker:
+    """A dispatcher, and as much of a worker as it needs.
+
+    applied: the messages that Celery got, and when. apply: what happens as it gets one.
+    """
+
+    def __init__(self, *, names_timer: bool = True, capacity: int = 1000) -> None:
+        self.clock, self.revoked = StoppedClock(), set[str]()
+        self.timer, self.qos, self.names_timer = Timer(self.clock), Prefetch(), names_timer
+        self.applied: list[tuple[str, float]] = []
+        self.apply: Callable[[Message], object] = lambda message: None
+        state = SimpleNamespace(revoked=self.revoked)
+        self.consumer = SimpleNamespace(
+            timer=self.timer,
+            hub=None,
+            pool=None,
+            qos=self.qos,
+            controller=SimpleNamespace(state=state),
+            apply_eta_task=self._apply,
+        )
+        loop = EventLoop(self.consumer, Platform(self.clock))
+        self.dispatcher = Dispatcher(self.consumer, loop, self.clock, TIMES)
+        self.dispatcher.capacity = capacity
+        self.dispatcher.forget()
+
+    def _apply(self, message: Message) -> None:
+        self.applied.append((message.id, self.clock.time))
+        self.apply(message)
+        self.qos.decrement_eventually()
+
+    def admit(
+        self, id_: str, since: int, channel: str = "a", countdown: float = 100.0,
+        *, waits: bool = True,
+    ) -> Waiter:  # fmt: skip
+        """Let a message wait, as Celery's strategy does."""
+        message, now = (
+            Message(id=id_, name="task", expires=None, stamped_headers=None),
+            self.clock.time,
+        )
+        order, queue = (f"{since:09}", id(message)), QueueKey(channel, 1)
+        eta, deadline = now + countdown, now + DEADLINE
+        waiter = Waiter(message, order, queue, eta, deadline, waits)
+        self.dispatcher.add(waiter, now)
+        self.qos.increment_eventually()
+        entry = self.timer.call_after(countdown, self.dispatcher.on_eta, (message,))
+        if self.names_timer:
+            message._eta_timer_entry = entry
+        return waiter
+
+    def release(self, channel: str = "a") -> None:
+        for head in self.dispatcher.heads_to_run(channel):
+            self.dispatcher.dispatch(head)
+
+    @property
+    def ids(self) -> list[str]:
+        return [id_ for id_, _ in self.applied]
+
+
+def test_a_release_dispatches_the_head_and_the_next_one_tries_a_moment_after_its_eta() -> None:
+    worker = Worker()
+    for number in (2, 1, 3):
+        worker.admit(f"{number}", number, countdown=10.0)
+    worker.timer.turn(until=9.5)
+    worker.release()
+    assert worker.applied == [("1", 9.5)]
+    worker.timer.turn(until=30.0)
+    assert worker.applied == [
+        ("1", 9.5),
+        ("2", 9.5 + TIMES.retry_next_after),
+        ("3", 9.5 + 2 * TIMES.retry_next_after),
+    ]
+
+
+@pytest.mark.parametrize("names_timer", [True, False])
+def test_a_dispatched_message_does_not_go_on_again_at_its_eta(names_timer: bool) -> None:
+    """Before Celery 5.7 nobody can cancel Celery's own timer."""
+    worker = Worker(names_timer=names_timer)
+    worker.admit("one", 1, countdown=10.0)
+    worker.release()
+    worker.timer.turn(until=20.0)
+    assert worker.applied == [("one", 0.0)]
+
+
+def test_a_waiter_behind_the_head_goes_on_at_its_deadline() -> None:
+    worker = Worker()
+    worker.admit("head", 1, countdown=1000.0)
+    worker.admit("behind", 2, countdown=10.0)
+    worker.timer.turn(until=500.0)
+    assert worker.applied == [("behind", DEADLINE)]
+
+
+def test_a_head_that_is_displaced_waits_for_its_turn() -> None:
+    """The dispatched head is back before the next one tried."""
+    worker = Worker()
+    for number in (1, 2):
+        worker.admit(f"{number}", number, countdown=10.0)
+    worker.timer.turn(until=9.5)
+    worker.release()
+    worker.timer.turn(until=10.25)
+    worker.admit("1 again", 1)
+    worker.timer.turn(until=50.0)
+    assert worker.applied == [("1", 9.5)]
+
+
+def test_a_message_whose_timer_is_a_little_early_waits_for_a_release_all_the_same() -> None:
+    """A timer goes by the wall clock, and a waiter's ETA by the monotonic one."""
+    worker = Worker()
+    worker.admit("head", 1)
+    behind = worker.admit("behind", 2, countdown=10.0)
+    behind.eta += 0.001
+    worker.timer.turn(until=99.0)
+    assert worker.applied == [("behind", DEADLINE)]
+
+
+def test_celery_can_cancel_the_timer_of_a_message_that_waits_past_its_eta() -> None:
+    """As it closes a connection, Celery 5.7 cancels the entry that it finds on each request."""
+    worker = Worker()
+    worker.admit("head", 1)
+    behind = worker.admit("behind", 2, countdown=10.0)
+    worker.timer.turn(until=11.0)
+    assert behind.timer_entry is not None
+    assert behind.request._eta_timer_entry == behind.timer_entry
+    worker.timer.cancel(behind.request._eta_timer_entry)
+    worker.timer.turn(until=99.0)
+    assert worker.applied == []
+
+
+def test_what_a_closed_room_held_is_not_dispatched_any_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = Worker()
+    waiter = worker.admit("of the old connection", 1)
+    worker.dispatcher.forget()
+    worker.dispatcher.dispatch(waiter)
+    assert worker.applied == []
+    assert worker.dispatcher.waiting() == []
+    assert not caplog.records
+
+
+def test_cancelled_messages_are_dispatched_and_leave_the_others_where_they_are() -> None:
+    worker = Worker()
+    for number in range(4):
+        worker.admit(f"{number}", number)
+    worker.revoked |= {"0", "2"}
+    worker.dispatcher.dispatch_cancelled()
+    assert worker.ids == ["0", "2"]
+    assert [waiter.request.id for waiter in worker.dispatcher.waiting()] == ["1", "3"]
+
+
+def test_above_the_capacity_the_last_ones_are_dispatched_one_by_one() -> None:
+    worker = Worker(capacity=2)
+    for number in range(5):
+        worker.admit(f"{number}", number)
+    assert worker.qos.value == PREFETCH + 2
+    worker.timer.turn(until=TIMES.eviction_interval)
+    assert worker.ids == ["4"]
+    worker.timer.turn(until=1.0)
+    assert worker.ids == ["4", "3", "2"]
+    assert worker.qos.value == PREFETCH + 2
+
+
+arrivals = st.lists(
+    st.tuples(
+        st.floats(0.0, 30.0),  # s since the one before
+        st.integers(0, 9),
+        st.sampled_from("ab"),
+        st.floats(0.0, 50.0),
+        st.booleans(),
+        st.sampled_from(["", "releases a", "releases b", "cannot be applied", "sweeps"]),
+    ),
+    max_size=20,
+)
+
+
+@given(arrivals, st.integers(1, 5), st.booleans())
+def test_every_message_goes_on_exactly_once_and_in_time_with_or_without_a_release(
+    messages: list[tuple[float, int, str, float, bool, str]], capacity: int, names_timer: bool
+) -> None:
+    worker = Worker(names_timer=names_timer, capacity=capacity)
+    latest: dict[str, float] = {}
+    broken: set[str] = set()
+
+    def apply(message: Message) -> None:
+        if message.id in broken:
+            raise ConnectionError("backend")
+
+    worker.apply = apply
+    for number, (seconds, since, channel, countdown, waits, then) in enumerate(messages):
+        worker.timer.turn(until=worker.clock.time + seconds)
+        id_ = f"{number}"
+        waiter = worker.admit(id_, since, channel, countdown, waits=waits)
+        latest[id_] = max(waiter.eta, waiter.deadline) if waits else waiter.eta
+        if then == "cannot be applied":
+            broken.add(id_)
+            worker.dispatcher.dispatch(waiter)
+        elif then == "sweeps":
+            worker.revoked.add(id_)
+            worker.dispatcher.dispatch_cancelled()
+        elif then:
+            before = [w.request.id for w in worker.dispatcher.queues.heads(then[-1])]
+            count = len(worker.applied)
+            worker.release(then[-1])
+            assert worker.ids[count:] == before
+    worker.timer.turn(until=worker.clock.time + DEADLINE + 50.0)
+    assert sorted(worker.ids) == sorted(latest)
+    assert all(at <= latest[id_] + 1e-6 for id_, at in worker.applied)
+    assert worker.dispatcher.waiting() == []
+    assert worker.qos.value == PREFETCH + len(broken)  # Celery had not lowered it for those

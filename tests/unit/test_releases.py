@@ -1,0 +1,239 @@
+"""What a worker makes of the nodes' announcements: when to act on a release, and who missed it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from celery_redlock.tasks.waiting.releases import (
+    MESSAGE_IDS,
+    RELEASE_HISTORY,
+    Announcements,
+    FollowUps,
+    Release,
+    ReleaseHistory,
+)
+
+QUORUM_CHANNEL = "quorum"
+BEGIN = Release("a")
+
+
+def announcements(majority: int = 2) -> Announcements:
+    return Announcements(majority, QUORUM_CHANNEL)
+
+
+nodes_and_orders = st.integers(1, 7).flatmap(
+    lambda nodes: st.tuples(
+        st.just(nodes),
+        st.permutations([f"release {n}" for n in range(3)] * nodes),
+    )
+)
+
+
+@given(nodes_and_orders)
+def test_a_release_that_a_majority_announces_is_acted_on_exactly_once(
+    case: tuple[int, list[str]],
+) -> None:
+    """Just then: not before, and not when the others announce it too."""
+    nodes, order = case
+    majority, made = nodes // 2 + 1, announcements(nodes // 2 + 1)
+    seen: Counter[str] = Counter()
+    for message_id in order:
+        seen[message_id] += 1
+        is_decided = made.is_decided(Release("a", message_id), nodes)
+        assert is_decided == (seen[message_id] == majority)
+
+
+@given(
+    st.integers(1, 7).flatmap(
+        lambda nodes: st.tuples(
+            st.just(nodes), st.lists(st.tuples(st.integers(1, 3), st.integers(0, nodes)))
+        )
+    )
+)
+@example((3, [(1, 1), (1, 2)]))  # the second node is subscribed to after the first one's message
+@example((3, [(1, 2), (1, 1)]))  # the first node is lost after its message
+def test_while_subscriptions_come_and_go_a_release_is_never_acted_on_twice(
+    case: tuple[int, list[tuple[int, int]]],
+) -> None:
+    nodes, messages = case
+    majority, made = nodes // 2 + 1, announcements(nodes // 2 + 1)
+    counts: Counter[int] = Counter()
+    acted: Counter[int] = Counter()
+    for number, subscriptions in messages:
+        counts[number] += 1
+        if made.is_decided(Release("a", f"release {number}"), subscriptions):
+            acted[number] += 1
+            assert counts[number] >= min(majority, max(1, subscriptions))
+        assert acted[number] <= 1
+        assert acted[number] or counts[number] < min(majority, max(1, subscriptions))
+
+
+@given(st.integers(2, 7), st.data())
+def test_a_minority_is_never_acted_on(nodes: int, data: st.DataObject) -> None:
+    majority = nodes // 2 + 1
+    made = announcements(majority)
+    for number in range(data.draw(st.integers(1, 20))):
+        release = Release("a", f"release {number}")
+        for _ in range(data.draw(st.integers(1, majority - 1))):
+            assert not made.is_decided(release, nodes)
+
+
+def test_of_fewer_subscriptions_than_a_majority_all_must_announce_a_release() -> None:
+    made = announcements(majority=3)
+    assert not made.is_decided(Release("a", "x"), 2)
+    assert made.is_decided(Release("a", "x"), 2)
+    assert made.is_decided(Release("a", "y"), 0)
+
+
+def test_an_operators_trust_is_acted_on_at_the_first_announcement() -> None:
+    made = announcements(majority=3)
+    trust = Release(QUORUM_CHANNEL, "x")
+    assert [made.is_decided(trust, 5) for _ in range(5)] == [True, False, False, False, False]
+
+
+def test_only_the_first_subscription_to_a_channel_is_acted_on() -> None:
+    made = announcements()
+    assert [made.is_decided(BEGIN, subscriptions) for subscriptions in (1, 2, 3)] == [
+        True,
+        False,
+        False,
+    ]
+    assert made.is_decided(Release("b"), 3)
+
+
+def test_a_subscription_after_all_were_lost_is_acted_on_again() -> None:
+    made = announcements()
+    assert made.is_decided(BEGIN, 3)
+    assert not made.is_decided(BEGIN, 2)
+    assert made.is_decided(BEGIN, 1)
+
+
+@pytest.mark.parametrize("forget", ["keep", "clear"])
+def test_a_channel_that_was_forgotten_begins_anew(forget: str) -> None:
+    made = announcements()
+    assert made.is_decided(BEGIN, 2)
+    if forget == "keep":
+        made.keep({"a"})
+        assert not made.is_decided(BEGIN, 2)
+        made.keep({"b"})
+    else:
+        made.clear()
+    assert made.is_decided(BEGIN, 2)
+
+
+def test_waiters_for_a_quorum_try_at_each_subscription_that_makes_one() -> None:
+    made, begin = announcements(majority=2), Release(QUORUM_CHANNEL)
+    assert [made.is_decided(begin, subscriptions) for subscriptions in (1, 2, 3, 2)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_after_a_stall_a_node_may_announce_many_releases_before_the_others_do() -> None:
+    made = announcements()
+    ids = [f"release {number}" for number in range(MESSAGE_IDS)]
+    assert not any(made.is_decided(Release("a", message_id), 3) for message_id in ids)
+    assert all(made.is_decided(Release("a", message_id), 3) for message_id in ids)
+    assert not any(made.is_decided(Release("a", message_id), 3) for message_id in ids)
+
+
+def test_the_release_that_was_announced_longest_ago_is_forgotten_first() -> None:
+    made = announcements()
+    for message_id in ("first", "second", *map(str, range(MESSAGE_IDS - 1))):
+        made.is_decided(Release("a", message_id), 3)
+    assert made.is_decided(Release("a", "second"), 3)
+    assert not made.is_decided(Release("a", "first"), 3)
+
+
+def test_an_announcement_keeps_the_earlier_ones_of_its_release_from_being_forgotten() -> None:
+    made = announcements(majority=3)
+    others = map(str, range(MESSAGE_IDS))
+    for message_id in ("first", *(next(others) for _ in range(MESSAGE_IDS - 1)), "first", *others):
+        made.is_decided(Release("a", message_id), 3)
+    assert made.is_decided(Release("a", "first"), 3)
+
+
+def test_a_release_is_for_one_message_that_was_on_its_way() -> None:
+    history = ReleaseHistory(opened_at=0.0)
+    history.record("a", 100.0, set())
+    assert not history.claim("a", 1, 100.1, 1)
+    assert history.claim("a", 1, 100.0, 1)
+    assert not history.claim("a", 1, 100.0, 1)
+    assert history.claim("a", 2, 100.0, 2)  # another limit, so another queue
+    assert not history.claim("b", 1, 100.0, 1)
+
+
+def test_a_release_that_dispatched_a_waiter_was_missed_by_no_other_of_its_queue() -> None:
+    history = ReleaseHistory(opened_at=0.0)
+    history.record("a", 100.0, {1})
+    assert not history.claim("a", 1, 50.0, 1)
+    assert history.claim("a", 2, 50.0, 1)
+
+
+def test_of_a_plain_lock_only_the_last_release_may_have_been_missed() -> None:
+    history = ReleaseHistory(opened_at=0.0)
+    history.record("a", 100.0, set())
+    history.record("a", 101.0, {1})
+    assert not history.claim("a", 1, 50.0, 1)
+
+
+@given(st.integers(1, 30), st.integers(1, 30))
+def test_of_permits_as_many_releases_are_for_messages_on_their_way_as_there_are_permits(
+    limit: int, releases: int
+) -> None:
+    history = ReleaseHistory(opened_at=-math.inf)
+    for number in range(releases):
+        history.record("a", float(number), set())
+    claimed = [history.claim("a", limit, 0.0, limit) for _ in range(50)]
+    assert sum(claimed) == min(limit, releases, RELEASE_HISTORY)
+    assert claimed == sorted(claimed, reverse=True)
+
+
+def test_what_was_refused_before_the_room_opened_may_have_missed_one_release() -> None:
+    history = ReleaseHistory(opened_at=100.0)
+    assert not history.claim("a", 1, 100.1, 1)
+    assert history.claim("a", 1, 99.0, 1)
+    assert not history.claim("a", 1, 99.0, 1)
+    assert history.claim("b", 1, 99.0, 1)
+
+
+def test_of_a_quorum_nothing_is_missed_before_the_subscription() -> None:
+    history = ReleaseHistory(opened_at=None)
+    assert not history.claim(QUORUM_CHANNEL, "task", -math.inf, 1)
+    history.record(QUORUM_CHANNEL, 100.0, {"task"})
+    assert not history.claim(QUORUM_CHANNEL, "task", 50.0, 1)
+    assert history.claim(QUORUM_CHANNEL, "another task", 50.0, 1)
+
+
+def test_a_channel_that_nobody_waits_on_has_no_history() -> None:
+    history = ReleaseHistory(opened_at=0.0)
+    for channel in "ab":
+        history.record(channel, 100.0, set())
+    history.keep({"a"})
+    assert history.claim("a", 1, 50.0, 1)
+    assert not history.claim("b", 1, 50.0, 1)
+
+
+def test_a_later_release_calls_the_follow_up_of_an_earlier_one_off() -> None:
+    follow_ups = FollowUps(clocks_differ=1.0)
+    follow_ups.expect("a", 100.0)
+    follow_ups.expect("b", 100.0)
+    follow_ups.expect("a", 101.0)
+    assert not follow_ups.take("a", 100.0)
+    assert follow_ups.take("a", 101.0)
+    assert not follow_ups.take("a", 101.0)
+    assert follow_ups.take("b", 100.0)
+
+
+@pytest.mark.parametrize(("refused_at", "is_free"), [(98.9, True), (99.0, False), (100.5, False)])
+def test_after_a_refusal_a_resource_is_no_longer_taken_for_free(
+    refused_at: float, is_free: bool
+) -> None:
+    assert FollowUps(clocks_differ=1.0).may_still_be_free(refused_at, 100.0) is is_free

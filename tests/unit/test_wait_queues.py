@@ -1,0 +1,247 @@
+"""The queues of one worker's waiters: who is the head, who follows, and who may try when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from celery_redlock.tasks.waiting.queues import QueueKey, Waiter, WaitQueues
+
+RETRY_NEXT_AFTER = 1.0  # s
+LATER = 10_000.0  # monotonic s: no deadline of a test is after that
+
+
+class Message:
+    """What stands for a worker's request."""
+
+
+def waiter(since: str, channel: str = "a", limit: int = 1, deadline: float = LATER) -> Waiter:
+    message = Message()
+    order, queue = (since, id(message)), QueueKey(channel, limit)
+    return Waiter(message, order, queue, 0.0, deadline, waits_for_release=True)
+
+
+def queued(*sinces: str) -> tuple[WaitQueues, Sequence[Waiter]]:
+    queues, waiters = WaitQueues(RETRY_NEXT_AFTER), [waiter(since) for since in sinces]
+    for each in waiters:
+        queues.add(each, 0.0)
+    return queues, waiters
+
+
+def test_waiters_are_in_order_of_first_deferral_and_not_of_arrival() -> None:
+    queues, (second, first, third) = queued("10:02", "10:01", "10:03")
+    assert queues.heads("a") == [first]
+    assert queues.remove(third, 0.0) is None
+    queues.add(third, 0.0)
+    assert queues.remove(first, 0.0) is second
+    assert queues.remove(second, 0.0) is third
+    assert queues.remove(third, 0.0) is None
+    assert queues.heads("a") == []
+
+
+def test_an_earlier_message_displaces_the_head() -> None:
+    queues, (head,) = queued("10:02")
+    assert queues.add(waiter("10:01"), 0.0) is head
+    assert queues.add(waiter("10:03"), 0.0) is None
+
+
+def test_each_limit_has_a_queue_of_its_own() -> None:
+    queues, (one, behind) = queued("10:01", "10:03")
+    of_three = waiter("10:02", limit=3)
+    assert queues.add(of_three, 0.0) is None
+    assert queues.heads("a") == [one, of_three]
+    assert (queues.retry_in(of_three, 0.0), queues.retry_in(behind, 0.0)) == (0.0, LATER)
+    assert queues.remove(of_three, 0.0) is None
+    assert queues.heads("a") == [one]
+    assert queues.of(of_three.request) is None
+    assert queues.all() == [one, behind]
+
+
+def test_the_last_waiter_of_the_longest_queue_is_evicted_first() -> None:
+    queues, (first, second, third) = queued("10:01", "10:02", "10:03")
+    queues.add(waiter("10:04", "b"), 0.0)
+    assert queues.waiting_for_release == 4
+    assert queues.last_of_longest() is third
+    third.waits_for_release = False
+    assert queues.last_of_longest() is second
+    for each in (first, second):
+        queues.remove(each, 0.0)
+    assert queues.waiting_for_release == 2
+    assert WaitQueues(RETRY_NEXT_AFTER).last_of_longest() is None
+
+
+def test_only_the_head_may_try_by_itself() -> None:
+    queues, (head, behind) = queued("10:01", "10:02")
+    assert queues.retry_in(head, 0.0) == 0.0
+    assert queues.retry_in(behind, 0.0) == LATER
+
+
+def test_a_waiter_behind_the_head_tries_at_its_deadline() -> None:
+    queues, _ = queued("10:01")
+    behind = waiter("10:02", deadline=50.0)
+    queues.add(behind, 0.0)
+    assert queues.retry_in(behind, 20.0) == 30.0
+    assert queues.retry_in(behind, 51.0) == 0.0
+
+
+def test_celerys_own_timer_serves_a_waiter_before_its_eta_and_one_with_a_budget() -> None:
+    queues, (head, with_budget) = queued("10:01", "10:02")
+    head.eta, with_budget.waits_for_release = 5.0, False
+    assert queues.retry_in(head, 4.0) is None
+    assert queues.retry_in(head, 5.0) == 0.0
+    assert queues.retry_in(with_budget, 5.0) is None
+
+
+def test_while_the_dispatched_head_tries_the_next_one_holds_back_for_a_moment() -> None:
+    queues, (first, second) = queued("10:01", "10:02")
+    queues.remove(first, 100.0)
+    assert queues.retry_in(second, 100.25) == RETRY_NEXT_AFTER - 0.25
+    assert queues.retry_in(second, 100.0 + RETRY_NEXT_AFTER) == 0.0
+
+
+def test_a_message_that_arrives_while_the_head_tries_holds_back_too() -> None:
+    queues, (first,) = queued("10:01")
+    queues.remove(first, 100.0)
+    second = waiter("10:02")
+    queues.add(second, 0.0)
+    assert queues.retry_in(second, 100.0) == RETRY_NEXT_AFTER
+
+
+def test_a_head_that_is_back_goes_by_its_own_countdown() -> None:
+    queues, (first, _) = queued("10:01", "10:02")
+    queues.remove(first, 100.0)
+    again = waiter("10:01")
+    queues.add(again, 0.0)
+    assert queues.retry_in(again, 100.0) == 0.0
+
+
+def test_a_channel_without_waiters_stays_subscribed_until_it_is_forgotten() -> None:
+    queues, (first,) = queued("10:01")
+    queues.remove(first, 100.0)
+    queues.forget_empty(100.0)
+    assert queues.channels() == {"a"}
+    queues.forget_empty(100.1)
+    assert queues.channels() == set()
+    queues.add(waiter("10:02"), 0.0)
+    queues.forget_empty(math.inf)
+    assert queues.channels() == {"a"}
+
+
+def test_the_latest_refusal_of_a_queue_is_known_while_its_channel_is() -> None:
+    queues, (head,) = queued("10:01")
+    queues.add(waiter("10:02"), 8.0)
+    queues.add(waiter("10:03"), 5.0)
+    queues.add(waiter("10:04", limit=2), 9.0)
+    assert queues.refused_at(head) == 8.0
+    for each in queues.all():
+        queues.remove(each, 10.0)
+    assert queues.refused_at(head) == 8.0
+    queues.forget_empty(11.0)
+    assert queues.refused_at(head) == -math.inf
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=30))
+def test_an_eviction_keeps_the_order_of_those_that_stay(
+    messages: list[tuple[int, str, bool]],
+) -> None:
+    queues = WaitQueues(RETRY_NEXT_AFTER)
+    for since, channel, waits in messages:
+        each = waiter(f"10:{since}", channel)
+        each.waits_for_release = waits
+        queues.add(each, 0.0)
+    while (evicted := queues.last_of_longest()) is not None:
+        queue = queues.on(evicted.queue.channel)
+        longest = max((queues.on(channel) for channel in "ab"), key=len)
+        assert len(queue) == len(longest) or not any(w.waits_for_release for w in longest)
+        behind = queue[queue.index(evicted) + 1 :]
+        assert not [each for each in behind if each.waits_for_release]
+        queues.remove(evicted, 0.0)
+        assert queues.on(evicted.queue.channel) == [w for w in queue if w is not evicted]
+    assert queues.waiting_for_release == 0
+
+
+class Queues(RuleBasedStateMachine):
+    """Messages come and go in any order, while the clock goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.here = 0.0, list[Waiter]()
+        self.queues = WaitQueues(RETRY_NEXT_AFTER)
+
+    @rule(seconds=st.floats(0.0, 40.0))
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(
+        since=st.integers(0, 9),
+        channel=st.sampled_from("ab"),
+        limit=st.integers(1, 2),
+        countdown=st.floats(0.0, 20.0),
+        waits=st.booleans(),
+    )
+    def add(self, since: int, channel: str, limit: int, countdown: float, waits: bool) -> None:
+        new = waiter(f"10:{since}", channel, limit, self.now + 30.0)
+        new.eta, new.waits_for_release = self.now + countdown, waits
+        before = self.queue_of(new)
+        displaced = self.queues.add(new, self.now)
+        self.here.append(new)
+        is_head = self.queue_of(new)[0] is new
+        assert displaced is (before[0] if is_head and before else None)
+
+    @precondition(lambda self: self.here)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        gone = data.draw(st.sampled_from(self.here))
+        before = self.queue_of(gone)
+        following = self.queues.remove(gone, self.now)
+        self.here.remove(gone)
+        after = self.queue_of(gone)
+        assert following is (after[0] if before[0] is gone and after else None)
+        if following is not None and following.eta <= self.now and following.waits_for_release:
+            seconds = self.queues.retry_in(following, self.now)
+            assert seconds == max(0.0, min(RETRY_NEXT_AFTER, following.deadline - self.now))
+
+    @rule()
+    def forget_empty(self) -> None:
+        self.queues.forget_empty(self.now)
+
+    def queue_of(self, one: Waiter) -> list[Waiter]:
+        return sorted(each for each in self.here if each.queue == one.queue)
+
+    @invariant()
+    def nobody_is_lost(self) -> None:
+        assert self.queues.all() == self.here
+        found = [each for channel in "ab" for each in self.queues.on(channel)]
+        assert sorted(found) == sorted(self.here)
+        assert all(self.queues.of(each.request) is each for each in self.here)
+        assert {each.queue.channel for each in self.here} <= self.queues.channels()
+        waiting = [each for each in self.here if each.waits_for_release]
+        assert self.queues.waiting_for_release == len(waiting)
+
+    @invariant()
+    def waiters_are_in_order_of_first_deferral(self) -> None:
+        heads = [each for channel in "ab" for each in self.queues.heads(channel)]
+        assert sorted(heads) == sorted({self.queue_of(each)[0] for each in self.here})
+        for each in self.here:
+            in_order = [w for w in self.queues.on(each.queue.channel) if w.queue == each.queue]
+            assert in_order == self.queue_of(each)
+
+    @invariant()
+    def only_the_head_tries_before_its_deadline(self) -> None:
+        for each in self.here:
+            seconds = self.queues.retry_in(each, self.now)
+            left = max(0.0, each.deadline - self.now)
+            if each.eta > self.now or not each.waits_for_release:
+                assert seconds is None
+            elif self.queue_of(each)[0] is each:
+                assert seconds is not None
+                assert seconds <= min(RETRY_NEXT_AFTER, left)
+            else:
+                assert seconds == left
+
+
+TestQueues = Queues.TestCase
