@@ -80,7 +80,7 @@ def connect_at_first_run(**_: Any) -> None:
 
 
 class TracingObserver(SignalObserver):
-    """Sends the signals, and looks at each lock whether spans are recorded, until they are.
+    """Sends the signals, and looks at each lock for OpenTelemetry's SDK, until it is imported.
 
     For processes that run no task and may finalize no app, such as a web server. A worker that
     forks has observers of its own, and looks before its first run.
@@ -90,8 +90,8 @@ class TracingObserver(SignalObserver):
         self._connected = False
 
     def acquired(self, redlock: Any, acquisition: Acquisition) -> None:
-        """Connect the receivers if spans are recorded by now, and send lock_acquired."""
-        if not self._connected and may_record():
+        """Connect the receivers if the SDK is imported by now, and send lock_acquired."""
+        if not self._connected and SDK in sys.modules:  # one look-up, for each lock pays for it
             connect_if_recording()
             self._connected = True
         super().acquired(redlock, acquisition)

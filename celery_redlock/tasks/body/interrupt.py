@@ -10,6 +10,9 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+
+# `signal.getsignal` makes an enum of what this returns, which is too dear for each run
+from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -65,6 +68,7 @@ class SignalInterrupter(Interrupter):
 
     def __init__(self) -> None:
         self._number: int | None = None
+        self._handler = self._raise_loss  # one object, for it is compared at each run
 
     def is_ready(self) -> bool:
         """Return whether the handler is installed; install it for a signal that is free.
@@ -75,14 +79,14 @@ class SignalInterrupter(Interrupter):
             return True
         least, most = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", 0)
         for number in range(least + PREFERRED_SIGNAL, most + 1) if least else ():
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, self._raise_loss)
+            if getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, self._handler)
                 self._number = number
                 return True
         return False
 
     def _is_installed(self) -> bool:
-        return self._number is not None and signal.getsignal(self._number) == self._raise_loss
+        return self._number is not None and getsignal(self._number) is self._handler
 
     def interrupt(self, body: Interruptible) -> bool:
         """Send the signal, unless another handler has replaced ours meanwhile."""
