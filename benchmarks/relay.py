@@ -1,7 +1,7 @@
 """The app that the workers of the hand-off and of the crowd run: bodies under one lock.
 
-Two tasks do the same, and say when. One takes its lock as a `LockedTask`; the other is what people
-write by hand: redis-py's lock, and `self.retry` with a random countdown where that is taken.
+Two tasks do the same, and store when. One is a `LockedTask`; the other is what people write by
+hand: redis-py's lock, and `self.retry` with a random countdown if that is taken.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ app.conf.update(
 
 
 @worker_init.connect
-def _take_the_room_away(sender: Any = None, **_: Any) -> None:
-    """Leave the delay alone to wake anybody, for comparison."""
+def _remove_waiting_room(sender: Any = None, **_: Any) -> None:
+    """For comparison, let a deferred message run at the end of its delay alone."""
     if os.environ.get(WAKES) == "no":
         sender.app.steps["consumer"].discard(WaitingRoom)
 
 
 @app.task(name="locked", base=LockedTask, lock_key="relay", lock_backoff=Backoff(LONGEST, LONGEST))
 def locked() -> None:
-    """Run, and say when."""
+    """Run, and store when."""
     _run()
 
 
 @app.task(name="by hand", bind=True, max_retries=None)
 def by_hand(self: Any) -> None:
-    """Run under redis-py's lock, or come again some time later."""
+    """Run under redis-py's lock, or retry after a random countdown."""
     lock = _client().lock(f"{queue}:by-hand", timeout=30, blocking=False)
     if not lock.acquire():
         raise self.retry(countdown=random.uniform(0, LONGEST))
@@ -66,7 +66,7 @@ def by_hand(self: Any) -> None:
 
 @app.task(name="crowded", base=LockedTask, lock_key="{key}")
 def crowded(key: str) -> None:
-    """Run for a moment, with the delays that a task has where nobody chose any."""
+    """Run for a moment, with the default backoff."""
     time.sleep(MOMENT)
     _client().rpush(f"{queue}:ran", key)
 

@@ -407,6 +407,21 @@ MUTANTS = (
         "many_before",
     ),
     Mutant(
+        "one release wakes a message for each node beyond a majority",
+        "tasks.waiting.releases:Announcements._count",
+        "= None if is_decided else count",
+        "= count",
+        (f"{UNIT}/test_releases.py",),
+    ),
+    Mutant(
+        "a message of a lost connection to the broker is reported as one that cannot run",
+        "tasks.waiting.dispatch:Dispatcher._apply",
+        " or waiter is not self.queues.of(request):\n",
+        ":\n",
+        (f"{UNIT}/test_dispatch.py",),
+        "closed_room",
+    ),
+    Mutant(
         "a release that was missed while the broker was away wakes nobody",
         "tasks.waiting.releases:ReleaseHistory._of",
         "[] if self._opened_at is None else [_Past(self._opened_at)]",
