@@ -45,7 +45,6 @@ class Command:
         request: bytes,
         handler: Handler,
         script: Script | None = None,
-        *,
         suffixed: bool = False,
         dated: bool = False,
     ) -> None:
