@@ -59,7 +59,7 @@ class Hold:
         """Release what no other hold relies on; twice does no harm."""
         for acquisition in self.acquisitions:
             acquisition.part(self)
-            if not acquisition.users:
+            if not acquisition.has_user:
                 releaser.release(acquisition)
 
     @uninterruptible
