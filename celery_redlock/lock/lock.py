@@ -67,7 +67,10 @@ class Lock:
     def held(self) -> bool:
         """Whether the lock is held now, computed locally, without network I/O."""
         acquisitions, now = self._acquisitions(), self._clock.now()
-        return bool(acquisitions) and all(one.held(now) for one in acquisitions)
+        for one in acquisitions:  # no generator: asked around each body
+            if not one.held(now):
+                return False
+        return bool(acquisitions)
 
     @property
     def remaining(self) -> float:
@@ -113,7 +116,7 @@ class Lock:
         SettingsError if the outer lock promises less or two nodes turn out to be one server. Raises
         RedlockError if another owner has acquired this object.
         """
-        timeout = self._timeout("Lock.acquire", wait)
+        timeout = self._options.wait if wait is None else check_wait("Lock.acquire", "wait", wait)
         hold = Hold(self._session.reentrancy.current_owner(), self._client)
         try:
             self._enter(hold)
@@ -133,12 +136,13 @@ class Lock:
         `wait` and not `asyncio.wait_for`, which before Python 3.12 runs this in a separate task.
         wait, and errors: as in `acquire`.
         """
-        timeout, session = self._timeout("Lock.acquire_async", wait), self._session
+        options, session = self._options, self._session
+        timeout = options.wait if wait is None else check_wait("Lock.acquire_async", "wait", wait)
         owner, runner = session.reentrancy.current_owner(), StepRunner(session.threads)
         hold = Hold(owner, self._client)
         try:
             self._enter(hold)
-            attempts = Attempts(session, self._options, self._keys, hold)
+            attempts = Attempts(session, options, self._keys, hold)
             await attempts.run_async(timeout, runner)
         except BaseException:  # also a cancellation, or the end of the loop
             self._forget(hold)
@@ -146,9 +150,6 @@ class Lock:
             raise
         self._last = hold
         return self
-
-    def _timeout(self, level: str, wait: float | None) -> float:
-        return self._options.wait if wait is None else check_wait(level, "wait", wait)
 
     def _enter(self, hold: Hold) -> None:
         self._check_owner(hold.owner)
@@ -191,10 +192,9 @@ class Lock:
                 return  # released already, or a forked child, which has none of its parent's locks
             self._check_owner(owner)
             now = self._clock.now()
-            mine = [one for one in hold.acquisitions if one.users == 1]
-            held = [one for one in mine if one.held(now)]
-            if len(held) < len(mine):
-                lost = [one for one in mine if one.lost(now)]
+            for one in hold.acquisitions:
+                if one.users == 1:
+                    (held if one.held(now) else lost if one.lost(now) else []).append(one)
             self._release_hold(hold)
         except RedlockError:
             raise

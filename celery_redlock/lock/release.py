@@ -33,6 +33,8 @@ def acquisitions_of(lock: Lock) -> list[Acquisition]:
 
 def loss_of(lock: Lock) -> LockLost | None:
     """Return the error for a lost lock; None if the lock is held or released."""
+    if lock.held:  # first: asked before and after each body, and nearly always so
+        return None
     now = lock._clock.now()
     if any(one.lost(now) for one in acquisitions_of(lock)):
         return LockLost(lock.resource, lock._why())

@@ -49,8 +49,10 @@ class Attempts:
         self._clock = session.clock
         self._started = session.clock.now()
         self._keys = keys
-        self._outer = self._join_outer()
-        if self._outer:
+        self._outer: Mapping[str, Acquisition] = {}
+        _, flow, _ = hold.owner
+        if flow.held:
+            self._outer = self._join_outer()
             self._keys = [key for key in keys if key.resource not in self._outer]
 
     def _join_outer(self) -> Mapping[str, Acquisition]:
@@ -76,7 +78,8 @@ class Attempts:
                 failure = self._try_while_split(failure)
         if failure is None and self._outer and self._options.fencing:
             failure = self._hold.confirm_fencing_token(self._session.acquirer)
-        self._check_acquired(failure)
+        if failure is not None or self._outer:
+            self._check_acquired(failure)
 
     async def run_async(self, timeout: float, runner: StepRunner) -> None:
         """Do what `run` does: try in threads, and wait in the event loop."""

@@ -150,7 +150,8 @@ class Acquirer:
         sent = key_lease.sent = clock.now()
         least = None if key_lease.fence is None else proposal(clock.wall_us())
         request = servers.requests.acquire(key_lease, options, least)
-        command = Command(request, round_, GRANT, suffixed=True, dated=bool(least))
+        is_suffixed, is_dated = True, bool(least)
+        command = Command(request, round_, GRANT, is_suffixed, is_dated)
         nodes.broadcast(command, sent)
         servers.requests.release(key_lease)  # encoded now, while the nodes work
         until = sent + min(servers.options.node_timeout, lease.ttl / ROUNDS_IN_TTL)

@@ -41,7 +41,7 @@ class Reentrancy:
         """
         _, flow, task = owner
         found = {}
-        for resource in options.resources if flow.held else ():
+        for resource in options.resources:
             outer = flow.held.get((task, resource))
             if outer is not None:
                 outer.check_covers(resource, options, now)
@@ -59,5 +59,6 @@ class Reentrancy:
         _, flow, task = acquisition.owner
         held = flow.held
         for key in acquisition.keys:
-            if held.get((task, key.resource)) is acquisition:
-                held.pop((task, key.resource), None)
+            name = task, key.resource
+            if held.get(name) is acquisition:
+                held.pop(name, None)

@@ -68,17 +68,14 @@ class Releaser:
         publish: whether to notify the waiters.
         """
         self._reentrancy.exit(acquisition)
-        releases = acquisition.releases or self._new_releases(acquisition, publish=publish)
+        releases = acquisition.releases
+        if not releases:
+            now, releases = self.clock.now(), []  # a new list: kept once it has all of them
+            for one in acquisition.key_leases:
+                releases.append(KeyRelease(self, acquisition, one, now, publish))
         acquisition.releases = releases  # kept: after an exception, the next call writes them again
         self._write_all(releases)
         acquisition.releases = []  # breaks the reference cycle
-
-    def _new_releases(self, acquisition: Acquisition, *, publish: bool) -> list[KeyRelease]:
-        now = self.clock.now()
-        return [
-            KeyRelease(self, acquisition, one, now, publish=publish)
-            for one in acquisition.key_leases
-        ]
 
     @uninterruptible
     def roll_back(self, acquisition: Acquisition) -> None:
@@ -89,7 +86,7 @@ class Releaser:
         """
         now = self.clock.now()
         acquisition.releases = [
-            KeyRelease(self, acquisition, one, now, publish=one.lease.state is HELD)
+            KeyRelease(self, acquisition, one, now, one.lease.state is HELD)
             for one in acquisition.key_leases
         ]
         self.release(acquisition)
@@ -99,7 +96,8 @@ class Releaser:
         """Release the last key that was tried, which another client holds."""
         key_lease = acquisition.key_leases[-1]
         now = self.clock.now()
-        self._write_all([KeyRelease(self, acquisition, key_lease, now, publish=False)])
+        is_published = False
+        self._write_all([KeyRelease(self, acquisition, key_lease, now, is_published)])
         acquisition.key_leases.pop()
 
     @uninterruptible
@@ -217,7 +215,6 @@ class KeyRelease:
         acquisition: Acquisition,
         key_lease: KeyLease,
         made_at: float,
-        *,
         publish: bool,
     ) -> None:
         self._releaser = releaser

@@ -43,7 +43,7 @@ class AcquireRound(Round):
     that a later send has superseded the run.
     """
 
-    __slots__ = ("_due", "_held_by", "_key_lease", "_marker", "_resend", "abstaining",
+    __slots__ = ("_due", "_held_by", "_is_plain", "_key_lease", "_marker", "_resend", "abstaining",
                  "completed", "errors", "superseded", "tally")  # fmt: skip
 
     def __init__(
@@ -56,6 +56,7 @@ class AcquireRound(Round):
         self.decided, self.wake = False, None
         self._key_lease, self._resend = key_lease, resend
         self._marker = marker if marker is not None and marker.asks_since is not None else None
+        self._is_plain = key_lease.fence is None and self._marker is None
         self.completed = self.superseded = False
         self.tally = Tally(nodes)
         self._due = (1 << nodes) - 1  # nodes whose vote is not counted yet, as bits
@@ -72,8 +73,7 @@ class AcquireRound(Round):
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count one node's vote. Raises UnexpectedReplyError."""
         key_lease = self._key_lease
-        is_plain = key_lease.fence is None and self._marker is None
-        is_granted = reply == 1 and type(reply) is int and is_plain
+        is_granted = reply == 1 and type(reply) is int and self._is_plain
         vote = GRANTED if is_granted else self._vote(node, reply)
         if vote is None:
             self.completed = True
@@ -82,7 +82,7 @@ class AcquireRound(Round):
         if vote is GRANTED:
             key_lease.granted.add(node)
             key_lease.lease.confirm(node, sent, run_id)
-        if not self.decided and self._due & (1 << node):
+        if not self.decided:
             self._count(node, vote)
 
     def _count(self, node: int, vote: Vote) -> None:

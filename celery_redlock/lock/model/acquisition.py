@@ -69,7 +69,11 @@ class Acquisition:
     @property
     def users(self) -> int:
         """The number of users that can still release it."""
-        return len([user for user in self._users if user() is not None])
+        count = 0
+        for user in self._users:  # no comprehension: read at each release
+            if user() is not None:
+                count += 1
+        return count
 
     @property
     def has_user(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from celery_redlock.lock.model.fencing import Fence
@@ -24,7 +25,12 @@ class LockKey:
         self.name = lock_key(prefix, resource, permit)
         self.packed_name = encode_text(self.name)
         self.channel = encode_text(wake_channel(prefix, resource))
-        self.ttl_ms = encode_bulk(b"%d" % math.ceil(ttl * 1000))
+        self.ttl_ms = _encode_ttl(ttl)
+
+
+@functools.lru_cache(maxsize=64)  # a program has few of them, and each lock asks
+def _encode_ttl(ttl: float) -> bytes:
+    return encode_bulk(b"%d" % math.ceil(ttl * 1000))
 
 
 def lock_keys(prefix: str, options: LockOptions) -> list[LockKey]:

@@ -18,7 +18,8 @@ def lock_key(prefix: str, resource: str, permit: int = 0) -> str:
     permit: number of a semaphore's permit. Permit 0 has the plain lock's key, so that holders with
     different limits still count each other.
     """
-    name = f"{resource}#" if _LOOKS_LIKE_A_PERMIT.search(resource) else resource
+    looks_like_a_permit = "#" in resource and _LOOKS_LIKE_A_PERMIT.search(resource)
+    name = f"{resource}#" if looks_like_a_permit else resource
     return f"{{{prefix}}}:lock:{name}#{permit}" if permit else f"{{{prefix}}}:lock:{name}"
 
 
@@ -78,6 +79,8 @@ def in_order(resources: Iterable[str]) -> tuple[str, ...]:
 
     One order for all clients prevents deadlocks.
     """
+    if type(resources) is tuple and len(resources) == 1:
+        return resources  # as most locks have it
     return tuple(sorted(set(resources), key=encoded))
 
 

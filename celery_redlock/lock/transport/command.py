@@ -46,7 +46,6 @@ class Command:
         request: bytes,
         handler: Handler,
         script: Script | None = None,
-        *,
         suffixed: bool = False,
         dated: bool = False,
     ) -> None:

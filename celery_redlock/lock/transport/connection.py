@@ -10,7 +10,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import hiredis
 
@@ -21,6 +21,7 @@ from celery_redlock.lock.transport.command import Entry
 POISONED = "an exception struck in the middle of a command"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
 _INCOMPLETE = object()
+MOST_AT_ONCE = 65536  # bytes of a read
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,16 @@ class Connection:
             self._refuse()
         try:
             reader, in_flight, done = self._reader, self.in_flight, self.answers.append
-            reader.feed(receive(self._ways[keeps_gil]))
+            way = self._ways[keeps_gil]
+            reader.feed(receive(way) if self.is_tls else way.recv(MOST_AT_ONCE) or _ended())
             gets = reader.gets
             while (reply := gets()) is not _INCOMPLETE:
                 done((in_flight[0], reply))
                 in_flight.popleft()  # last: if an exception strikes before, no command is lost
         except IndexError:
             raise OSError("an answer that nobody asked for") from None
+        except BlockingIOError:
+            return  # nothing has come
         except OSError:
             raise
         except hiredis.ProtocolError as error:
@@ -154,15 +158,17 @@ def receive(sock: Any) -> bytes:
     """
     data: bytes | None = None
     try:
-        data = sock.recv(65536)
+        data = sock.recv(MOST_AT_ONCE)
         if data and hasattr(sock, "pending"):  # TLS: decrypted already
             while sock.pending():
-                data += sock.recv(65536)
+                data += sock.recv(MOST_AT_ONCE)
     except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
         return data or b""
-    if not data:
-        raise OSError("connection closed by the server")
-    return data
+    return data or _ended()
+
+
+def _ended() -> NoReturn:
+    raise OSError("connection closed by the server")
 
 
 @dataclass(frozen=True)

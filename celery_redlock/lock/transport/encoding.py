@@ -29,7 +29,8 @@ def encode_bulk(word: bytes) -> bytes:
 
 def encode_text(text: str) -> bytes:
     """Return a text as a RESP bulk string."""
-    return encode_bulk(encoded(text))
+    word = text.encode("utf-8", "surrogatepass")  # as `encoded`, but in one call: made for each try
+    return b"$%d\r\n%b\r\n" % (len(word), word)
 
 
 def encode_words(words: Iterable[str]) -> bytes:

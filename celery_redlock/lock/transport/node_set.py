@@ -5,6 +5,7 @@ Only `wait` blocks, and each of its callers polls for itself.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
@@ -29,6 +30,7 @@ from celery_redlock.lock.transport.node_client import PAUSES, NodeClient
 T = TypeVar("T")
 P = TypeVar("P", bound=Peer)
 
+_jobs_of = operator.attrgetter("jobs")
 LOOKS, LOOK = 15, 0.0002  # how often, and every how many seconds, `wait_keeping_gil` reads
 
 
@@ -151,7 +153,7 @@ class NodeSet(Dispatcher, Generic[P]):
         greenlets are in use. It reads all nodes each time: next to code that keeps the GIL it may
         not run again soon.
         """
-        if (self._reading.taken or [node for node in self.nodes if node.jobs]) and self._is_cut_off:
+        if (self._reading.taken or any(map(_jobs_of, self.nodes))) and self._is_cut_off:
             return
         by_poll = native or gevent_here() is None
         pollers = self.pollers

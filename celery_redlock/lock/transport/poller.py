@@ -53,7 +53,10 @@ class Poller:
             self._topology = topology if self._arrange(nodes) else -1
         ready = self._poll.poll(math.ceil(seconds * 1000))
         self._parked = False
-        found = [self._by_descriptor[fd] for fd, _ in ready if fd in self._by_descriptor]
+        by_descriptor, found = self._by_descriptor, []
+        for descriptor, _ in ready:  # no comprehension: in Python 3.11 each is a call
+            if descriptor in by_descriptor:
+                found.append(by_descriptor[descriptor])
         if len(found) < len(ready):
             self._waker.clear()
         return found

@@ -196,7 +196,7 @@ MUTANTS = (
     Mutant(
         "the release of a nested acquire frees the lock around it",
         "lock.hold:Hold.release",
-        "if not acquisition.users:",
+        "if not acquisition.has_user:",
         "if True:",
         (f"{CONTRACT}/test_several.py",),
         "taken_again_and_free_after_the_last_release",
