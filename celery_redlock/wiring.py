@@ -22,7 +22,6 @@ from celery_redlock.operate.lints import startup as lints
 from celery_redlock.operate.metrics import exporter
 from celery_redlock.tasks import per_app, startup, task
 from celery_redlock.tasks.children import forks, reaper
-from celery_redlock.tasks.delivery import delivery
 from celery_redlock.tasks.delivery.queue_names import RecordQueueNames
 from celery_redlock.tasks.execution import completion
 from celery_redlock.tasks.unique import receivers
@@ -75,7 +74,6 @@ CONNECTIONS = (
     Connection(celery_signals.worker_shutdown, reaper.stop_watching),
     Connection(celery_signals.worker_shutdown, exporter.close_metrics),
     # the same, for each message
-    Connection(celery_signals.task_received, delivery.note_receipt),
     Connection(celery_signals.task_received, room.admit_received),
     Connection(celery_signals.task_received, completion.note_claim),
     Connection(celery_signals.task_received, startup.warn_if_unlocked),

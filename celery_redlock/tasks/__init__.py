@@ -1,8 +1,18 @@
 """The lock in a task's life: from its settings and its send to its run and its release.
 
 Read `task.py` first (`LockedTask`), then `execution/run.py`, one run of a task under its lock.
-`settings/` merges and checks the options, `delivery/` reads and writes the message, `unique/`
-deduplicates sends. In a worker's main process, `waiting/` dispatches deferred messages, and
-`children/` releases the locks of dead children. Not here: how a lock is acquired (`lock/`), and
-when Celery calls which part (`celery_redlock/wiring.py`).
+By topic, from the settings to a worker's start:
+
+- `settings/`: the options, merged from five levels and checked; the keys made of arguments.
+- `declaration.py`, `signatures.py`: what a task's class declares, and what its functions take.
+- `wrapping.py`: the wrapper of a task's `run` and hooks. `adoption.py`: tasks of others.
+- `delivery/`: one message: its header, its route, its run id; how it is published again.
+- `execution/`: a run from its delivery to its end, and what becomes of it without its lock.
+- `body/`: how LockLost is raised in a running body. `unique/`: deduplication of sends.
+- `reporting.py`: what is stored in the result backend and sent as an event: DEFERRED, SKIPPED.
+- `signals.py`: the public signals. `per_app.py`: the settings and the `Redlock` of an app.
+- `waiting/`, `children/`, `worker_request.py`, `startup.py`: a worker's main process: deferred
+  messages, the locks of dead children, a message as Celery keeps it, what is logged at the start.
+
+Not here: how a lock is acquired (`lock/`), and when Celery calls which part (the module `wiring`).
 """

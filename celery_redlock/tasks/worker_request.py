@@ -19,9 +19,9 @@ from celery.utils.functional import noop
 from celery.worker import state
 
 from celery_redlock.tasks.children.forks import announce_end
-from celery_redlock.tasks.delivery.delivery import NESTED, Delivery
+from celery_redlock.tasks.delivery.delivery import NESTED, RECEIVED, Delivery, received_at
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
-from celery_redlock.tasks.delivery.route import QUEUE
+from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
 
 
 class Request(celery.worker.request.Request):
@@ -38,11 +38,14 @@ class Request(celery.worker.request.Request):
         """Note what only this process sees of a delivery, and where its message was sent to."""
         super().__init__(message, **options)
         carried, info = self._request_dict, message.delivery_info or {}
-        seen_here = {QUEUE: info[QUEUE]} if QUEUE in info else {}
+        seen_here: dict[str, Any] = {RECEIVED: received_at(self.eta)}
+        if QUEUE in info:
+            seen_here[QUEUE] = info[QUEUE]
+        if self.content_type is not None:  # most brokers' properties leave it out
+            seen_here["content_type"] = self.content_type
         if "headers" in carried and not options.get("decoded"):
             seen_here[NESTED] = True
-        if seen_here:
-            carried["properties"] = {**carried["properties"], **seen_here}
+        carried["properties"] = {**carried["properties"], **seen_here}
         if HEADER in carried:
             self._restore_route()
 
@@ -60,6 +63,11 @@ class Request(celery.worker.request.Request):
         return Delivery(self.task, self._context)
 
     @property
+    def _is_for_another_queue(self) -> bool:
+        # the exchange first, for it is at hand: of most deliveries nothing else needs to be read
+        return self.delivery_info["exchange"] == CAME_BACK and self.delivery.is_for_another_queue
+
+    @property
     def _is_left_to_run(self) -> bool:
         """Whether the run itself decides what becomes of an expired or revoked message."""
         return bool(self.task.acks_late) and self.delivery.may_have_run_elsewhere
@@ -69,7 +77,7 @@ class Request(celery.worker.request.Request):
 
         Source: celery.worker.request: Request.revoked asks, and writes REVOKED.
         """
-        if self.delivery.is_for_another_queue or self._is_left_to_run:
+        if self._is_for_another_queue or self._is_left_to_run:
             return False
         return bool(super().maybe_expire())
 
@@ -78,7 +86,7 @@ class Request(celery.worker.request.Request):
 
         Source: celery.worker.strategy and celery.worker.request: Request.execute_using_pool ask.
         """
-        if self.delivery.is_for_another_queue:  # no state and no event is to tell of it
+        if self._is_for_another_queue:  # no state and no event is to tell of it
             return False
         return bool(super().revoked()) and not self.is_revoked
 

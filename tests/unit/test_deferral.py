@@ -16,7 +16,7 @@ from kombu.exceptions import OperationalError
 from kombu.serialization import dumps, loads
 
 from celery_redlock.tasks.delivery import republish as republish_module
-from celery_redlock.tasks.delivery.delivery import RECEIVED, Delivery, note_receipt, utc_now
+from celery_redlock.tasks.delivery.delivery import RECEIVED, Delivery, received_at, utc_now
 from celery_redlock.tasks.delivery.header import (
     CLOCKS_DIFFER,
     NEVER_DEFERRED,
@@ -265,9 +265,7 @@ def test_a_message_could_have_begun_when_it_came_or_its_countdown_was_over(
     with freeze_time("2026-01-01 12:00:00"):
         now = utc_now()
         eta = None if countdown is None else now + timedelta(seconds=countdown)
-        came = SimpleNamespace(eta=eta, content_type=None, request_dict={"properties": {}})
-        note_receipt(request=came)
-    assert received(came.request_dict) == now.timestamp() + at
+        assert received_at(eta) == now.timestamp() + at
 
 
 def test_of_a_message_that_no_worker_told_of_nobody_knows_when_it_came() -> None:

@@ -171,15 +171,10 @@ def own_headers(request: Any) -> dict[str, Any]:
     }
 
 
-def note_receipt(request: Any = None, **_: Any) -> None:
-    """Hand on to the run what only the main process knows: when it came, and its content type.
+def received_at(eta: datetime | None) -> float:
+    """Return when a run could begin of a message that is received now, in seconds since 1970.
 
-    Most brokers' properties leave that out.
-    Source: celery.worker.strategy sends task_received in the worker's main process, before the pool
-    has the message.
+    eta: when its countdown is over.
     """
-    came = {RECEIVED: max(utc_now(), request.eta or utc_now()).timestamp()}
-    if request.content_type is not None:
-        came["content_type"] = request.content_type
-    properties = request.request_dict["properties"]
-    request.request_dict["properties"] = {**properties, **came}
+    now = utc_now()
+    return (now if eta is None else max(now, eta)).timestamp()

@@ -1,7 +1,11 @@
 """A run from its delivery to its end, in the process that runs the body.
 
 Read `run.py` first: `LockedRun.execute` is the whole way. `contention.py` decides what becomes of a
-message that did not get its lock, and `outcomes.py` does it. `redelivery.py` asks whether another
-delivery of the same message runs or is done. `completion.py` is what happens after Celery has
-stored the outcome. What a running body learns of its lock is in `tasks/body/`.
+message that did not get its lock. `outcomes.py` does it, and logs it: deferred, skipped, failed,
+discarded, cancelled, republished because its first delivery still runs, or run without a lock.
+`redelivery.py` only asks whether another delivery of the same message runs or is done.
+`completion.py` is what happens after Celery has stored the outcome.
+
+Not here: how a state is stored and sent (`tasks/reporting.py`), how a deferred message waits in a
+worker's memory (`tasks/waiting/`), what a running body learns of its lock (`tasks/body/`).
 """

@@ -1,4 +1,4 @@
-"""How a delivery ends whose body does not run: deferred, skipped, failed, discarded or cancelled.
+"""What becomes of a delivery without its lock, done and logged; deferred in most cases.
 
 Each function takes the delivery and a reason, stores and sends what is to be known of it, and
 raises what Celery's tracer acts on: Ignore, Requeue, or the error that ends the run as FAILURE.
