@@ -94,7 +94,8 @@ class TracingObserver(SignalObserver):
         if not self._connected and SDK in sys.modules:  # one look-up, for each lock pays for it
             connect_if_recording()
             self._connected = True
-        super().acquired(redlock, acquisition)
+        if signals.lock_acquired.receivers:
+            super().acquired(redlock, acquisition)
 
 
 def _write_to_span(sender: Any, event: Any, outcome: str) -> None:

@@ -117,7 +117,8 @@ class SignalObserver(Observer):
 
     def released(self, redlock: Any, acquisition: Acquisition) -> None:
         """Send lock_released."""
-        send_released(redlock, acquisition)
+        if lock_released.receivers:
+            send_released(redlock, acquisition)
 
     def extended(self, redlock: Any, acquisition: Acquisition) -> None:
         """Send lock_extended."""

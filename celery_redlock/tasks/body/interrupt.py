@@ -75,7 +75,8 @@ class SignalInterrupter(Interrupter):
 
         In the main thread only.
         """
-        if self._is_installed():
+        number = self._number  # as in `_is_installed`, without a call: at each run
+        if number is not None and getsignal(number) is self._handler:
             return True
         least, most = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", 0)
         for number in range(least + PREFERRED_SIGNAL, most + 1) if least else ():

@@ -69,7 +69,8 @@ class Delivery:
 
     def queue(self, known: dict[tuple[str | None, str], str]) -> str:
         """Return the name of the queue that the message came through; known: as of `queue_of`."""
-        return self._noted_queue or queue_of(self.task.app, self.route, known)
+        noted = (self.request.properties or {}).get(QUEUE)
+        return noted or queue_of(self.task.app, self.route, known)
 
     @property
     def is_redelivered(self) -> bool:
