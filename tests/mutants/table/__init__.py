@@ -1,7 +1,7 @@
 """The mutants. A fault that was found once, or that nothing caught once, has its row here.
 
 - `lock`: the lock itself: votes, leases, nodes, and the scripts that run on them
-- `gate`: a task's run with its lock: before its body, beside it, at its end, after a kill
+- `runs`: a task's run with its lock: before its body, beside it, at its end, after a kill
 - `messages`: messages that are republished, wait, are redelivered, or are sent once
 - `operate`: settings and their lints, the command line, metrics
 - `kit`: what `celery_redlock.testing` gives to users' tests
@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
-from tests.mutants.table import gate, kit, lock, messages, operate
+from tests.mutants.table import kit, lock, messages, operate, runs
 
 MUTANTS = (
     *lock.MUTANTS,
-    *gate.MUTANTS,
+    *runs.MUTANTS,
     *messages.MUTANTS,
     *operate.MUTANTS,
     *kit.MUTANTS,
