@@ -83,6 +83,7 @@ CONNECTIONS = (
     Connection(celery_signals.task_failure, completion.end_claim_of_killed),
     # a process that runs bodies
     Connection(celery_signals.worker_process_init, per_app.note_worker),
+    Connection(celery_signals.worker_process_init, tracing.look_again),
     Connection(celery_signals.task_prerun, tracing.connect_at_first_run),
     # first: another receiver may change the arguments that it is given
     Connection(celery_signals.task_prerun, task.keep_arguments, first=True),

@@ -79,6 +79,11 @@ def connect_at_first_run(**_: Any) -> None:
     connect_if_recording()
 
 
+def look_again(**_: Any) -> None:
+    """Look at the first run of a child, too: that of its parent, an eager one, may be over."""
+    task_prerun.connect(connect_at_first_run, weak=False)
+
+
 class TracingObserver(SignalObserver):
     """Sends the signals, and looks at each lock for OpenTelemetry's SDK, until it is imported.
 

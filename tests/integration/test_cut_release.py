@@ -19,7 +19,7 @@ from celery_redlock.lock import release as release_module
 from celery_redlock.lock.engine import releaser
 from celery_redlock.tasks.execution import completion
 from celery_redlock.tasks.execution import run as run_module
-from celery_redlock.tasks.execution.completion import end_run
+from celery_redlock.tasks.execution.completion import release_after_run
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually, see_freed, settle
@@ -30,11 +30,16 @@ CUT = {
 }
 
 
-def cut(run: Callable[[], object], at: int, seen: set[str]) -> bool:
-    """Run, and raise at a line of the first `end_run`; return whether it has that many lines.
+UNCOVERED = 2  # lines of `release_after_run`: one before its `try`, and the `try`
 
-    seen: the files of which lines are counted are added to it.
+
+def cut(run: Callable[[], object], at: int, seen: set[str]) -> bool:
+    """Run, and raise at a line of `release_after_run`; return whether it has that many lines.
+
+    at: counted from the first line that is covered. seen: the files of which lines are counted are
+    added to it.
     """
+    at += UNCOVERED
     lines = 0
 
     def strike(frame: FrameType, event: str, arg: Any) -> Any:
@@ -43,13 +48,13 @@ def cut(run: Callable[[], object], at: int, seen: set[str]) -> bool:
         if lines == at:
             sys.settrace(None)
             raise SoftTimeLimitExceeded
-        if event == "return" and frame.f_code is end_run.__code__:
+        if event == "return" and frame.f_code is release_after_run.__code__:
             sys.settrace(None)
         return strike
 
     def watch(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal inside
-        inside = inside or frame.f_code is end_run.__code__
+        inside = inside or frame.f_code is release_after_run.__code__
         file = frame.f_code.co_filename
         if not inside or file not in CUT:
             return None

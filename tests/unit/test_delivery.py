@@ -115,3 +115,15 @@ def test_an_eager_run_has_no_message_to_republish() -> None:
 
 def test_the_name_by_which_workers_import_the_request_is_that_of_our_class() -> None:
     assert symbol_by_name(REQUEST) is Request
+
+
+def test_a_revocation_that_is_left_to_the_run_survives_in_a_retry_that_is_redelivered() -> None:
+    info = {"exchange": "", "routing_key": "celery", "redelivered": True}
+    in_main = delivery_of(acks_late=True, retries=2, delivery_info=info)
+    header = in_main.header.revoked()
+    in_child = delivery_of(header, acks_late=True, retries=2, delivery_info=info)
+    assert in_child.cancelled == "revoked"
+
+
+def test_a_delivery_is_shown_as_celery_shows_a_task() -> None:
+    assert f"{delivery_of()} {delivery_of()!r}" == "t[1] t[1]"

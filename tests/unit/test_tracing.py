@@ -82,6 +82,14 @@ BEFORE_A_LOCK = f"""
 import_it()
 assert sorted(take("first")) == TRACED
 """
+IN_A_CHILD = """
+app.finalize()
+order.apply().get()
+celerys.worker_process_init.send(sender=None)
+import_it()
+order.apply().get()
+assert sorted(connected()) == TRACED
+"""
 AFTER_A_LOCK = f"""
 app.finalize()
 order.apply().get()
@@ -101,6 +109,7 @@ assert [len(one.receivers) for one in SIGNALS if one.receivers] == [1] * 4
         pytest.param(ANOTHER_PROVIDER, id="by a provider that is not the SDK's"),
         pytest.param(BEFORE_THE_APP, id="before an app finalizes"),
         pytest.param(BEFORE_THE_FIRST_RUN, id="before the first run"),
+        pytest.param(IN_A_CHILD, id="in a child whose parent had a run of its own"),
         pytest.param(BEFORE_A_LOCK, id="before a lock, without an app"),
         pytest.param(AFTER_A_LOCK, id="after a run and a lock"),
     ],

@@ -150,6 +150,8 @@ class Delivery:
     def __str__(self) -> str:
         return f"{self.task.name}[{self.request.id}]"
 
+    __repr__ = __str__  # for log handlers that show the arguments of a record
+
 
 def utc_now() -> datetime:
     """Return the wall clock's time in UTC."""

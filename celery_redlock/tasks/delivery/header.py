@@ -118,7 +118,9 @@ class LockHeader:
         header = _parse(carried)
         if header.id not in (None, request.id):
             return NO_HEADER  # inherited from a parent
-        was_republished = header.deferral.since is not None or header.redelivery is not None
+        waits = 0 if header.redelivery is None else header.redelivery.waits
+        # `by_broker` alone is no republication: `revoked` writes it, and no count of retries
+        was_republished = header.deferral.since is not None or waits > 0
         if was_republished and header.retries != request.retries:
             # a real retry takes the lock anew: what the run before it waited is not its own
             return LockHeader(header.options, header.id, unique=header.unique)

@@ -58,10 +58,7 @@ def release_after_run(sender: Any = None, retval: Any = None, state: Any = None,
     is one of the result backend or of a link that could not be sent, and no end; or of a hook of
     the user's, which comes after the end.
     """
-    request = sender.request
-    if run_of(request) is None and HEADER not in request.__dict__:
-        return  # released already, and no claim to end
-    error = sys.exc_info()[1]
+    error = sys.exc_info()[1]  # nothing else before the `try`: an exception would leak the lock
     try:
         end_run(sender, retval, state, error)
     except BaseException:  # cut, as by a soft time limit: nothing else releases the lock after this
@@ -76,6 +73,9 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
     error: the exception that passes Celery's tracer.
     """
     request = task.request
+    run = run_of(request)
+    if run is None and HEADER not in request.__dict__:
+        return  # released already, and no claim to end
     if error is None:
         completed = is_completed(state, retval)
     else:
@@ -83,7 +83,6 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
         completed = is_completed_before_hook(request, error) or is_end_announced(run_id)
     if completed and HEADER in request.__dict__:
         _end_claim_of_run(task.app, request, state)
-    run = run_of(request)
     if run is not None:
         run.release(completed=completed)
 
