@@ -297,4 +297,21 @@ MUTANTS = (
             "test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock",
         ),
     ),
+    Mutant(
+        "a revoked retry that is redelivered runs",
+        "tasks.delivery.header:LockHeader.of",
+        "or waits > 0",
+        "or header.redelivery is not None",
+        (
+            f"{UNIT}/test_delivery.py::"
+            "test_a_revocation_that_is_left_to_the_run_survives_in_a_retry_that_is_redelivered",
+        ),
+    ),
+    Mutant(
+        "an exception before the release of a run leaks its lock",
+        "tasks.execution.completion:release_after_run",
+        "    error = sys.exc_info()[1]",
+        "    request = sender.request\n    run_of(request)\n    error = sys.exc_info()[1]",
+        (f"{INTEGRATION}/test_cut_release.py",),
+    ),
 )
