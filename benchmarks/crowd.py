@@ -20,7 +20,7 @@ from celery import Celery
 
 from benchmarks import relay
 from benchmarks.figures import Aim, against, table
-from benchmarks.usage import await_workers, calls, processor_time
+from benchmarks.usage import await_workers, calls, log_lines, processor_time
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
@@ -124,7 +124,7 @@ class Crowd:
         ]
 
     def _put_back(self) -> int:
-        return sum(worker.output().count(f"deferred {TASK}[") for worker in self.workers)
+        return log_lines(self.workers, TASK, "deferred")
 
 
 def report(costs: dict[int, Cost]) -> str:

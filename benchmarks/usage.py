@@ -36,6 +36,12 @@ def processor_time(workers: Iterable[WorkerProcess]) -> float:
     return used / TICKS
 
 
+def log_lines(workers: Iterable[WorkerProcess], task: str, end: str) -> int:
+    """Return how many log lines say that a message of a task came to this end."""
+    lines = (line for worker in workers for line in worker.output().splitlines())
+    return sum(f"Task {task}[" in line and f"] {end} " in line for line in lines)
+
+
 def await_workers(
     workers: Iterable[WorkerProcess], done: Callable[[], bool], patience: float
 ) -> None:
