@@ -11,18 +11,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import runpy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import cast
 
 from celery import Celery
 
 from benchmarks import relay
 from benchmarks.figures import Aim, against, table
+from benchmarks.usage import await_workers, calls, log_lines, processor_time
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
@@ -30,10 +28,8 @@ SIZES, QUICK = (50, 200, 800), (20, 50, 100)  # messages that wait for one key
 WARM = 20
 QUEUE, TASK = "crowd", "crowded"
 PATIENCE = 600  # s
-LOOK = 0.1  # s: between looks at what the workers have said
 AIM = 1.5
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "crowd.py"
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -85,24 +81,6 @@ class Cost:
         return Cost(*(do(getattr(self, name), getattr(other, name)) for name in names))
 
 
-def calls(node: EmbeddedNode, *names: str) -> int:
-    """Return how many commands a server has run; of these names, or all."""
-    stats = cast("dict[str, dict[str, int]]", node.client().info("commandstats"))
-    asked = [f"cmdstat_{name}" for name in names] or list(stats)
-    return sum(stats[name]["calls"] for name in asked if name in stats)
-
-
-def processor_time(worker: WorkerProcess) -> float:
-    """Return the s that a worker's main process and its children have used. Linux only."""
-    own = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            words = stat.read_text().rpartition(")")[2].split()
-            if int(words[2]) == worker.pid:  # its process group
-                own += int(words[11]) + int(words[12])
-    return own / TICKS
-
-
 class Crowd:
     """Workers, and what so many messages that wait for one key cost them."""
 
@@ -132,28 +110,21 @@ class Crowd:
         with Redlock(self._urls, prefix=QUEUE) as redlock, redlock.lock(key, wait=PATIENCE):
             for _ in range(count):
                 self._sender.send_task(TASK, (key,), queue=QUEUE, ignore_result=True)
-            self._see(lambda: self._put_back() - republish >= count)
-        self._see(lambda: self._broker.client().llen(f"{QUEUE}:ran") == count)
-        self._broker.client().delete(f"{QUEUE}:ran")
+            await_workers(self.workers, lambda: self._put_back() - republish >= count, PATIENCE)
+        with self._broker.client() as client:
+            await_workers(self.workers, lambda: client.llen(f"{QUEUE}:ran") == count, PATIENCE)
+            client.delete(f"{QUEUE}:ran")
         return Cost(*((n - b) / count for n, b in zip(self._used(), before, strict=True)))
 
     def _used(self) -> list[float]:
         return [
             calls(self._broker, "lpush"),  # by which Celery publishes
             sum(calls(node) for node in self._nodes),
-            sum(processor_time(worker) for worker in self.workers),
+            processor_time(self.workers),
         ]
 
     def _put_back(self) -> int:
-        return sum(worker.output().count(f"deferred {TASK}[") for worker in self.workers)
-
-    def _see(self, is_so: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE
-        while not is_so():
-            if time.monotonic() > end:
-                said = "\n".join(worker.output()[-2000:] for worker in self.workers)
-                raise RuntimeError(f"the crowd does not get on:\n{said}")
-            time.sleep(LOOK)
+        return log_lines(self.workers, TASK, "deferred")
 
 
 def report(costs: dict[int, Cost]) -> str:

@@ -1,7 +1,7 @@
-"""The app that the workers of the hand-off and of the crowd run: bodies under one lock.
+"""The app that the workers of the hand-off, the crowd, the many workers and the tens run.
 
-Two tasks do the same, and store when. One is a `LockedTask`; the other is what people write by
-hand: redis-py's lock, and `self.retry` with a random countdown if that is taken.
+Tasks of a pair do the same, and store when. One is a `LockedTask`; the other is what people write
+by hand: redis-py's lock, and `self.retry` if that is taken, after a random or a fixed countdown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from celery_redlock.tasks.waiting.room import WaitingRoom
 
 BROKER, STORE, NODES = "BENCHMARK_BROKER", "BENCHMARK_STORE", "BENCHMARK_NODES"
 QUEUE, WAKES = "BENCHMARK_QUEUE", "BENCHMARK_WAKES"
+NAIVE_NODE = "BENCHMARK_NAIVE_NODE"
 LONGEST = 5.0  # s: of a delay between two tries
+COUNTDOWN = 0.25  # s: of a retry of `hot by hand`
 BODY, MOMENT = 0.25, 0.01  # s
 
 store = os.environ.get(STORE, "redis://localhost")
@@ -75,6 +77,41 @@ def _run() -> None:
     begun = time.monotonic()
     time.sleep(BODY)
     _client().rpush(f"{queue}:ran", json.dumps([begun, time.monotonic()]))
+
+
+@app.task(name="hot", base=LockedTask, lock_key="{key}")
+def hot(key: str) -> None:
+    """Run for a moment under the key's lock, and store when."""
+    _run_for(key)
+
+
+@app.task(name="hot by hand", bind=True, max_retries=None)
+def hot_by_hand(self: Any, key: str) -> None:
+    """Do the same under redis-py's lock on one node, or retry after a fixed countdown."""
+    lock = _naive_client().lock(key, timeout=30, blocking=False)
+    if not lock.acquire():
+        raise self.retry(countdown=COUNTDOWN)
+    try:
+        _run_for(key)
+    finally:
+        lock.release()
+
+
+@app.task(name="unlocked")
+def unlocked(key: str) -> None:
+    """Do the same without a lock."""
+    _run_for(key)
+
+
+def _run_for(key: str) -> None:
+    begun = time.monotonic()
+    time.sleep(MOMENT)
+    _client().rpush(f"{queue}:ran", json.dumps([key, begun, time.monotonic()]))
+
+
+@functools.cache
+def _naive_client() -> Redis:
+    return Redis.from_url(os.environ.get(NAIVE_NODE, store))
 
 
 @functools.cache

@@ -1,0 +1,193 @@
+"""Many messages, ten of each key, in one queue: `python -m benchmarks.tens [--quick]`.
+
+Two prefork workers, three nodes, short bodies. The ten messages of a key lie next to each other,
+and unrelated plain tasks lie behind all of them. Measured: the time until all have run, the longest
+time for which a key's lock lay idle while a message of the key had not run (in all, and once the
+last plain task had begun), and how long the plain tasks waited. Beside it: as many messages with
+a key for each, and as many plain tasks of the same length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import cast
+
+from celery import Celery
+
+from benchmarks import relay
+from benchmarks.figures import Times, rotations, table
+from benchmarks.usage import await_workers
+from celery_redlock import Redlock
+from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
+
+FULL, QUICK = 5000, 500  # messages of a crowd
+ROUNDS, QUICK_ROUNDS = 3, 1
+WARM = 100
+OF_A_KEY = 10
+BEHIND = 100  # a crowd's messages for each plain task behind it
+LEAST_BEHIND = 20
+QUEUE, UNRELATED = "tens", "unrelated"
+TENS, APART, PLAIN = "ten of each key", "a key for each", "plain"
+CROWDS = (TENS, APART, PLAIN)
+PATIENCE = 900  # s
+
+
+def main() -> None:
+    """Run the benchmark and print its tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tens", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="half a minute, for a look")
+    quick = parser.parse_args().quick
+    count, rounds = (QUICK, QUICK_ROUNDS) if quick else (FULL, ROUNDS)
+    total: Times[str] = Times()
+    waited: Times[str] = Times()
+    tens: list[Outcome] = []
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(EmbeddedNode())
+        site = Site(broker, stack.enter_context(embedded_nodes(3)))
+        for worker in site.workers:
+            stack.push(worker)
+            worker.launch()
+        for worker in site.workers:
+            worker.wait_ready()
+        for kind in CROWDS:
+            site.run(kind, WARM)  # connections, caches
+        for order in rotations(CROWDS, rounds):
+            outcomes = {kind: site.run(kind, count) for kind in order}
+            total.add({kind: outcome.seconds for kind, outcome in outcomes.items()})
+            waited.add({kind: outcome.waited for kind, outcome in outcomes.items()})
+            tens.append(outcomes[TENS])
+    print(report(count, total, waited))
+    print(f"\n{report_idle(tens)}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one crowd took, in s: all of it, and p50 of the waits of the plain tasks behind it.
+
+    idle, idle_after: each key's longest idle time, in all and once the last plain task had begun.
+    """
+
+    seconds: float
+    waited: float
+    idle: list[float]
+    idle_after: list[float]
+
+
+Span = tuple[str, float, float]  # key, and the monotonic s at which its body began and ended
+
+
+class Site:
+    """Two workers, and crowds that they run; each crowd has a queue of its own."""
+
+    def __init__(self, broker: EmbeddedNode, nodes: Sequence[EmbeddedNode]) -> None:
+        self._client = broker.client()
+        self._sender = Celery("sender", broker=broker.url, set_as_current=False)
+        urls = [node.url for node in nodes]
+        with Redlock(urls, prefix=QUEUE) as redlock:
+            redlock.trust()
+        env = {
+            relay.BROKER: broker.url,
+            relay.STORE: broker.url,
+            relay.NODES: " ".join(urls),
+            relay.QUEUE: QUEUE,
+        }
+        self.workers = [
+            WorkerProcess("benchmarks.relay", name=f"{QUEUE}-{n}", env=env, queues=[QUEUE])
+            for n in range(2)
+        ]
+        self._crowds = 0
+
+    def run(self, kind: str, count: int) -> Outcome:
+        """Fill a queue, let the workers consume it, and return what the crowd took."""
+        self._crowds += 1
+        queue = f"{QUEUE}-{self._crowds}"
+        task = "unlocked" if kind == PLAIN else "hot"
+        share = OF_A_KEY if kind == TENS else 1
+        for number in range(count):
+            self._send(queue, task, f"{queue}-{number // share}")
+        behind = max(LEAST_BEHIND, count // BEHIND)
+        for _ in range(behind):
+            self._send(queue, "unlocked", UNRELATED)
+        spans = self._consume(queue, count + behind)
+        begun = min(begin for _, begin, _ in spans)
+        plain = [begin for key, begin, _ in spans if key == UNRELATED]
+        crowd = [span for span in spans if span[0] != UNRELATED]
+        return Outcome(
+            seconds=max(end for _, _, end in spans) - begun,
+            waited=median(plain) - begun,
+            idle=longest_idle(crowd, begun),
+            idle_after=longest_idle(crowd, max(plain)),
+        )
+
+    def _send(self, queue: str, task: str, key: str) -> None:
+        self._sender.send_task(task, (key,), queue=queue, ignore_result=True)
+
+    def _consume(self, queue: str, count: int) -> list[Span]:
+        """Have all workers consume a full queue; return what ran, when all has."""
+        self._sender.control.add_consumer(queue)
+        ran = f"{QUEUE}:ran"
+        await_workers(self.workers, lambda: self._client.llen(ran) == count, PATIENCE)
+        spans = [json.loads(text) for text in cast("list[str]", self._client.lrange(ran, 0, -1))]
+        self._client.delete(ran)
+        return [(key, begin, end) for key, begin, end in spans]
+
+
+def longest_idle(spans: Iterable[Span], since: float) -> list[float]:
+    """Return for each key the longest s between the end of a body and the next one's beginning.
+
+    since: the moment from which this time counts.
+    """
+    by_key: dict[str, list[tuple[float, float]]] = {}
+    for key, begin, end in spans:
+        by_key.setdefault(key, []).append((begin, end))
+    return [
+        max(
+            max(0.0, begin - max(end, since))
+            for (_, end), (begin, _) in itertools.pairwise(sorted(bodies))
+        )
+        for bodies in by_key.values()
+        if len(bodies) > 1
+    ]
+
+
+def report(count: int, total: Times[str], waited: Times[str]) -> str:
+    """Return the table of the crowds: each time with its ratio to what stands beside it."""
+    rows = [
+        [
+            kind,
+            *(f"{total.p50(kind):.2f}", f"{total.ratio(kind, APART):.2f}"),
+            *(f"{waited.p50(kind):.2f}", f"{waited.ratio(kind, PLAIN):.2f}"),
+        ]
+        for kind in CROWDS
+    ]
+    head = [f"{count} messages", "total s", f"to {APART}", "p50 behind s", f"to {PLAIN}"]
+    return table(head, rows, left=1)
+
+
+def report_idle(outcomes: Sequence[Outcome]) -> str:
+    """Return the table of the keys' longest idle times, as a share of the total as well."""
+    named = {
+        "in all": [(idle, one.seconds) for one in outcomes for idle in one.idle],
+        "after the plain tasks": [
+            (idle, one.seconds) for one in outcomes for idle in one.idle_after
+        ],
+    }
+    rows = []
+    for name, pairs in named.items():
+        ranked = sorted(pairs)
+        for share, word in ((0.5, "p50"), (0.99, "p99"), (1.0, "max")):
+            idle, whole = ranked[math.ceil(share * len(ranked)) - 1]
+            rows.append([f"{name}, {word}", f"{idle:.2f}", f"{idle / whole:.2f}"])
+    count = len(named["in all"])
+    return table([f"a key's longest idle time, {count} keys", "s", "to the total"], rows, left=1)
+
+
+if __name__ == "__main__":
+    main()

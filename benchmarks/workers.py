@@ -1,0 +1,203 @@
+"""What a task of one hot key costs as workers are added: `python -m benchmarks.workers [--quick]`.
+
+Solo workers, three nodes, one key, three messages for each worker. Counted from the first send
+until all have finished: messages that were published again, commands a node, the workers' processor
+time, and tasks a second on the key. Beside it, by the same workers, what people write by hand:
+redis-py's lock on one node, and a retry after a fixed countdown if that is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import cast
+
+from celery import Celery
+
+from benchmarks import relay
+from benchmarks.figures import table
+from benchmarks.usage import await_workers, calls, log_lines, processor_time
+from celery_redlock import Redlock
+from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
+
+SIZES, QUICK = (2, 10, 30, 60), (2, 10, 30)  # workers
+EACH = 3  # messages for each worker
+LAUNCHED = 4  # workers that start at a time
+RUNS, QUICK_RUNS = 30, 10  # of the two ways, over the number of workers
+LEAST_RUNS = 2
+QUEUE, OURS, BY_HAND = "workers", "hot", "hot by hand"
+WAYS = {OURS: "ours", BY_HAND: "by hand"}
+PATIENCE = 300  # s
+
+
+def main() -> None:
+    """Run the benchmark and print its tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.workers", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a minute, for a look")
+    quick = parser.parse_args().quick
+    costs: Costs = {}
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(EmbeddedNode())
+        naive_node = stack.enter_context(EmbeddedNode())
+        nodes = stack.enter_context(embedded_nodes(3))
+        fleet = Fleet(broker, {OURS: nodes, BY_HAND: [naive_node]})
+        stack.enter_context(fleet.ended())
+        for size in QUICK if quick else SIZES:
+            fleet.grow(size)
+            runs = max(1, QUICK_RUNS // size) if quick else max(LEAST_RUNS, RUNS // size)
+            for way, cost in fleet.compare(runs).items():
+                costs[way, size] = cost
+    print(report(costs))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one finished task cost: messages after its first, commands a node, CPU s, s of the key.
+
+    `key_time`: the time from the first body's start to the last body's end, over the tasks.
+    """
+
+    republished: float
+    commands: float
+    cpu: float
+    key_time: float
+
+    def figures(self) -> tuple[float, ...]:
+        """Return what the table shows: as above, but CPU ms, and tasks a second."""
+        return self.republished, self.commands, self.cpu * 1000, 1 / self.key_time
+
+
+Costs = dict[tuple[str, int], Cost]  # by way and number of workers
+
+
+class Fleet:
+    """Solo workers of one queue, and what tasks of one key cost them; nodes: by way."""
+
+    def __init__(self, broker: EmbeddedNode, nodes: dict[str, Sequence[EmbeddedNode]]) -> None:
+        self._broker, self._nodes = broker, nodes
+        self._sender = Celery("sender", broker=broker.url, set_as_current=False)
+        urls = [node.url for node in nodes[OURS]]
+        with Redlock(urls, prefix=QUEUE) as redlock:
+            redlock.trust()
+        self._env = {
+            relay.BROKER: broker.url,
+            relay.STORE: broker.url,
+            relay.NODES: " ".join(urls),
+            relay.NAIVE_NODE: nodes[BY_HAND][0].url,
+            relay.QUEUE: QUEUE,
+        }
+        self._workers: list[WorkerProcess] = []
+        self._ends = contextlib.ExitStack()
+        self._keys = 0
+
+    @contextlib.contextmanager
+    def ended(self) -> Iterator[None]:
+        """End all workers at exit: all get the signal first, so that they end side by side."""
+        with self._ends:
+            try:
+                yield
+            finally:
+                for worker in self._workers:
+                    if worker.runs:
+                        worker.signal(signal.SIGTERM)
+
+    def grow(self, size: int) -> None:
+        """Start workers until there are this many, and warm them up."""
+        while len(self._workers) < size:
+            missing = min(LAUNCHED, size - len(self._workers))
+            added = [self._add() for _ in range(missing)]
+            for worker in added:
+                worker.wait_ready()
+        for way in WAYS:
+            self._run(way)  # connections, caches
+
+    def _add(self) -> WorkerProcess:
+        worker = WorkerProcess(
+            "benchmarks.relay", pool="solo", concurrency=1, env=self._env, queues=[QUEUE],
+            name=f"{QUEUE}-{len(self._workers)}",
+        )  # fmt: skip
+        self._workers.append(worker)
+        self._ends.push(worker)  # before its start: an interrupt ends it as well
+        worker.launch()
+        return worker
+
+    def compare(self, runs: int) -> dict[str, Cost]:
+        """Run both ways in turns, so many times, and return the mean cost of a task of each."""
+        found: dict[str, list[Cost]] = {way: [] for way in WAYS}
+        for _ in range(runs):
+            for way, costs in found.items():
+                costs.append(self._run(way))
+        return {way: mean(costs) for way, costs in found.items()}
+
+    def _run(self, way: str) -> Cost:
+        """Send the messages of one key, and return what one of them cost."""
+        self._keys += 1
+        count = EACH * len(self._workers)
+        before, finished = self._used(way), self._finished(way)
+        for _ in range(count):
+            args = (f"hot-{self._keys}",)
+            self._sender.send_task(way, args, queue=QUEUE, ignore_result=True)
+        with self._broker.client() as client:
+            ran = f"{QUEUE}:ran"
+            await_workers(self._workers, lambda: client.llen(ran) == count, PATIENCE)
+            spans = [json.loads(text)[1:] for text in cast("list[str]", client.lrange(ran, 0, -1))]
+            client.delete(ran)
+        # a log line follows the release, which belongs to the task
+        await_workers(self._workers, lambda: self._finished(way) - finished >= count, PATIENCE)
+        used = [(after - b) / count for after, b in zip(self._used(way), before, strict=True)]
+        begun, ended = min(begin for begin, _ in spans), max(end for _, end in spans)
+        published, commands, cpu = used
+        return Cost(published - 1, commands, cpu, (ended - begun) / count)
+
+    def _used(self, way: str) -> list[float]:
+        nodes = self._nodes[way]
+        return [
+            calls(self._broker, "lpush"),  # by which Celery publishes
+            sum(calls(node) for node in nodes) / len(nodes),
+            processor_time(self._workers),
+        ]
+
+    def _finished(self, way: str) -> int:
+        return log_lines(self._workers, way, "succeeded in")
+
+
+def mean(costs: Sequence[Cost]) -> Cost:
+    """Return the mean of each figure."""
+    columns = zip(*map(astuple, costs), strict=True)
+    return Cost(*(sum(column) / len(costs) for column in columns))
+
+
+def report(costs: Costs) -> str:
+    """Return the tables: each figure with its ratio to the fewest workers, and ours / by hand."""
+    sizes = sorted({size for _, size in costs})
+    names = ["published again", "commands a node", "CPU ms", "tasks/s"]
+    rows = []
+    for way, name in WAYS.items():
+        few = costs[way, sizes[0]].figures()
+        for size in sizes:
+            cells = [
+                cell
+                for figure, least in zip(costs[way, size].figures(), few, strict=True)
+                for cell in (f"{figure:.2f}", ratio(figure, least))
+            ]
+            rows.append([name, str(size), *cells])
+    head = ["a task", "workers", *(word for name in names for word in (name, f"to {sizes[0]}"))]
+    beside = []
+    for size in sizes:
+        both = zip(costs[OURS, size].figures(), costs[BY_HAND, size].figures(), strict=True)
+        beside.append([str(size), *(ratio(mine, its) for mine, its in both)])
+    own = table(head, rows, left=1)
+    return f"{own}\n\n{table(['ours / by hand, workers', *names], beside)}"
+
+
+def ratio(figure: float, to: float) -> str:
+    """Return a ratio as text; a dash if there is none, as nothing was counted."""
+    return f"{figure / to:.2f}" if to > 0 else "-"
+
+
+if __name__ == "__main__":
+    main()
