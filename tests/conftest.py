@@ -12,6 +12,7 @@ from typing import TypeVar
 import celery
 import hypothesis
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from celery_redlock import Lock, Redlock
 from celery_redlock.lock.node_status import ask_nodes
@@ -70,7 +71,14 @@ def see_listening(app: celery.Celery, name: str, within: float = 60.0) -> list[s
     begins to listen in a greenlet of its own (celery.worker.pidbox.gPidbox).
     """
     where = [f"{name}@{socket.gethostname()}"]
-    eventually(lambda: app.control.ping(where, timeout=1.0), within)
+
+    def answers() -> object:
+        try:
+            return app.control.ping(where, timeout=1.0)
+        except RedisConnectionError:  # a pooled connection was closed: redis-py opens another one
+            return None
+
+    eventually(answers, within)
     return where
 
 
