@@ -17,6 +17,7 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.model.keys import name_of_all
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import HEADER
+from celery_redlock.tasks.delivery.run_id import RunId
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.levels import check_options
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
@@ -105,7 +106,7 @@ class UniqueCall:
             unique_for = max(0.0, min(unique_for, seconds_until(app, expires)))
         return UniqueSend(
             name=unique_name(self.task_name, self.resources),
-            run_id=f"{options['task_id']}:{self.task_name}:0:0",
+            run_id=str(RunId(options["task_id"], self.task_name)),
             unique_for=unique_for,
             unique_until=lock_options.unique_until,
             on_duplicate=lock_options.on_duplicate,
