@@ -20,10 +20,10 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.operate import control, tracing
 from celery_redlock.operate.lints import startup as lints
 from celery_redlock.operate.metrics import exporter
-from celery_redlock.tasks import per_app, startup, task
+from celery_redlock.tasks import per_app, startup, task, wrapping
 from celery_redlock.tasks.children import forks, reaper
 from celery_redlock.tasks.delivery.queue_names import RecordQueueNames
-from celery_redlock.tasks.execution import completion
+from celery_redlock.tasks.execution import completion, untried
 from celery_redlock.tasks.unique import receivers
 from celery_redlock.tasks.waiting import room
 
@@ -67,6 +67,7 @@ CONNECTIONS = (
     Connection(celery_signals.worker_init, add_steps),
     Connection(celery_signals.worker_init, startup.adopt_in_worker),
     Connection(celery_signals.worker_init, exporter.prepare_metrics),
+    Connection(celery_signals.worker_init, wrapping.keep_tracebacks),  # not of prefork alone
     # the same, once it consumes, and when it ends
     Connection(celery_signals.worker_ready, startup.report_nodes),
     Connection(celery_signals.worker_ready, lints.report_lints),
@@ -74,6 +75,7 @@ CONNECTIONS = (
     Connection(celery_signals.worker_shutdown, reaper.stop_watching),
     Connection(celery_signals.worker_shutdown, exporter.close_metrics),
     # the same, for each message
+    Connection(celery_signals.task_received, untried.defer_untried),  # before `admit_received`
     Connection(celery_signals.task_received, room.admit_received),
     Connection(celery_signals.task_received, completion.note_claim),
     Connection(celery_signals.task_received, startup.warn_if_unlocked),
@@ -84,6 +86,7 @@ CONNECTIONS = (
     # a process that runs bodies
     Connection(celery_signals.worker_process_init, per_app.note_worker),
     Connection(celery_signals.worker_process_init, tracing.look_again),
+    Connection(celery_signals.worker_process_init, wrapping.keep_tracebacks),
     Connection(celery_signals.task_prerun, tracing.connect_at_first_run),
     # first: another receiver may change the arguments that it is given
     Connection(celery_signals.task_prerun, task.keep_arguments, first=True),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import celery
@@ -62,6 +64,19 @@ def eventually(condition: Callable[[], T], within: float = 60.0) -> T:
         assert time.monotonic() < end, f"not true within {within} s: {condition}"
         time.sleep(0.02)
     return value
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder that one process of this run makes for all."""
+    base = factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    where, done = shared / name, shared / f"{name}.done"
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            make(where)
+            done.touch()
+    return where
 
 
 def see_listening(app: celery.Celery, name: str, within: float = 60.0) -> list[str]:

@@ -260,7 +260,7 @@ def test_every_log_line_names_its_event() -> None:
 
 def test_every_room_has_a_name_and_there_are_few() -> None:
     assert not {path.stem for path in MODULES} & BANNED
-    assert len([path for path in MODULES if path.stem != "__init__"]) <= 130
+    assert len([path for path in MODULES if path.stem != "__init__"]) <= 135
 
 
 def test_nothing_in_the_package_imports_its_test_support() -> None:

@@ -11,10 +11,12 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.model.grace_period import grace_period
 from celery_redlock.lock.model.keys import (
     broken_key,
+    inbox_channel,
     label_of,
     lock_key,
     resource_of,
     since_of,
+    waiting_key,
     wake_channel,
 )
 from celery_redlock.lock.node_status import ask_each
@@ -108,13 +110,17 @@ def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Ma
     key that has another value by now stays unchanged. Returns by node whether the node had the
     lock, and the causes by failed node.
     """
-    keys = (lock.key, encoded(broken_key(text_of(lock.key), text_of(lock.value))))
+    keys = (
+        lock.key,
+        encoded(broken_key(text_of(lock.key), text_of(lock.value))),
+        encoded(waiting_key(redlock.prefix, lock.resource)),
+    )
     # milliseconds; a holder reclaims for no longer than its lease
     lasting = str(int(grace_period(redlock.max_ttl) * 1000))
-    channel = wake_channel(redlock.prefix, lock.resource)
+    channel, inbox = wake_channel(redlock.prefix, lock.resource), inbox_channel(redlock.prefix, "")
 
     def break_it(connection: Any) -> bool:
-        return force_unlock(connection, keys, lock.value, lasting, encoded(channel))
+        return force_unlock(connection, keys, lock.value, lasting, encoded(channel), encoded(inbox))
 
     return ask_each(redlock, break_it)
 

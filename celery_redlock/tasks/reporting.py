@@ -55,14 +55,17 @@ def in_iso(now: datetime, seconds: float) -> str:
 class StateReporter:
     """Stores the states of one run in its result backend, and sends its events.
 
-    task, request: Celery's. A result backend or broker that is away is logged, and does not keep a
-    message from being republished.
+    task, request: Celery's. send_event: sends an event of the task; None: the task's own. A result
+    backend or broker that is away is logged, and does not keep a message from being republished.
     """
 
-    __slots__ = ("_request", "_task")
+    __slots__ = ("_request", "_send_event", "_task")
 
-    def __init__(self, task: Any, request: Any) -> None:
+    def __init__(
+        self, task: Any, request: Any, send_event: Callable[..., object] | None = None
+    ) -> None:
         self._task, self._request = task, request
+        self._send_event = send_event or task.send_event
 
     @property
     def ignores_result(self) -> bool:
@@ -202,7 +205,7 @@ class StateReporter:
             task.request_stack.pop()
 
     def _send(self, event: str, **fields: Any) -> None:
-        self._attempt(lambda: self._task.send_event(event, **fields))
+        self._attempt(lambda: self._send_event(event, **fields))
 
     def _attempt(
         self, report: Callable[[], object], let_through: tuple[type[Exception], ...] = ()

@@ -26,12 +26,16 @@ def _signal(name: str) -> Any:
 
 lock_acquired = _signal("lock_acquired")
 lock_deferred = _signal("lock_deferred")
+lock_handed_off = _signal("lock_handed_off")
 lock_skipped = _signal("lock_skipped")
 lock_released = _signal("lock_released")
 lock_lost = _signal("lock_lost")
 lock_extended = _signal("lock_extended")
 node_failed = _signal("node_failed")
 node_recovered = _signal("node_recovered")
+
+# what a worker's main process does for a release, or without one; see LockHandedOffEvent
+HANDOFF_STEPS = ("named", "acted", "ladder", "fallback", "announced")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,20 @@ class LockDeferredEvent:
     deferrals: int
     waited: float
     countdown: float
+
+
+@dataclass(frozen=True)
+class LockHandedOffEvent:
+    """One step of a hand-off, in a worker's main process. resource: that the messages wait for.
+
+    step: "named": a release named this worker as a successor. The other steps say why the worker's
+    first message was dispatched. "acted": the worker was named first. "ladder": a worker that was
+    named before it did not act. "fallback": the message's own timer ended, and no release had named
+    the worker. "announced": a release sent its message to all workers.
+    """
+
+    resource: str
+    step: str
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import celery.worker.request
+from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import TimeLimitExceeded
 from celery.utils.functional import noop
 from celery.worker import state
@@ -22,6 +23,8 @@ from celery_redlock.tasks.children.forks import announce_end
 from celery_redlock.tasks.delivery.delivery import NESTED, RECEIVED, Delivery, received_at
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
+from celery_redlock.tasks.execution.deferral import Deferred
+from celery_redlock.tasks.execution.untried import note_deferred
 
 
 class Request(celery.worker.request.Request):
@@ -110,10 +113,23 @@ class Request(celery.worker.request.Request):
         """Handle a run's error, with which Celery may acknowledge the message.
 
         Source: celery.concurrency.prefork: TaskPool.on_stop fires the timers of hard time limits
-        while it waits for children, also for one that is killed already.
+        while it waits for children, also for one that is killed already. celery.worker.request:
+        on_success calls this, too, for each error that a run has ended with.
         """
+        error = exc_info.exception
+        if isinstance(error, ExceptionWithTraceback):  # of a pool in this process
+            error = error.exc
+        if isinstance(error, Deferred):
+            self.on_deferred(error)
         if not (exc_info.type is TimeLimitExceeded and self._is_killed_by_shutdown):
             super().on_failure(exc_info, *args, **kwargs)
+
+    def on_deferred(self, deferred: Deferred) -> None:
+        """Learn that the run was deferred, before its message is acknowledged.
+
+        deferred: whose lock was taken, and until when.
+        """
+        note_deferred(self.app, deferred)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """Handle a time limit; the hard one after its failure was reported, before its signal.

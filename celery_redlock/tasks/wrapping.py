@@ -1,4 +1,4 @@
-"""What stands around a task's `run`, `__call__` and hooks.
+"""What stands around a task's `run`, `__call__` and hooks, and what Celery keeps of our errors.
 
 The wrapper runs inside Celery's tracer: a signal handler before the run could not stop it, and the
 tracer handles what is raised here as any task's exception.
@@ -7,10 +7,14 @@ tracer handles what is raised here as any task's exception.
 from __future__ import annotations
 
 import functools
+import sys
+import traceback
 import types
 from typing import Any
 
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery._state import get_current_worker_task
+from celery.app import trace
 from celery.exceptions import Ignore, Reject
 
 from celery_redlock.errors import RedlockError
@@ -22,6 +26,7 @@ from celery_redlock.tasks.signatures import Body, bound_to, with_self
 
 _OURS = "celery_redlock."
 _CALLS_BODIES = ("celery.map", "celery.starmap", "celery.chunks")
+_MOST_KEPT = 100  # of tracebacks; another tool may put frames of generated code around a run
 
 
 def wrap_run(body: Any) -> Body:
@@ -104,8 +109,8 @@ def hide_own_frames(error: BaseException) -> None:
     """Leave of our frames in a traceback the wrapper's alone; called there, with what passes it.
 
     A body's own error then shows its own frames, and its chain. What ends a run without its body
-    shows that alone: Celery formats it twice for each deferral, which took half of its time. An
-    unforeseen error of ours stays whole.
+    shows that alone, so that its traceback is always the same. An unforeseen error of ours stays
+    whole.
     """
     first = error.__traceback__
     inner = None if first is None else first.tb_next
@@ -120,3 +125,57 @@ def hide_own_frames(error: BaseException) -> None:
         error.__context__ = None
         if isinstance(error, (Ignore, Reject)):
             error.__cause__ = None  # the cause of any other error is the user's own
+
+
+def keep_tracebacks(**_: Any) -> None:
+    """Have Celery's tracer describe errors by `exception_info` in this process, a worker's.
+
+    Source: celery.app.trace calls `ExceptionInfo` twice for each Ignore and Reject, and no argument
+    or setting names another class.
+    """
+    trace.ExceptionInfo = exception_info
+
+
+def exception_info(*given: Any, **options: Any) -> Any:
+    """Return billiard's ExceptionInfo, at little cost for an error that ends a run without a body.
+
+    It took half of the time of a deferral: billiard copies the position of each instruction of
+    Celery's tracer, which are thousands, and prefork pickles them for the main process. Here the
+    text is the same, but it is made once for each way to raise such an error. `tb`, which Celery
+    does not read, leaves out the tracer's frame.
+    given, options: those of ExceptionInfo.
+    """
+    error = None if given or options.get("exc_info") else sys.exc_info()[1]
+    way = None if error is None else _way_of(error)
+    if error is None or way is None:
+        return ExceptionInfo(*given, **options)
+    last_line = "".join(traceback.format_exception_only(type(error), error))
+    kept = _kept.get(way)
+    if kept is None:
+        made = ExceptionInfo(**options)
+        made.tb = made.tb.tb_next
+        if made.traceback.endswith(last_line) and len(_kept) < _MOST_KEPT:
+            _kept[way] = made.tb, made.traceback.removesuffix(last_line)
+        return made
+    info = ExceptionInfo.__new__(ExceptionInfo)
+    info.type, info.internal = type(error), options.get("internal", False)
+    info.tb, info.traceback = kept[0], kept[1] + last_line
+    info.exception = ExceptionWithTraceback(error, info.traceback)
+    return info
+
+
+Way = tuple[tuple[types.CodeType, int], ...]  # the code of each frame, and the place in it
+_kept: dict[Way, tuple[Any, str]] = {}  # billiard's traceback, and the text before the error's own
+
+
+def _way_of(error: BaseException) -> Way | None:
+    """Return the frames that an error has passed if it ends a run without a body, else None."""
+    is_alone = error.__cause__ is None and error.__context__ is None
+    if not (isinstance(error, Ignore) and is_alone):
+        return None
+    way, frame, one = [], None, error.__traceback__
+    while one is not None:
+        frame = one.tb_frame
+        way.append((frame.f_code, one.tb_lasti))
+        one = one.tb_next
+    return tuple(way) if frame is not None and frame.f_globals is globals() else None

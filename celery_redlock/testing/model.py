@@ -12,12 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from celery_redlock.lock.server.scripts import BREAK, GRANT, GUARD, RELEASE, RENEW, TRUST
+from celery_redlock.lock.server.scripts import (
+    BREAK,
+    GRANT,
+    GUARD,
+    REGISTER,
+    RELEASE,
+    RENEW,
+    TRUST,
+)
 from celery_redlock.lock.transport.encoding import encode_bulk
 from celery_redlock.lock.transport.script import Script
 from celery_redlock.tasks.unique.rounds import UNIQUE
 
-SCRIPTS = (GRANT, RENEW, RELEASE, GUARD, TRUST, BREAK, UNIQUE)
+SCRIPTS = (GRANT, RENEW, RELEASE, REGISTER, GUARD, TRUST, BREAK, UNIQUE)
 NOSCRIPT = b"-NOSCRIPT No matching script. Please use EVAL.\r\n"
 FOREIGN_SCRIPT = b"-ERR this node is a fake: it runs the scripts of celery_redlock alone\r\n"
 
@@ -27,7 +35,8 @@ Scripts = Mapping[bytes, tuple[str, Any]]  # by digest: the name and the Lua fun
 class Engine:
     """The Lua that all servers of one process share, because making one is slow.
 
-    publish: called with a channel and a message; returns the number of subscribers.
+    publish: called with a channel and a message; returns the number of subscribers. subscribers:
+    called with a channel; returns their number.
     """
 
     def __init__(self) -> None:
@@ -40,8 +49,10 @@ class Engine:
             ) from None
         lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)
         self.publish: Callable[[bytes, bytes], int] = lambda channel, message: 0
+        self.subscribers: Callable[[bytes], int] = lambda channel: 0
         functions = lua.globals()
         functions[b"publish"] = lambda channel, message: self.publish(channel, message)
+        functions[b"subscribers"] = lambda channel: self.subscribers(channel)
         lua.execute((Path(__file__).parent / "server.lua").read_bytes())
         self.run: Callable[..., bytes] = functions[b"run"]
         self.call: Callable[..., bytes | None] = functions[b"call"]
@@ -117,6 +128,10 @@ class Server:
         """Send a message to the subscribers of a channel; return how many there are."""
         return 0
 
+    def subscribers(self, channel: bytes) -> int:
+        """Return how many subscribers a channel has."""
+        return 0
+
     # the keys
 
     def holder(self, key: bytes) -> bytes | None:
@@ -165,7 +180,7 @@ class Server:
 
     def _run(self, body: Any, words: list[bytes]) -> bytes:
         engine = self._engine
-        engine.publish = self.published
+        engine.publish, engine.subscribers = self.published, self.subscribers
         return engine.run(body, self.store, self.wall_ms, *words[2:])
 
     def _answer(self, verb: bytes, words: list[bytes]) -> bytes:
@@ -178,7 +193,7 @@ class Server:
         if verb in (b"SCAN", b"KEYS"):
             return self._names(verb, words)
         engine = self._engine
-        engine.publish = self.published
+        engine.publish, engine.subscribers = self.published, self.subscribers
         reply = engine.call(self.store, self.wall_ms, verb, *words[1:])
         return unknown_command(verb) if reply is None else reply
 

@@ -49,10 +49,17 @@ class FakeServer(Server):
 
     def published(self, channel: bytes, message: bytes) -> int:
         """Send a message to the subscribers of a channel; return how many there are."""
-        subscribers = [one for one in self.connections.values() if channel in one.channels]
-        for one in subscribers:
+        heard = self._subscribed(channel)
+        for one in heard:
             one.send(b"*3\r\n" + b"".join(map(encode_bulk, (b"message", channel, message))))
-        return len(subscribers)
+        return len(heard)
+
+    def subscribers(self, channel: bytes) -> int:
+        """Return how many subscribers a channel has."""
+        return len(self._subscribed(channel))
+
+    def _subscribed(self, channel: bytes) -> list[ClientConnection]:
+        return [one for one in self.connections.values() if channel in one.channels]
 
 
 class ClientConnection:

@@ -1,5 +1,6 @@
 -- The server commands that the shipped scripts call, over one table for each node; replies in RESP.
--- An entry of a store is {value, ends}; ends: the last ms of the node's clock with the key, or nil.
+-- An entry of a store is {value, ends}. value: a string, or the scores of a sorted set by member.
+-- ends: the last ms of the node's clock with the key, or nil.
 local store, now
 local commands = {}
 
@@ -24,8 +25,16 @@ local function whole(ms)
   return tonumber(text)
 end
 
-function commands.GET(key)
+local function of_type(key, kind)
   local entry = live(key)
+  if entry and type(entry[1]) ~= kind then
+    fail('WRONGTYPE Operation against a key holding the wrong kind of value')
+  end
+  return entry
+end
+
+function commands.GET(key)
+  local entry = of_type(key, 'string')
   return entry and entry[1] or false
 end
 
@@ -76,6 +85,136 @@ end
 
 function commands.PUBLISH(channel, message)
   return publish(channel, message)  -- a function that `Engine` in model.py sets
+end
+
+function commands.PUBSUB(kind, ...)
+  if string.upper(kind) ~= 'NUMSUB' then
+    fail("ERR unknown subcommand '" .. kind .. "'. Try PUBSUB HELP.")
+  end
+  local counts = {}
+  for _, channel in ipairs({...}) do
+    counts[#counts + 1] = channel
+    counts[#counts + 1] = subscribers(channel)  -- a function that `Engine` in model.py sets
+  end
+  return counts
+end
+
+-- The sorted sets.
+
+local function scores(key)
+  local entry = of_type(key, 'table')
+  return entry and entry[1] or {}
+end
+
+local function ranked(set)
+  local members = {}
+  for member in pairs(set) do
+    members[#members + 1] = member
+  end
+  table.sort(members, function(one, other)
+    if set[one] ~= set[other] then
+      return set[one] < set[other]
+    end
+    return one < other
+  end)
+  return members
+end
+
+local function float(text)
+  local number = tonumber(text)
+  if not number or number ~= number then
+    fail('ERR value is not a valid float')
+  end
+  return number
+end
+
+local function shown(score)
+  if score == math.huge or score == -math.huge then
+    return score > 0 and 'inf' or '-inf'
+  end
+  for digits = 15, 17 do
+    local text = string.format('%.' .. digits .. 'g', score)
+    if tonumber(text) == score then
+      return text
+    end
+  end
+end
+
+function commands.ZADD(key, ...)
+  local words, added, only = {...}, 0, nil
+  if words[1] and string.upper(words[1]) == 'XX' then
+    only = table.remove(words, 1)
+  end
+  if #words % 2 ~= 0 then
+    fail('ERR syntax error')
+  end
+  for i = 1, #words, 2 do
+    float(words[i])
+  end
+  local entry = of_type(key, 'table')
+  if not entry then
+    if only then
+      return 0
+    end
+    entry = {{}, nil}
+    store[key] = entry
+  end
+  for i = 1, #words, 2 do
+    local member = words[i + 1]
+    if entry[1][member] or not only then
+      added = added + (entry[1][member] and 0 or 1)
+      entry[1][member] = float(words[i])
+    end
+  end
+  return added
+end
+
+function commands.ZREM(key, ...)
+  local set, gone = scores(key), 0
+  for _, member in ipairs({...}) do
+    gone = gone + (set[member] and 1 or 0)
+    set[member] = nil
+  end
+  if not next(set) then
+    store[key] = nil
+  end
+  return gone
+end
+
+function commands.ZRANGE(key, first, last, how)
+  if how and string.upper(how) ~= 'WITHSCORES' then
+    fail('ERR syntax error')
+  end
+  first, last = whole(first), whole(last)
+  local set, found = scores(key), {}
+  local members = ranked(set)
+  first = math.max(first < 0 and #members + first or first, 0)
+  last = last < 0 and #members + last or last
+  for rank = first, math.min(last, #members - 1) do
+    found[#found + 1] = members[rank + 1]
+    if how then
+      found[#found + 1] = shown(set[members[rank + 1]])
+    end
+  end
+  return found
+end
+
+function commands.ZRANK(key, wanted)
+  for place, member in ipairs(ranked(scores(key))) do
+    if member == wanted then
+      return place - 1
+    end
+  end
+  return false
+end
+
+function commands.ZCARD(key)
+  return #ranked(scores(key))
+end
+
+function commands.ZSCORE(key, member)
+  local score = scores(key)[member]
+  return score and shown(score) or false
 end
 
 function commands.TIME()
@@ -176,7 +315,7 @@ function plain.MGET(...)
   local found = {}
   for number, key in ipairs({...}) do
     local entry = live(key)
-    found[number] = entry and entry[1] or false
+    found[number] = entry and type(entry[1]) == 'string' and entry[1] or false
   end
   return found
 end
@@ -221,12 +360,12 @@ end
 -- The others read and change the keys of one node from outside.
 function peek(of, at, key)
   store, now = of, at
-  return commands.GET(key)
+  local entry = live(key)
+  return entry and type(entry[1]) == 'string' and entry[1] or false
 end
 
 function look(of, at, key)
-  store, now = of, at
-  return commands.GET(key), commands.PTTL(key)
+  return peek(of, at, key), commands.PTTL(key)
 end
 
 function put(of, at, key, value, ms)
@@ -242,7 +381,14 @@ end
 function copy(of)
   local made = {}
   for key, entry in pairs(of) do
-    made[key] = {entry[1], entry[2]}
+    local value = entry[1]
+    if type(value) == 'table' then
+      value = {}
+      for member, score in pairs(entry[1]) do
+        value[member] = score
+      end
+    end
+    made[key] = {value, entry[2]}
   end
   return made
 end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from celery_redlock.lock.model.keys import broken_key, fence_key, lock_key
 from celery_redlock.lock.node_status import look_at_nodes, trust_nodes
 from celery_redlock.lock.server.scripts import RENEW
 from celery_redlock.lock.transport.encoding import text_of
+from celery_redlock.lock.waiting_processes import look_at_waiting
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import TTL, eventually, is_free, settle
 
@@ -209,3 +211,20 @@ def test_the_rights_that_the_page_names_are_enough_for_locks_and_for_looking_at_
                 assert [lock.resource for lock in sight.locks] == ["r"]
                 gone, failing = break_lock(redlock, sight.locks[0])
                 assert (list(gone.values()), failing) == ([True], {})
+            assert is_handed_on(url)
+            assert look_at_waiting(redlock).failing == {}
+        assert node.client().execute_command("ACL", "LOG") == []  # also of what a script was denied
+
+
+def is_handed_on(url: str) -> bool:
+    """Return whether a release on the only node wakes a waiter of another client."""
+    with (
+        Redlock([url], restart_guard="off", node_timeout=7.0) as holder,
+        Redlock([url], restart_guard="off", node_timeout=7.0) as other,
+        ThreadPoolExecutor() as pool,
+    ):
+        lock = holder.lock("handed", wait=60).acquire()
+        waits = pool.submit(lambda: other.lock("handed", wait=60).try_acquire())
+        eventually(lambda: look_at_waiting(other).processes)
+        lock.release()
+        return waits.result(60)

@@ -25,7 +25,7 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock import retry as retry_module
+from celery_redlock.lock import retry_schedule
 from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.hold import SPLIT_TRIES
 from celery_redlock.lock.model.acquisition import Acquisition
@@ -139,7 +139,7 @@ class TestAcquireAndRelease:
         self, redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("LONGEST_SPIN", "LONGEST_DEAF"):  # by itself it does not try again in time
-            monkeypatch.setattr(retry_module, name, 10 * WAIT)
+            monkeypatch.setattr(retry_schedule, name, 10 * WAIT)
         for node, rival in zip(nodes, ("x:one", "y:other"), strict=False):
             node.client().set(KEY, rival)  # for ever, so that no end of a lease is waited for
         tries: list[object] = []

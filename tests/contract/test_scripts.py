@@ -13,17 +13,21 @@ from celery_redlock.lock.model.keys import (
     completion_key,
     fence_key,
     guard_keys,
+    inbox_channel,
     lock_key,
     tenure_key,
+    waiting_key,
 )
 from celery_redlock.lock.server.scripts import (
     BREAK,
     GRANT,
     GUARD,
+    REGISTER,
     RELEASE,
     RENEW,
     SAY_NOTHING,
     TRUST,
+    EndMarker,
     Requests,
 )
 from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
@@ -39,7 +43,9 @@ FENCE, BROKEN = fence_key("redlock"), broken_key(KEY, "mine")
 DONE = completion_key("redlock", "1:t:0:0")
 OTHER = lock_key("redlock", "other")
 CHANNEL = "{redlock}:wake:r"
+WAITING, INBOX = waiting_key("redlock", "r"), inbox_channel("redlock", "")
 LIMIT = 9007199254740990
+ENDED = "1700000000000", "500000"  # ms since 1970; ms
 NO_GUARD = SAY_NOTHING * 3  # what a grant ends with if the restart guard is off
 
 
@@ -117,7 +123,7 @@ class TestBreak:
         with client.pubsub() as ear:
             ear.subscribe(CHANNEL)
             eventually(lambda: ear.get_message(timeout=0.1))
-            assert run(client, BREAK, [KEY, BROKEN], "theirs", "9000", CHANNEL) == 1
+            assert run(client, BREAK, [KEY, BROKEN, WAITING], "theirs", "9000", CHANNEL, INBOX) == 1
             assert eventually(lambda: ear.get_message(timeout=0.1))["data"] == "theirs"
         assert not client.exists(KEY)
         assert client.get(BROKEN) == "theirs"
@@ -125,11 +131,11 @@ class TestBreak:
 
     def test_what_stands_there_instead_stays(self, client: Redis) -> None:
         client.set(KEY, "anothers", px=30_000)
-        assert run(client, BREAK, [KEY, BROKEN], "theirs", "9000", CHANNEL) == 0
+        assert run(client, BREAK, [KEY, BROKEN, WAITING], "theirs", "9000", CHANNEL, INBOX) == 0
         assert client.get(KEY) == "anothers"
 
     def test_no_repair_brings_back_what_was_not_there_to_be_broken(self, client: Redis) -> None:
-        assert run(client, BREAK, [KEY, BROKEN], "mine", "9000", CHANNEL) == 0
+        assert run(client, BREAK, [KEY, BROKEN, WAITING], "mine", "9000", CHANNEL, INBOX) == 0
         assert renew(client, repair=True) == -1
         assert not client.exists(KEY)
 
@@ -364,7 +370,7 @@ class TestRelease:
         client.set(KEY, "mine")
         hearing = client.pubsub()
         hearing.subscribe(CHANNEL)
-        assert run(client, RELEASE, [KEY], "mine", CHANNEL) == 1
+        assert run(client, RELEASE, [KEY, WAITING], "mine", CHANNEL, INBOX) == 1
         assert not client.exists(KEY)
         kinds = [eventually(lambda: hearing.get_message(timeout=1)) for _ in range(2)]
         assert [kind["type"] for kind in kinds] == ["subscribe", "message"]
@@ -374,16 +380,16 @@ class TestRelease:
     def test_without_a_channel_it_says_nothing(self, client: Redis) -> None:
         client.set(KEY, "mine")
         before = client.info("commandstats").get("cmdstat_publish", {}).get("calls", 0)
-        assert run(client, RELEASE, [KEY], "mine", "") == 1
+        assert run(client, RELEASE, [KEY, WAITING], "mine", "", INBOX) == 1
         assert client.info("commandstats").get("cmdstat_publish", {}).get("calls", 0) == before
 
     def test_it_leaves_anothers_key_alone(self, client: Redis) -> None:
         client.set(KEY, "theirs")
-        assert run(client, RELEASE, [KEY], "mine", CHANNEL) == 0
+        assert run(client, RELEASE, [KEY, WAITING], "mine", CHANNEL, INBOX) == 0
         assert client.get(KEY) == "theirs"
 
     def test_of_a_missing_key_it_is_nothing(self, client: Redis) -> None:
-        assert run(client, RELEASE, [KEY], "mine", CHANNEL) == 0
+        assert run(client, RELEASE, [KEY, WAITING], "mine", CHANNEL, INBOX) == 0
 
     def test_a_server_that_refuses_to_publish_deletes_all_the_same(self, client: Redis) -> None:
         rights = ["+@all", "-publish", "~*", "&*", "nopass", "on"]
@@ -391,10 +397,50 @@ class TestRelease:
         client.set(KEY, "mine")
         try:
             with Redis(port=client.connection_pool.connection_kwargs["port"], username="mute") as c:
-                assert run(c, RELEASE, [KEY], "mine", CHANNEL) == 1
+                assert run(c, RELEASE, [KEY, WAITING], "mine", CHANNEL, INBOX) == 1
         finally:
             client.execute_command("ACL", "DELUSER", "mute")
         assert not client.exists(KEY)
+
+
+class TestRegistration:
+    WAITERS = waiting_key("redlock", "r")
+
+    def register(self, client: Redis, waiter: str, *keys: str, since: str = "7.5") -> Any:
+        inbox = inbox_channel("redlock", "")
+        return run(client, REGISTER, [self.WAITERS, *keys], waiter, since, "60000", "0", inbox)
+
+    def test_one_that_asks_for_nothing_is_only_kept(self, client: Redis) -> None:
+        assert self.register(client, "w1") == 0
+        assert client.zrange(self.WAITERS, 0, -1, withscores=True) == [("w1", 7.5)]
+        assert 0 < client.pttl(self.WAITERS) <= 60000
+
+    def test_one_that_asks_is_told_its_place_and_when_the_lock_is_free(self, client: Redis) -> None:
+        client.set(KEY, "theirs", px=30000)
+        self.register(client, "w1")
+        rank, ms = self.register(client, "w2", KEY, since="8.5")
+        assert rank == 1
+        assert 0 < ms <= 30000
+        client.persist(KEY)
+        assert self.register(client, "w1", KEY) == [0, -1]
+        client.delete(KEY)
+        assert self.register(client, "w1", KEY) == [0, 0]
+
+    def test_a_server_that_refuses_to_keep_it_tells_when_the_lock_is_free(
+        self, client: Redis
+    ) -> None:
+        rights = ["+@all", "-zadd", "~*", "nopass", "on"]
+        client.execute_command("ACL", "SETUSER", "unkept", "reset", *rights)
+        port = client.connection_pool.connection_kwargs["port"]
+        try:
+            with Redis(port=port, username="unkept") as unkept:
+                client.set(KEY, "theirs")
+                assert self.register(unkept, "w1", KEY) == [-1, -1]
+                client.delete(KEY)
+                assert self.register(unkept, "w1", KEY) == [-1, 0]
+        finally:
+            client.execute_command("ACL", "DELUSER", "unkept")
+        assert not client.exists(self.WAITERS)
 
 
 class TestDoneMark:
@@ -402,14 +448,14 @@ class TestDoneMark:
 
     def test_a_release_marks_for_as_long_as_it_is_told(self, client: Redis) -> None:
         client.set(KEY, "mine")
-        assert run(client, RELEASE, [KEY, DONE], "mine", CHANNEL, "1700000000000", "500000") == 1
+        assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", CHANNEL, INBOX, *ENDED) == 1
         assert client.get(DONE) == "1700000000000"
         assert 100_000 < client.pttl(DONE) <= 500_000
         assert not client.exists(KEY)
 
     def test_a_release_of_what_is_anothers_marks_all_the_same(self, client: Redis) -> None:
         client.set(KEY, "theirs")
-        assert run(client, RELEASE, [KEY, DONE], "mine", CHANNEL, "1700000000000", "500000") == 0
+        assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", CHANNEL, INBOX, *ENDED) == 0
         assert client.get(DONE) == "1700000000000"
         assert client.get(KEY) == "theirs"
 
@@ -461,8 +507,10 @@ class TestRequests:
     def test_a_grant_and_its_release(self, client: Redis) -> None:
         assert self.sent(client, self.REQUESTS.grant(*self.WORDS) + NO_GUARD) == 1
         assert client.get(KEY) == "mine"
-        assert self.sent(client, self.REQUESTS.release(*self.WORDS[:2], encode_text(CHANNEL))) == 1
-        assert self.sent(client, self.REQUESTS.release(*self.WORDS[:2], SAY_NOTHING)) == 0
+        key, value, _ = self.WORDS
+        for channel, reply in ((encode_text(CHANNEL), 1), (SAY_NOTHING, 0)):
+            request = self.REQUESTS.release(key, encode_text(WAITING), value, channel)
+            assert self.sent(client, request) == reply
 
     def test_a_grant_with_a_fencing_token_and_a_guard(self, client: Redis) -> None:
         client.set(RUN, "run-2")
@@ -472,8 +520,9 @@ class TestRequests:
     def test_a_grant_that_asks_and_a_release_that_marks(self, client: Redis) -> None:
         words, mark = self.WORDS, encode_text(DONE)
         assert self.sent(client, self.REQUESTS.ask(*words, None, mark) + NO_GUARD) == [1, 0, 0]
+        end = EndMarker(mark, 1700000000000, 500000)
         last = self.REQUESTS.release_done(
-            *words[:2], encode_text(CHANNEL), mark, 1700000000000, 500000
+            words[0], encode_text(WAITING), words[1], encode_text(CHANNEL), end
         )
         assert self.sent(client, last) == 1
         told = [1, 7, 1700000000000]

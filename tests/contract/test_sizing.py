@@ -1,15 +1,33 @@
-"""What docs/sizing.md counts on: the scripts that a lock costs each node."""
+"""What docs/sizing.md counts on: what locks and waiters cost each node."""
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any, cast
+
 from celery_redlock import Redlock
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, settle
+from celery_redlock.lock.model.handoff import Registration
+from celery_redlock.lock.model.keys import inbox_channel, lock_key
+from celery_redlock.testing import EmbeddedNode, hold
+from tests.conftest import PATIENCE, eventually, settle
+
+PREFIX, RESOURCE = "redlock", "stock:sku-7"
+OF_A_TASK = "tasks.take[0d1f6c3e-7a7d-4f9d-b0a4-3a6c0e7f9b21]:0:0 celery@web-1"  # a holder's label
 
 
 def scripts(nodes: list[EmbeddedNode]) -> list[int]:
-    stats = [node.client().info("commandstats") for node in nodes]
-    return [stat.get("cmdstat_evalsha", {}).get("calls", 0) for stat in stats]
+    return calls(nodes, "evalsha")
+
+
+def calls(nodes: list[EmbeddedNode], *names: str) -> list[int]:
+    """Return how many of these commands each node has executed, also in its scripts."""
+    stats = [cast("dict[str, Any]", node.client().info("commandstats")) for node in nodes]
+    counts = [[stat.get(f"cmdstat_{name}", {}).get("calls", 0) for name in names] for stat in stats]
+    return [sum(count) for count in counts]
+
+
+def registered(waiter: str, since: float) -> Registration:
+    return Registration(waiter, RESOURCE, since)
 
 
 def test_a_lock_costs_two_scripts_and_a_refused_try_two_on_each_node(
@@ -30,3 +48,76 @@ def test_a_lock_costs_two_scripts_and_a_refused_try_two_on_each_node(
             assert [b - a for a, b in zip(before, scripts(nodes), strict=True)] == [3, 3, 3]
         settle(redlock)
         assert [b - a for a, b in zip(before, scripts(nodes), strict=True)] == [4, 4, 4]
+
+
+def test_nothing_is_written_for_waiters_if_nobody_waits(
+    nodes: list[EmbeddedNode], redlock: Redlock
+) -> None:
+    writes = ("zadd", "zrem", "pexpire")
+    before = calls(nodes, *writes)
+    with redlock.lock(RESOURCE):
+        pass
+    settle(redlock)
+    assert calls(nodes, *writes) == before
+    assert [node.client().keys(f"{{{PREFIX}}}:waiting:*") for node in nodes] == [[], [], []]
+
+
+def test_a_registered_worker_whose_head_changes_costs_one_command_on_each_node(
+    nodes: list[EmbeddedNode], redlock: Redlock
+) -> None:
+    registrar, counted = redlock.session.registrar, ("zadd", "zrem", "pexpire", "evalsha", "eval")
+    registrar.register(registered("w1", 1.0))
+    settle(redlock)
+    before = calls(nodes, *counted)
+    registrar.update(registered("w1", 2.0))
+    settle(redlock)
+    assert [b - a for a, b in zip(before, calls(nodes, *counted), strict=True)] == [1, 1, 1]
+    registrar.unregister("w1", RESOURCE)
+    settle(redlock)
+    assert [b - a for a, b in zip(before, calls(nodes, *counted), strict=True)] == [2, 2, 2]
+
+
+def test_a_release_costs_each_node_three_messages_however_many_wait(
+    nodes: list[EmbeddedNode], redlock: Redlock
+) -> None:
+    waiters = [f"w{number}" for number in range(8)]
+    with contextlib.ExitStack() as stack:
+        for node in nodes:
+            subscriber = stack.enter_context(node.client().pubsub())
+            channels = [inbox_channel(PREFIX, waiter) for waiter in waiters]
+            subscriber.subscribe(*channels)
+            eventually(lambda node=node, channels=channels: heard_on(node, channels))
+        for number, waiter in enumerate(waiters):
+            redlock.session.registrar.register(registered(waiter, float(number)))
+        settle(redlock)
+        before = calls(nodes, "publish")
+        with redlock.lock(RESOURCE):
+            pass
+        settle(redlock)
+        assert [b - a for a, b in zip(before, calls(nodes, "publish"), strict=True)] == [3, 3, 3]
+
+
+def heard_on(node: EmbeddedNode, channels: list[str]) -> bool:
+    counts = cast("list[tuple[str, int]]", node.client().pubsub_numsub(*channels))
+    return all(count == 1 for _, count in counts)
+
+
+def test_a_held_lock_takes_no_more_memory_of_a_node_than_the_page_says(
+    nodes: list[EmbeddedNode], redlock: Redlock
+) -> None:
+    with redlock.lock(RESOURCE):
+        assert max(memory_on(nodes)) <= 160
+    settle(redlock)
+    with hold(RESOURCE, on=redlock, by=OF_A_TASK):
+        assert max(memory_on(nodes)) <= 210
+
+
+def memory_on(nodes: list[EmbeddedNode]) -> list[int]:
+    """Return the bytes of a held lock on each node, once all nodes have it."""
+    key = lock_key(PREFIX, RESOURCE)
+
+    def seen() -> list[int]:
+        sizes = [cast("int | None", node.client().memory_usage(key)) for node in nodes]
+        return [size for size in sizes if size is not None]
+
+    return eventually(lambda: sizes if len(sizes := seen()) == len(nodes) else [])

@@ -1,37 +1,48 @@
 """The room in which a worker keeps the messages that wait: who is handed on, and in which order.
 
-Each test admits messages, lets locks on real nodes be released, and looks at what Celery is given.
+Each test takes a lock on real nodes, admits messages that were refused it, lets it be released, and
+looks at what Celery is given.
 """
 
 from __future__ import annotations
 
+import select
 import threading
 import tracemalloc
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery.utils.imports import symbol_by_name
 from kombu.asynchronous import Hub
 from kombu.common import QoS
 
-from celery_redlock import Redlock
-from celery_redlock.lock.model.keys import wake_channel
+from celery_redlock import LockedTask, Redlock
+from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.model.handoff import TURN
+from celery_redlock.lock.model.keys import (
+    inbox_channel,
+    lock_key,
+    votes_channel,
+    waiting_key,
+    wake_channel,
+)
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Wait
+from celery_redlock.tasks.delivery.header import HEADER, LockHeader, Wait
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.waiting.room import WaitingRoom
+from celery_redlock.tasks.waiting.room import WaitingRoom, admit_received
 from celery_redlock.tasks.waiting.times import WaitingTimes
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually
 
 NEVER = 600.0  # s: longer than a test
-NOBODYS = 98  # a limit that no message of a test has
 STILL = WaitingTimes(retry_next_after=NEVER, sweep_interval=NEVER)  # nothing happens by the clock
 
 
@@ -60,7 +71,7 @@ class Stage:
         self.app = Celery(set_as_current=False, broker="memory://")
         urls = [node.url for node in nodes]
         self.app.conf.update(redlock_nodes=urls, redlock_node_timeout=PATIENCE, **conf)
-        self.hub, self.revoked = Hub(), set[str]()
+        self.hub, self.revoked, self.succeeded = Hub(), set[str](), set[str]()
         self.hub.timer.call_repeatedly(0.02, int)  # so that each turn of the loop is short
         self.handed_on: list[str] = []
         self.apply: Callable[[Any], object] = str
@@ -69,37 +80,46 @@ class Stage:
             hub=self.hub,
             timer=self.hub.timer,
             pool=None,
+            hostname=f"worker {id(self)}",
             qos=QoS(lambda prefetch_count: None, 1),
             initial_prefetch_count=1,
             task_buckets=defaultdict(lambda: None),
-            controller=SimpleNamespace(state=SimpleNamespace(revoked=self.revoked)),
+            controller=SimpleNamespace(
+                state=SimpleNamespace(revoked=self.revoked, successful_requests=self.succeeded)
+            ),
             apply_eta_task=self._hand_on,
         )
-        clock = ClockAhead()
-        self.room = WaitingRoom(self.consumer, times, Platform(clock))
-        self.nodes, self._count = len(nodes), 0
+        self.clock = ClockAhead()
+        self.room = WaitingRoom(self.consumer, times, Platform(self.clock))
+        self.nodes, self._count = nodes, 0
         self.room.start(self.consumer)
-        clock.ahead = 3 * CLOCKS_DIFFER  # so what is refused from now on was refused since then
 
     def _hand_on(self, request: Any) -> None:
         self.apply(request)
         self.handed_on.append(request.id)
 
     def admit(
-        self, id_: str, resource: str = "a", *, since: int | None = None, limit: int = 1,
-        refused_at: datetime | None = None, expires: datetime | None = None,
-        countdown: float = NEVER, **request: Any,
+        self, id_: str, resource: str = "a", *, since: float | None = None, limit: int = 1,
+        expires: datetime | None = None, countdown: float = NEVER, has_budget: bool = False,
+        reason: str = "",
+        **request: Any,
     ) -> None:  # fmt: skip
-        """Let a message come in, behind those before it; refused_at: a minute ago if not given."""
+        """Let a message come in, behind those before it.
+
+        since: seconds since 1970. reason: why no quorum voted, "" if the lock was taken.
+        """
         self._count += 1
         now = utc_now()
         message = Consumer(
             id=id_, name="task", eta=now + timedelta(seconds=countdown), expires=expires,
-            **{"stamped_headers": None, **request},
+            **{"stamped_headers": None, "request_dict": {"properties": {}}, **request},
         )  # fmt: skip
-        refused = (refused_at or now - timedelta(minutes=1)).timestamp()
-        wait = Wait((resource,), resource, refused, limit, waits_for_release=True)
-        self.room.admit(message, wait, f"{self._count if since is None else since:09}")
+        waits_for_release = not (has_budget or reason)
+        wait = Wait((resource,), resource, now.timestamp(), limit, waits_for_release, reason)
+        first = datetime.fromtimestamp(self._count if since is None else since, timezone.utc)
+        self.room.admit(message, wait, first.isoformat())
+        # as Celery's strategy does
+        self.hub.timer.call_after(countdown, self.consumer.apply_eta_task, (message,))
 
     def turn_until(self, condition: Callable[[], object]) -> None:
         def turned() -> object:
@@ -108,41 +128,45 @@ class Stage:
 
         eventually(turned)
 
-    def listen(self, resource: str = "a", limits: tuple[int, ...] = (1,)) -> None:
-        """Return once all nodes' releases of a resource are heard, and nobody waits for it.
+    def turn_for(self, seconds: float) -> None:
+        """Turn the loop until its timer says so."""
+        over: list[bool] = []
+        self.hub.timer.call_after(seconds, over.append, (True,))
+        self.turn_until(lambda: over)
 
-        One message is handed on as that begins. And so is one of each limit that was refused
-        before the room was opened: what was released since then was heard by nobody.
-        """
-        later = utc_now() + timedelta(minutes=1)
-        self.admit("as it begins", resource, limit=NOBODYS, refused_at=later)
-        self.turn_until(lambda: self.handed_on and self.hears(resource) == self.nodes)
-        for limit in limits:
-            self.admit(f"before it was open, {limit}", resource, limit=limit)
-        self.turn_until(lambda: len(self.handed_on) == 1 + len(limits))
-        self.handed_on.clear()
+    def see_registered(self, resource: str = "a", count: int = 1) -> None:
+        """Return when each node can name so many workers for a resource, this one among them."""
+        self.turn_until(lambda: self.hears(resource) == len(self.nodes))
+        self.turn_until(lambda: registered(self.nodes, resource) == [count] * len(self.nodes))
+        channel = inbox_channel("redlock", "*")
+        heard = [node.client().pubsub_channels(channel) for node in self.nodes]
+        assert all(heard)
+
+    def receive(self, wait: Wait, late: float) -> float:
+        """Let a message of a task come in, late by so many seconds; return those to its ETA."""
+
+        @self.app.task(base=LockedTask, lock_key="a", shared=False)
+        def body() -> None: ...
+
+        name = uuid.uuid4().hex  # else of all tests of this process: its memory is the broker
+        body.apply_async(countdown=-late, queue=name)
+        with self.app.connection_for_read() as connection:
+            queue = connection.SimpleQueue(name)
+            message = queue.get(timeout=PATIENCE)
+            message.ack()
+            queue.close()
+        message.headers[HEADER] = LockHeader(id=message.headers["id"], wait=wait).to_message()
+        request = symbol_by_name(body.Request)(
+            message, app=self.app, task=self.app.tasks[body.name], hostname="host"
+        )
+        admit_received(self.consumer, request)
+        return float((request.eta - utc_now()).total_seconds())
 
     def hears(self, resource: str) -> int:
         return self.room.subscriptions(wake_channel("redlock", resource))
 
     def waiting(self) -> list[str]:
         return [waiting.request.id for waiting in self.room.waiting()]
-
-    def see_served(self) -> None:
-        """Return when everything has been done that the room was told so far."""
-        self.admit("served", f"served {self._count}")  # refused before the room was open
-        self.turn_until(lambda: "served" in self.handed_on)
-        self.handed_on.remove("served")
-
-    def see_heard(self) -> None:
-        """Return when everything has been done that the nodes have said so far.
-
-        What a node says of a new subscription comes after that.
-        """
-        self.admit("heard", resource := f"heard {self._count}")
-        self.turn_until(lambda: self.hears(resource) == self.nodes)
-        self.see_served()
-        self.handed_on.remove("heard")
 
     def close(self) -> None:
         self.room.stop(self.consumer)
@@ -151,10 +175,26 @@ class Stage:
         self.hub.close()
 
 
-def release(redlock: Redlock, resource: str = "a") -> None:
-    """Take a lock and give it back, as its holder elsewhere does."""
-    with redlock.lock(resource, wait=PATIENCE):
-        pass
+def registered(nodes: list[EmbeddedNode], resource: str = "a") -> list[int]:
+    """Return how many workers each node can name."""
+    key = waiting_key("redlock", resource)
+    return [int(node.client().zcard(key)) for node in nodes]
+
+
+def keep_registrations(nodes: list[EmbeddedNode]) -> None:
+    """Let the sets of waiters not expire by themselves."""
+    for node in nodes:
+        assert node.client().persist(waiting_key("redlock", "a"))
+
+
+def lock_of(redlock: Redlock, resource: str = "a", limit: int = 1) -> Lock:
+    """Return a lock to be taken, as its holder elsewhere does."""
+    return redlock.lock(resource, wait=PATIENCE, limit=limit)
+
+
+def hold(redlock: Redlock, resource: str = "a", limit: int = 1) -> Lock:
+    """Take a lock until its release; in a `with` it would be taken twice and released once."""
+    return lock_of(redlock, resource, limit).acquire()
 
 
 @pytest.fixture
@@ -173,14 +213,12 @@ def make_stage() -> Iterator[Callable[..., Stage]]:
 
 @pytest.fixture
 def stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
-    """Give a room that hears of releases on three nodes."""
-    made = make_stage(nodes)
-    made.listen()
-    return made
+    """Give a room over three nodes."""
+    return make_stage(nodes)
 
 
 def test_while_a_body_runs_in_the_main_process_one_can_look_who_waits(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
 ) -> None:
     """A solo pool runs it where its message is handed on."""
     seen: list[list[str]] = []
@@ -192,39 +230,46 @@ def test_while_a_body_runs_in_the_main_process_one_can_look_who_waits(
         assert seen, "who waits cannot be looked at"
 
     stage = make_stage(nodes, worker_eta_task_limit=2)  # one seat, beside one that is prefetched
-    stage.listen()
     stage.apply = run
-    stage.admit("stays")
-    stage.admit("makes way")
-    stage.turn_until(lambda: stage.handed_on)
+    with lock_of(redlock):
+        stage.admit("stays")
+        stage.admit("makes way")
+        stage.turn_until(lambda: stage.handed_on)
     assert (stage.handed_on, seen) == (["makes way"], [["stays"]])
 
 
-def test_a_release_wakes_the_first_to_be_deferred_and_each_limit_by_itself(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+def test_a_release_hands_on_the_first_to_be_deferred_and_each_limit_by_itself(
+    stage: Stage, redlock: Redlock
 ) -> None:
-    stage = make_stage(nodes)
-    stage.listen(limits=(1, 2))
+    for node in stage.nodes:
+        node.client().set(lock_key("redlock", "a", 1), "of another holder")
+    permit, other = hold(redlock, limit=2), hold(redlock, "b")
     for id_, since, limit in [("2nd", 2, 1), ("1st", 1, 1), ("5th", 5, 2), ("4th", 4, 2)]:
         stage.admit(id_, since=since, limit=limit)
     stage.admit("of another resource", "b")
-    stage.turn_until(lambda: stage.handed_on)  # a release of that may have been missed
-    release(redlock)
-    stage.turn_until(lambda: len(stage.handed_on) > 1)
-    assert stage.handed_on == ["of another resource", "1st", "4th"]
-    assert stage.waiting() == ["2nd", "5th"]
+    stage.see_registered()
+    assert stage.handed_on == []
+    permit.release()
+    stage.turn_until(lambda: len(stage.handed_on) >= 2)
+    assert sorted(stage.handed_on) == ["1st", "4th"]
+    assert "of another resource" in stage.waiting()
+    other.release()
 
 
-def test_a_word_passes_those_that_are_not_to_run_any_more(stage: Stage, redlock: Redlock) -> None:
+def test_a_release_passes_those_that_are_not_to_run_any_more(
+    stage: Stage, redlock: Redlock
+) -> None:
     past = utc_now() - timedelta(seconds=1)
+    lock = hold(redlock)
     stage.revoked.add("revoked")
     stage.admit("expired", expires=past)
     stage.admit("revoked")
     stage.admit("stamped", stamped_headers=["of"], revoked=lambda: True)
     stage.admit("other", stamped_headers=["of"], revoked=lambda: False)
     stage.admit("behind", expires=past + timedelta(days=1))
-    release(redlock)
-    stage.turn_until(lambda: stage.handed_on)
+    stage.see_registered()
+    lock.release()
+    stage.turn_until(lambda: "other" in stage.handed_on)
     assert stage.handed_on == ["expired", "revoked", "stamped", "other"]
 
 
@@ -239,128 +284,442 @@ def test_one_that_cannot_be_handed_on_ends_neither_the_event_loop_nor_the_wait_o
 
     stage.apply = apply
     stage.revoked.add("revoked")
+    lock = hold(redlock)
     for id_ in ("revoked", "stamped", "behind"):
         stage.admit(id_, stamped_headers=id_ == "stamped", revoked=fail)
-    release(redlock)
-    stage.turn_until(lambda: stage.handed_on)
+    stage.see_registered()
+    lock.release()
+    stage.turn_until(lambda: "behind" in stage.handed_on)
     assert (stage.handed_on, stage.waiting()) == (["stamped", "behind"], [])
 
 
-@pytest.mark.parametrize(
-    ("refused_before", "tries"), [(60.0, True), (CLOCKS_DIFFER / 2, False), (0.0, False)]
-)
-def test_after_a_refusal_in_its_own_line_nobody_tries_each_second(
-    make_stage: Callable[..., Stage],
-    nodes: list[EmbeddedNode],
-    redlock: Redlock,
-    refused_before: float,
-    tries: bool,
-) -> None:
-    """The second one tries a second after the release, is refused, and is the first again.
-
-    refused_before: s before it tried, by the calendar of who was refused.
-    """
-    stage = make_stage(nodes, replace(STILL, retry_next_after=0.2))
-    stage.listen()
-    stage.listen("b")
-
-    def apply(request: Any) -> None:
-        if request.id == "second":
-            refused_at = utc_now() - timedelta(seconds=refused_before)
-            stage.admit("second again", since=0, refused_at=refused_at)
-
-    stage.apply = apply
-    others = [f"other {number}" for number in range(6)]
-    for id_ in ("first", "second", "third"):
-        stage.admit(id_)
-    for id_ in others:
-        stage.admit(id_, "b")
-    release(redlock)
-    stage.turn_until(lambda: stage.handed_on)
-    release(redlock, "b")
-    # of those that nobody refuses, one each second: when the fifth has gone, two seconds are over
-    stage.turn_until(lambda: others[4] in stage.handed_on)
-    handed_on = [id_ for id_ in stage.handed_on if id_ not in others]
-    assert handed_on[:3] == ["first", "second", "second again"][: 2 + tries]
-
-
-def test_a_head_that_is_refused_after_a_release_tries_once_more(
+def test_a_sweep_ends_what_was_revoked_and_forgets_nobody_else(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
 ) -> None:
-    """Those that a release wakes in three workers may each get one node."""
-    stage = make_stage(nodes, replace(STILL, retry_next_after=0.2))
-    stage.listen()
-
-    def apply(request: Any) -> None:
-        if request.id == "head":
-            stage.admit("head again", since=0, refused_at=utc_now() + timedelta(minutes=1))
-
-    stage.apply = apply
-    stage.admit("head")
-    release(redlock)
-    stage.turn_until(lambda: stage.handed_on == ["head", "head again"])
-
-
-def test_one_that_tries_soon_by_itself_does_not_try_because_a_subscription_begins(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
-    stage = make_stage(nodes)
-    stage.admit("soon", countdown=0.5, refused_at=utc_now() + timedelta(minutes=1))
-    stage.turn_until(lambda: stage.hears("a") == stage.nodes)
-    stage.see_heard()
-    assert (stage.handed_on, stage.waiting()) == ([], ["soon"])
-
-
-def test_a_sweep_ends_what_was_revoked_and_forgets_no_release(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
     stage = make_stage(nodes, replace(STILL, sweep_interval=0.02))
-    stage.listen()
-    for id_ in ("waits", "revoked"):
-        stage.admit(id_)
-    stage.revoked.add("revoked")
-    stage.turn_until(lambda: stage.handed_on == ["revoked"])
-    stage.admit("behind")
-    stage.see_served()
-    assert (stage.handed_on, stage.waiting()) == (["revoked"], ["waits", "behind"])
-
-
-@pytest.mark.parametrize(("limit", "heard"), [(1, 1), (2, 2), (3, 2)])
-def test_of_permits_each_release_is_for_one_that_was_on_its_way(
-    make_stage: Callable[..., Stage],
-    nodes: list[EmbeddedNode],
-    redlock: Redlock,
-    limit: int,
-    heard: int,
-) -> None:
-    stage, ids = make_stage(nodes), [f"message {number}" for number in range(4)]
-    stage.listen(limits=(limit, 99))
-    for _ in range(2):
-        stage.admit("tells that the release was heard", limit=99)
-        release(redlock)
+    with lock_of(redlock):
+        for id_ in ("waits", "revoked"):
+            stage.admit(id_)
+        stage.see_registered()
+        stage.revoked.add("revoked")
         stage.turn_until(lambda: stage.handed_on)
-        stage.handed_on.clear()
-    for id_ in ids:
-        stage.admit(id_, limit=limit)
-    stage.see_served()
-    assert (stage.handed_on, stage.waiting()) == (ids[:heard], ids[heard:])
+        stage.admit("behind")
+        assert (stage.handed_on, stage.waiting()) == (["revoked"], ["waits", "behind"])
+    stage.turn_until(lambda: "waits" in stage.handed_on)
 
 
-def test_a_word_counts_once_where_one_node_says_many_before_another_says_any(
-    stage: Stage, nodes: list[EmbeddedNode]
-) -> None:
-    """After a stall each connection hands on all that one read of it gives."""
-    ids = [f"message {number}" for number in range(900)]
-    for id_ in [*ids, "behind"]:
-        stage.admit(id_)
-    for node, woken in zip(nodes, ([], ids, ids), strict=True):
-        with node.client().pipeline(transaction=False) as pipe:
-            for id_ in ids:
-                pipe.publish(wake_channel("redlock", "a"), f"release for {id_}")
-            assert pipe.execute() == [1] * len(ids)
-        stage.see_heard()
-        assert stage.handed_on == woken
-    assert stage.waiting() == ["behind"]
+class TestHandOff:
+    def test_a_message_whose_release_came_while_it_was_on_its_way_is_handed_on(
+        self, stage: Stage
+    ) -> None:
+        stage.admit("late")
+        stage.turn_until(lambda: stage.handed_on == ["late"])
+
+    def test_the_release_may_have_come_while_the_worker_waited_for_nothing(
+        self, stage: Stage
+    ) -> None:
+        """It still listens, so no subscription begins."""
+        stage.admit("first")
+        stage.turn_until(lambda: stage.hears("a") == len(stage.nodes))
+        stage.turn_until(lambda: stage.handed_on == ["first"])
+        stage.admit("late")
+        stage.turn_until(lambda: stage.handed_on == ["first", "late"])
+
+    def test_of_two_workers_the_one_whose_message_was_deferred_first_is_next(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        second, first = make_stage(nodes), make_stage(nodes)
+        lock = hold(redlock)
+        second.admit("second", since=2)
+        second.see_registered()
+        first.admit("first", since=1)
+        first.see_registered(count=2)
+        lock.release()
+        first.turn_until(lambda: first.handed_on == ["first"])
+        assert second.handed_on == []
+
+    def test_a_worker_whose_loop_stands_still_costs_one_turn_and_is_passed_by(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        stopped, next_one = make_stage(nodes), make_stage(nodes)
+        lock = hold(redlock)
+        stopped.admit("stopped", since=1)
+        stopped.see_registered()
+        next_one.admit("next", since=2)
+        next_one.see_registered(count=2)
+        began = next_one.clock.now()
+        lock.release()
+        next_one.turn_until(lambda: next_one.handed_on == ["next"])
+        assert next_one.clock.now() - began >= TURN
+        assert sum(registered(nodes)) <= 1  # a majority has passed it by
+        assert stopped.waiting() == ["stopped"]
+
+    def test_the_second_does_not_act_if_the_first_has_the_lock_by_then(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        first, second = make_stage(nodes), make_stage(nodes)
+        lock = hold(redlock)
+        first.admit("first", since=1)
+        first.see_registered()
+        second.admit("second", since=2)
+        second.see_registered(count=2)
+        lock.release()
+        first.turn_until(lambda: first.handed_on == ["first"])
+        with lock_of(redlock):  # by the run of the first
+            second.turn_for(3 * TURN)
+            assert (second.handed_on, second.waiting()) == ([], ["second"])
+        second.turn_until(lambda: second.handed_on == ["second"])
+
+    def test_who_finds_the_lock_free_lets_the_worker_before_it_have_its_turn(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    ) -> None:
+        stopped, next_one = make_stage(nodes), make_stage(nodes)
+        for node in nodes:
+            node.client().set(lock_key("redlock", "a"), "of a holder")
+        stopped.admit("stopped", since=1)
+        stopped.see_registered()
+        for node in nodes:
+            node.client().delete(lock_key("redlock", "a"))  # nobody announces that
+        next_one.admit("next", since=2)
+        next_one.turn_until(lambda: next_one.handed_on == ["next"])
+        assert sum(registered(nodes)) <= 1  # a majority has passed the other one by
+
+    def test_the_next_one_tries_though_the_first_was_handed_on_and_did_not_take_the_lock(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        """It may be refused another lock before, and no release of this one follows."""
+        stage, lock = make_stage(nodes, replace(STILL, retry_next_after=0.05)), hold(redlock)
+        for id_ in ("first", "second", "third"):
+            stage.admit(id_)
+        stage.see_registered()
+        lock.release()
+        stage.turn_until(lambda: stage.handed_on == ["first", "second", "third"])
+
+    @pytest.mark.parametrize("at_once", [True, False])
+    def test_the_next_one_waits_for_the_release_of_the_first_if_that_succeeds(
+        self,
+        make_stage: Callable[..., Stage],
+        nodes: list[EmbeddedNode],
+        redlock: Redlock,
+        at_once: bool,
+    ) -> None:
+        """With many workers each would ask the nodes in vain after each of its runs."""
+        stage, lock = make_stage(nodes, replace(STILL, retry_next_after=0.5)), hold(redlock)
+        if at_once:
+            stage.apply = lambda request: stage.succeeded.add(request.id)
+        for id_ in ("first", "second"):
+            stage.admit(id_)
+        stage.see_registered()
+        lock.release()
+        stage.turn_until(lambda: stage.handed_on == ["first"])
+        stage.succeeded.add("first")
+        stage.turn_for(1.0)
+        assert (stage.handed_on, stage.waiting()) == (["first"], ["second"])
+
+    def test_a_turn_comes_though_the_run_before_it_succeeds(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        """The success makes another look superfluous, which would have come before the turn."""
+        stage, stopped = make_stage(nodes, replace(STILL, retry_next_after=2.0)), make_stage(nodes)
+        lock = hold(redlock)
+        stage.admit("first", since=1)
+        stage.admit("third", since=3)
+        stage.see_registered()
+        lock.release()
+        stage.turn_until(lambda: stage.handed_on == ["first"])
+        lock = hold(redlock)
+        stopped.admit("second", since=2)
+        stopped.see_registered(count=2)
+        stage.clock.ahead += 2.0 - TURN / 2
+        lock.release()
+        stage.succeeded.add("first")
+        stage.turn_until(lambda: stage.handed_on == ["first", "third"])
+
+    def test_the_next_one_takes_a_permit_that_is_free_though_the_run_before_it_succeeds(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    ) -> None:
+        """The release of one permit hands on one message, so another free one would stay idle."""
+        stage = make_stage(nodes, replace(STILL, retry_next_after=0.1))
+        stage.apply = lambda request: stage.succeeded.add(request.id)
+        for id_ in ("first", "second"):
+            stage.admit(id_, limit=2)
+        stage.turn_until(lambda: stage.handed_on == ["first", "second"])
+
+    def test_a_success_of_an_earlier_message_with_the_same_id_is_none_of_this_one(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    ) -> None:
+        """Who sends a message may choose its id, and a message may be delivered twice."""
+        stage = make_stage(nodes, replace(STILL, retry_next_after=0.1))
+        stage.succeeded.add("first")
+        for id_ in ("first", "second"):
+            stage.admit(id_)
+        stage.turn_until(lambda: stage.handed_on == ["first", "second"])
+
+    def test_the_success_of_a_run_does_not_hide_that_the_one_after_it_left_the_lock_free(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        """The one after it was refused another lock, and no release follows."""
+        stage, lock = make_stage(nodes, replace(STILL, retry_next_after=2.0)), hold(redlock)
+        for id_ in ("first", "second", "third"):
+            stage.admit(id_)
+        stage.see_registered()
+        lock.release()
+        stage.turn_until(lambda: stage.handed_on == ["first"])
+        for node in nodes:  # a node that has forgotten who waits tells all of a release
+            node.client().publish(wake_channel("redlock", "a"), "token:0:of the first")
+        stage.turn_until(lambda: stage.handed_on == ["first", "second"])
+        stage.succeeded.add("first")
+        stage.turn_until(lambda: stage.handed_on == ["first", "second", "third"])
+
+    def test_a_message_that_comes_before_the_one_that_asks_gets_its_answer(
+        self, stage: Stage
+    ) -> None:
+        """Messages that a worker has given back come in any order, while their lock is free."""
+        stage.admit("of before")
+        stage.turn_until(lambda: stage.handed_on == ["of before"])
+        stage.admit("later", since=20)
+        stage.admit("earlier", since=10)
+        stage.turn_until(lambda: stage.handed_on == ["of before", "earlier"])
+
+    def test_a_message_of_another_limit_asks_for_itself(
+        self, stage: Stage, redlock: Redlock
+    ) -> None:
+        with lock_of(redlock):
+            stage.admit("for all of it")
+            stage.see_registered()
+            stage.admit("for one of two permits", limit=2)
+            stage.turn_until(lambda: stage.handed_on == ["for one of two permits"])
+
+    def test_a_dead_worker_in_front_is_taken_out_by_the_release(
+        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        lock = hold(redlock)
+        stage.admit("alive")
+        stage.see_registered()
+        for node in nodes:
+            node.client().zadd(waiting_key("redlock", "a"), {"dead": -1.0})
+        lock.release()
+        stage.turn_until(lambda: stage.handed_on == ["alive"])
+        eventually(lambda: registered(nodes) == [0, 0, 0])
+
+    def test_a_loop_that_stood_still_asks_before_it_acts_on_an_old_name(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    ) -> None:
+        stage = make_stage(nodes[:1])
+        with Redlock([nodes[0].url], node_timeout=PATIENCE) as redlock:
+            lock = hold(redlock)
+            stage.admit("waits")
+            stage.see_registered()
+            lock.release()
+            other = hold(redlock)  # taken over meanwhile
+            # it is named, by the one message of the one node
+            eventually(lambda: select.select(list(stage.hub.readers), [], [], 0)[0])
+            stage.clock.ahead += 10 * TURN
+            stage.turn_for(3 * TURN)
+            assert (stage.handed_on, stage.waiting()) == ([], ["waits"])
+            other.release()
+            stage.turn_until(lambda: stage.handed_on == ["waits"])
+
+    @pytest.mark.parametrize("forgetful", [1, 3])
+    def test_nodes_that_forget_who_waits_cost_time_alone(
+        self,
+        make_stage: Callable[..., Stage],
+        nodes: list[EmbeddedNode],
+        redlock: Redlock,
+        forgetful: int,
+    ) -> None:
+        stage, lock = make_stage(nodes), hold(redlock)
+        stage.admit("waits", countdown=1.0)
+        stage.see_registered()
+        for node in nodes[:forgetful]:
+            node.client().delete(waiting_key("redlock", "a"))
+        lock.release()
+        stage.turn_until(lambda: stage.handed_on == ["waits"])
+
+    def test_a_head_looks_at_its_eta_and_waits_on_while_the_lock_is_held(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        stage = make_stage(nodes, replace(STILL, longest_pause=0.1))
+        key = lock_key("redlock", "a")
+        with lock_of(redlock):
+            for node in nodes:
+                node.client().expire(key, int(NEVER))
+            stage.admit("waits", countdown=0.05)
+            stage.see_registered()
+            stage.turn_for(0.5)
+            assert (stage.handed_on, stage.waiting()) == ([], ["waits"])
+            for node in nodes:
+                node.client().delete(key)  # its holder is dead, and nobody announces that
+            stage.turn_until(lambda: stage.handed_on == ["waits"])
+
+    def test_a_head_with_a_budget_tries_at_its_eta_though_the_lock_is_held(
+        self, stage: Stage, redlock: Redlock
+    ) -> None:
+        with lock_of(redlock):
+            stage.admit("waits", countdown=1.0, has_budget=True)
+            stage.clock.ahead += 10.0  # the nodes' reply is read after its ETA, before the timer's
+            stage.see_registered()
+            stage.turn_until(lambda: stage.handed_on == ["waits"])
+
+    def test_a_head_that_waits_on_looks_as_the_lease_of_a_dead_holder_ends(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    ) -> None:
+        stage = make_stage(nodes, replace(STILL, longest_pause=NEVER))
+        for node in nodes:
+            node.client().set(lock_key("redlock", "a"), "of a dead holder", px=1000)
+        stage.admit("waits", countdown=0.05)
+        stage.room.waiting()[0].pause = NEVER
+        stage.turn_until(lambda: stage.handed_on == ["waits"])
+
+    def test_a_head_that_waits_on_looks_less_often_with_time(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        longest = 1.5
+        stage = make_stage(nodes, replace(STILL, longest_pause=longest))
+        with lock_of(redlock):
+            stage.admit("waits", countdown=0.05)
+            (waiter,) = stage.room.waiting()
+            waiter.pause = 0.1
+            stage.turn_until(lambda: waiter.pause == longest)
+
+    def test_without_an_answer_of_a_quorum_a_head_tries_at_its_eta(
+        self, make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    ) -> None:
+        stage = make_stage(mortal_nodes)
+        for node in mortal_nodes[1:]:
+            node.kill()
+        stage.admit("waits", countdown=0.05)
+        stage.turn_until(lambda: stage.handed_on == ["waits"])
+
+    def test_a_release_of_an_earlier_version_is_heard(
+        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        hold(redlock)
+        stage.admit("waits")
+        stage.admit("waits for a permit", limit=2)
+        stage.see_registered()
+        for node in nodes:
+            node.client().delete(lock_key("redlock", "a"))
+            node.client().publish(wake_channel("redlock", "a"), "token:0:earlier")
+        stage.turn_until(lambda: len(stage.handed_on) == 2)
+
+    def test_a_message_to_clients_of_an_earlier_version_is_not_for_this_one(
+        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        hold(redlock)
+        stage.admit("waits")
+        stage.see_registered()
+        for node in nodes:
+            node.client().delete(lock_key("redlock", "a"))
+            node.client().publish(wake_channel("redlock", "a"), "token:0:this named")
+        stage.turn_for(3 * TURN)
+        assert stage.handed_on == []
+
+
+class TestRegistration:
+    def test_it_ends_with_the_last_message(
+        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        lock = hold(redlock)
+        for id_ in ("first", "second"):
+            stage.admit(id_)
+        stage.see_registered()
+        lock.release()
+        stage.turn_until(lambda: stage.handed_on == ["first"])
+        with lock_of(redlock):
+            eventually(lambda: registered(nodes) == [1, 1, 1])
+            keep_registrations(nodes)
+        stage.turn_until(lambda: stage.handed_on == ["first", "second"])
+        eventually(lambda: registered(nodes) == [0, 0, 0])
+
+    def test_it_ends_when_the_room_is_closed(
+        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        with lock_of(redlock):
+            stage.admit("waits")
+            stage.see_registered()
+            keep_registrations(nodes)
+            stage.room.stop(stage.consumer)
+            eventually(lambda: registered(nodes) == [0, 0, 0])
+            stage.room.start(stage.consumer)
+            assert stage.waiting() == []
+
+    def test_it_is_made_anew_after_the_loop_stood_still(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        stage = make_stage(nodes, replace(STILL, sweep_interval=0.02, refresh_after=NEVER))
+        with lock_of(redlock):
+            stage.admit("waits")
+            stage.see_registered()
+            for node in nodes:  # others have passed it by
+                node.client().delete(waiting_key("redlock", "a"))
+            stage.clock.ahead += 1.0
+            stage.turn_until(lambda: registered(nodes) == [1, 1, 1])
+
+    def test_it_is_made_anew_from_time_to_time(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        stage = make_stage(nodes, replace(STILL, sweep_interval=1.0, refresh_after=0.1))
+        with lock_of(redlock):
+            stage.admit("waits")
+            stage.see_registered()
+            for node in nodes:
+                node.client().delete(waiting_key("redlock", "a"))
+            stage.turn_until(lambda: registered(nodes) == [1, 1, 1])
+
+    @pytest.mark.parametrize("lost", [1, 3])
+    def test_it_is_made_anew_on_a_new_connection(
+        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock, lost: int
+    ) -> None:
+        with lock_of(redlock):
+            stage.admit("waits")
+            stage.see_registered()
+            for node in nodes[:lost]:
+                node.client().delete(waiting_key("redlock", "a"))
+                node.client().client_kill_filter(_type="pubsub")
+            stage.turn_until(lambda: registered(nodes) == [1, 1, 1])
+
+    def test_an_earlier_message_moves_the_worker_forward(
+        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        def scores() -> list[list[float]]:
+            key = waiting_key("redlock", "a")
+            found = [node.client().zrange(key, 0, -1, withscores=True) for node in nodes]
+            return [[score for _, score in one] for one in found]
+
+        with lock_of(redlock):
+            stage.admit("later", since=20)
+            stage.see_registered()
+            eventually(lambda: scores() == [[20.0]] * 3)
+            stage.admit("earlier", since=10)
+            eventually(lambda: scores() == [[10.0]] * 3)
+
+
+class TestNoQuorum:
+    def test_a_message_that_was_on_its_way_as_a_quorum_came_back_is_handed_on(
+        self, stage: Stage
+    ) -> None:
+        stage.admit("first", reason="no quorum")
+        stage.turn_until(lambda: stage.handed_on == ["first"])
+        channel = votes_channel("redlock")
+        stage.turn_until(lambda: stage.room.subscriptions(channel) == len(stage.nodes))
+        stage.turn_for(TURN)  # what comes with the last subscription
+        stage.admit("late", reason="no quorum")
+        stage.turn_until(lambda: stage.handed_on == ["first", "late"])
+
+
+class TestCountdown:
+    WAIT = Wait(("a",), "a", waits_for_release=True, countdown=NEVER)
+
+    def test_a_message_that_comes_later_than_it_begins_it_anew(self, stage: Stage) -> None:
+        assert NEVER / 2 < stage.receive(self.WAIT, late=60.0) <= NEVER
+
+    def test_a_message_that_comes_in_time_goes_on_with_it(self, stage: Stage) -> None:
+        assert stage.receive(self.WAIT, late=-60.0) <= 60.0
+
+    def test_a_message_with_a_budget_keeps_its_time(self, stage: Stage) -> None:
+        with_budget = replace(self.WAIT, waits_for_release=False)
+        assert stage.receive(with_budget, late=60.0) <= -60.0
 
 
 def test_a_worker_does_not_listen_for_ever_for_what_nobody_waits_for(
@@ -373,9 +732,9 @@ def test_a_worker_does_not_listen_for_ever_for_what_nobody_waits_for(
     def listening() -> list[int]:
         return [node.client().pubsub_numsub(channel)[0][1] for node in nodes]
 
-    stage.admit("one", refused_at=utc_now() + timedelta(minutes=1))
-    stage.turn_until(lambda: listening() == [1, 1, 1])
-    release(redlock)
+    with lock_of(redlock):
+        stage.admit("one")
+        stage.turn_until(lambda: listening() == [1, 1, 1])
     stage.turn_until(lambda: stage.handed_on == ["one"])
 
     def is_unsubscribed_by_the_next() -> bool:
@@ -386,9 +745,12 @@ def test_a_worker_does_not_listen_for_ever_for_what_nobody_waits_for(
 
 
 def test_a_worker_does_not_remember_every_release_that_it_heard(
-    stage: Stage, nodes: list[EmbeddedNode]
+    stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
 ) -> None:
     parts, words, size = 20, 1000, 1000
+    hold(redlock)
+    stage.admit("waits")
+    stage.see_registered()
     tracemalloc.start()
     try:
         for part in range(parts):
@@ -396,32 +758,11 @@ def test_a_worker_does_not_remember_every_release_that_it_heard(
                 for number in range(words):
                     pipe.publish(wake_channel("redlock", "a"), f"{part}.{number:{size}}")
                 pipe.execute()
-            stage.see_heard()
+            stage.turn_for(0.05)
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert kept < parts * words * size / 2
-
-
-def test_what_was_refused_before_the_broker_was_lost_may_have_missed_a_release(
-    make_stage: Callable[..., Stage],
-    mortal_nodes: list[EmbeddedNode],
-) -> None:
-    """No node answers, so nothing else than that wakes anybody."""
-    for node in mortal_nodes:
-        node.kill()
-    stage = make_stage(mortal_nodes, replace(STILL, clocks_differ=0.0))
-    stage.see_served()
-    before = utc_now()
-    stage.admit("delivered anew")
-    stage.room.stop(stage.consumer)
-    assert stage.waiting() == []
-    stage.room.start(stage.consumer)
-    stage.admit("refused before", refused_at=before)
-    stage.admit("refused before, too", refused_at=before)
-    stage.admit("refused since", "b", refused_at=utc_now() + timedelta(minutes=1))
-    stage.see_served()
-    assert stage.handed_on == ["refused before"]
 
 
 @pytest.fixture

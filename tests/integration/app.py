@@ -33,7 +33,9 @@ from greenlet import GreenletExit
 from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
+import celery_redlock.tasks.worker_request
 from celery_redlock import Backoff, Contention, LockedTask, LockLost, current_lock
+from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.signals import (
     LockExtendedEvent,
@@ -127,6 +129,10 @@ def work(self: Any, key: str, seconds: float = 0.05) -> int:
 
 late = task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, acks_late=True,
                 max_retries=0, name="tests.late")(work.run.__func__)  # fmt: skip
+
+
+keyed = task(bind=True, base=LockedTask, lock_key=lambda task, args, kwargs: f"k:{args[0]}",
+             lock_backoff=QUICK, name="tests.keyed")(work.run.__func__)  # fmt: skip
 
 
 def end_somehow(self: Any, key: str, how: str) -> str:
@@ -470,6 +476,13 @@ def until(self: Any, key: str, name: str) -> str:
     return str(self.request.hostname)
 
 
+@task(bind=True, base=LockedTask, lock_key="k:{key}")
+def takes_another(self: Any, key: str) -> None:
+    """Take a lock of the same task beside the run's own."""
+    with self.lock_for(f"{key} beside", wait=60):
+        write("both", key)
+
+
 @after_task_publish.connect
 def die_between(headers: Any = None, **_: Any) -> None:
     """End the whole worker as it has put a message back, where a file asks for that."""
@@ -536,6 +549,24 @@ class NotingRequest(celery.worker.request.Request):
     def terminate(self, pool: Any, signal: Any = None) -> None:
         logging.getLogger(__name__).warning("their own request ends %s", self.id)
         super().terminate(pool, signal)
+
+
+class TellingRequest(celery_redlock.tasks.worker_request.Request):
+    """One that writes what the main process learns of a deferral."""
+
+    def on_deferred(self, deferred: Deferred) -> None:
+        write("told", deferred.resource, text=str(deferred), **vars(deferred))
+        super().on_deferred(deferred)
+
+
+@task(base=LockedTask, lock_key=["a:{key}", "k:{key}"], lock_backoff=QUICK, Request=TellingRequest)
+def tells(key: str) -> None:
+    write("ran", key)
+
+
+@task(base=LockedTask, lock_key="p:{key}", lock_limit=2, lock_backoff=QUICK, Request=TellingRequest)
+def tells_of_permits(key: str) -> None:
+    write("ran", key)
 
 
 stays_with_own_request = task(

@@ -66,5 +66,5 @@ def see_properties_kept(stage: Stage, **more: str) -> None:
     given |= more
     with task.lock_for("properties", wait=60):
         result = task.apply_async(("properties",), **given, lock={"max_deferrals": 1000})
-        stage.see_deferred(result, 2)
+        stage.see_deferred(result)
     assert result.get(timeout=60) == given

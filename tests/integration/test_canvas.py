@@ -41,7 +41,7 @@ def test_a_chain_goes_on_once_with_the_real_result_of_a_contended_step(
     contended = getattr(stage.tasks, name).si(key)
     with stage.tasks.step.lock_for(key, wait=60):
         result = chain(stage.tasks.step.si(f"{key}-a"), contended, stage.tasks.join.s())()
-        stage.see_deferred(result.parent, 2)
+        stage.see_deferred(result.parent)
     assert result.get(timeout=120) == f"<{key}>"
     assert ran(stage, key) == 1
 
@@ -167,7 +167,7 @@ def test_callbacks_are_called_once_by_the_run_and_not_by_a_deferral(
     call.link_error(stage.tasks.note.s(f"{key} failed"))
     with stage.tasks.step.lock_for(key, wait=60):
         result = call.apply_async()
-        stage.see_deferred(result, 2)
+        stage.see_deferred(result)
         assert noted(stage, f"{key} done") == 0
     eventually(lambda: noted(stage, f"{key} done"))
     assert result.get(timeout=120) == key

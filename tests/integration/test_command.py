@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,11 @@ from kombu import Queue
 from redis import Redis
 
 from celery_redlock import LockedTask, LockLost, Redlock, SettingsError
-from celery_redlock.lock.model.keys import lock_key
+from celery_redlock.lock.model.handoff import Registration
+from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
-from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import PASSWORD, ROOT, Stage
+from tests.conftest import PATIENCE, eventually, settle
+from tests.integration.conftest import PASSWORD, ROOT, Stage, slow_but
 from tests.integration.deliveries import heard
 
 WORK = "tests.integration.app.work"
@@ -67,6 +70,8 @@ def test_no_name_commands_the_operators_terminal(
     name, shown = "k\x1b[2J\x07\u202e", r"k\x1b[2J\x07\u202e"
     for node in stage.nodes:
         node.client().set(lock_key("redlock", name), f"token:1:{name}", px=60_000)
+        node.client().zadd(waiting_key("redlock", name), {f"w@{name}:7:aa": 1.0})
+        node.client().hset(waiting_key("redlock", f"wrong {name}"), name, name)
     waits = {"resources": [name], "reason": name, "task_id": name, "task": name, "deferrals": 1,
              "since": "2026-01-01T00:00:00+00:00", "tries_in": 1.0}  # fmt: skip
     answer = [{f"w@{name}": [waits]}]
@@ -266,9 +271,9 @@ def test_an_id_is_whole_on_a_narrow_terminal(stage: Stage) -> None:
 
 def test_an_empty_list_says_so(stage: Stage) -> None:
     assert command("locks").output == "No locks are held.\n"
-    assert command("waiters").output.startswith("No tasks wait for a lock.\n")
-    shown = command("show", "k:k").output
-    assert shown.startswith("No lock stands on k:k.\nNo tasks wait for a lock.\n")
+    nobody = "No processes are registered as waiters.\nNo tasks wait for a lock.\n"
+    assert command("waiters").output.startswith(nobody)
+    assert command("show", "k:k").output.startswith(f"No lock stands on k:k.\n{nobody}")
     assert command("top", "--count", "1").output.count("No locks are held.") == 1
 
 
@@ -527,3 +532,109 @@ def test_nodes_are_trusted_by_name_once_that_is_confirmed(
 def test_without_a_worker_it_is_said_that_waiters_are_not_known(stage: Stage) -> None:
     assert in_json("waiters")["workers"] == []
     assert "no worker answered" in command("waiters").output
+
+
+WAITS = """
+import sys
+from celery_redlock import Redlock
+with Redlock(sys.argv[1:], node_timeout=2.0) as redlock, redlock.lock("k:k", wait=600):
+    pass
+"""
+
+
+def test_an_operator_sees_a_stopped_process_that_waits(stage: Stage) -> None:
+    def shown(pid: int) -> Any:
+        rows = [row for row in in_json("waiters")["processes"] if row["pid"] == pid]
+        return rows[0] if rows and len(rows[0]["nodes"]) == 3 else None
+
+    line = [sys.executable, "-c", WAITS, *(node.url for node in stage.nodes)]
+    with stage.tasks.work.lock_for("k", wait=60), subprocess.Popen(line) as process:
+        try:
+            eventually(lambda: shown(process.pid))
+            process.send_signal(signal.SIGSTOP)
+            row = shown(process.pid)
+            assert (row["resource"], row["rank"], row["name"]) == ("k:k", 0, socket.gethostname())
+            assert row["since"].startswith("20")
+            assert in_json("show", "k:k")["waiters"]["processes"] == [row]
+            assert in_json("show", "k:other")["waiters"]["processes"] == []
+            assert in_json("top", "--count", "1")["waiters"]["processes"] == [row]
+            for words in (["waiters"], ["show", "k:k"], ["top", "--count", "1"]):
+                told = command(*words).output
+                of_it = rf"k:k +0 +{socket.gethostname()} +{process.pid} .* 3 of 3 *\n"
+                assert re.search(of_it, told), told
+                assert f"{socket.gethostname()} did not answer" not in told  # it is no worker
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("pool", slow_but(("prefork",), ("prefork", "threads", "gevent")))
+def test_a_stopped_worker_is_shown_at_its_place_with_since_when_its_first_message_waits(
+    stage: Stage, pool: str
+) -> None:
+    first = stage.worker("w1", pool=pool, concurrency=1, queues=["other"])
+    stage.worker("w2", pool=pool, concurrency=1, queues=["celery"])
+    (stopped,), (answers,) = stage.see_listening("w1"), stage.see_listening("w2")
+
+    def shown() -> Any:
+        rows = in_json("show", "k:k")["waiters"]["processes"]
+        return rows if [len(row["nodes"]) for row in rows] == [3, 3] else None
+
+    with stage.tasks.patient.lock_for("k", wait=60):
+        results = []
+        for queue in ("other", "celery", "other"):  # what is deferred last changes no order
+            results.append(stage.tasks.patient.apply_async(("k",), queue=queue))
+            stage.see_deferred(results[-1])
+        rows = eventually(shown)
+        assert [(row["rank"], row["name"]) for row in rows] == [(0, stopped), (1, answers)]
+        told = eventually(lambda: asked_of(stage, stopped))
+        since = datetime.fromisoformat(told[0]["since"]).timestamp()
+        assert datetime.fromisoformat(rows[0]["since"]).timestamp() == pytest.approx(since, abs=0.1)
+        first.signal(signal.SIGSTOP)
+        try:
+            seen = in_json("waiters")
+            assert stopped not in seen["workers"]
+            assert [row["name"] for row in seen["processes"]] == [stopped, answers]
+            line = f"{stopped} did not answer: the messages that wait in it are not shown"
+            assert line in command("waiters").output
+        finally:
+            first.signal(signal.SIGCONT)
+    for result in results:
+        result.get(timeout=60)
+    eventually(lambda: not in_json("waiters")["processes"])
+
+
+def asked_of(stage: Stage, worker: str) -> Any:
+    """Return the messages that wait in one of several workers, as it tells."""
+    to = {"destination": [worker], "timeout": 30}
+    (reply,) = stage.app.control.broadcast("redlock_waiting", reply=True, **to)
+    return reply[worker]
+
+
+def test_workers_that_wait_are_shown_in_order_and_it_is_said_that_they_do_not_answer(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    make_stage(mortal_nodes)
+    with Redlock([node.url for node in mortal_nodes], node_timeout=PATIENCE) as redlock:
+        settle(redlock)
+        for name, since in (("celery@web1", 30.0), ("celery@web2", 20.0)):
+            redlock.session.registrar.register(Registration(f"{name}:7:aa", "k:k", since))
+        settle(redlock)
+    mortal_nodes[0].client().hset(waiting_key("redlock", "k:wrong"), "a", "b")
+    mortal_nodes[2].kill()
+    names = [f"127.0.0.1:{node.port}" for node in mortal_nodes]
+    shown = in_json("waiters")
+    assert [(row["name"], row["rank"]) for row in shown["processes"]] == [
+        ("celery@web2", 0),
+        ("celery@web1", 1),
+    ]
+    assert {tuple(row["nodes"]) for row in shown["processes"]} == {tuple(names[:2])}
+    assert (list(shown["failing"]), shown["wrong_type"]) == (names[2:], {"k:wrong": names[:1]})
+    told = command("waiters").output
+    assert re.search(r"^RESOURCE +RANK +PROCESS +PID +WAITED +NODES *$", told, re.MULTILINE)
+    assert re.search(r"k:k +0 +celery@web2 .* 2 of 3 *\nk:k +1 +celery@web1 .* 2 of 3 *\n", told)
+    for name in ("celery@web1", "celery@web2"):
+        line = f"{name} did not answer: the messages that wait in it are not shown"
+        assert told.count(line) == 1
+    assert f"no waiter for k:wrong can register on {names[0]}: " in told
+    assert f"{names[2]} cannot be queried: " in told
+    assert command("show", "k:k").output.count(f"{names[2]} cannot be queried: ") == 1

@@ -94,10 +94,10 @@ def test_a_dead_worker_holds_a_message_up_no_longer_than_its_lease(
     for key in keys:
         stage.tasks.work.apply_async((key, 600), queue="held")
     stage.wait_for("begin", 10)
-    # by itself 0.5, 5, 50 and then 500 s; the first ones spare a node that is slow to connect
-    alone = {"backoff": Backoff(first=0.5, cap=500, factor=10, jitter="none")}
+    alone = {"backoff": Backoff(first=500, cap=500, jitter="none")}  # no try by itself is near
     waiting = [stage.tasks.work.apply_async((k, 0), queue="waiting", lock=alone) for k in keys]
-    eventually(lambda: min(stage.deferrals(result) for result in waiting) >= 3)
+    for result in waiting:
+        stage.see_deferred(result)
     holder.kill()
     begins = stage.wait_for("begin", 20)[10:]
     assert {line.key for line in begins} == set(keys)
@@ -126,7 +126,7 @@ def test_without_a_quorum_no_body_starts_and_no_message_is_lost(
         node.kill()
     results = [stage.tasks.work.delay(f"key{n % 3}") for n in range(12)]
     eventually(lambda: all(stage.info(r)["status"] == "DEFERRED" for r in results))
-    eventually(lambda: all(stage.info(r)["result"]["deferrals"] >= 3 for r in results))
+    eventually(lambda: all(stage.info(r)["result"]["deferrals"] >= 1 for r in results))
     assert stage.lines("begin") == []
     trust_nodes([mortal_nodes[0].start()])
     assert [result.get(timeout=120) for result in results] == [0] * 12
@@ -153,7 +153,7 @@ def test_two_dead_nodes_of_five_stop_nothing_and_a_third_one_lets_nobody_run(
         nodes[2].kill()
         third = [work.delay(f"key{n % 3}") for n in range(6)]
         for result in third:
-            stage.see_deferred(result, 3)
+            stage.see_deferred(result)
         assert len(stage.lines("begin")) == 18
         with pytest.raises(QuorumUnreachable) as caught:
             work.lock_for("alone").acquire()

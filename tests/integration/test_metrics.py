@@ -9,8 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from celery_redlock import LockLost, SettingsError
-from celery_redlock.lock.model.keys import lock_key
+from celery_redlock import LockLost, SettingsError, signals
+from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.operate.metrics.counters import Metrics
+from celery_redlock.tasks.delivery.delivery import NAMED_AT
 from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually
-from tests.integration.conftest import ROOT, Stage
-from tests.integration.deliveries import heard
+from tests.integration.conftest import ROOT, Stage, slow_but
+from tests.integration.deliveries import heard, run_here
 
 ANY_PORT = "127.0.0.1:0"
 Samples = dict[tuple[str, str], float]
@@ -222,11 +224,89 @@ def test_what_is_rare_is_0_before_it_comes(
     found = scrape(worker)
     for count in ("acquired", "deferred", "skipped", "lost", "extended"):
         assert found[f"redlock_{count}_total", stage.tasks.work.name] == 0.0
+    assert found["redlock_handoffs_total", stage.tasks.work.name] == 0.0
     assert found["redlock_node_failed_total", f"127.0.0.1:{nodes[0].port}"] == 0.0
     released = [s for family in families(worker) for s in family.samples]
     by = [s.labels["by"] for s in released if s.name == "redlock_released_total" and not s.value]
     assert {"holder", "parent"} <= set(by)
+    steps = {s.labels["step"] for s in released if s.name == "redlock_handoffs_total"}
+    assert steps == {"named", "acted", "ladder", "fallback", "announced"}
     assert not [name for name, task in found if task.startswith("celery.")]
+
+
+@pytest.fixture
+def registry() -> Iterator[CollectorRegistry]:
+    """Give the metrics of this process, which count what its signals say."""
+    made = CollectorRegistry()
+    with contextlib.closing(Metrics(made)):
+        yield made
+
+
+def test_each_step_of_a_hand_off_is_counted(stage: Stage, registry: CollectorRegistry) -> None:
+    task = stage.tasks.work
+    for step in ("named", "acted", "named", "ladder"):
+        signals.lock_handed_off.send(task, event=signals.LockHandedOffEvent("k:k", step))
+    counted = {
+        sample.labels["step"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "redlock_handoffs_total" and sample.labels["task"] == task.name
+    }
+    assert counted == {"named": 2.0, "acted": 1.0, "ladder": 1.0}
+
+
+@pytest.mark.parametrize(("ago", "least"), [(5.0, 5.0), (-5.0, 0.0)])
+def test_a_hand_off_lasts_from_the_releases_message_to_the_runs_lock(
+    stage: Stage, registry: CollectorRegistry, ago: float, least: float
+) -> None:
+    """A clock that is set back during a hand-off makes none shorter than 0 s."""
+    task, labels = stage.tasks.takes_another, {"task": stage.tasks.takes_another.name}
+    run_here(task, "k", properties={NAMED_AT: time.time() - ago})
+    assert registry.get_sample_value("redlock_acquired_total", labels) == 2.0
+    assert registry.get_sample_value("redlock_handoff_seconds_count", labels) == 1.0
+    lasted = registry.get_sample_value("redlock_handoff_seconds_sum", labels)
+    assert lasted is not None
+    assert least <= lasted < least + 60
+
+
+@pytest.mark.parametrize("pool", slow_but(("prefork",), ("prefork", "threads", "solo", "gevent")))
+def test_a_worker_counts_its_hand_offs_and_how_long_each_took(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
+) -> None:
+    stage = make_stage(nodes, redlock_metrics=ANY_PORT)
+    worker, task = stage.worker(pool=pool, concurrency=1), stage.tasks.patient
+    counted = ("redlock_handoff_seconds_count", task.name)
+
+    def is_handed_off() -> bool:
+        with task.lock_for("k", wait=60):
+            result = task.delay("k")
+            stage.see_deferred(result)
+            for node in nodes:
+                eventually(lambda node=node: node.client().pubsub_channels("*:handoff:*"))
+                eventually(lambda node=node: node.client().zcard(waiting_key("redlock", "k:k")))
+        result.get(timeout=60)
+        stage.see_freed("k:k")
+        return scrape(worker).get(counted, 0.0) > 0.0
+
+    # a worker that asks by itself, as its first message begins to wait, may be before the release
+    eventually(is_handed_off)
+    found = scrape(worker)
+    assert 0.0 <= found["redlock_handoff_seconds_sum", task.name] < 60.0
+    samples = (sample for family in families(worker) for sample in family.samples)
+    total = [s for s in samples if s.name == "redlock_handoffs_total" and s.value]
+    steps = {s.labels["step"]: s.value for s in total if s.labels["task"] == task.name}
+    assert steps["named"] >= 1.0
+    # a loop that was late for its turn acts as if another worker had been named before it
+    assert steps.get("acted", 0.0) + steps.get("ladder", 0.0) == found[counted]
+
+
+def test_a_run_that_no_release_dispatched_was_not_handed_its_lock(
+    stage: Stage, registry: CollectorRegistry
+) -> None:
+    run_here(stage.tasks.work, "k", properties={})
+    labels = {"task": stage.tasks.work.name}
+    assert registry.get_sample_value("redlock_acquired_total", labels) == 1.0
+    assert not registry.get_sample_value("redlock_handoff_seconds_count", labels)
 
 
 def test_a_worker_without_the_library_says_that_it_has_no_metrics(

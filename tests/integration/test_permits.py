@@ -55,7 +55,6 @@ def test_three_permits_let_three_bodies_run_at_once_and_put_the_others_back(
     results = [stage.tasks.permitted.delay(key, until=f"{key}-go") for _ in range(8)]
     eventually(lambda: begun(stage, key) == LIMIT)
     eventually(lambda: sum(stage.deferrals(result) >= 1 for result in results) == 8 - LIMIT)
-    eventually(lambda: max(map(stage.deferrals, results)) >= 5)  # who is first in line tries again
     assert begun(stage, key) == LIMIT
     go(stage, f"{key}-go")
     for result in results:
@@ -70,7 +69,6 @@ def test_the_plain_lock_is_one_of_the_permits(stage: Stage, key: str) -> None:
     others = [stage.tasks.permitted.delay(key, until=f"{key}-go") for _ in range(5)]
     eventually(lambda: begun(stage, "anybody") == LIMIT - 1)
     eventually(lambda: sum(stage.deferrals(result) >= 1 for result in others) == 3)
-    eventually(lambda: max(map(stage.deferrals, others)) >= 5)
     assert begun(stage, "anybody") == LIMIT - 1
     go(stage, f"{key}-go")
     for result in (plain, *others):
@@ -81,7 +79,7 @@ def test_a_plain_lock_waits_for_its_own_permit_alone(stage: Stage, key: str) -> 
     holders = [stage.tasks.permitted.delay(key, until=f"{key}-go") for _ in range(LIMIT)]
     eventually(lambda: begun(stage, key) == LIMIT)
     plain = stage.tasks.permitted.apply_async((key, "plain"), lock=PLAIN)
-    eventually(lambda: stage.deferrals(plain) >= 2)
+    eventually(lambda: stage.deferrals(plain) >= 1)
     assert begun(stage, "plain") == 0
     go(stage, f"{key}-go")
     for result in (plain, *holders):
@@ -139,7 +137,7 @@ def test_a_dead_holders_permit_comes_back_by_its_own_lease(own_stage: Stage) -> 
     ]
     eventually(lambda: begun(stage, "lives") == LIMIT - 1)
     third = stage.tasks.permitted.apply_async(("k", "comes"), queue="waiting")
-    stage.see_deferred(third, 2)
+    stage.see_deferred(third)
     dying.kill()
     third.get(timeout=120)  # with QUICK it tries all the time: the lease has ended
     ended = {line.key for line in stage.lines("end")}

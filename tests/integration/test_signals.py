@@ -79,7 +79,7 @@ def test_what_befalls_a_run_is_told_in_its_tasks_name(stage: Stage) -> None:
         skipped = task.apply_async(("k",), lock={"on_conflict": "skip"})
         eventually(lambda: stage.info(skipped)["status"] == "REVOKED")
         deferred = task.delay("k")
-        stage.see_deferred(deferred, 2)
+        stage.see_deferred(deferred)
     deferred.get(timeout=120)
     stage.see_freed("k:k")
 

@@ -57,7 +57,7 @@ def test_deferred_is_stored_before_the_message_is_published(stage: Stage, key: s
     asked.touch()
     with stage.tasks.work.lock_for(key, wait=60):
         result = stage.tasks.work.delay(key)
-        stage.see_deferred(result, 2)
+        stage.see_deferred(result)
     assert result.get(timeout=120) == 0
     told = [(line.more["status"], line.pid != os.getpid()) for line in stage.lines("publish")]
     assert told[0] == ("PENDING", False)
@@ -225,7 +225,7 @@ def test_no_argument_and_no_password_stands_in_logs_events_and_states(
                 task.apply_async((CARD,), lock={"on_conflict": on_conflict}, **shown)
                 for on_conflict in ("skip", "fail", "defer")
             ]
-            stage.see_deferred(deferred, 3)
+            stage.see_deferred(deferred)
             told = [repr(stage.info(deferred))]
             for result, error in (
                 (skipped, TaskRevokedError), (failed, LockTaken), (misfit, SettingsError)

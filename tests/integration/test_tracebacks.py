@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
@@ -9,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from billiard.einfo import ExceptionInfo
 from celery import Celery
+from celery.app import trace
 from celery.app.trace import build_tracer
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun
 
 import celery_redlock
 from celery_redlock import LockedTask, LockTaken, QuorumUnreachable, Redlock, SettingsError
+from celery_redlock.tasks.wrapping import keep_tracebacks
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE
 
@@ -185,3 +189,94 @@ def test_an_error_in_a_users_callable_is_shown_with_its_own_frames(
     assert frames(error) == ["OURS"]
     assert isinstance(error.__cause__, KeyError)
     assert traceback.extract_tb(error.__cause__.__traceback__)[-1].name == "decide"
+
+
+@pytest.fixture
+def as_in_a_worker() -> Iterator[None]:
+    found = trace.ExceptionInfo
+    keep_tracebacks()
+    yield
+    trace.ExceptionInfo = found
+
+
+def told(task: Any) -> Any:
+    """Run a task as a worker's child does; return what its main process would be told."""
+    request = {"id": str(uuid.uuid4()), "task": task.name, "hostname": "here"}
+    request["delivery_info"] = {"exchange": "", "routing_key": "celery"}
+    return build_tracer(task.name, task, app=task.app)(request["id"], (7,), {}, request).retval
+
+
+def functions(info: Any) -> list[str]:
+    """Return the functions in an info's traceback for programs."""
+    return [frame.name for frame in traceback.extract_tb(info.tb)]
+
+
+@pytest.mark.parametrize("way", ["put back", "skipped", "not put back"])
+@pytest.mark.usefixtures("as_in_a_worker")
+def test_a_worker_tells_of_each_refused_run_what_billiard_would(
+    app: Celery, redlock: Redlock, way: str
+) -> None:
+    options, _, come = REFUSED[way]
+    come(app)
+    names = ["one", "one", "other"]
+    tasks = {
+        name: app.task(
+            base=LockedTask, shared=False, name=name, lock_key=name, lock_ttl=60, **options
+        )(fails)
+        for name in names
+    }
+    with redlock.lock("one"), redlock.lock("other"):
+        infos = [told(tasks[name]) for name in names]
+    for info in infos:
+        error = info.exception.exc
+        plain = ExceptionInfo((type(error), error, error.__traceback__), internal=True)
+        assert (info.type, info.internal) == (plain.type, True)
+        assert (info.traceback, str(info)) == (plain.traceback, str(plain))
+        assert str(info.exception) == str(plain.exception)
+        assert functions(info) == functions(plain)[1:] == ["run"]
+        back = pickle.loads(pickle.dumps(info))
+        assert (type(back.exception), str(back.exception)) == (type(error), str(error))
+        assert back.traceback == info.traceback
+    texts = [info.traceback.splitlines()[:-1] for info in infos]
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("kind", [Ignore, Reject, Retry, ValueError])
+@pytest.mark.usefixtures("as_in_a_worker")
+def test_a_worker_tells_all_of_what_a_body_raises(app: Celery, kind: type[Exception]) -> None:
+    def ends(number: int) -> None:
+        raise kind("ended")
+
+    task = app.task(base=LockedTask, shared=False, name="ends", lock_key="k")(ends)
+    for _ in range(2):
+        assert functions(told(task)) == ["trace_task", "run", "ends"]
+
+
+@pytest.mark.usefixtures("as_in_a_worker")
+def test_a_refused_run_shows_the_frames_of_each_tool_around_it(
+    app: Celery, redlock: Redlock
+) -> None:
+    task = app.task(base=LockedTask, shared=False, name="traced", lock_key="k")(fails)
+    inner = task.run
+
+    def watched(*args: Any) -> Any:
+        return inner(*args)
+
+    def timed(*args: Any) -> Any:
+        return inner(*args)
+
+    with redlock.lock("k"):
+        assert functions(told(task)) == ["run"]
+        for tool in (watched, timed, watched):
+            task.run = tool
+            assert functions(told(task)) == [tool.__name__, "run"]
+
+
+@pytest.mark.usefixtures("as_in_a_worker")
+def test_what_a_deferral_is_told_by_does_not_grow_with_celerys_tracer(
+    app: Celery, redlock: Redlock
+) -> None:
+    task = app.task(base=LockedTask, shared=False, name="brief", lock_key="k")(fails)
+    with redlock.lock("k"):
+        infos = [told(task) for _ in range(2)]
+    assert all(len(pickle.dumps(info)) < 8_000 for info in infos)  # 32 kB with the tracer's frame

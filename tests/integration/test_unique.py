@@ -108,7 +108,8 @@ class TestASecondSend:
     ) -> None:
         task = stage.tasks.once_early
         with task.lock_for(key, wait=60):
-            first = task.delay(key, value="first")
+            often = {"max_deferrals": 1000}  # so that it does not wait for a release alone
+            first = task.apply_async((key,), {"value": "first"}, lock=often)
             stage.see_deferred(first, times=2)
             second = task.delay(key, value="second")
             assert second.id == first.id

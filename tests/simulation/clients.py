@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import select
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from celery_redlock.lock.transport.address import Address as ShippedAddress
 from celery_redlock.lock.transport.encoding import encode_words
 from tests.simulation.network import Link, Path
 from tests.simulation.nodes import Node
-from tests.simulation.world import Thread, World, running
+from tests.simulation.world import STALE, Thread, World, running
 
 EPOCH = 1_700_000_000.0  # s since 1970 at the real s 0
 
@@ -95,6 +96,7 @@ class Process:
         self.dead = False
         self.descriptors: dict[int, Any] = {}
         self.polls: list[Poll] = []
+        self.subscribers: list[Subscriber] = []
         self.said: list[str] = []  # in its log
         self.lost: list[Acquisition] = []  # as it was told
         self._number = 0
@@ -182,11 +184,17 @@ class Process:
 
     def kill(self) -> None:
         """End as `kill -9` does; what it wrote may still arrive."""
-        self.dead = True
-        self.world.note("%s is killed", self.name)
+        self.vanish()
         for link in list(self.descriptors.values()):
             if isinstance(link, Link):
                 link.disconnect()
+        for subscriber in self.subscribers:
+            subscriber.close()
+
+    def vanish(self) -> None:
+        """End as a machine without power does: no node learns of it."""
+        self.dead = True
+        self.world.note("%s is killed", self.name)
 
     def open(self, thing: Any) -> int:
         """Return a descriptor for a socket or a bell."""
@@ -323,6 +331,10 @@ class Poll:
             finally:
                 process.polls.remove(self)
             ready = self._ready()
+        elif ready:
+            thread = running()
+            if thread is not None:
+                thread.spin()
         return ready
 
     def _ready(self) -> list[tuple[int, int]]:
@@ -335,7 +347,10 @@ class Poll:
 
 
 class Subscriber:
-    """A subscriber connection: it hears of releases, late, and not while it is broken."""
+    """A subscriber connection: messages come in order, late, and not while it is broken.
+
+    A node counts it as a subscriber until the node learns that the connection is gone.
+    """
 
     def __init__(
         self,
@@ -343,53 +358,94 @@ class Subscriber:
         timeout: float,
         platform: Platform,
         channels: Callable[[], set[str]],
-        heard: Callable[[str], None],
+        heard: Callable[[str, str], None],
     ) -> None:
-        self._process, self._node, self._path = address.process, address.node, address.path
+        self._process, self.node, self._path = address.process, address.node, address.path
         self._channels, self._heard = channels, heard
         self._asked = False
+        self._life, self._at = 0, 0.0  # of the connection; real s: nothing overtakes
+        self._held: deque[tuple[Callable[..., None], Any]] = deque()  # what a closed way keeps
+        self._come_in: deque[tuple[Callable[..., None], Any]] = deque()
+        self._thread: Thread | None = None
+        self._is_idle = False
         self.confirmed: set[str] = set()
+        self._process.subscribers.append(self)
 
     def resubscribe(self) -> None:
         """Ask for what is wanted."""
         if not self._asked:
             self._asked = True
-            self._later(self._subscribe)
+            self._later(self._subscribe, self._life)
 
     def close(self) -> None:
-        """Hear nothing more."""
-        self._node.ears.pop(self, None)
+        """Hear nothing more; the node learns of it."""
+        self.node.ears.pop(self, None)
 
-    def published(self, channel: bytes) -> None:
+    def published(self, channel: bytes, message: bytes) -> None:
         """Take a message from the node."""
-        self._later(self._say, channel.decode())
+        self._later(self._say, self._life, channel.decode(), message.decode())
 
     def broken(self) -> None:
         """Learn that the connection is gone, and make another."""
-        self.confirmed = set()
+        self.close()
+        self.confirmed, self._asked = set(), False
+        self._life += 1
+        self._held.clear()
         self.resubscribe()
+
+    def flow(self) -> None:
+        """Let go on what a closed way has kept."""
+        for _ in range(len(self._held)):
+            self._later(*self._held.popleft())
 
     def _later(self, do: Callable[..., None], *args: Any) -> None:
         world = self._process.world
         delay = self._path.delay(world.now) + self._path.delay(world.now)
-        world.at(max(world.now + delay, self._process.stopped_until), do, *args)
-
-    def _subscribe(self) -> None:
-        self._asked = False
-        if self._process.dead:
+        if delay == math.inf:
+            self._held.append((do, *args))
             return
-        if self._node.down:
+        self._at = max(self._at, world.now + delay)
+        world.at(self._at, self._come, do, args)
+
+    def _come(self, do: Callable[..., None], args: Any) -> object:
+        process = self._process
+        if process.dead or args[0] != self._life:
+            return STALE
+        if process.stopped_until > process.world.now:
+            process.world.at(process.stopped_until, self._come, do, args)
+            return STALE
+        self._come_in.append((do, args))
+        if self._thread is None:
+            self._thread = process.thread(self._work)
+        elif self._is_idle:
+            self._thread.go_on()
+        return None
+
+    def _work(self) -> None:
+        assert self._thread is not None
+        while True:
+            while self._come_in:
+                do, args = self._come_in.popleft()
+                if args[0] == self._life:
+                    do(*args)
+            self._is_idle = True
+            self._thread.rest()
+            self._is_idle = False
+
+    def _subscribe(self, life: int) -> None:
+        self._asked = False
+        if self.node.down:
             self.resubscribe()
             return
         wanted = self._channels()
-        self._node.ears[self] = {channel.encode() for channel in wanted}
+        self.node.ears[self] = {channel.encode() for channel in wanted}
         new, self.confirmed = wanted - self.confirmed, set(wanted)
         for channel in sorted(new):
-            self._say(channel)
+            self._heard(channel, "")
 
-    def _say(self, channel: str) -> None:
-        if not self._process.dead:
-            self._heard(channel)
+    def _say(self, life: int, channel: str, message: str) -> None:
+        if not self._process.world.is_mute:
+            self._heard(channel, message)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ class Profile:
     pauses: one of each is drawn for a client, the mean s that it holds, and lets pass before.
     bases, slow, worst: of `network.Path`. drift: the fraction that clients allow for; every
     clock's rate is off by up to half of it. span: s within which faults begin.
-    wall_error: s that calendars are off. runs: of so many names, each of which may be delivered
+    wall_error: s that calendars are off. deafens: subscriptions break. amnesia: nodes forget who
+    waits. runs: of so many names, each of which may be delivered
     to every client, and again after its end. sends: messages that are sent once, of so many names.
     """
 
@@ -64,6 +65,8 @@ class Profile:
     cuts: float = 0.0
     steps_back: float = 0.0
     wall_error: float = 0.2
+    deafens: float = 0.0
+    amnesia: float = 0.0
     short_writes: float = 0.0
     cold: float = 0.05
     limit: int = 1
@@ -103,6 +106,12 @@ PROFILES = {
         Profile("twins-with-permits", runs=2, limit=2, sections=(0.02, 0.3), breaks=0.3, jams=0.5),
         Profile("sends", sends=2, clients=(3,), rounds=6, pauses=(0.01, 0.05), events=(70, 150),
                 breaks=1.0, jams=1.0, slow=0.05, stops=0.4, kills=0.2, cuts=0.3),
+        Profile("hand-off", clients=(3, 4, 5), patient=1.0, rounds=6, sections=(0.02, 0.3),
+                deafens=2.0, amnesia=1.0, breaks=0.7, jams=0.7, stops=1.0, kills=0.3, cuts=0.3,
+                wall_error=1.0, events=(150, 300, 600), span=5.0),
+        Profile("hand-off-of-permits", clients=(3, 4, 5), patient=1.0, rounds=6, limit=2,
+                sections=(0.02, 0.3), deafens=1.0, amnesia=0.5, jams=0.5, stops=0.7, cuts=0.3,
+                wall_error=1.0, events=(150, 300, 600), span=5.0),
         Profile("lost-windows", sends=1, clients=(3,), rounds=8, pauses=(0.01, 0.05),
                 events=(70, 150), restarts=1.0, keeps=("nothing", "all"), jams=0.7),
         Profile("everything", breaks=0.5, jams=0.5, restarts=0.5, freezes=0.3, flushes=0.2,
@@ -146,6 +155,8 @@ class Faults:
             (profile.kills, self._kill),
             (profile.cuts, self._cut),
             (profile.steps_back, self._step_back),
+            (profile.deafens, self._deafen),
+            (profile.amnesia, self._forget_waiters),
         ]
         for node in self._schedule.nodes if "some" in profile.keeps and profile.restarts else ():
             self._world.at(self._random.random() * span, node.snapshot)
@@ -259,6 +270,19 @@ class Faults:
         if threads:
             thread = self._random.choice(threads)
             thread.process.cut_after(thread, self._random.randint(1, 20))
+
+    def _deafen(self) -> None:
+        """Break a subscription."""
+        subscribers = self._process().subscribers
+        if subscribers:
+            self._random.choice(subscribers).broken()
+
+    def _forget_waiters(self) -> None:
+        node = self._node()
+        keys = node.keys()
+        for key in keys:
+            if b":waiting:" in key:
+                node.drop(key)
 
     def _step_back(self) -> None:
         self._node().offset -= self._random.random() * TTL

@@ -21,14 +21,16 @@ and answers, and what the clients believe. Each invariant has a name and a funct
 - `dropped_for_a_live`: and not for one whose window a quorum knew to be over before it began
 - `one_window`: no window is opened while another of the same is open and its lease runs, but in
   its place; where nodes lose their memory a message too many is sent
+- `waits_end`: who waits gets the lock or gives up at its time, whatever it was told or not
 - `no_inner_error`: the watchdog catches no error that the shipped code made
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 ROUNDING = 1e-9  # s
+SLOW = 8  # node timeouts: for a look and the last try for a key, each at a bad moment
 LOOK_EVERY = 8  # events: for what is expensive to look at, and stays wrong where it is
 OVER = (State.LOST, State.RELEASED)
 
@@ -110,6 +113,14 @@ class Record:
         return self.claim.lease.held(self.process.clock.now())
 
 
+@dataclass(eq=False)
+class Wait:
+    """A caller that waits. ends: the real s by which it is to end."""
+
+    process: Process
+    ends: float
+
+
 class Witness:
     """Sees everything, and says what must not be.
 
@@ -128,6 +139,7 @@ class Witness:
         self._said_lost: list[Acquisition] = []
         self._sends: dict[str, Sent] = {}  # by the id of the task
         self._open: dict[str, Sent] = {}  # by name: the one whose window was opened last
+        self._waits: list[Wait] = []
         self._tokens = self._looks = 0
 
     def violated(self, name: str, text: str, *args: object) -> None:
@@ -229,6 +241,25 @@ class Witness:
     def acquired(self) -> None:
         """See an acquisition succeed."""
         self.world.counts["holds"] += 1
+
+    @contextlib.contextmanager
+    def waiting(self, process: Process, wait: float, keys: int) -> Iterator[None]:
+        """See a caller wait for so many s of its clock, for so many keys."""
+        slack = SLOW * keys * process.redlock.node_timeout
+        one = Wait(process, process.clock.real(wait + slack))
+        self._waits.append(one)
+        try:
+            yield
+        finally:
+            self._waits.remove(one)
+
+    def _check_waits(self) -> None:
+        now = self.world.now
+        for one in self._waits:
+            process = one.process
+            late = process.stopped_until + SLOW * process.redlock.node_timeout
+            if not process.dead and now > max(one.ends, late):
+                self.violated("waits_end", "%s since %.4f", process.name, one.ends)
 
     def body_began(self, holding: Acquisition) -> None:
         """See the body of a run begin under what it has acquired."""
@@ -336,6 +367,7 @@ class Witness:
             self._set_aside()
         if self._looks % LOOK_EVERY == 0:
             self._check_over()
+            self._check_waits()
         if self.broken is not None:
             raise self.broken
 

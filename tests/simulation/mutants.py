@@ -38,6 +38,7 @@ from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
 from tests.simulation.invariants import Witness
 from tests.simulation.nodes import patched_scripts
+from tests.simulation.world import running
 
 Patch = Callable[[], AbstractContextManager[None]]
 
@@ -239,8 +240,12 @@ def reuse_token() -> Iterator[None]:
     def value(token: str, since_ms: int, label: str) -> str:
         return value_of(token, 0, label)
 
-    one = patched(Witness, new_token=lambda self: f"of {here().name}")
-    with one, patched(acquirer_module, value_of=value):
+    new = Witness.new_token
+
+    def token(self: Witness) -> str:
+        return f"of {here().name}" if running() is not None else new(self)  # as it is made
+
+    with patched(Witness, new_token=token), patched(acquirer_module, value_of=value):
         yield
 
 

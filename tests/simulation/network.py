@@ -177,6 +177,7 @@ class Link:
             world.at(chunk.at, self._arrive, chunk, chunk.at)
             return STALE
         self.on_its_way.remove(chunk)
+        chunk.at = -math.inf  # `flow` may have been before what was due
         if self.closed or self.broken:
             world.counts["zombies"] += len(chunk.commands)
         replies = []

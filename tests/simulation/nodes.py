@@ -105,10 +105,17 @@ class Node(Server):
 
     def published(self, channel: bytes, message: bytes) -> int:
         """Hand a message to the subscribers of a channel."""
-        heard = [ear for ear, channels in self.ears.items() if channel in channels]
+        heard = self._subscribed(channel)
         for ear in heard:
-            ear.published(channel)
+            ear.published(channel, message)
         return len(heard)
+
+    def subscribers(self, channel: bytes) -> int:
+        """Return how many subscribers a channel has."""
+        return len(self._subscribed(channel))
+
+    def _subscribed(self, channel: bytes) -> list[Any]:
+        return [ear for ear, channels in self.ears.items() if channel in channels]
 
     # what befalls it
 

@@ -118,14 +118,16 @@ class Worker:
         if profile.sends:
             return self._send() if draw() < 0.6 else self._end_window()
         resources, fencing = self._resources(), draw() < profile.fencing
+        wait = self.random.choice((0.3, 5.0)) if self.patient else 0.0
         lock = self.process.redlock.lock(
-            resources, ttl=TTL, wait=self.random.choice((0.3, 5.0)) if self.patient else 0.0,
+            resources, ttl=TTL, wait=wait,
             renew=draw() < profile.renews, limit=profile.limit, fencing=fencing,
         )  # fmt: skip
         if profile.runs:
             return self._delivery(lock)
         try:
-            lock.acquire()
+            with self.schedule.witness.waiting(self.process, wait, keys=len(resources)):
+                lock.acquire()
         except LockTaken as error:
             return self._next(error.expires_in)
         except QuorumUnreachable:

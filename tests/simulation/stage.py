@@ -10,10 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import hiredis
+
 from celery_redlock.errors import LockLost, NotAcquired
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.grace_period import grace_period
-from tests.simulation.clients import Process, SoftTimeLimit
+from celery_redlock.lock.model.keys import waiting_key
+from tests.simulation.clients import Process, SoftTimeLimit, Subscriber
 from tests.simulation.invariants import Witness
 from tests.simulation.network import Chunk, Link, Path
 from tests.simulation.nodes import Node, introduce, library, lost_until
@@ -25,22 +28,37 @@ A_LITTLE = 0.001  # s
 class Actor:
     """One process of a stage, with one thread that does what it is told, step by step."""
 
-    def __init__(self, stage: Stage, name: str, *, new: bool = False, **times: Any) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        name: str,
+        *,
+        new: bool = False,
+        process: Process | None = None,
+        **times: Any,
+    ) -> None:
         self._stage = stage
         self.paths = [Path(0.0, 0.0, 0.0, stage.world.random) for _ in stage.nodes]
-        self.process = Process(
-            stage.world, name, stage.nodes, self.paths, **{**stage.options, **times}
-        )
-        self.process.zombies = 0.0
-        if not new:
-            self.process.connect()
+        if process is None:
+            process = Process(
+                stage.world, name, stage.nodes, self.paths, **{**stage.options, **times}
+            )
+            process.zombies = 0.0
+            if not new:
+                process.connect()
+        self.process = process
         self._late: list[tuple[Link, Chunk]] = []
         self._tasks: deque[Callable[[], None]] = deque()
         self._thread: Thread = self.process.thread(self._work)
         self.locks: list[Lock] = []
         self.began = self.ended = 0.0  # real s: of what it has done last
         self.error: Exception | None = None  # of that
-        self.turns = 0
+        self.taken_at: list[float] = []  # real s: when it got the lock in its turns
+
+    @property
+    def turns(self) -> int:
+        """How often it got the lock in its turns."""
+        return len(self.taken_at)
 
     def _work(self) -> None:
         while True:
@@ -106,16 +124,20 @@ class Actor:
         lock = self.lock
         return self._timed(lambda: lock.release() if lock.held else None)
 
-    def takes_turns(self, count: int, section: float) -> Actor:
+    def takes_turns(self, count: int, section: float, **terms: Any) -> Actor:
         """Wait for a lock, hold it for so many s, and release it, so many times."""
 
         def task() -> None:
             for _ in range(count):
-                with self._makes("a", wait=1e6):
+                with self._makes("a", **{"wait": 1e6, **terms}):
+                    self.taken_at.append(self._stage.world.now)
                     self.process.clock.sleep(section)
-                self.turns += 1
 
         return self._timed(task)
+
+    def beside(self) -> Actor:
+        """Return another thread of this process."""
+        return Actor(self._stage, self.process.name, process=self.process)
 
     def is_cut(self, step: int, do: Callable[[], object]) -> bool:
         """Do something that is interrupted at this point of I/O; False where it has fewer."""
@@ -125,6 +147,14 @@ class Actor:
             self._stage.at(self._stage.world.now + 1.0)
         self._thread.cut_in = 0
         return isinstance(self.error, SoftTimeLimit)
+
+    def waits(self, wait: float, **terms: Any) -> Actor:
+        """Wait for a lock for so many s, and keep it."""
+        return self.tries(wait=wait, **terms)
+
+    def cut_after(self, steps: int) -> None:
+        """Interrupt it at one of its next points of I/O."""
+        self.process.cut_after(self._thread, steps)
 
     def stops(self, until: float) -> Actor:
         """Stop, at once, until a real s."""
@@ -143,8 +173,20 @@ class Actor:
             for link in self._links_to(node):
                 self._late += [(link, chunk) for chunk in link.on_its_way]
                 link.break_off()
+            self._deafen(node)
         self._stage.settle()
         return self
+
+    def deafened(self, *nodes: int) -> Actor:
+        """Break its subscriptions to these nodes, and nothing else."""
+        for node in nodes:
+            self._deafen(node)
+        self._stage.settle()
+        return self
+
+    def _deafen(self, node: int) -> None:
+        for subscriber in self._subscribers_of(node):
+            subscriber.broken()
 
     def late(self) -> Actor:
         """Let arrive what was on its way when connections broke."""
@@ -160,12 +202,18 @@ class Actor:
         found = [thing for thing in self.process.descriptors.values() if isinstance(thing, Link)]
         return [link for link in found if link.node is self._stage.nodes[node]]
 
+    def _subscribers_of(self, node: int) -> list[Subscriber]:
+        all_ = self.process.subscribers
+        return [one for one in all_ if one.node is self._stage.nodes[node]]
+
     def reaches(self, *nodes: int) -> Actor:
         """Let through what waits between it and these nodes, and what is sent from now on."""
         for node in nodes:
             self.paths[node].closed = False
             for link in self._links_to(node):
                 link.flow()
+            for subscriber in self._subscribers_of(node):
+                subscriber.flow()
         self._stage.settle()
         return self
 
@@ -220,6 +268,19 @@ class Stage:
     def at(self, moment: float) -> Stage:
         """Let time pass until a real s."""
         self.world.run(moment, self.witness.check)
+        return self
+
+    def waiting(self, node: int, resource: str = "a") -> list[str]:
+        """Return the waiters that a node knows, in order, each by the name of its process."""
+        key = waiting_key("redlock", resource).encode()
+        reader = hiredis.Reader(encoding="utf-8")
+        reader.feed(self.nodes[node].execute([b"ZRANGE", key, b"0", b"-1"])[1])
+        return list(reader.gets())
+
+    def forgets_waiters(self, *nodes: int, resource: str = "a") -> Stage:
+        """Let nodes forget who waits."""
+        for node in nodes:
+            self.nodes[node].drop(waiting_key("redlock", resource).encode())
         return self
 
     def settle(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from celery_redlock.lock.model.handoff import TURN
 from celery_redlock.lock.model.lease import MARGIN, Lease, State, lease_end
+from celery_redlock.lock.retry_schedule import LONGEST_DEAF, MOST_TURNS, PUT_OFF
 from tests.simulation.clients import simulated_system
 from tests.simulation.stage import Actor, Stage
 
@@ -175,7 +178,120 @@ class OneWorld(RuleBasedStateMachine):
         self.stage.at(self.stage.world.now + seconds)
 
 
+class HandOff(RuleBasedStateMachine):
+    """Four clients wait for one lock, and names, words and processes go missing.
+
+    What is free and wanted is taken in time, once everybody can be reached again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.system = simulated_system()
+        self.system.__enter__()
+
+    @initialize(seed=st.integers(0, 1000))
+    def begin(self, seed: int) -> None:
+        self.stage = Stage(ttl=40.0)
+        random.seed(seed)
+        self.actors = [
+            self.stage.actor(name, wall_error=error)
+            for name, error in zip("ABCD", (0.0, 1.0, -1.0, 0.0), strict=True)
+        ]
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "stage"):
+                self.all_end()
+                self.stage.world.close()
+        finally:
+            self.system.__exit__(None, None, None)
+
+    def all_end(self) -> None:
+        """See every wait end within the looks and turns that it may take."""
+        self.stage.world.is_mute = False
+        alive = [actor for actor in self.actors if not actor.process.dead]
+        self.pass_time(max([0.0, *(actor.process.stopped_until for actor in alive)]))
+        for actor in alive:
+            actor.reaches(0, 1, 2)
+        self.pass_time(self.stage.world.now + 45.0)  # tries time out, and leases of the dead end
+        for actor in alive:
+            if actor.idle and actor.locks and actor.holds:
+                actor.releases()
+        look = LONGEST_DEAF + MOST_TURNS * TURN + PUT_OFF
+        self.pass_time(self.stage.world.now + len(alive) * (look + 1.0))
+        assert all(actor.idle for actor in alive)
+
+    def pass_time(self, until: float) -> None:
+        self.stage.at(max(until, self.stage.world.now))
+
+    who = st.integers(0, 3)
+    which = st.integers(0, 2)
+
+    def free(self, who: int) -> Actor | None:
+        """Return an actor that waits for nothing."""
+        actor = self.actors[who]
+        return actor if actor.idle and not actor.process.dead else None
+
+    @rule(who=who)
+    def tries(self, who: int) -> None:
+        actor = self.free(who)
+        if actor is not None and not actor.holds:
+            actor.tries()
+
+    @rule(who=who, section=st.sampled_from([0.0, 0.05, 0.15, 3.0]), wait=st.sampled_from([1, 1e6]))
+    def waits(self, who: int, section: float, wait: float) -> None:
+        actor = self.free(who)
+        if actor is not None and not actor.holds:
+            actor.takes_turns(1, section, wait=wait)
+
+    @rule(who=who)
+    def releases(self, who: int) -> None:
+        actor = self.free(who)
+        if actor is not None and actor.holds:
+            actor.releases()
+
+    @rule(who=who, which=which)
+    def is_cut_off(self, who: int, which: int) -> None:
+        self.actors[who].cut_off(which)
+
+    @rule(who=who, which=which)
+    def reaches(self, who: int, which: int) -> None:
+        self.actors[who].reaches(which)
+
+    @rule(who=who, which=which)
+    def loses_its_subscription(self, who: int, which: int) -> None:
+        self.actors[who].deafened(which)
+
+    @rule(who=who, which=which)
+    def breaks(self, who: int, which: int) -> None:
+        self.actors[who].breaks(which)
+
+    @rule(which=which)
+    def a_node_forgets_who_waits(self, which: int) -> None:
+        self.stage.forgets_waiters(which)
+
+    @rule(is_mute=st.booleans())
+    def every_word_is_lost(self, is_mute: bool) -> None:
+        self.stage.world.is_mute = is_mute
+
+    @rule(who=who, seconds=st.sampled_from([0.15, 2, 30]))
+    def stops(self, who: int, seconds: float) -> None:
+        self.actors[who].stops(self.stage.world.now + seconds)
+
+    @rule(who=who, lost_power=st.booleans())
+    def dies(self, who: int, lost_power: bool) -> None:
+        process = self.actors[who].process
+        if who > 1:
+            process.vanish() if lost_power else process.kill()
+
+    @rule(seconds=st.sampled_from([0.01, 0.05, 0.1, 0.2, 1, 6, 41]))
+    def time_passes(self, seconds: float) -> None:
+        self.stage.at(self.stage.world.now + seconds)
+
+
 OneLease.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 OneWorld.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestOneLease = OneLease.TestCase
+HandOff.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestOneWorld = OneWorld.TestCase
+TestHandOff = HandOff.TestCase

@@ -9,7 +9,7 @@ import pytest
 
 from celery_redlock.errors import LockLost, LockTaken, QuorumUnreachable
 from celery_redlock.lock.model.votes import quorum_of
-from celery_redlock.lock.retry import FIRST_SPIN, LONGEST_SPIN
+from celery_redlock.lock.retry_schedule import FIRST_SPIN, LONGEST_SPIN
 from tests.simulation.clients import simulated_system
 from tests.simulation.network import Path
 from tests.simulation.stage import A_LITTLE, Actor, Stage

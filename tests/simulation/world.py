@@ -16,6 +16,7 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent, greenlet
 
 STALE = object()  # what an event returns that has become nothing meanwhile
+SPINS = 100  # looks at one moment after which another thread goes on
 LATE = 1e-6  # s by which a timer is late: sleeping until a moment must not end before it
 
 
@@ -31,6 +32,7 @@ class World:
         self.threads: list[Thread] = []
         self.hub = getcurrent()
         self.closed = False
+        self.is_mute = False  # every word of a node is lost
         self.lines: list[str] | None = [] if trace else None
         self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._number = 0
@@ -79,6 +81,7 @@ class Thread(greenlet):
 
     process: Any
     cut_in = 0
+    _spins, _spun_at = 0, 0.0
 
     def __init__(self, world: World, process: Any, run: Callable[[], object]) -> None:
         super().__init__(run, world.hub)
@@ -96,6 +99,13 @@ class Thread(greenlet):
         self.world.at(until + LATE, self._resume, self._ticket, False)
         woken: bool = self.world.hub.switch()
         return woken
+
+    def spin(self) -> None:
+        """Do something in no time; once in a while let other threads go on, as a system does."""
+        self._spins = self._spins + 1 if self._spun_at == self.world.now else 0
+        self._spun_at = self.world.now
+        if self._spins > SPINS:
+            self.rest(self.world.now)
 
     def wake(self) -> None:
         """Let it go on, once it has been given the processor."""

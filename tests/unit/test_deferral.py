@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from dataclasses import replace
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from billiard.einfo import ExceptionInfo
 from celery import Celery
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject
+from celery.utils.serialization import get_pickleable_exception
 from freezegun import freeze_time
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
@@ -33,13 +37,14 @@ from celery_redlock.tasks.delivery.republish import (
     republish,
 )
 from celery_redlock.tasks.delivery.route import Route, send_options, supported_countdown
+from celery_redlock.tasks.execution.outcomes import Deferred
 
 STRANGE: dict[str, dict[str, Any]] = {
     "deferral": {"count": "3", "since": "yesterday", "delay": "1"},
     "redelivery": {"by_broker": 1, "waits": []},
     "wait": {
         "resources": None, "refused_by": 8, "refused_at": "now", "limit": "3",
-        "waits_for_release": None, "reason": 5,
+        "waits_for_release": None, "reason": 5, "countdown": "soon",
     },
     "origin": {"exchange": 5, "routing_key": None, "queue": 6},
 }  # fmt: skip
@@ -159,6 +164,28 @@ def test_a_requeue_is_a_reject_that_autoretry_lets_pass() -> None:
     assert isinstance(error, Reject)
     assert isinstance(error, Ignore)
     assert error.requeue
+
+
+@pytest.mark.parametrize("expires_in", [2.5, None])
+@pytest.mark.parametrize("holder", ["pid 7 on host", ""])
+def test_what_ends_a_deferred_run_comes_through_to_the_main_process_as_it_was(
+    holder: str, expires_in: float | None
+) -> None:
+    error = Deferred("stock:7", holder, expires_in, 3)
+    try:
+        raise error
+    except Ignore:
+        info = ExceptionInfo(internal=True)
+    protocols = range(pickle.HIGHEST_PROTOCOL + 1)
+    back = [pickle.loads(pickle.dumps(error, protocol)) for protocol in protocols]
+    back += [copy.copy(error), pickle.loads(pickle.dumps(info)).exception]
+    assert get_pickleable_exception(error) is error
+    for one in back:
+        assert type(one) is Deferred
+        assert (one.resource, one.holder, one.expires_in, one.limit) == (
+            "stock:7", holder, expires_in, 3,
+        )  # fmt: skip
+        assert str(one) == f"deferred: held by {holder or 'an unnamed holder'}"
 
 
 def test_a_broker_without_delays_of_its_own_takes_any_countdown() -> None:

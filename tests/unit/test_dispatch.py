@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_redlock.lock.model.handoff import TURN
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import QueueKey, Waiter
+from celery_redlock.tasks.waiting.successor import Successor
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
 TIMES = WaitingTimes()
@@ -76,10 +78,29 @@ class Prefetch:
         self.value -= 1
 
 
+class Heads:
+    """What a dispatcher tells of its heads.
+
+    changed: the channels, in order. due: what happens if a head is to look for its lock.
+    """
+
+    def __init__(self) -> None:
+        self.changed: list[str] = []
+        self.due: Callable[[Waiter], object] = str
+
+    def on_head(self, channel: str, first: Waiter | None = None) -> None:
+        said = "" if first is None else f"{first.request.id} is first on "
+        self.changed.append(f"{said}{channel}")
+
+    def on_due(self, waiter: Waiter) -> None:
+        self.due(waiter)
+
+
 class Worker:
     """A dispatcher, and as much of a worker as it needs.
 
-    applied: the messages that Celery got, and when. apply: what happens as it gets one.
+    applied: the messages that Celery got, and when. apply: what happens as it gets one. A head that
+    is due finds its lock free.
     """
 
     def __init__(self, *, names_timer: bool = True, capacity: int = 1000) -> None:
@@ -87,7 +108,7 @@ class Worker:
         self.timer, self.qos, self.names_timer = Timer(self.clock), Prefetch(), names_timer
         self.applied: list[tuple[str, float]] = []
         self.apply: Callable[[Message], object] = lambda message: None
-        state = SimpleNamespace(revoked=self.revoked)
+        state = SimpleNamespace(revoked=self.revoked, successful_requests=set[str]())
         self.consumer = SimpleNamespace(
             timer=self.timer,
             hub=None,
@@ -97,7 +118,9 @@ class Worker:
             apply_eta_task=self._apply,
         )
         loop = EventLoop(self.consumer, Platform(self.clock))
-        self.dispatcher = Dispatcher(self.consumer, loop, self.clock, TIMES)
+        self.heads = Heads()
+        self.dispatcher = Dispatcher(self.consumer, loop, self.clock, TIMES, self.heads)
+        self.heads.due = self.dispatcher.dispatch
         self.dispatcher.capacity = capacity
         self.dispatcher.forget()
 
@@ -112,13 +135,19 @@ class Worker:
     ) -> Waiter:  # fmt: skip
         """Let a message wait, as Celery's strategy does."""
         message, now = (
-            Message(id=id_, name="task", expires=None, stamped_headers=None),
+            Message(
+                id=id_,
+                name="task",
+                expires=None,
+                stamped_headers=None,
+                request_dict={"properties": {}},
+            ),
             self.clock.time,
         )
         order, queue = (f"{since:09}", id(message)), QueueKey(channel, 1)
         eta, deadline = now + countdown, now + DEADLINE
         waiter = Waiter(message, order, queue, eta, deadline, waits)
-        self.dispatcher.add(waiter, now)
+        self.dispatcher.add(waiter)
         self.qos.increment_eventually()
         entry = self.timer.call_after(countdown, self.dispatcher.on_eta, (message,))
         if self.names_timer:
@@ -174,7 +203,7 @@ def test_a_head_that_is_displaced_waits_for_its_turn() -> None:
         worker.admit(f"{number}", number, countdown=10.0)
     worker.timer.turn(until=9.5)
     worker.release()
-    worker.timer.turn(until=10.25)
+    worker.timer.turn(until=9.9)
     worker.admit("1 again", 1)
     worker.timer.turn(until=50.0)
     assert worker.applied == [("1", 9.5)]
@@ -201,6 +230,66 @@ def test_celery_can_cancel_the_timer_of_a_message_that_waits_past_its_eta() -> N
     worker.timer.cancel(behind.request._eta_timer_entry)
     worker.timer.turn(until=99.0)
     assert worker.applied == []
+
+
+def test_a_head_that_is_due_looks_first_and_may_wait_on() -> None:
+    worker, looks = Worker(), list[float]()
+
+    def look(head: Waiter) -> None:
+        looks.append(worker.clock.time)
+        worker.dispatcher.postpone(head, 20.0)
+
+    worker.heads.due = look
+    worker.admit("head", 1, countdown=10.0)
+    worker.timer.turn(until=99.0)
+    assert looks == [10.0, 30.0, 50.0]
+    assert worker.applied == [("head", DEADLINE)]
+
+
+@pytest.mark.parametrize("names_timer", [True, False])
+def test_a_head_that_is_postponed_before_its_eta_looks_later(names_timer: bool) -> None:
+    """Before Celery 5.7 nobody can cancel Celery's own timer."""
+    worker = Worker(names_timer=names_timer)
+    head = worker.admit("head", 1, countdown=10.0)
+    worker.dispatcher.postpone(head, 25.0)
+    worker.timer.turn(until=99.0)
+    assert worker.applied == [("head", 25.0)]
+
+
+def test_the_heads_that_change_are_told() -> None:
+    worker = Worker()
+    worker.admit("second", 2)
+    worker.admit("third", 3)
+    worker.admit("first", 1)
+    assert worker.heads.changed == ["second is first on a", "a"]
+    worker.release()
+    assert worker.heads.changed[2:] == ["a"]
+    worker.dispatcher.dispatch(worker.dispatcher.waiting()[1])
+    assert worker.heads.changed[3:] == []
+
+
+def test_releases_that_follow_each_other_fast_do_not_put_off_a_turn() -> None:
+    worker = Worker()
+    loop, platform = EventLoop(worker.consumer, Platform(worker.clock)), Platform(worker.clock)
+    successor = Successor(worker.consumer, loop, platform, TIMES)  # without nodes, it acts unasked
+    worker.dispatcher = successor.dispatcher
+    worker.admit("one", 1)
+    for number in range(8):
+        successor.on_message(f"2 release-{number} a")
+        worker.timer.turn(until=worker.clock.time + TURN / 2)
+    assert worker.applied == [("one", 2 * TURN)]
+
+
+def test_an_earlier_turn_replaces_the_one_that_is_planned() -> None:
+    worker = Worker()
+    loop, platform = EventLoop(worker.consumer, Platform(worker.clock)), Platform(worker.clock)
+    successor = Successor(worker.consumer, loop, platform, TIMES)
+    worker.dispatcher = successor.dispatcher
+    worker.admit("one", 1)
+    successor.on_message("2 release-1 a")
+    successor.on_message("1 release-2 a")
+    worker.timer.turn(until=10 * TURN)
+    assert worker.applied == [("one", TURN)]
 
 
 def test_what_a_closed_room_held_is_not_dispatched_any_more(

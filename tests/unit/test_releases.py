@@ -1,8 +1,7 @@
-"""What a worker makes of the nodes' announcements: when to act on a release, and who missed it."""
+"""What a worker makes of the nodes' announcements: when to act on a release, or on a quorum."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import pytest
@@ -11,11 +10,9 @@ from hypothesis import strategies as st
 
 from celery_redlock.tasks.waiting.releases import (
     MESSAGE_IDS,
-    RELEASE_HISTORY,
     Announcements,
-    FollowUps,
+    QuorumHistory,
     Release,
-    ReleaseHistory,
 )
 
 QUORUM_CHANNEL = "quorum"
@@ -160,80 +157,17 @@ def test_an_announcement_keeps_the_earlier_ones_of_its_release_from_being_forgot
     assert made.is_decided(Release("a", "first"), 3)
 
 
-def test_a_release_is_for_one_message_that_was_on_its_way() -> None:
-    history = ReleaseHistory(opened_at=0.0)
-    history.record("a", 100.0, set())
-    assert not history.claim("a", 1, 100.1, 1)
-    assert history.claim("a", 1, 100.0, 1)
-    assert not history.claim("a", 1, 100.0, 1)
-    assert history.claim("a", 2, 100.0, 2)  # another limit, so another queue
-    assert not history.claim("b", 1, 100.0, 1)
-
-
-def test_a_release_that_dispatched_a_waiter_was_missed_by_no_other_of_its_queue() -> None:
-    history = ReleaseHistory(opened_at=0.0)
-    history.record("a", 100.0, {1})
-    assert not history.claim("a", 1, 50.0, 1)
-    assert history.claim("a", 2, 50.0, 1)
-
-
-def test_of_a_plain_lock_only_the_last_release_may_have_been_missed() -> None:
-    history = ReleaseHistory(opened_at=0.0)
-    history.record("a", 100.0, set())
-    history.record("a", 101.0, {1})
-    assert not history.claim("a", 1, 50.0, 1)
-
-
-@given(st.integers(1, 30), st.integers(1, 30))
-def test_of_permits_as_many_releases_are_for_messages_on_their_way_as_there_are_permits(
-    limit: int, releases: int
-) -> None:
-    history = ReleaseHistory(opened_at=-math.inf)
-    for number in range(releases):
-        history.record("a", float(number), set())
-    claimed = [history.claim("a", limit, 0.0, limit) for _ in range(50)]
-    assert sum(claimed) == min(limit, releases, RELEASE_HISTORY)
-    assert claimed == sorted(claimed, reverse=True)
-
-
-def test_what_was_refused_before_the_room_opened_may_have_missed_one_release() -> None:
-    history = ReleaseHistory(opened_at=100.0)
-    assert not history.claim("a", 1, 100.1, 1)
-    assert history.claim("a", 1, 99.0, 1)
-    assert not history.claim("a", 1, 99.0, 1)
-    assert history.claim("b", 1, 99.0, 1)
-
-
 def test_of_a_quorum_nothing_is_missed_before_the_subscription() -> None:
-    history = ReleaseHistory(opened_at=None)
-    assert not history.claim(QUORUM_CHANNEL, "task", -math.inf, 1)
-    history.record(QUORUM_CHANNEL, 100.0, {"task"})
-    assert not history.claim(QUORUM_CHANNEL, "task", 50.0, 1)
-    assert history.claim(QUORUM_CHANNEL, "another task", 50.0, 1)
+    history = QuorumHistory()
+    assert not history.claim("task", 0.0)
+    history.record(100.0, {"task"})
+    assert not history.claim("task", 50.0)
+    assert history.claim("another task", 50.0)
 
 
-def test_a_channel_that_nobody_waits_on_has_no_history() -> None:
-    history = ReleaseHistory(opened_at=0.0)
-    for channel in "ab":
-        history.record(channel, 100.0, set())
-    history.keep({"a"})
-    assert history.claim("a", 1, 50.0, 1)
-    assert not history.claim("b", 1, 50.0, 1)
-
-
-def test_a_later_release_calls_the_follow_up_of_an_earlier_one_off() -> None:
-    follow_ups = FollowUps(clocks_differ=1.0)
-    follow_ups.expect("a", 100.0)
-    follow_ups.expect("b", 100.0)
-    follow_ups.expect("a", 101.0)
-    assert not follow_ups.take("a", 100.0)
-    assert follow_ups.take("a", 101.0)
-    assert not follow_ups.take("a", 101.0)
-    assert follow_ups.take("b", 100.0)
-
-
-@pytest.mark.parametrize(("refused_at", "is_free"), [(98.9, True), (99.0, False), (100.5, False)])
-def test_after_a_refusal_a_resource_is_no_longer_taken_for_free(
-    refused_at: float, is_free: bool
-) -> None:
-    assert FollowUps(clocks_differ=1.0).may_still_be_free(refused_at, 100.0) is is_free
+def test_a_message_misses_the_return_of_a_quorum_once() -> None:
+    history = QuorumHistory()
+    history.record(100.0, set())
+    assert not history.claim("task", 100.1)
+    assert history.claim("task", 100.0)
+    assert not history.claim("task", 100.0)

@@ -17,7 +17,7 @@ from celery_redlock import Redlock, signals
 from celery_redlock.operate import tracing
 
 SIGNALS = [one for name, one in vars(signals).items() if name.startswith(("lock_", "node_"))]
-assert len(SIGNALS) == 8
+assert len(SIGNALS) == 9
 
 def connected():
     return [one.name for one in SIGNALS if one.receivers]

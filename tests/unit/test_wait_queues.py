@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from celery_redlock.tasks.waiting.queues import QueueKey, Waiter, WaitQueues
+from celery_redlock.tasks.waiting.times import WaitingTimes
 
-RETRY_NEXT_AFTER = 1.0  # s
+TIMES = WaitingTimes()
+RETRY_NEXT_AFTER, AT_MOST = TIMES.retry_next_after, TIMES.retry_next_at_most  # s
 LATER = 10_000.0  # monotonic s: no deadline of a test is after that
 
 
@@ -26,9 +28,9 @@ def waiter(since: str, channel: str = "a", limit: int = 1, deadline: float = LAT
 
 
 def queued(*sinces: str) -> tuple[WaitQueues, Sequence[Waiter]]:
-    queues, waiters = WaitQueues(RETRY_NEXT_AFTER), [waiter(since) for since in sinces]
+    queues, waiters = WaitQueues(TIMES), [waiter(since) for since in sinces]
     for each in waiters:
-        queues.add(each, 0.0)
+        queues.add(each)
     return queues, waiters
 
 
@@ -36,7 +38,7 @@ def test_waiters_are_in_order_of_first_deferral_and_not_of_arrival() -> None:
     queues, (second, first, third) = queued("10:02", "10:01", "10:03")
     assert queues.heads("a") == [first]
     assert queues.remove(third, 0.0) is None
-    queues.add(third, 0.0)
+    queues.add(third)
     assert queues.remove(first, 0.0) is second
     assert queues.remove(second, 0.0) is third
     assert queues.remove(third, 0.0) is None
@@ -45,14 +47,14 @@ def test_waiters_are_in_order_of_first_deferral_and_not_of_arrival() -> None:
 
 def test_an_earlier_message_displaces_the_head() -> None:
     queues, (head,) = queued("10:02")
-    assert queues.add(waiter("10:01"), 0.0) is head
-    assert queues.add(waiter("10:03"), 0.0) is None
+    assert queues.add(waiter("10:01")) is head
+    assert queues.add(waiter("10:03")) is None
 
 
 def test_each_limit_has_a_queue_of_its_own() -> None:
     queues, (one, behind) = queued("10:01", "10:03")
     of_three = waiter("10:02", limit=3)
-    assert queues.add(of_three, 0.0) is None
+    assert queues.add(of_three) is None
     assert queues.heads("a") == [one, of_three]
     assert (queues.retry_in(of_three, 0.0), queues.retry_in(behind, 0.0)) == (0.0, LATER)
     assert queues.remove(of_three, 0.0) is None
@@ -63,7 +65,7 @@ def test_each_limit_has_a_queue_of_its_own() -> None:
 
 def test_the_last_waiter_of_the_longest_queue_is_evicted_first() -> None:
     queues, (first, second, third) = queued("10:01", "10:02", "10:03")
-    queues.add(waiter("10:04", "b"), 0.0)
+    queues.add(waiter("10:04", "b"))
     assert queues.waiting_for_release == 4
     assert queues.last_of_longest() is third
     third.waits_for_release = False
@@ -71,7 +73,7 @@ def test_the_last_waiter_of_the_longest_queue_is_evicted_first() -> None:
     for each in (first, second):
         queues.remove(each, 0.0)
     assert queues.waiting_for_release == 2
-    assert WaitQueues(RETRY_NEXT_AFTER).last_of_longest() is None
+    assert WaitQueues(TIMES).last_of_longest() is None
 
 
 def test_only_the_head_may_try_by_itself() -> None:
@@ -83,7 +85,7 @@ def test_only_the_head_may_try_by_itself() -> None:
 def test_a_waiter_behind_the_head_tries_at_its_deadline() -> None:
     queues, _ = queued("10:01")
     behind = waiter("10:02", deadline=50.0)
-    queues.add(behind, 0.0)
+    queues.add(behind)
     assert queues.retry_in(behind, 20.0) == 30.0
     assert queues.retry_in(behind, 51.0) == 0.0
 
@@ -103,11 +105,34 @@ def test_while_the_dispatched_head_tries_the_next_one_holds_back_for_a_moment() 
     assert queues.retry_in(second, 100.0 + RETRY_NEXT_AFTER) == 0.0
 
 
+def test_the_next_one_holds_back_for_longer_if_the_lock_comes_round_less_often() -> None:
+    queues, (first, second, third, fourth) = queued("10:01", "10:02", "10:03", "10:04")
+    queues.remove(first, 100.0, is_named=True)
+    queues.remove(second, 101.5, is_named=True)
+    assert queues.retry_in(third, 101.5) == 3.0
+    queues.remove(third, 160.0, is_named=True)
+    assert queues.retry_in(fourth, 160.0) == AT_MOST
+
+
+def test_how_long_the_first_head_waited_counts_as_well() -> None:
+    queues, (first, second) = queued("10:01", "10:02")
+    first.came_at = 100.0
+    queues.remove(first, 102.0, is_named=True)
+    assert queues.retry_in(second, 102.0) == 4.0
+
+
+def test_the_next_one_counts_on_no_release_if_the_head_found_its_lock_free_by_itself() -> None:
+    queues, (first, second, third) = queued("10:01", "10:02", "10:03")
+    queues.remove(first, 100.0, is_named=True)
+    queues.remove(second, 101.5)
+    assert queues.retry_in(third, 101.5) == RETRY_NEXT_AFTER
+
+
 def test_a_message_that_arrives_while_the_head_tries_holds_back_too() -> None:
     queues, (first,) = queued("10:01")
     queues.remove(first, 100.0)
     second = waiter("10:02")
-    queues.add(second, 0.0)
+    queues.add(second)
     assert queues.retry_in(second, 100.0) == RETRY_NEXT_AFTER
 
 
@@ -115,7 +140,7 @@ def test_a_head_that_is_back_goes_by_its_own_countdown() -> None:
     queues, (first, _) = queued("10:01", "10:02")
     queues.remove(first, 100.0)
     again = waiter("10:01")
-    queues.add(again, 0.0)
+    queues.add(again)
     assert queues.retry_in(again, 100.0) == 0.0
 
 
@@ -126,33 +151,49 @@ def test_a_channel_without_waiters_stays_subscribed_until_it_is_forgotten() -> N
     assert queues.channels() == {"a"}
     queues.forget_empty(100.1)
     assert queues.channels() == set()
-    queues.add(waiter("10:02"), 0.0)
+    queues.add(waiter("10:02"))
     queues.forget_empty(math.inf)
     assert queues.channels() == {"a"}
 
 
-def test_the_latest_refusal_of_a_queue_is_known_while_its_channel_is() -> None:
-    queues, (head,) = queued("10:01")
-    queues.add(waiter("10:02"), 8.0)
-    queues.add(waiter("10:03"), 5.0)
-    queues.add(waiter("10:04", limit=2), 9.0)
-    assert queues.refused_at(head) == 8.0
-    for each in queues.all():
-        queues.remove(each, 10.0)
-    assert queues.refused_at(head) == 8.0
-    queues.forget_empty(11.0)
-    assert queues.refused_at(head) == -math.inf
+def test_a_postponed_head_looks_at_its_new_time_and_at_its_deadline_at_the_latest() -> None:
+    queues, (head, _) = queued("10:01", "10:02")
+    head.eta, head.is_postponed = 30.0, True
+    assert queues.retry_in(head, 10.0) == 20.0
+    head.deadline = 15.0
+    assert queues.retry_in(head, 10.0) == 5.0
+
+
+def test_a_queue_has_a_message_while_one_of_its_limit_waits() -> None:
+    queues, (one,) = queued("10:01")
+    assert queues.has(QueueKey("a", 1))
+    assert not queues.has(QueueKey("a", 2))
+    assert not queues.has(QueueKey("b", 1))
+    queues.remove(one, 0.0)
+    assert not queues.has(QueueKey("a", 1))
+
+
+def test_the_head_of_each_queue_is_known_and_nobody_that_has_left() -> None:
+    queues, (first, second) = queued("10:01", "10:02")
+    assert (queues.is_head(first), queues.is_head(second)) == (True, False)
+    queues.remove(first, 0.0)
+    assert (queues.is_head(first), queues.is_head(second)) == (False, True)
+
+
+def test_since_is_the_time_of_the_first_deferral() -> None:
+    assert waiter("1970-01-01T00:01:00+00:00").since == 60.0
+    assert waiter("of another program").since == 0.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=30))
 def test_an_eviction_keeps_the_order_of_those_that_stay(
     messages: list[tuple[int, str, bool]],
 ) -> None:
-    queues = WaitQueues(RETRY_NEXT_AFTER)
+    queues = WaitQueues(TIMES)
     for since, channel, waits in messages:
         each = waiter(f"10:{since}", channel)
         each.waits_for_release = waits
-        queues.add(each, 0.0)
+        queues.add(each)
     while (evicted := queues.last_of_longest()) is not None:
         queue = queues.on(evicted.queue.channel)
         longest = max((queues.on(channel) for channel in "ab"), key=len)
@@ -170,7 +211,7 @@ class Queues(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now, self.here = 0.0, list[Waiter]()
-        self.queues = WaitQueues(RETRY_NEXT_AFTER)
+        self.queues = WaitQueues(TIMES)
 
     @rule(seconds=st.floats(0.0, 40.0))
     def advance(self, seconds: float) -> None:
@@ -187,7 +228,7 @@ class Queues(RuleBasedStateMachine):
         new = waiter(f"10:{since}", channel, limit, self.now + 30.0)
         new.eta, new.waits_for_release = self.now + countdown, waits
         before = self.queue_of(new)
-        displaced = self.queues.add(new, self.now)
+        displaced = self.queues.add(new)
         self.here.append(new)
         is_head = self.queue_of(new)[0] is new
         assert displaced is (before[0] if is_head and before else None)
@@ -197,13 +238,14 @@ class Queues(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         gone = data.draw(st.sampled_from(self.here))
         before = self.queue_of(gone)
-        following = self.queues.remove(gone, self.now)
+        following = self.queues.remove(gone, self.now, is_named=data.draw(st.booleans()))
         self.here.remove(gone)
         after = self.queue_of(gone)
         assert following is (after[0] if before[0] is gone and after else None)
         if following is not None and following.eta <= self.now and following.waits_for_release:
             seconds = self.queues.retry_in(following, self.now)
-            assert seconds == max(0.0, min(RETRY_NEXT_AFTER, following.deadline - self.now))
+            left = max(0.0, following.deadline - self.now)
+            assert min(RETRY_NEXT_AFTER, left) <= seconds <= min(AT_MOST, left)
 
     @rule()
     def forget_empty(self) -> None:
@@ -239,7 +281,7 @@ class Queues(RuleBasedStateMachine):
                 assert seconds is None
             elif self.queue_of(each)[0] is each:
                 assert seconds is not None
-                assert seconds <= min(RETRY_NEXT_AFTER, left)
+                assert seconds <= min(AT_MOST, left)
             else:
                 assert seconds == left
 

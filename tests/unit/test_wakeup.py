@@ -76,3 +76,76 @@ def test_nobody_is_waited_for_where_nobody_waits() -> None:
         assert listener.channels() == {"a"}
     assert listener.channels() == set()
     listener.heard("a")
+
+
+def test_a_name_wakes_the_first_for_its_turn() -> None:
+    with line(["a"], ["a"]) as (listener, (first, second)):
+        listener.heard(listener.inbox, "0 r1 a")
+        assert (first.take(), first.turns, second.take()) == (True, 0, False)
+        listener.heard(listener.inbox, "2 r2 a")
+        assert (first.take(), first.turns, second.take()) == (True, 2, False)
+
+
+def test_a_name_is_of_one_resource() -> None:
+    with line(["a"], ["b"]) as (listener, (first, second)):
+        listener.heard(listener.inbox, "0 r1 b")
+        assert (first.take(), second.take()) == (False, True)
+
+
+def test_a_name_that_makes_no_sense_wakes_nobody() -> None:
+    with line(["a"]) as (listener, (waiter,)):
+        for word in ("a", "x r1 a", "0 r1", "-1 r1 a", "0  "):
+            listener.heard(listener.inbox, word)
+        assert not waiter.take()
+
+
+def test_a_second_release_is_for_the_next_of_those_that_wait_for_permits() -> None:
+    listener = WaitQueue([], 1.0, Platform(SystemClock()))
+    with contextlib.ExitStack() as stack:
+        waiters = [stack.enter_context(listener.waiting(["a"], 2)) for _ in range(3)]
+        for release in ("r1", "r2", "r1"):
+            listener.heard(listener.inbox, f"0 {release} a")
+        assert [waiter.take() for waiter in waiters] == [True, True, False]
+        assert [waiter.release for waiter in waiters] == ["r1", "r2", ""]
+
+
+def test_a_second_release_of_a_plain_lock_is_for_the_first_again() -> None:
+    with line(["a"], ["a"]) as (listener, waiters):
+        for release in ("r1", "r2"):
+            listener.heard(listener.inbox, f"0 {release} a")
+        assert [waiter.take() for waiter in waiters] == [True, False]
+
+
+def test_a_turn_that_one_leaves_behind_is_the_next_ones() -> None:
+    listener = WaitQueue([], 1.0, Platform(SystemClock()))
+    with contextlib.ExitStack() as first:
+        left = first.enter_context(listener.waiting(["a"]))
+        with listener.waiting(["a"]) as second:
+            listener.heard(listener.inbox, "2 r1 a")
+            first.close()
+            assert (second.take(), second.turn, second.turns) == (True, left.turn, 2)
+
+
+def test_a_wake_up_that_one_took_and_could_not_use_is_the_next_ones() -> None:
+    listener = WaitQueue([], 1.0, Platform(SystemClock()))
+    with contextlib.ExitStack() as others:
+        with contextlib.suppress(KeyboardInterrupt), listener.waiting(["a"]) as first:
+            second = others.enter_context(listener.waiting(["a"]))
+            listener.heard(listener.inbox, "0 r1 a")
+            assert first.take()
+            raise KeyboardInterrupt
+        assert second.take()
+
+
+def test_what_is_for_clients_of_an_earlier_version_wakes_whom_no_node_can_name() -> None:
+    with line(["a"]) as (listener, (waiter,)):
+        listener.heard("a", "value named")
+        assert waiter.take()
+
+
+def test_a_forked_child_has_another_name_and_waits_for_nothing() -> None:
+    with line(["a"]) as (listener, _):
+        before = listener.inbox
+        listener.forget()
+        assert listener.inbox != before
+        assert listener.channels() == set()

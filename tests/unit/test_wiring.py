@@ -98,7 +98,7 @@ def test_finalizers_and_commands_are_those_of_the_list(registered: list[dict[str
 
 
 def test_nothing_is_connected_to_the_public_signals(registered: list[dict[str, Any]]) -> None:
-    assert len(registered[0]["public"]) == 8
+    assert len(registered[0]["public"]) == 9
     assert not any(registered[0]["public"].values())
 
 

@@ -6,7 +6,7 @@ arithmetic of leases (`lock/model`). Read `acquirer.py` first, then `renewer.py`
 - `rounds.py` turns replies into votes and leases.
 - `watchdog.py` renews in time and checks deadlines.
 - `events.py` notifies observers and writes the log.
-- `outbox.py` keeps commands for nodes that are down, and for how long.
-- `wait_queue.py`: callers that wait for a lock. `reentrancy.py`: what each owner holds.
+- `wait_queue.py`: callers that wait for a lock. `registrar.py`: what the nodes know of them.
+- `reentrancy.py`: what each owner holds.
 - `session.py` builds the parts. No other file of this folder imports it.
 """

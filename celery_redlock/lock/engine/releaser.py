@@ -15,7 +15,6 @@ from hiredis import ReplyError
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.events import Events
-from celery_redlock.lock.engine.outbox import DELIVERED_FOR, Outbox
 from celery_redlock.lock.engine.reentrancy import Reentrancy
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition
@@ -23,6 +22,7 @@ from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.lease import HELD
 from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.server.key_requests import Servers
+from celery_redlock.lock.server.outbox import DELIVERED_FOR, Outbox
 from celery_redlock.lock.server.scripts import RELEASE
 from celery_redlock.lock.transport.command import Command
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError

@@ -15,8 +15,8 @@ from weakref import ref
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.events import Events, Observer
-from celery_redlock.lock.engine.outbox import Outbox
 from celery_redlock.lock.engine.reentrancy import Reentrancy
+from celery_redlock.lock.engine.registrar import Registrar
 from celery_redlock.lock.engine.releaser import OrphanedKey, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.wait_queue import WaitQueue
@@ -28,6 +28,7 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.server.key_requests import KeyRequests, Servers
+from celery_redlock.lock.server.outbox import Outbox
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.encoding import encoded
@@ -92,11 +93,14 @@ class Session:
         self.node_set = GuardedNodeSet(
             addresses, options.node_timeout, platform, options.guard, told
         )
-        self.wait_queue = WaitQueue(addresses, options.node_timeout, platform)
         self.threads = ThreadPool(platform)
         self.reentrancy = Reentrancy(platform)
         self.outbox = Outbox(self.node_set)
         servers = Servers(self.node_set, KeyRequests(options.prefix), options)
+        self.registrar = Registrar(servers, self.threads, self.watchdog.run_maintenance_by)
+        self.wait_queue = WaitQueue(
+            addresses, options.node_timeout, platform, options.prefix, self.registrar
+        )
         self.releaser = Releaser(servers, self.events, self.outbox, self.watchdog, self.reentrancy)
         self.renewer = Renewer(servers, self.events, self.watchdog.reschedule)
         self.acquirer = Acquirer(

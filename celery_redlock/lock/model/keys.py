@@ -36,6 +36,30 @@ def wake_channel(prefix: str, resource: str) -> str:
     return f"{{{prefix}}}:wake:{resource}"
 
 
+def waiting_key(prefix: str, resource: str) -> str:
+    """Return the key of the sorted set of a resource's waiters: processes, by first deferral.
+
+    It is also the name of a channel without messages. Each waiter that is in the set subscribes to
+    it, so a node can tell how many subscribers of `wake_channel` cannot be named.
+    """
+    return f"{{{prefix}}}:waiting:{resource}"
+
+
+def waiting_channel(prefix: str, wake: str) -> str:
+    """Return the name of `waiting_key` for the resource of a `wake_channel`."""
+    return waiting_key(prefix, resource_of_channel(prefix, wake))
+
+
+def resource_of_channel(prefix: str, wake: str) -> str:
+    """Return the resource of a `wake_channel`."""
+    return wake.removeprefix(wake_channel(prefix, ""))
+
+
+def inbox_channel(prefix: str, waiter: str) -> str:
+    """Return the channel on which a release names this waiter as a successor."""
+    return f"{{{prefix}}}:handoff:{waiter}"
+
+
 def votes_channel(prefix: str) -> str:
     """Return the channel that announces that nodes grant locks again.
 

@@ -11,9 +11,9 @@ from celery_redlock.lock.transport.node_client import NodeClient
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
 _IN_A_CLUSTER = "a cluster member: name a server that stands alone"
 _RIGHTS = (
-    "its user needs ~{prefix}:* &{prefix}:wake:* +get +set +del "
-    "+time +pexpire +pttl +exists +publish "
-    "+subscribe +unsubscribe +eval +evalsha +script +info +ping"
+    "its user needs ~{prefix}:* &{prefix}:wake:* &{prefix}:waiting:* &{prefix}:handoff:* "
+    "+get +set +del +time +pexpire +pttl +exists +zadd +zrem +zrange +zrank "
+    "+publish +subscribe +unsubscribe +pubsub|numsub +eval +evalsha +script +info +ping"
 )
 # Each entry: a regular expression that recognizes an error, and the hint. Besides the codes it has
 # the servers' sentences, because redis-py removes some codes from replies to its own commands.

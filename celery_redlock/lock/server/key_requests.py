@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from celery_redlock.lock.model.handoff import Registration
 from celery_redlock.lock.model.key_lease import KeyLease
-from celery_redlock.lock.model.keys import completion_key
+from celery_redlock.lock.model.keys import completion_key, inbox_channel, lock_key, waiting_key
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
-from celery_redlock.lock.server.scripts import SAY_NOTHING, Requests
-from celery_redlock.lock.transport.encoding import encode_text
+from celery_redlock.lock.server.scripts import SAY_NOTHING, EndMarker, Requests
+from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,15 @@ class KeyRequests:
         """Return the request that releases a key and notifies the waiters."""
         if not key_lease.packed_release:
             key, value = key_lease.key, key_lease.packed_value
-            key_lease.packed_release = self._requests.release(key.packed_name, value, key.channel)
+            key_lease.packed_release = self._requests.release(
+                key.packed_name, key.waiting, value, key.channel
+            )
         return key_lease.packed_release
 
     def release_quietly(self, key_lease: KeyLease) -> bytes:
         """Return the request that releases a key without notifying the waiters."""
         key, value = key_lease.key, key_lease.packed_value
-        return self._requests.release(key.packed_name, value, SAY_NOTHING)
+        return self._requests.release(key.packed_name, key.waiting, value, SAY_NOTHING)
 
     def release_ended(
         self, key_lease: KeyLease, options: LockOptions, ended_at: float, *, publish: bool
@@ -83,6 +86,41 @@ class KeyRequests:
             return self.release(key_lease) if publish else self.release_quietly(key_lease)
         key, value = key_lease.key, key_lease.packed_value
         channel = key.channel if publish else SAY_NOTHING
-        marker_key = encode_text(completion_key(self._prefix, marker.run))
-        times = int(ended_at * 1000), math.ceil(marker.kept_for * 1000)
-        return self._requests.release_done(key.packed_name, value, channel, marker_key, *times)
+        end = EndMarker(
+            encode_text(completion_key(self._prefix, marker.run)),
+            int(ended_at * 1000),
+            math.ceil(marker.kept_for * 1000),
+        )
+        return self._requests.release_done(key.packed_name, key.waiting, value, channel, end)
+
+    def register(self, registration: Registration, *, asks: bool) -> bytes:
+        """Return the request that registers a waiter. asks: for when a key of the lock is free."""
+        prefix, resource = self._prefix, registration.resource
+        permits = range(min(registration.limit, MOST_ASKED)) if asks else ()
+        return self._requests.register(
+            encode_text(waiting_key(prefix, resource)),
+            [encode_text(lock_key(prefix, resource, permit)) for permit in permits],
+            [
+                encode_text(registration.waiter),
+                encode_bulk(b"%.3f" % registration.since),
+                _REGISTERED_FOR,
+                encode_bulk(b"%d" % registration.passed),
+                encode_text(inbox_channel(prefix, "")),
+            ],
+        )
+
+    def update(self, registration: Registration) -> bytes:
+        """Return the request that changes since when a registered waiter waits."""
+        key = encode_text(waiting_key(self._prefix, registration.resource))
+        since, waiter = encode_bulk(b"%.3f" % registration.since), encode_text(registration.waiter)
+        return b"*5\r\n%b%b%b%b%b" % (encode_bulk(b"ZADD"), key, encode_bulk(b"XX"), since, waiter)
+
+    def unregister(self, waiter: str, resource: str) -> bytes:
+        """Return the request that takes a waiter out of the set of a resource's waiters."""
+        key = encode_text(waiting_key(self._prefix, resource))
+        return b"*3\r\n%b%b%b" % (encode_bulk(b"ZREM"), key, encode_text(waiter))
+
+
+MOST_ASKED = 100  # permits of a lock that one registration looks at
+REGISTERED_FOR = 60.0  # seconds after which a set of waiters that nobody refreshes expires
+_REGISTERED_FOR = encode_bulk(b"%d" % (REGISTERED_FOR * 1000))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.resources import files
+from typing import NamedTuple
 
-from celery_redlock.lock.model.keys import fence_key, guard_keys
+from celery_redlock.lock.model.keys import fence_key, guard_keys, inbox_channel
 from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
 from celery_redlock.lock.transport.script import Script
 
 
-def load_script(name: str) -> Script:
-    """Return a script of this package."""
+def load_script(name: str, *before: str) -> Script:
+    """Return a script of this package. before: files that stand before it, with its functions."""
     folder = files("celery_redlock.lock.server").joinpath("lua")
-    return Script(name, folder.joinpath(f"{name}.lua").read_bytes())
+    texts = [folder.joinpath(f"{file}.lua").read_bytes() for file in (*before, name)]
+    return Script(name, b"".join(texts))
 
 
-GRANT, RENEW, RELEASE = map(load_script, ("grant", "renew", "release"))
-GUARD, TRUST, BREAK = map(load_script, ("guard", "trust", "break"))
+GRANT, RENEW, REGISTER = map(load_script, ("grant", "renew", "register"))
+RELEASE, BREAK = (load_script(name, "announce") for name in ("release", "break"))
+GUARD, TRUST = map(load_script, ("guard", "trust"))
 
 
 class Requests:
@@ -32,8 +35,9 @@ class Requests:
         )
         self._grant = b"*13\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
         self._asking = b"*14\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
-        self._release = b"*6\r\n" + RELEASE.by_digest + b"$1\r\n1\r\n%b%b%b"
-        self._last = b"*9\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b%b%b%b"
+        inbox = encode_text(inbox_channel(prefix, "")).replace(b"%", b"%%")
+        self._release = b"*8\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b%b" + inbox
+        self._last = b"*11\r\n" + RELEASE.by_digest + b"$1\r\n3\r\n%b%b%b%b%b" + inbox + b"%b%b"
         self._fence = encode_text(fence_key(prefix))
 
     def grant(self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None = None) -> bytes:
@@ -69,20 +73,46 @@ class Requests:
         )
         return b"".join([head, *keys, self._fence, note, *renewals])
 
-    def release(self, key: bytes, value: bytes, channel: bytes) -> bytes:
-        """Return the request that releases a lock. channel: encoded, or `SAY_NOTHING`."""
-        return self._release % (key, value, channel)
+    def release(self, key: bytes, waiting: bytes, value: bytes, channel: bytes) -> bytes:
+        """Return the request that releases a lock.
+
+        waiting: the key of the resource's waiters. channel: encoded, or `SAY_NOTHING`.
+        """
+        return self._release % (key, waiting, value, channel)
 
     def release_done(
-        self, key: bytes, value: bytes, channel: bytes, mark: bytes, at_ms: int, kept_ms: int
+        self, key: bytes, waiting: bytes, value: bytes, channel: bytes, marker: EndMarker
     ) -> bytes:
-        """Return the request that writes a completion marker and releases the lock.
+        """Return the request that writes a completion marker and releases the lock."""
+        at = encode_bulk(b"%d" % marker.at_ms)
+        kept = encode_bulk(b"%d" % marker.kept_ms)
+        return self._last % (key, waiting, marker.key, value, channel, at, kept)
 
-        mark: the marker's key. at_ms: milliseconds since 1970, the end of the run. kept_ms:
-        milliseconds until the marker expires.
+    def register(self, waiting: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> bytes:
+        """Return the request that registers a waiter.
+
+        keys: of the lock, empty if nobody asks whether one is free. arguments: encoded, as of
+        lua/register.lua.
         """
-        times = encode_bulk(b"%d" % at_ms), encode_bulk(b"%d" % kept_ms)
-        return self._last % (key, mark, value, channel, *times)
+        names = len(keys) + 1
+        head = b"*%d\r\n%b%b%b" % (
+            3 + names + len(arguments),
+            REGISTER.by_digest,
+            encode_bulk(b"%d" % names),
+            waiting,
+        )
+        return b"".join([head, *keys, *arguments])
+
+
+class EndMarker(NamedTuple):
+    """What records that a run has ended. key: encoded.
+
+    at_ms: milliseconds since 1970, the end of the run. kept_ms: milliseconds until it expires.
+    """
+
+    key: bytes
+    at_ms: int
+    kept_ms: int
 
 
 _NOTHING = encode_bulk(b"")

@@ -45,7 +45,7 @@ def break_(ctx: click.Context, resource: str, permit: int | None, yes: bool, as_
     sight = look_at_locks(made, resource)
     found = [lock for lock in sight.locks if permit in (None, lock.permit) and lock.value]
     if not found:
-        rest = "; ".join(failing_lines(sight))
+        rest = "; ".join(failing_lines(sight.failing))
         raise command_error(f"no lock stands on {resource}{rest and f' ({rest})'}")
     if not yes:
         for lock in found:

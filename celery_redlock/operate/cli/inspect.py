@@ -60,22 +60,23 @@ def locks(ctx: click.Context, as_json: bool) -> None:
     if as_json:
         print_json(locks_data(sight.locks, sight))
     else:
-        print_all(lock_table(sight.locks), *failing_lines(sight))
+        print_all(lock_table(sight.locks), *failing_lines(sight.failing))
 
 
 @redlock.command()
 @as_json
 @click.pass_context
 def waiters(ctx: click.Context, as_json: bool) -> None:
-    """Show the tasks that wait for a lock, and why.
+    """Show the processes that wait for a lock, in order, and their tasks.
 
-    The workers are asked: without a worker none is known.
+    The nodes know the processes. The workers are asked for the tasks.
     """
     waiting = WaitersView.ask(app_from(ctx))
     if as_json:
-        print_json(asdict(waiting))
+        print_json(waiting.data())
     else:
-        print_all(waiting.table(), *waiting.note())
+        failing = failing_lines(waiting.registered.failing)
+        print_all(waiting.process_table(), waiting.table(), *waiting.note(), *failing)
 
 
 @redlock.command()
@@ -89,20 +90,22 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     waiting = everyone.for_resource(name)
     locks = [lock for lock in sight.locks if lock.resource == name]
     task = None
-    if not locks and not waiting.waiting:
+    if not locks and waiting.is_empty:
         task = TaskView.find(app, name, sight, everyone)
     if task is not None:
         locks = [lock for lock in sight.locks if lock.resource in task.resources]
         waiting = everyone.for_task(name)
     if as_json:
         found = {"task": None if task is None else asdict(task), **locks_data(locks, sight)}
-        print_json({"resource": name, **found, "waiters": asdict(waiting)})
+        print_json({"resource": name, **found, "waiters": waiting.data()})
     elif task is not None:
-        print_all(task.table(), *[lock_table(locks)] if locks else (), *failing_lines(sight))
+        found_locks = [lock_table(locks)] if locks else []
+        print_all(task.table(), *found_locks, *failing_lines(sight.failing))
     else:
         print_all(lock_table(locks) if locks else f"No lock stands on {name}.")
         print_all(*(vote_table(lock, sight) for lock in locks))
-        print_all(waiting.table(), *waiting.note(), *failing_lines(sight))
+        failing = failing_lines({**sight.failing, **waiting.registered.failing})
+        print_all(waiting.process_table(), waiting.table(), *waiting.note(), *failing)
 
 
 @redlock.command()
@@ -111,20 +114,23 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def top(ctx: click.Context, interval: float, count: int | None, as_json: bool) -> None:
-    """Show nodes, locks and waiting tasks, again and again.
+    """Show nodes, locks, and who waits, again and again.
 
     With --json each look is one line.
     """
     looks = _look_repeatedly(app_from(ctx), interval, count)
     if as_json:
         for nodes, sight, waiting in looks:
-            found = {"locks": [lock_data(one) for one in sight.locks], "waiters": asdict(waiting)}
+            found = {"locks": [lock_data(one) for one in sight.locks], "waiters": waiting.data()}
             click.echo(json.dumps({**nodes.data(), **found}, default=str))
         return
     with Live(console=new_console(), auto_refresh=False) as live:
         for nodes, sight, waiting in looks:
-            tables = nodes.table(), lock_table(sight.locks), waiting.table()
-            live.update(Group(*tables, *map(plain_text, waiting.note())), refresh=True)
+            who_waits = waiting.process_table(), waiting.table()
+            lines = map(plain_text, waiting.note())
+            live.update(
+                Group(nodes.table(), lock_table(sight.locks), *who_waits, *lines), refresh=True
+            )
 
 
 def _look_repeatedly(

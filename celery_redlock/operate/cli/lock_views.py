@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -43,9 +43,9 @@ def vote_table(lock: Standing, sight: Sight) -> AdaptiveTable:
     return AdaptiveTable(("NODE", "KEY EXPIRES IN"), [*rows, *sight.failing.items()], "")
 
 
-def failing_lines(sight: Sight) -> list[str]:
-    """Return a line for each node that could not be queried."""
-    return [f"{node} cannot be queried: {cause}" for node, cause in sight.failing.items()]
+def failing_lines(failing: Mapping[str, str]) -> list[str]:
+    """Return a line for each node that could not be queried. failing: the causes by node."""
+    return [f"{node} cannot be queried: {cause}" for node, cause in failing.items()]
 
 
 def lock_data(lock: Standing) -> dict[str, Any]:

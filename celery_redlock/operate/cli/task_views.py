@@ -1,9 +1,9 @@
-"""One task, and the tasks that wait for a lock, as tables and as data for JSON."""
+"""One task, and who waits for a lock, as tables and as data for JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from celery.states import PENDING
@@ -11,6 +11,7 @@ from celery.states import PENDING
 from celery_redlock.errors import describe_holder
 from celery_redlock.lock.held_locks import Sight
 from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.waiting_processes import WaitingProcess, WaitingSight, look_at_waiting
 from celery_redlock.operate.cli.lock_views import holder_text
 from celery_redlock.operate.cli.render import (
     AdaptiveTable,
@@ -19,6 +20,7 @@ from celery_redlock.operate.cli.render import (
     seconds_since,
 )
 from celery_redlock.operate.control import Holder, in_iso
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.reporting import DEFERRED
 
 REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
@@ -26,17 +28,19 @@ REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
 
 @dataclass(frozen=True)
 class WaitersView:
-    """The messages that wait for a lock. workers: the workers that answered.
+    """The messages that wait for a lock, and the processes. workers: the workers that answered.
 
-    waiting: rows of `operate.control.redlock_waiting`, each with its worker.
+    waiting: rows of `operate.control.redlock_waiting`, each with its worker. registered: the
+    processes, as the nodes know them; also those that do not answer.
     """
 
     workers: Sequence[str]
     waiting: Sequence[dict[str, Any]]
+    registered: WaitingSight
 
     @classmethod
     def ask(cls, app: Any) -> WaitersView:
-        """Ask the workers; none answers if the broker is down."""
+        """Ask the workers and the nodes; no worker answers if the broker is down."""
         try:
             replies = app.control.broadcast("redlock_waiting", reply=True, timeout=REPLY_TIMEOUT)
         except Exception as error:  # each transport has its own
@@ -50,17 +54,36 @@ class WaitersView:
             for row in rows
         ]
         waiting.sort(key=lambda row: str(row["since"]))
-        return cls(sorted(by_worker), waiting)
+        return cls(sorted(by_worker), waiting, look_at_waiting(redlock_of(app)))
 
     def for_resource(self, resource: str) -> WaitersView:
-        """Return the messages that wait for one resource."""
+        """Return who waits for one resource."""
         waiting = [row for row in self.waiting if resource in row["resources"]]
-        return WaitersView(self.workers, waiting)
+        return WaitersView(self.workers, waiting, _only(self.registered, [resource]))
 
     def for_task(self, task_id: str) -> WaitersView:
-        """Return the waiting messages of one task."""
+        """Return the waiting messages of one task, and the processes that wait for the same."""
         waiting = [row for row in self.waiting if row["task_id"] == task_id]
-        return WaitersView(self.workers, waiting)
+        resources = {resource for row in waiting for resource in row["resources"]}
+        return WaitersView(self.workers, waiting, _only(self.registered, resources))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody waits."""
+        return not self.waiting and not self.registered.processes
+
+    def process_table(self) -> AdaptiveTable:
+        """Return a table with a row for each process and resource, in order."""
+        heads = ("RESOURCE", "RANK", "PROCESS", "PID", "WAITED", "NODES")
+        rows = [
+            (
+                one.resource, str(one.rank), one.name, "" if one.pid is None else str(one.pid),
+                format_duration(seconds_since(since)) if (since := in_iso(one.since)) else "",
+                f"{len(one.nodes)} of {self.registered.asked}",
+            )
+            for one in self.registered.processes
+        ]  # fmt: skip
+        return AdaptiveTable(heads, rows, "No processes are registered as waiters.")
 
     def table(self) -> AdaptiveTable:
         """Return a table with a row for each message."""
@@ -76,10 +99,50 @@ class WaitersView:
         return AdaptiveTable(heads, rows, "No tasks wait for a lock.")
 
     def note(self) -> list[str]:
-        """Return a line that says so if no worker answered."""
-        if self.workers:
-            return []
-        return ["no worker answered: what waits in the broker is not known"]
+        """Return a line for whatever is not known: of workers, and of keys on the nodes."""
+        lines = []
+        if not self.workers:
+            lines.append("no worker answered: what waits in the broker is not known")
+        names = dict.fromkeys(one.name for one in self.registered.processes)
+        lines += [
+            f"{name} did not answer: the messages that wait in it are not shown"
+            for name in names
+            if "@" in name and name not in self.workers  # a worker's name; no host has an "@"
+        ]
+        for resource, nodes in self.registered.wrong_type.items():
+            text = f"no waiter for {resource} can register on {', '.join(nodes)}"
+            lines.append(f"{text}: its key there is of another type")
+        return lines
+
+    def data(self) -> dict[str, Any]:
+        """Return all of it for JSON."""
+        registered = self.registered
+        return {
+            "workers": self.workers,
+            "waiting": self.waiting,
+            "processes": [_process_data(one) for one in registered.processes],
+            "wrong_type": registered.wrong_type,
+            "failing": registered.failing,
+        }
+
+
+def _only(registered: WaitingSight, resources: Collection[str]) -> WaitingSight:
+    """Return the processes that wait for these resources."""
+    processes = tuple(one for one in registered.processes if one.resource in resources)
+    wrong = {name: nodes for name, nodes in registered.wrong_type.items() if name in resources}
+    return replace(registered, processes=processes, wrong_type=wrong)
+
+
+def _process_data(process: WaitingProcess) -> dict[str, Any]:
+    return {
+        "resource": process.resource,
+        "rank": process.rank,
+        "name": process.name,
+        "pid": process.pid,
+        "waiter": process.waiter,
+        "since": in_iso(process.since),
+        "nodes": process.nodes,
+    }
 
 
 @dataclass(frozen=True)

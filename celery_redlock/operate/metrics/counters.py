@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from celery_redlock.tasks import signals
-from celery_redlock.tasks.delivery.delivery import utc_now
+from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
 from celery_redlock.tasks.delivery.header import LockHeader
 
 # seconds: from one round trip, over backoffs, to long jobs
@@ -33,12 +33,15 @@ class Metrics:
         self.released = counter("released", "Locks that were released.", "task", "by")
         self.lost = counter("lost", "Locks that were lost in use.", "task")
         self.extended = counter("extended", "Renewals that a quorum confirmed.", "task")
+        self.handoffs = counter("handoffs", "Steps of hand-offs in this worker.", "task", "step")
         self.node_failed = counter("node_failed", "Times that a node stopped answering.", "node")
         self.waited = histogram("wait", "Seconds from a message's first try to its lock.")
         self.held = histogram("hold", "Seconds from a lock's grant to its release.")
+        self.handoff = histogram("handoff", "Seconds from a release's message to the next lock.")
         self._connections = (
             (signals.lock_acquired, self._on_acquired),
             (signals.lock_deferred, _incrementing(self.deferred)),
+            (signals.lock_handed_off, self._on_handed_off),
             (signals.lock_skipped, _incrementing(self.skipped)),
             (signals.lock_released, self._on_released),
             (signals.lock_lost, _incrementing(self.lost)),
@@ -55,6 +58,8 @@ class Metrics:
                 counter.labels(task)
             for by in ("holder", "parent"):
                 self.released.labels(task, by)
+            for step in signals.HANDOFF_STEPS:
+                self.handoffs.labels(task, step)
         for node in nodes:
             self.node_failed.labels(node)
 
@@ -63,12 +68,22 @@ class Metrics:
         for signal, receiver in self._connections:
             signal.disconnect(receiver)
 
-    def _on_acquired(self, sender: Any = None, **_: Any) -> None:
+    def _on_acquired(self, sender: Any = None, event: Any = None, **_: Any) -> None:
         self.acquired.labels(_task(sender)).inc()
         request = getattr(sender, "request", None)
         if request is not None and not request.called_directly:
             deferral = LockHeader.of(request).deferral
             self.waited.labels(_task(sender)).observe(deferral.waited(utc_now()))
+            self._observe_handoff(sender, event.resource)
+
+    def _observe_handoff(self, task: Any, resource: str) -> None:
+        named_at = Delivery(task, task.request).named_at
+        # a body may take other locks in its task's name, long after the release
+        if named_at is not None and task.lock is not None and task.lock.resource == resource:
+            self.handoff.labels(task.name).observe(max(0.0, utc_now().timestamp() - named_at))
+
+    def _on_handed_off(self, sender: Any = None, event: Any = None, **_: Any) -> None:
+        self.handoffs.labels(_task(sender), event.step).inc()
 
     def _on_released(self, sender: Any = None, event: Any = None, **_: Any) -> None:
         self.released.labels(_task(sender), event.by).inc()

@@ -23,6 +23,8 @@ from celery_redlock.tasks.delivery.run_id import RunId
 ARGUMENTS = "_redlock_arguments"  # the name on the request of the arguments as they came
 NESTED = "redlock_nested"  # the property of a delivery that has a header called "headers"
 RECEIVED = "redlock_received"  # the property of a delivery, never of a message, that says when
+# the property of a delivery, never of a message: when a release was announced that dispatched it
+NAMED_AT = "redlock_named_at"
 
 _ON_REQUEST = "_redlock_"  # what our names on a request begin with
 _DEATHS = ("x-death", "x-first-death-", "x-last-death-")  # headers; Source: RabbitMQ, "DLX"
@@ -141,6 +143,15 @@ class Delivery:
         That is when the worker received the message, or when its countdown was over.
         """
         at = (self.request.properties or {}).get(RECEIVED)
+        return at if isinstance(at, float) else None
+
+    @property
+    def named_at(self) -> float | None:
+        """Seconds since 1970 at which a release was announced that let this message be dispatched.
+
+        None if it was dispatched without a release.
+        """
+        at = (self.request.properties or {}).get(NAMED_AT)
         return at if isinstance(at, float) else None
 
     def log_extra(self, event: str, **more: Any) -> dict[str, Any]:

@@ -60,7 +60,8 @@ class Wait:
     resources: those of its lock. refused_by: the one that was taken, None if no quorum voted.
     refused_at: seconds since 1970. limit: the `limit` by which it asked. waits_for_release: the
     message has no budget and no callable to ask, so it may wait for longer than its countdown.
-    reason: why no quorum voted, "" if the lock was taken.
+    reason: why no quorum voted, "" if the lock was taken. countdown: seconds; a message that comes
+    later than that begins it anew, as its queue is longer.
     """
 
     resources: tuple[str, ...] = ()
@@ -69,6 +70,7 @@ class Wait:
     limit: int = 1
     waits_for_release: bool = False
     reason: str = ""
+    countdown: float = 0.0
 
     def seconds_since_refusal(self, now: datetime) -> float:
         """Return the seconds since the refusal, by the clocks of two workers."""
@@ -186,7 +188,7 @@ _KINDS: Mapping[type, Mapping[str, Any]] = {  # by part: its fields, and their t
     Redelivery: {"by_broker": bool, "waits": int},
     Wait: {
         "resources": (list, tuple), "refused_by": str, "refused_at": _NUMBER,
-        "limit": int, "waits_for_release": bool, "reason": str,
+        "limit": int, "waits_for_release": bool, "reason": str, "countdown": _NUMBER,
     },
     Origin: {"exchange": str, "routing_key": str, "queue": str},
     LockHeader: {

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
 
 from celery_redlock.errors import LockTaken, NotAcquired
 from celery_redlock.tasks import signals
-from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
-from celery_redlock.tasks.delivery.header import Wait
+from celery_redlock.tasks.delivery.delivery import Delivery
 from celery_redlock.tasks.delivery.republish import republish
 from celery_redlock.tasks.delivery.route import supported_countdown
 from celery_redlock.tasks.execution.contention import (
-    Contention,
-    Decision,
     Defer,
     RunUnlocked,
     Skip,
-    decide,
     decide_redelivery,
-    describe_refusal,
     with_history,
+)
+from celery_redlock.tasks.execution.deferral import (
+    Deferred,
+    Refusal,
+    decide_refused,
+    plan,
+    report,
+    send_signal,
 )
 from celery_redlock.tasks.execution.redelivery import (
     is_completed_since,
@@ -37,56 +38,12 @@ from celery_redlock.tasks.execution.redelivery import (
     is_to_wait_for_first_delivery,
 )
 from celery_redlock.tasks.per_app import settings_of
-from celery_redlock.tasks.reporting import DeferredInfo, StateReporter, in_iso
-from celery_redlock.tasks.settings.options import TaskLockOptions
+from celery_redlock.tasks.reporting import StateReporter
 
 logger = logging.getLogger(__name__)
 
 # the name on the request of a run that goes on in another delivery, so that its claim stays
 CONTINUES = "_redlock_continues"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """That a run did not get its lock. at: seconds since 1970. resources: all that it asked for."""
-
-    error: NotAcquired
-    at: float
-    options: TaskLockOptions
-    resources: tuple[str, ...]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether the lock is taken; else no quorum voted."""
-        return isinstance(self.error, LockTaken)
-
-    @property
-    def holder(self) -> str:
-        """The label of the holder, "" if none is known."""
-        return self.error.holder if isinstance(self.error, LockTaken) else ""
-
-    @property
-    def waits_for_release(self) -> bool:
-        """Whether the message may wait for a release alone: it has no budget, and asks no callable.
-
-        So it may wait in the worker's memory for longer than its countdown.
-        """
-        options = self.options
-        has_budget = options.max_wait is not None or options.max_deferrals is not None
-        return self.is_taken and options.on_conflict == "defer" and not has_budget
-
-    def to_wait(self) -> Wait:
-        """Return what the republished message carries of it."""
-        return Wait(
-            self.resources,
-            self.error.resource if self.is_taken else None,
-            self.at,
-            self.options.limit,
-            self.waits_for_release,
-            "" if self.is_taken else describe_refusal(self.error),
-        )
 
 
 def end_refused(delivery: Delivery, refusal: Refusal) -> None:
@@ -97,7 +54,7 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
     may_wait = refusal.is_taken or refusal.options.on_unreachable == "defer"
     if may_wait and is_to_wait_for_first_delivery(delivery, refusal.error):
         wait_for_first_delivery(delivery, refusal.error)
-    decision, contention = _decide(delivery, refusal)
+    decision, contention = decide_refused(delivery, refusal)
     _end_if_completed_meanwhile(delivery, refusal)
     error = refusal.error
     if isinstance(decision, RunUnlocked):
@@ -109,24 +66,6 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
         defer(delivery, refusal, decision)
     else:
         raise with_history(error, contention.waited, contention.deferrals)
-
-
-def _decide(delivery: Delivery, refusal: Refusal) -> tuple[Decision, Contention]:
-    deferral = delivery.header.deferral
-    contention = Contention(
-        refusal.error.resource,
-        refusal.holder,
-        deferral.count,
-        deferral.waited(utc_now()),
-        delivery.task,
-        refusal.args,
-        refusal.kwargs,
-    )
-    cap = settings_of(delivery.task.app).countdown_cap
-    decision = decide(
-        refusal.options, refusal.error, contention, deferral.delay, random.uniform, cap
-    )
-    return decision, contention
 
 
 def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
@@ -148,33 +87,20 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
 
 
 def defer(delivery: Delivery, refusal: Refusal, decision: Defer) -> NoReturn:
-    """Republish the message: DEFERRED stored, sent, published, Ignore raised, in this order."""
-    task, request, error = delivery.task, delivery.request, refusal.error
-    now, before = utc_now(), delivery.header
-    deferral = before.deferral.next(now, decision.delay)
-    header = replace(
-        before,
-        id=request.id,
-        retries=request.retries,
-        deferral=deferral,
-        wait=refusal.to_wait(),
-    )
-    countdown = supported_countdown(task.app, decision.countdown, delivery.route)
-    waited, next_try = before.deferral.waited(now), in_iso(now, countdown)
-    info = DeferredInfo(error.resource, refusal.holder, deferral.count, waited, next_try)
-    why = describe_refusal(error)
-    text = "Task %s deferred for %.2f s: lock %r %s %s"
-    extra = delivery.log_extra("run_deferred", **vars(info))
-    verb = "is" if refusal.is_taken else "has"
-    logger.info(text, delivery, countdown, error.resource, verb, why, extra=extra)
-    StateReporter(task, request).deferred(info, why)
-    republish(delivery, header, countdown)
+    """Republish the message: DEFERRED stored, sent, published, Ignore raised, in this order.
+
+    Raises Deferred if the lock is taken.
+    """
+    request, error = delivery.request, refusal.error
+    deferral = plan(delivery, refusal, decision)
+    report(delivery, deferral, StateReporter(delivery.task, request))
+    republish(delivery, deferral.header, deferral.countdown)
     request.__dict__[CONTINUES] = True
-    event = signals.LockDeferredEvent(
-        error.resource, refusal.holder, deferral.count, waited, countdown
-    )
-    signals.lock_deferred.send(task, event=event)
-    raise Ignore(f"deferred: {why}")
+    send_signal(delivery, deferral)
+    if isinstance(error, LockTaken):
+        limit = refusal.options.limit
+        raise Deferred(error.resource, error.holder, error.expires_in, limit)
+    raise Ignore(f"deferred: {deferral.why}")
 
 
 def skip(delivery: Delivery, resource: str, reason: str) -> NoReturn:

@@ -20,6 +20,7 @@ from celery_redlock.tasks.declaration import check_finished, config_of
 from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution import outcomes
+from celery_redlock.tasks.execution.deferral import Refusal
 from celery_redlock.tasks.execution.redelivery import (
     check_not_superseded,
     completion_marker,
@@ -158,7 +159,7 @@ class LockedRun:
         at = utc_now().timestamp()
         outcomes.end_cancelled_if_refused(self.delivery, self.cancelled, error)
         args, kwargs = tuple(self.args), dict(self.kwargs)
-        refusal = outcomes.Refusal(error, at, self.options, self.resources, args, kwargs)
+        refusal = Refusal(error, at, self.options, self.resources, args, kwargs)
         outcomes.end_refused(self.delivery, refusal)
 
     def _run_body(self, body: Body) -> Any:

@@ -126,7 +126,7 @@ APP_SETTINGS = (
         values=(
             "a list of URLs (`redis://`, `rediss://`, `unix://`, `sentinel://`) or redis-py clients"
         ),
-        doc="The lock's nodes: see [Nodes](README.md#nodes).",
+        doc="The lock's nodes: see [nodes](docs/nodes.md).",
     ),
     AppSetting(
         name="prefix",
@@ -162,7 +162,7 @@ APP_SETTINGS = (
         name="restart_guard",
         default="auto",
         values='`"auto"`, `"strict"`, `"on"` or `"off"`',
-        doc="How long a restarted node does not vote: see [Nodes](README.md#nodes).",
+        doc="How long a restarted node does not vote: see [nodes](docs/nodes.md).",
         check=lambda source, value: check_guard(source.level, source.name, value),
     ),
     AppSetting(
@@ -184,13 +184,13 @@ APP_SETTINGS = (
         name="queues",
         default=None,
         values="a mapping from queue names or globs to options",
-        doc="Options by queue: see [Options](README.md#options).",
+        doc="Options by queue: see [options](docs/options.md#options).",
     ),
     AppSetting(
         name="tasks",
         default=None,
         values="a mapping from task names or globs to options",
-        doc="Locks [tasks of others](README.md#tasks-of-others), by name or glob.",
+        doc="Locks [tasks of others](docs/options.md#tasks-of-others), by name or glob.",
     ),
 )
 APP_SETTING: Mapping[str, AppSetting] = {setting.name: setting for setting in APP_SETTINGS}

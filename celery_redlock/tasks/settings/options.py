@@ -1,7 +1,7 @@
 """The table of a lock's options: the only list of their names, checks, defaults and meanings.
 
-The checks of every level, the built-in values, the README's table and the reference in
-docs/configuration.md are made from it; `python -m docs --tables` writes the latter two.
+The checks of every level, the built-in values, and the tables of docs/options.md and
+docs/configuration.md are made from it; `python -m docs --tables` writes the tables.
 """
 
 from __future__ import annotations

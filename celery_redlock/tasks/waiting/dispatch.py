@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Container
+from datetime import datetime
+from typing import Any, Protocol
 
 from celery_redlock.lock.platform.clock import Clock
-from celery_redlock.tasks.waiting.cancelled import is_cancelled
 from celery_redlock.tasks.waiting.capacity import CAPACITY, Overflow
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import Waiter, WaitQueues
@@ -20,16 +20,30 @@ logger = logging.getLogger(__name__)
 ETA_PRIORITY = 6  # of an entry in the timer. Source: celery.worker.strategy, for a message's ETA
 
 
+class Heads(Protocol):
+    """What the dispatcher tells of the heads of its queues."""
+
+    def on_head(self, channel: str, first: Waiter | None = None) -> None:
+        """Learn that a channel has another head, or none; first: of a queue that was empty."""
+
+    def on_due(self, waiter: Waiter) -> None:
+        """Learn that it is time for a head to try by itself."""
+
+
 class Dispatcher:
     """The queues of one worker, the timers of their waiters, and the way to Celery.
 
     `dispatch` is for a release, `on_eta` for the end of a countdown. Both give a message to Celery
-    once. mutex: of `queues`; a greenlet that has it may give way to others. capacity: how many may
-    wait after the next `forget`. All methods but `waiting` run in the event loop.
+    once. heads: learns of heads that change or are due. mutex: of `queues`; a greenlet that has it
+    may give way to others. capacity: how many may wait after the next `forget`. All methods but
+    `waiting` run in the event loop.
     """
 
-    def __init__(self, consumer: Any, loop: EventLoop, clock: Clock, times: WaitingTimes) -> None:
+    def __init__(
+        self, consumer: Any, loop: EventLoop, clock: Clock, times: WaitingTimes, heads: Heads
+    ) -> None:
         self._consumer, self._loop, self._clock, self._times = consumer, loop, clock, times
+        self._heads = heads
         self._apply_eta_task: Callable[[Any], object] = consumer.apply_eta_task
         self.mutex = threading.RLock()
         self._eviction: Any = None  # the timer's entry, while one is due
@@ -40,7 +54,7 @@ class Dispatcher:
         """Forget all waiters."""
         self._loop.cancel(self._eviction)
         self._eviction = None
-        self.queues = WaitQueues(self._times.retry_next_after)
+        self.queues = WaitQueues(self._times)
         self._overflow = Overflow(self.capacity)
         self._dispatched: weakref.WeakSet[Any] = weakref.WeakSet()  # requests
 
@@ -49,13 +63,17 @@ class Dispatcher:
         with self.mutex:
             return sorted(self.queues.all())
 
-    def add(self, waiter: Waiter, refused_at: float) -> None:
-        """Queue a message. refused_at: monotonic seconds."""
+    def add(self, waiter: Waiter) -> None:
+        """Queue a message."""
         with self.mutex:
-            displaced = self.queues.add(waiter, refused_at)
+            first = None if self.queues.has(waiter.queue) else waiter
+            displaced = self.queues.add(waiter)
             if displaced is not None:
                 self._arm(displaced)
             self._update_prefetch()
+            is_head = self.queues.is_head(waiter)
+        if is_head:
+            self._heads.on_head(waiter.queue.channel, first)
 
     def heads_to_run(self, channel: str) -> list[Waiter]:
         """Return the head of each queue of a channel that is to run.
@@ -83,48 +101,78 @@ class Dispatcher:
             self.dispatch(waiter)
         return bool(cancelled)
 
-    def dispatch(self, waiter: Waiter) -> None:
+    def dispatch(self, waiter: Waiter, *, is_named: bool = False) -> None:
         """Give a message to Celery before its time, and survive what Celery raises there.
 
+        is_named: a release names this worker.
         Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
         """
         request = waiter.request
         try:
             celerys = getattr(request, "_eta_timer_entry", None)  # before 5.7 Celery's own stays
             self._loop.cancel(celerys if waiter.timer_entry is None else waiter.timer_entry)
-            self._apply(request, waiter)
+            self._apply(request, waiter, is_named=is_named)
         except Exception:
             extra = {"event": "dispatch_failed", "task": request.name, "task_id": request.id}
             logger.exception("cannot dispatch %s[%s]", request.name, request.id, extra=extra)
+
+    def has_succeeded(self, id_: str) -> bool:
+        """Return whether the run of a message has ended with success in this worker.
+
+        Source: celery.worker.state: `successful_requests` holds the last thousand ids.
+        """
+        return id_ in self._consumer.controller.state.successful_requests
 
     def on_eta(self, request: Any) -> None:
         """Give a message to Celery at the end of its countdown, unless it waits for a release."""
         with self.mutex:
             waiter = self.queues.of(request)
             if waiter is not None:
+                if waiter.is_postponed:
+                    return  # it has a later time of its own; before 5.7 Celery's timer stays
                 waiter.eta = self._clock.now()  # the wall clock may reach it a little earlier
-                if self.queues.retry_in(waiter, waiter.eta):  # neither None nor 0: it is to wait
+                if waiter.waits_for_release:
                     self._arm(waiter)
                     return
         self._apply(request, waiter)
 
     def _on_retry(self, request: Any) -> None:
-        """Give a message to Celery that is the head, or has waited until its deadline."""
-        self._apply(request, self.queues.of(request))
+        """Let a head look whether its lock is free; try if a message waits until its deadline."""
+        with self.mutex:
+            waiter = self.queues.of(request)
+            is_due = waiter is not None and self._clock.now() < waiter.deadline
+        if waiter is not None and is_due:
+            self._heads.on_due(waiter)
+        else:
+            self._apply(request, waiter)
 
-    def _apply(self, request: Any, waiter: Waiter | None) -> None:
+    def postpone(self, waiter: Waiter, seconds: float) -> None:
+        """Let a waiter look again later whether its lock is free, at its deadline at the latest.
+
+        For waiters that wait for a release: nothing but Celery's timer ends the wait of others.
+        """
+        with self.mutex:
+            if self.queues.of(waiter.request) is waiter:
+                waiter.eta, waiter.is_postponed = self._clock.now() + seconds, True
+                self._arm(waiter)
+
+    def _apply(self, request: Any, waiter: Waiter | None, *, is_named: bool = False) -> None:
         """Give a message to Celery, once: outside the mutex, as a solo pool runs its body here.
 
         waiter: None for a message that does not wait here.
         """
+        was_head = False
         with self.mutex:
             if request in self._dispatched or waiter is not self.queues.of(request):
                 return  # another thread was first, or the room was closed: the message comes again
             self._dispatched.add(request)
             if waiter is not None:
-                following = self.queues.remove(waiter, self._clock.now())
+                was_head = self.queues.is_head(waiter)
+                following = self.queues.remove(waiter, self._clock.now(), is_named=is_named)
                 if following is not None:
                     self._arm(following)
+        if waiter is not None and was_head:
+            self._heads.on_head(waiter.queue.channel)
         self._apply_eta_task(request)
         with self.mutex:  # after: Celery lowers its prefetch there, and never adds at its limit
             self._update_prefetch()
@@ -159,3 +207,23 @@ class Dispatcher:
             last = self.queues.last_of_longest() if self._overflow.evicts else None
         if last is not None:  # outside: a solo pool runs its body here
             self.dispatch(last)
+
+
+def is_cancelled(request: Any, revoked: Container[str]) -> bool:
+    """Return whether a message has expired or is revoked: by its id, or by a stamp.
+
+    revoked: the ids that this worker was told of. Celery asks the request again when the message is
+    dispatched, which does no harm.
+    Source: celery.worker.request: `Request.revoked` writes REVOKED. A message that may also run
+    elsewhere gets that state when its lock is taken, and until then it is not revoked there.
+    """
+    if request.id in revoked:
+        return True
+    expires = request.expires
+    if expires is not None and expires < datetime.now(expires.tzinfo):
+        return True
+    try:
+        is_revoked = bool(request.stamped_headers and request.revoked())
+    except Exception:  # it is revoked, and the result backend that is to store that is away
+        return True
+    return is_revoked or getattr(request, "is_revoked", False)

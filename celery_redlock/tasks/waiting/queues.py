@@ -10,7 +10,12 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, NamedTuple
+
+from celery_redlock.tasks.waiting.times import WaitingTimes
+
+FIRST_PAUSE = 1.0  # seconds between two looks of a head whether its lock is free; then twice that
 
 
 class QueueKey(NamedTuple):
@@ -26,8 +31,10 @@ class Waiter:
 
     request: Celery's, of the message. order: its place in the queue. eta: monotonic seconds, the
     end of its countdown. deadline: monotonic seconds, when it tries at the latest.
-    waits_for_release: it may wait for a release past its ETA. timer_entry: the room's own entry in
-    the worker's timer; None before the ETA, while Celery's own entry is there.
+    waits_for_release: it may wait for a release past its ETA. pause: seconds after which it looks
+    again whether its lock is free, if nothing was announced. is_postponed: its ETA is a later one
+    than Celery has set a timer for. timer_entry: the room's own entry in the worker's timer; None
+    while there is none but Celery's. came_at: monotonic seconds.
     """
 
     request: Any
@@ -36,23 +43,31 @@ class Waiter:
     eta: float
     deadline: float
     waits_for_release: bool
+    pause: float = FIRST_PAUSE
+    is_postponed: bool = False
     timer_entry: Any = None
+    came_at: float = -math.inf
+
+    @property
+    def since(self) -> float:
+        """Seconds since 1970 of its first deferral; 0 if the message does not say."""
+        try:
+            return datetime.fromisoformat(self.order[0]).timestamp()
+        except ValueError:
+            return 0.0
 
     def __lt__(self, other: Waiter) -> bool:
         return self.order < other.order
 
 
 class WaitQueue:
-    """The waiters of one channel and limit, in order of first deferral.
+    """The waiters of one channel and limit, in order of first deferral."""
 
-    refused_at: monotonic seconds of the latest refusal of one of its messages.
-    """
-
-    __slots__ = ("_head_left_at", "_head_left_since", "refused_at", "waiters")
+    __slots__ = ("_head_left_at", "_head_left_since", "_interval", "waiters")
 
     def __init__(self) -> None:
         self.waiters: list[Waiter] = []
-        self.refused_at = -math.inf
+        self._interval = 0.0  # seconds that the last head waited to be named; 0: unknown
         # when the head was dispatched to try, and its first deferral
         self._head_left_at, self._head_left_since = -math.inf, ""
 
@@ -65,33 +80,41 @@ class WaitQueue:
             self._head_left_at, self._head_left_since = -math.inf, ""
         return self.waiters[1] if len(self.waiters) > 1 else None
 
-    def remove(self, waiter: Waiter, now: float) -> Waiter | None:
-        """Remove a waiter; return the next head if the waiter was the head."""
+    def remove(self, waiter: Waiter, now: float, *, is_named: bool) -> Waiter | None:
+        """Remove a waiter; return the next head if the waiter was the head.
+
+        is_named: a release named this worker, so the next one will as well.
+        """
         place = bisect.bisect_left(self.waiters, waiter)
         del self.waiters[place]
         if place > 0:
             return None
+        interval = now - max(self._head_left_at, waiter.came_at)
+        self._interval = interval if is_named and math.isfinite(interval) else 0.0
         self._head_left_at, self._head_left_since = now, waiter.order[0]
         return self.waiters[0] if self.waiters else None
 
-    def turn_of(self, waiter: Waiter, retry_next_after: float) -> float:
+    def turn_of(self, waiter: Waiter, times: WaitingTimes) -> float:
         """Return the monotonic second from which a waiter may try by itself; inf: not the head.
 
         The head may try at once. If a head before it has just been dispatched, it may try only
-        after `retry_next_after` without its return.
+        after `retry_next_after` without its return; later, if the releases that name this worker
+        come less often. With many workers each head would look in vain otherwise.
         """
-        is_head = self.waiters[0] is waiter
-        return self._head_left_at + retry_next_after if is_head else math.inf
+        if self.waiters[0] is not waiter:
+            return math.inf
+        usual = min(2 * self._interval, times.retry_next_at_most)
+        return self._head_left_at + max(times.retry_next_after, usual)
 
 
 class WaitQueues:
     """All messages that wait in one worker.
 
-    retry_next_after: as of `WaitingTimes`. A channel stays subscribed for a while without waiters.
+    A channel stays subscribed for a while without waiters.
     """
 
-    def __init__(self, retry_next_after: float) -> None:
-        self._retry_next_after = retry_next_after
+    def __init__(self, times: WaitingTimes) -> None:
+        self._times = times
         self._queues: dict[str, dict[int, WaitQueue]] = {}  # by channel, then by limit
         self._emptied_at: dict[str, float] = {}  # monotonic seconds, of channels without waiters
         self._by_request: dict[Any, Waiter] = {}
@@ -120,25 +143,24 @@ class WaitQueues:
     def _of_channel(self, channel: str) -> list[WaitQueue]:
         return list(self._queues.get(channel, {}).values())
 
-    def add(self, waiter: Waiter, refused_at: float) -> Waiter | None:
-        """Queue a waiter; return the head that it displaced, if any.
-
-        refused_at: monotonic seconds.
-        """
+    def add(self, waiter: Waiter) -> Waiter | None:
+        """Queue a waiter; return the head that it displaced, if any."""
         self._by_request[waiter.request] = waiter
         self.waiting_for_release += waiter.waits_for_release
         channel, limit = waiter.queue
         self._emptied_at.pop(channel, None)
         queue = self._queues.setdefault(channel, {}).setdefault(limit, WaitQueue())
-        queue.refused_at = max(queue.refused_at, refused_at)
         return queue.add(waiter)
 
-    def remove(self, waiter: Waiter, now: float) -> Waiter | None:
-        """Remove a waiter; return the next head if the waiter was the head."""
+    def remove(self, waiter: Waiter, now: float, *, is_named: bool = False) -> Waiter | None:
+        """Remove a waiter; return the next head if the waiter was the head.
+
+        is_named: a release named this worker, so the next one will as well.
+        """
         del self._by_request[waiter.request]
         self.waiting_for_release -= waiter.waits_for_release
         channel, limit = waiter.queue
-        following = self._queues[channel][limit].remove(waiter, now)
+        following = self._queues[channel][limit].remove(waiter, now, is_named=is_named)
         if not any(queue.waiters for queue in self._of_channel(channel)):
             self._emptied_at[channel] = now
         return following
@@ -149,16 +171,26 @@ class WaitQueues:
         None if that is at its ETA, for which Celery has set a timer. A waiter behind the head tries
         at its deadline: the broker would deliver its message anew soon after.
         """
-        if waiter.eta > now or not waiter.waits_for_release:
+        if not waiter.waits_for_release or (waiter.eta > now and not waiter.is_postponed):
             return None
         channel, limit = waiter.queue
-        turn = self._queues[channel][limit].turn_of(waiter, self._retry_next_after)
-        return max(0.0, min(turn, waiter.deadline) - now)
+        turn = self._queues[channel][limit].turn_of(waiter, self._times)
+        return max(0.0, min(max(turn, waiter.eta), waiter.deadline) - now)
 
-    def refused_at(self, waiter: Waiter) -> float:
-        """Return the monotonic second of the latest refusal in a waiter's queue."""
-        queue = self._queues.get(waiter.queue.channel, {}).get(waiter.queue.limit)
-        return -math.inf if queue is None else queue.refused_at
+    def has(self, key: QueueKey) -> bool:
+        """Return whether a message waits in this queue."""
+        queue = self._queues.get(key.channel, {}).get(key.limit)
+        return queue is not None and bool(queue.waiters)
+
+    def is_head(self, waiter: Waiter) -> bool:
+        """Return whether a waiter is still here, and the head of its queue."""
+        return self.of(waiter.request) is waiter and waiter in self.heads(waiter.queue.channel)
+
+    def head_of(self, waiter: Waiter) -> Waiter | None:
+        """Return the head of a waiter's queue; None if the waiter is not here any more."""
+        if self.of(waiter.request) is not waiter:
+            return None
+        return self._queues[waiter.queue.channel][waiter.queue.limit].waiters[0]
 
     def last_of_longest(self) -> Waiter | None:
         """Return the waiter that is dispatched last: of the longest queue, if it may be evicted."""

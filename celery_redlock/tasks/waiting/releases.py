@@ -1,20 +1,20 @@
-"""What a worker knows of releases: when to act on one, and which one a message has missed. Pure.
+"""What a worker knows of messages to all waiters, and of quorums that came back. Pure.
 
-Every node announces each release to each subscribed worker. The worker acts on a release once, when
-a majority has announced it: the lock's keys on the other nodes are still there before. A message
-may also be on its way to the worker when its release is announced, so the worker remembers the
-last releases of each channel. All of that is a hint: a dispatched message takes the lock like any
-other, or is deferred again.
+A release names its successors (`lock/model/handoff.py`). If no waiter is registered on a node, or
+the lock was held by an earlier version, the node announces the release to each subscribed worker.
+The worker acts on it once, when a majority has announced it: the lock's keys on the other nodes are
+still there before. A message may be on its way to the worker when a quorum comes back, so the
+worker remembers when. All of that is a hint: a dispatched message takes the lock like any other, or
+is deferred again.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 MESSAGE_IDS = 4096  # remembered: a node may announce hundreds of releases before the next one's do
-RELEASE_HISTORY = 16  # releases of a channel that are remembered for messages on their way
 
 
 @dataclass(frozen=True)
@@ -82,81 +82,22 @@ class Announcements:
         self._begun.clear()
 
 
-@dataclass
-class _Past:
-    """A release that was acted on: monotonic seconds, and who was dispatched for it."""
+class QuorumHistory:
+    """The last moment at which a quorum may have come back, for messages on their way here."""
 
-    at: float
-    receivers: set[Hashable] = field(default_factory=set)
+    def __init__(self) -> None:
+        self._at, self._receivers = -math.inf, set[Hashable]()
 
+    def record(self, at: float, receivers: set[Hashable]) -> None:
+        """Remember a moment, in monotonic seconds, and the messages dispatched for it."""
+        self._at, self._receivers = at, receivers
 
-class ReleaseHistory:
-    """The last releases of each channel, for messages that were on their way to the worker.
+    def claim(self, receiver: Hashable, refused_at: float) -> bool:
+        """Return whether a message missed that moment on its way here, and note that.
 
-    A release dispatches one message of each receiver: of locks a receiver is a limit, as each limit
-    has a queue of its own; of a quorum each message is one. opened_at: monotonic seconds, when the
-    room opened, as an earlier release may have been missed; None if the subscription's begin is
-    enough.
-    """
-
-    def __init__(self, opened_at: float | None) -> None:
-        self._opened_at = opened_at
-        self._releases: dict[str, deque[_Past]] = {}
-
-    def record(self, channel: str, at: float, receivers: set[Hashable]) -> None:
-        """Remember a release, and the receivers that have had a message dispatched for it."""
-        self._of(channel).append(_Past(at, receivers))
-
-    def claim(self, channel: str, receiver: Hashable, refused_at: float, count: int) -> bool:
-        """Return whether a message missed a release on its way here, and take that release.
-
-        The release is then for this message and for no later one of its receiver. refused_at:
-        monotonic seconds. count: how many of the last releases matter: of permits several may have
-        been released, of a plain lock the last release alone matters.
+        refused_at: monotonic seconds.
         """
-        for past in list(self._of(channel))[-count:]:
-            if receiver not in past.receivers and past.at >= refused_at:
-                past.receivers.add(receiver)
-                return True
-        return False
-
-    def keep(self, channels: set[str]) -> None:
-        """Forget all other channels."""
-        self._releases = {c: past for c, past in self._releases.items() if c in channels}
-
-    def _of(self, channel: str) -> deque[_Past]:
-        if channel not in self._releases:
-            opened = [] if self._opened_at is None else [_Past(self._opened_at)]
-            self._releases[channel] = deque(opened, maxlen=RELEASE_HISTORY)
-        return self._releases[channel]
-
-
-class FollowUps:
-    """The release of each channel after which the heads try once more, if no other one follows.
-
-    A release that dispatches messages in three workers may give each of them a node and none of
-    them a majority. A dispatched message may also be refused another lock, and then announces
-    nothing. clocks_differ: seconds, at the most, between the wall clocks of two workers.
-    """
-
-    def __init__(self, clocks_differ: float) -> None:
-        self._clocks_differ = clocks_differ
-        self._pending: dict[str, float] = {}  # monotonic seconds of the latest release, by channel
-
-    def expect(self, channel: str, released_at: float) -> None:
-        """Note a release, in monotonic seconds; the follow-up of an earlier one is off."""
-        self._pending[channel] = released_at
-
-    def take(self, channel: str, released_at: float) -> bool:
-        """Return whether the follow-up of a release is still to happen, and note that it does."""
-        if self._pending.get(channel) != released_at:
-            return False
-        del self._pending[channel]
-        return True
-
-    def may_still_be_free(self, refused_at: float, released_at: float) -> bool:
-        """Return whether no message of a queue was refused after a release.
-
-        Both in monotonic seconds; the refusal is another worker's, by its wall clock.
-        """
-        return refused_at < released_at - self._clocks_differ
+        is_missed = receiver not in self._receivers and self._at >= refused_at
+        if is_missed:
+            self._receivers.add(receiver)
+        return is_missed

@@ -1,18 +1,18 @@
 """The waiting room: deferred messages in a worker's main process, dispatched at a release.
 
 A deferred message comes to some worker's main process, which keeps it until its countdown is over.
-Meanwhile it waits in a queue, in order of first deferral, for the resource that refused it. A
-release dispatches the head of each queue. Without a release only the head tries again, at the end
-of its countdown, which ends with the lease that refused it; so one message of a resource and worker
-notices a dead holder and a missed announcement. If more messages wait than the worker has capacity
-for, the last of the longest queue is dispatched, and goes back to the broker's queue if refused.
+Meanwhile it waits in a queue, in order of first deferral, for the resource that refused it. The
+nodes know since when the head of each queue waits, and a release names the workers that are next
+(`successor.py`). Without a release only the head looks again, at the end of its countdown, which
+ends with the lease that refused it. If more messages wait than the worker has capacity for, the
+last of the longest queue is dispatched, and goes back to the broker's queue if refused.
 
 Messages for which no quorum voted wait on a channel of their own. Each tries at the end of its
 countdown, and all at once as soon as a quorum of nodes is subscribed to again, or an operator
 trusts nodes.
 
-The way of a release: `Subscriber` thread -> `on_release_message` (a majority has announced it) ->
-`EventLoop.call_soon` -> `_on_release` -> `_dispatch` for the head of each queue.
+The way of a release: `Subscriber` thread -> `on_message` -> `Successor.on_message` ->
+`EventLoop.call_soon` -> `Dispatcher.dispatch` for the head of each queue.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from __future__ import annotations
 import logging
 import random
 import weakref
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 from celery import bootsteps
 
 from celery_redlock.errors import RedlockError
+from celery_redlock.lock.model.handoff import FOR_EARLIER_VERSIONS
 from celery_redlock.lock.model.keys import votes_channel, wake_channel
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport.subscriber import Subscriber
@@ -33,10 +36,11 @@ from celery_redlock.tasks.delivery.header import LockHeader, Wait
 from celery_redlock.tasks.delivery.route import CAME_BACK
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.waiting.capacity import capacity
-from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
 from celery_redlock.tasks.waiting.queues import QueueKey, Waiter
-from celery_redlock.tasks.waiting.releases import Announcements, FollowUps, Release, ReleaseHistory
+from celery_redlock.tasks.waiting.refusals import KnownRefusal, Refusals
+from celery_redlock.tasks.waiting.releases import Announcements, QuorumHistory, Release
+from celery_redlock.tasks.waiting.successor import Successor
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
 logger = logging.getLogger(__name__)
@@ -47,8 +51,8 @@ TIMES = WaitingTimes()
 class WaitingRoom(bootsteps.StartStopStep):
     """The consumer's step that keeps the messages that have come back to this worker.
 
-    Other parts use `admit`, `waiting`, `subscriptions` and, in the subscribers' threads,
-    `on_release_message`. Everything else runs in the worker's event loop.
+    Other parts use `admit`, `waiting`, `refusal_of`, `note_refusal`, `subscriptions` and, in the
+    subscribers' threads, `on_message`. Everything else runs in the worker's event loop.
     Source: celery.worker.strategy binds `consumer.apply_eta_task` when the consumer starts, which
     is after its steps are made; the timer calls that at the end of a message's countdown.
     """
@@ -66,7 +70,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         platform = platform or Platform(SystemClock())
         self._consumer, self._times, self._clock = parent, times, platform.clock
         self._loop = EventLoop(parent, platform)
-        self._dispatcher = Dispatcher(parent, self._loop, self._clock, times)
+        self._successor = Successor(parent, self._loop, platform, times)
+        self._dispatcher = self._successor.dispatcher
         parent.apply_eta_task = self._dispatcher.on_eta
         self._counting = platform.new_mutex()  # of the announcements; real threads compete for it
         self._subscribers: list[Subscriber] = []
@@ -77,10 +82,9 @@ class WaitingRoom(bootsteps.StartStopStep):
         _rooms[parent] = self
 
     def _forget(self) -> None:
-        now = self._clock.now()
-        self._dispatcher.forget()
-        self._history, self._quorum_history = ReleaseHistory(now), ReleaseHistory(None)
-        self._follow_ups = FollowUps(self._times.clocks_differ)
+        self._successor.forget()
+        self._quorum_history = QuorumHistory()
+        self._refusals = Refusals(self._clock, self._times.remember_refusal)
         with self._counting:
             self._announcements.clear()
         self._loop.clear()
@@ -113,17 +117,55 @@ class WaitingRoom(bootsteps.StartStopStep):
         consumer = self._consumer
         if consumer.task_buckets[request.name] is not None and not consumer.disable_rate_limits:
             return  # it goes through a queue of Celery's first
+        self._connect()
         waiter = self._waiter_of(request, wait, since)
         refused_at = self._clock.now() - wait.seconds_since_refusal(utc_now())
         with self._dispatcher.mutex:
-            self._dispatcher.add(waiter, refused_at)
-            has_missed = self._claim_missed(waiter, wait, refused_at - self._times.clocks_differ)
-        release = Release(waiter.queue.channel)
-        if has_missed and wait.reason:
-            self._loop.call_soon(self._dispatch, release, waiter)
-        elif has_missed:
-            self._loop.call_soon(self._on_release, release)
-        self._subscribe()
+            has_missed = bool(wait.reason) and self._quorum_history.claim(
+                request.id, refused_at - self._times.clocks_differ
+            )
+        self._dispatcher.add(waiter)
+        if has_missed and waiter.eta >= self._clock.now() + self._times.imminent:
+            self._loop.call_soon(self._dispatcher.dispatch, waiter)
+        self._subscribe({waiter.queue.channel})
+
+    def _subscribe(self, channels: set[str]) -> None:
+        """Have each subscriber without a subscription to one of these channels make it."""
+        for subscriber in self._subscribers:
+            if not channels <= subscriber.confirmed:
+                subscriber.resubscribe()
+
+    def note_refusal(
+        self, resource: str, limit: int, holder: str, expires_in: float | None
+    ) -> None:
+        """Remember for a moment that a lock was refused to a run of this worker.
+
+        holder: its label. expires_in: seconds to the lease's end, None if unknown.
+        """
+        self._refusals.note(self._queue_of(resource, limit), holder, expires_in)
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether `refusal_of` may know of any refusal."""
+        return self._refusals.is_known or self._dispatcher.queues.waiting_for_release > 0
+
+    def refusal_of(self, resource: str, limit: int) -> KnownRefusal | None:
+        """Return the refusal that a new message may take for its own; None: it is to try.
+
+        That is if another message waits here for the same lock, or was refused just now.
+        """
+        queue = self._queue_of(resource, limit)
+        with self._dispatcher.mutex:
+            waits = self._dispatcher.queues.has(queue)
+        return self._refusals.of(queue, waits=waits)
+
+    def pause_untried(self, seconds: float) -> None:
+        """Let each new message try for a while."""
+        self._refusals.ignore_for(seconds)
+
+    def _queue_of(self, resource: str, limit: int) -> QueueKey:
+        prefix = settings_of(self._consumer.app).prefix
+        return QueueKey(wake_channel(prefix, resource), limit)
 
     def _waiter_of(self, request: Any, wait: Wait, since: str) -> Waiter:
         settings, now = settings_of(self._consumer.app), self._clock.now()
@@ -139,44 +181,46 @@ class WaitingRoom(bootsteps.StartStopStep):
             # random, as all at once would be a herd
             deadline=now + settings.countdown_cap * random.uniform(0.5, 1.0),  # noqa: S311
             waits_for_release=wait.waits_for_release and request.expires is None,
+            came_at=now,
         )
 
-    def _claim_missed(self, waiter: Waiter, wait: Wait, refused_at: float) -> bool:
-        """Return whether a release was announced while a message was on its way, and take it."""
-        channel, limit = waiter.queue
-        if wait.reason:
-            return self._quorum_history.claim(channel, waiter.request.id, refused_at, 1)
-        return self._history.claim(channel, limit, refused_at, limit)
+    def _connect(self) -> None:
+        if self._subscribers:
+            return
+        session = redlock_of(self._consumer.app).session
+        self._quorum_channel = votes_channel(session.options.prefix)
+        self._announcements = Announcements(session.node_set.size, self._quorum_channel)
+        self._successor.use(session, self.subscriptions)
+        how = (session.options.node_timeout, session.platform, self._channels, self.on_message)
+        self._subscribers = [Subscriber(node.address, *how) for node in session.node_set.nodes]
 
-    def _subscribe(self) -> None:
-        if not self._subscribers:
-            session = redlock_of(self._consumer.app).session
-            self._quorum_channel = votes_channel(session.options.prefix)
-            self._announcements = Announcements(session.node_set.size, self._quorum_channel)
-            how = (
-                session.options.node_timeout,
-                session.platform,
-                lambda: self._dispatcher.queues.channels(),
-                self.on_release_message,
-            )
-            self._subscribers = [Subscriber(node.address, *how) for node in session.node_set.nodes]
-        for subscriber in self._subscribers:
-            subscriber.resubscribe()
+    def _channels(self) -> set[str]:
+        common = self._dispatcher.queues.channels()
+        return common | self._successor.channels(common)
 
     # in the subscribers' threads
 
-    def on_release_message(self, channel: str, message_id: str) -> None:
+    def on_message(self, channel: str, message: str) -> None:
+        """Take one node's message; "" as a subscription begins."""
+        inbox = self._successor.inbox
+        if channel == inbox:
+            self._successor.on_message(message)
+        elif not message.endswith(FOR_EARLIER_VERSIONS) or not self.subscriptions(inbox):
+            # else this worker is named, or another one
+            self._on_announcement(Release(channel, message.removesuffix(FOR_EARLIER_VERSIONS)))
+
+    def _on_announcement(self, release: Release) -> None:
         """Count one node's message, and act on its release once a majority has announced it.
 
-        message_id: "" as a subscription begins. Whoever came before the majority would find the
-        lock's keys on the other nodes still there.
+        Whoever came before the majority would find the lock's keys on the other nodes still there.
         """
-        release = Release(channel, message_id)
+        channel = release.channel
         with self._counting:
             is_decided = self._announcements.is_decided(release, self.subscriptions(channel))
-        if is_decided:
-            is_quorum = channel == self._quorum_channel
-            self._loop.call_soon(self._on_quorum if is_quorum else self._on_release, release)
+        if is_decided and channel == self._quorum_channel:
+            self._loop.call_soon(self._on_quorum, release)
+        elif is_decided:
+            self._loop.call_soon(self._successor.on_release, release)
 
     def subscriptions(self, channel: str) -> int:
         """Return how many nodes announce the releases on a channel to this worker."""
@@ -184,53 +228,15 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     # in the event loop
 
-    def _on_release(self, release: Release) -> None:
-        """Dispatch the head of each queue of a channel."""
-        now, heads = self._clock.now(), self._dispatcher.heads_to_run(release.channel)
-        if release.is_announced:
-            with self._dispatcher.mutex:
-                self._history.record(release.channel, now, {head.queue.limit for head in heads})
-            if heads:
-                self._expect_another(release.channel, now, is_first=True)
-        for head in heads:
-            self._dispatch(release, head)
-
     def _on_quorum(self, release: Release) -> None:
         """Dispatch all messages that wait for a quorum, as there may be one again."""
         now = self._clock.now()
         with self._dispatcher.mutex:
             waiters = self._dispatcher.queues.on(release.channel)
-            self._quorum_history.record(release.channel, now, {w.request.id for w in waiters})
-        for waiter in waiters:
-            self._dispatch(release, waiter)
-
-    def _dispatch(self, release: Release, waiter: Waiter) -> None:
-        """Dispatch a message; if nothing was announced, only if it does not try soon anyway."""
-        if release.is_announced or waiter.eta >= self._clock.now() + self._times.imminent:
-            self._dispatcher.dispatch(waiter)
-
-    def _expect_another(self, channel: str, released_at: float, *, is_first: bool) -> None:
-        """Have the heads try once more if no other release follows soon."""
-        with self._dispatcher.mutex:
-            self._follow_ups.expect(channel, released_at)
-        seconds = self._times.retry_next_after * random.uniform(1.0, 1.25)  # noqa: S311
-        self._loop.call_after(seconds, self._follow_up, channel, released_at, is_first)
-
-    def _follow_up(self, channel: str, released_at: float, is_first: bool) -> None:
-        """Dispatch the next heads; again and again, until one is refused what may be free."""
-        with self._dispatcher.mutex:
-            if not self._follow_ups.take(channel, released_at):
-                return
-        now, heads = self._clock.now(), self._dispatcher.heads_to_run(channel)
-        if not is_first:
-            with self._dispatcher.mutex:
-                refusals = [(head, self._dispatcher.queues.refused_at(head)) for head in heads]
-            may_be_free = self._follow_ups.may_still_be_free
-            heads = [head for head, at in refusals if may_be_free(at, released_at)]
-        for head in heads:
-            self._dispatch(Release(channel), head)
-        if heads:
-            self._expect_another(channel, now, is_first=False)
+            self._quorum_history.record(now, {w.request.id for w in waiters})
+        for waiter in waiters:  # if nothing was announced, not those that try soon anyway
+            if release.is_announced or waiter.eta >= now + self._times.imminent:
+                self._dispatcher.dispatch(waiter)
 
     def _sweep(self) -> None:
         """Forget what nobody waits for any more, and dispatch expired and revoked messages."""
@@ -238,11 +244,12 @@ class WaitingRoom(bootsteps.StartStopStep):
             queues = self._dispatcher.queues
             queues.forget_empty(self._clock.now() - self._times.unsubscribe_after)
             channels = queues.channels()
-            self._history.keep(channels)
-            self._quorum_history.keep(channels)
             with self._counting:
                 self._announcements.keep(channels)
+        self._subscribe(channels)  # one that ended just as its channel was wanted again
+        self._refusals.keep(self._dispatcher.queues.has)
         self._dispatcher.dispatch_cancelled()
+        self._successor.refresh_if_due()
 
 
 _rooms: weakref.WeakKeyDictionary[Any, WaitingRoom] = weakref.WeakKeyDictionary()
@@ -254,6 +261,16 @@ def waiters_of(consumer: Any) -> list[Waiter]:
     return [] if room is None else room.waiting()
 
 
+def rooms_of(app: Any) -> Iterator[WaitingRoom]:
+    """Yield the rooms of an app's workers in this process."""
+    return (room for consumer, room in list(_rooms.items()) if consumer.app is app)
+
+
+def room_of(consumer: Any) -> WaitingRoom | None:
+    """Return the room of a consumer, None if it has none."""
+    return _rooms.get(consumer)
+
+
 def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     """Let a message that was refused a lock wait in the room; in the worker's main process."""
     room = None if request.eta is None else _rooms.get(sender)
@@ -263,9 +280,21 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     delivery = request.delivery_info or {}
     wait = header.wait
     if wait is not None and wait.resources and delivery.get("exchange") != CAME_BACK:
+        _begin_countdown_anew(request, wait)
         try:
             room.admit(request, wait, str(header.deferral.since))
         except RedlockError as error:
             extra = {"event": "not_woken", "task": request.name, "task_id": request.id}
             text = "%s[%s] is not woken: %s"
             logger.warning(text, request.name, request.id, error, extra=extra)
+
+
+def _begin_countdown_anew(request: Any, wait: Wait) -> None:
+    """Let a message that has come later than its countdown wait as long from now on.
+
+    Its queue takes longer than the countdown, and at each turn of the queue it would only be
+    refused again. Messages with a budget keep their ETA.
+    Source: celery.worker.strategy reads `Request.eta` after task_received.
+    """
+    if wait.waits_for_release and request.eta <= utc_now():
+        request._eta = utc_now() + timedelta(seconds=wait.countdown)

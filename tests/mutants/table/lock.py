@@ -259,7 +259,7 @@ MUTANTS = (
     ),
     Mutant(
         "a waiting task that is cancelled takes the word of a release along",
-        "lock.retry:Attempts._wait_async",
+        "lock.engine.wait_queue:WaitQueue.waiting",
         "waiter.decided = True",
         "pass",
         (f"{CONTRACT}/test_async.py",),
@@ -283,7 +283,7 @@ MUTANTS = (
     ),
     Mutant(
         "who waits for a killed holder waits past the end of its lease",
-        "lock.retry:_pause",
+        "lock.retry_schedule:_pause",
         "return spin if ends is None else min(spin, ends + uniform(0, FIRST_SPIN))",
         "return spin",
         (f"{SIMULATION}/test_properties.py",),
@@ -401,8 +401,8 @@ MUTANTS = (
     Mutant(
         "a run that lost its lock is not marked as done, and its redelivery runs again",
         "lock/server/lua/release.lua:",
-        "if KEYS[2] then",
-        "if KEYS[2] and redis.call('GET', KEYS[1]) == ARGV[1] then",
+        "if KEYS[3] then",
+        "if KEYS[3] and redis.call('GET', KEYS[1]) == ARGV[1] then",
         (f"{CONTRACT}/test_scripts.py::TestDoneMark",),
     ),
     Mutant(

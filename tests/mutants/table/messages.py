@@ -189,7 +189,7 @@ MUTANTS = (
     ),
     Mutant(
         "a message with a budget waits for a release alone",
-        "tasks.execution.outcomes:Refusal.waits_for_release",
+        "tasks.execution.deferral:Refusal.waits_for_release",
         " and not has_budget",
         "",
         (
@@ -343,18 +343,17 @@ MUTANTS = (
     Mutant(
         "all messages that wait for a lock try again, not the first alone",
         "tasks.waiting.queues:WaitQueue.turn_of",
-        " if is_head else math.inf",
-        "",
+        "if self.waiters[0] is not waiter:",
+        "if False:",
         (f"{UNIT}/test_wait_queues.py",),
     ),
     Mutant(
         "a release wakes no message that waits in a worker",
-        "tasks.waiting.room:WaitingRoom._on_release",
-        """        for head in heads:
-            self._dispatch(release, head)""",
-        """        for head in heads:
-            pass""",
+        "tasks.waiting.successor:Successor._on_named",
+        "self._dispatch(head, Turn(ACTED, released_at=at))",
+        "pass",
         (f"{CONTRACT}/test_waiting_room.py",),
+        "each_limit_by_itself",
     ),
     Mutant(
         "nobody can look who waits while a body runs in the main process",
@@ -383,28 +382,12 @@ MUTANTS = (
         "cannot_be_handed_on",
     ),
     Mutant(
-        "after a refusal the first in line tries each second",
-        "tasks.waiting.releases:FollowUps.may_still_be_free",
-        "return refused_at < released_at - self._clocks_differ",
-        "return True",
-        (f"{CONTRACT}/test_waiting_room.py",),
-        "after_a_refusal",
-    ),
-    Mutant(
-        "of several released permits one alone is for messages on their way",
-        "tasks.waiting.releases:ReleaseHistory.claim",
-        "[-count:]",
-        "[-1:]",
-        (f"{CONTRACT}/test_waiting_room.py",),
-        "of_permits",
-    ),
-    Mutant(
-        "one node's word wakes a message",
+        "one node's word to all waiters wakes a message",
         "tasks.waiting.releases:Announcements._count",
         "count >= needed",
         "count >= 1",
-        (f"{CONTRACT}/test_waiting_room.py",),
-        "many_before",
+        (f"{UNIT}/test_releases.py",),
+        "minority",
     ),
     Mutant(
         "one release wakes a message for each node beyond a majority",
@@ -420,14 +403,6 @@ MUTANTS = (
         ":\n",
         (f"{UNIT}/test_dispatch.py",),
         "closed_room",
-    ),
-    Mutant(
-        "a release that was missed while the broker was away wakes nobody",
-        "tasks.waiting.releases:ReleaseHistory._of",
-        "[] if self._opened_at is None else [_Past(self._opened_at)]",
-        "list[_Past]()",
-        (f"{CONTRACT}/test_waiting_room.py",),
-        "broker_was_lost",
     ),
     Mutant(
         "a second send in a window is published",
@@ -502,5 +477,21 @@ MUTANTS = (
             f"{INTEGRATION}/test_second_deliveries.py::"
             "test_a_second_delivery_of_a_copy_runs_though_a_later_send_replaces_it",
         ),
+    ),
+    Mutant(
+        "messages that wait untried keep all others out of a worker of quorum queues",
+        "tasks.execution.untried:_is_eligible",
+        "if has_quorum_queues(consumer.app):",
+        "if False:",
+        (f"{INTEGRATION}/test_untried.py",),
+        "keep_no_other_out",
+    ),
+    Mutant(
+        "a message that waits untried is acknowledged, and dies with its worker",
+        "tasks.execution.untried:_defer",
+        "    send_signal(delivery, deferral)\n",
+        "    send_signal(delivery, deferral)\n    request.acknowledge()\n",
+        (f"{INTEGRATION}/test_untried.py",),
+        "is_killed_loses_no_message",
     ),
 )

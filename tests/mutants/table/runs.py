@@ -38,11 +38,11 @@ MUTANTS = (
     Mutant(
         "a message is published before DEFERRED is stored",
         "tasks.execution.outcomes:defer",
-        """    StateReporter(task, request).deferred(info, why)
-    republish(delivery, header, countdown)
+        """    report(delivery, deferral, StateReporter(delivery.task, request))
+    republish(delivery, deferral.header, deferral.countdown)
 """,
-        """    republish(delivery, header, countdown)
-    StateReporter(task, request).deferred(info, why)
+        """    republish(delivery, deferral.header, deferral.countdown)
+    report(delivery, deferral, StateReporter(delivery.task, request))
 """,
         (f"{INTEGRATION}/test_states.py::test_deferred_is_stored_before_the_message_is_published",),
     ),
@@ -265,8 +265,8 @@ MUTANTS = (
     Mutant(
         "a message that can never be republished leaves the claim of its send",
         "tasks.execution.outcomes:defer",
-        "    StateReporter(task, request).deferred",
-        "    request.__dict__[CONTINUES] = True\n    StateReporter(task, request).deferred",
+        "    report(delivery, deferral",
+        "    request.__dict__[CONTINUES] = True\n    report(delivery, deferral",
         (
             f"{INTEGRATION}/test_put_back.py::"
             "test_what_is_refused_for_good_is_the_end_of_its_sends_window",

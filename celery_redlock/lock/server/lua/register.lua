@@ -1,0 +1,49 @@
+-- Register a process as a waiter for a resource; if it asks, return its place and when a key is free.
+-- KEYS  1 the set of the resource's waiters   2... the lock's keys, one for each permit; absent if
+--       it does not ask
+-- ARGV  1 the waiter   2 since when its first caller or message waits: s since 1970
+--       3 ms after which the set expires, unless somebody registers
+--       4 how many waiters before this one have had their turn: they leave the set if a key is free
+--       5 the beginning of the waiters' own channels: a waiter before this one whose channel has no
+--       subscriber is dead, and leaves the set if a key is free
+-- Returns  {rank, ms}  rank: how many waiters are before this one, -1 if the server refuses to
+--                      register it: an earlier version's user has no right, or memory is full
+--                      ms: until a key is free: 0 now, -1 if no key expires
+--          0           it does not ask
+local is_registered = type(redis.pcall('ZADD', KEYS[1], ARGV[2], ARGV[1])) == 'number'
+if is_registered then
+  redis.call('PEXPIRE', KEYS[1], ARGV[3])
+end
+if #KEYS == 1 then
+  return 0
+end
+local least = -1
+for i = 2, #KEYS do
+  local ms = redis.call('PTTL', KEYS[i])
+  if ms == -2 then
+    least = 0
+    break
+  elseif ms >= 0 and (least < 0 or ms < least) then
+    least = math.max(ms, 1)
+  end
+end
+if not is_registered then
+  return {-1, least}
+end
+local rank = redis.call('ZRANK', KEYS[1], ARGV[1])
+if least ~= 0 or rank == 0 then
+  return {rank, least}
+end
+local passed, channels = tonumber(ARGV[4]), {}
+local before = redis.call('ZRANGE', KEYS[1], 0, math.min(rank, 100) - 1)
+for place, waiter in ipairs(before) do
+  channels[place] = ARGV[5] .. waiter
+end
+local counts = redis.pcall('PUBSUB', 'NUMSUB', unpack(channels))  -- name, count, name, count...
+for place, waiter in ipairs(before) do
+  if place <= passed or tonumber(counts[2 * place]) == 0 then
+    redis.call('ZREM', KEYS[1], waiter)
+    rank = rank - 1
+  end
+end
+return {rank, least}

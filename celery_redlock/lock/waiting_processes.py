@@ -1,0 +1,145 @@
+"""Lists the processes that are registered on the nodes as waiters, in the order of their turns.
+
+The nodes know them even if they do not answer: a stopped process, or one that was killed. It stays
+registered until a release passes it over, or nobody waits for the resource any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.model.keys import waiting_key
+from celery_redlock.lock.node_status import ask_each
+from celery_redlock.lock.server.admin import names_on
+from celery_redlock.lock.transport.encoding import read_list, read_text, text_of
+
+ASKED_AT_ONCE = 500  # sets
+
+
+@dataclass(frozen=True)
+class WaitingProcess:
+    """A process that waits for a resource, as the nodes know it.
+
+    rank: how many processes are before it. waiter: its name on the nodes, new in each process.
+    since: seconds since 1970, when its first caller or message began to wait. nodes: those that
+    have it registered.
+    """
+
+    resource: str
+    rank: int
+    waiter: str
+    since: float
+    nodes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the worker; if a caller with `wait` registered it, of the machine."""
+        return self._parts[0]
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; None if another program wrote the name."""
+        return self._parts[1]
+
+    @property
+    def _parts(self) -> tuple[str, int | None]:
+        parts = self.waiter.rsplit(":", 2)  # as engine/wait_queue.py: process_name
+        if len(parts) != 3 or not parts[1].isdecimal():
+            return self.waiter, None
+        return parts[0], int(parts[1])
+
+
+@dataclass(frozen=True)
+class WaitingSight:
+    """The waiting processes on the nodes that answer, by resource and in order.
+
+    asked: the number of nodes. wrong_type: by resource, the nodes on which a key of another program
+    has the name of the set of waiters. failing: by node, the cause of its failure.
+    """
+
+    processes: tuple[WaitingProcess, ...]
+    asked: int
+    wrong_type: Mapping[str, tuple[str, ...]]
+    failing: Mapping[str, str]
+
+
+def look_at_waiting(redlock: Redlock) -> WaitingSight:
+    """Return all processes that wait for a lock.
+
+    Scans each node's keys in parts, so that no other client waits.
+    """
+    beginning = waiting_key(redlock.prefix, "")
+
+    def look(connection: Any) -> list[tuple[str, Mapping[Any, float] | None]]:
+        names = list(set(names_on(connection, beginning)))
+        sets = _sets(connection, names)
+        return [(text_of(name).removeprefix(beginning), scores) for name, scores in sets]
+
+    found, failing = ask_each(redlock, look)
+    registered: dict[str, dict[Any, dict[str, float]]] = {}
+    wrong_type: dict[str, tuple[str, ...]] = {}
+    for node, sets in found.items():
+        for resource, scores in sets:
+            if scores is None:
+                wrong_type[resource] = (*wrong_type.get(resource, ()), node)
+                continue
+            for waiter, since in scores.items():
+                registered.setdefault(resource, {}).setdefault(waiter, {})[node] = since
+    lines = (_in_order(resource, waiters) for resource, waiters in sorted(registered.items()))
+    asked = len(redlock.session.node_set.nodes)
+    return WaitingSight(tuple(itertools.chain(*lines)), asked, wrong_type, failing)
+
+
+def _in_order(resource: str, waiters: Mapping[Any, Mapping[str, float]]) -> list[WaitingProcess]:
+    """Return the waiters of one resource in the order in which the nodes keep them.
+
+    waiters: by name, since when on each node.
+    """
+    order = sorted((_agreed(on.values()), waiter) for waiter, on in waiters.items())
+    return [
+        WaitingProcess(resource, rank, text_of(waiter), since, tuple(waiters[waiter]))
+        for rank, (since, waiter) in enumerate(order)
+    ]
+
+
+def _agreed(since: Iterable[float]) -> float:
+    """Return what most nodes say; of several, the earliest. A node may lack the last write."""
+    votes = Counter(since)
+    return min(votes, key=lambda one: (-votes[one], one))
+
+
+def _sets(
+    connection: Any, names: Sequence[Any]
+) -> Iterator[tuple[Any, Mapping[Any, float] | None]]:
+    """Yield the name of each set, and since when each of its members waits.
+
+    None for a key of another type.
+    """
+    for first in range(0, len(names), ASKED_AT_ONCE):
+        part = names[first : first + ASKED_AT_ONCE]
+        connection.send_packed_command(
+            connection.pack_commands([("ZRANGE", name, "0", "-1", "WITHSCORES") for name in part])
+        )
+        for name in part:
+            yield name, _scores(connection)
+
+
+def _scores(connection: Any) -> Mapping[Any, float] | None:
+    try:
+        reply = connection.read_response()
+    except redis.ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        return None
+    words = read_list(reply, len(reply) if isinstance(reply, list) else -1)
+    return {
+        waiter: float(read_text(score))
+        for waiter, score in zip(words[::2], words[1::2], strict=True)
+    }

@@ -1,0 +1,116 @@
+"""Messages that are deferred without a try, in a worker's main process.
+
+If another message of the worker waits for the same lock, or was refused it just now, a new message
+would be refused as well: a run in the pool, two rounds to the nodes, and a second message. So it
+waits in the worker's memory from the start, unacknowledged as a message with a countdown is. What
+it may lead to is what the run would have done: DEFERRED, its event, its signal and its log line.
+
+A message tries as before if only a run can say what becomes of it: its key or `on_conflict` is a
+callable, it waits in its slot (`wait`), it may have run elsewhere, its budget is spent, or its task
+has a rate limit. So does each message of an app with quorum queues: for it Celery cannot raise the
+prefetch, so messages that wait would keep out all others.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from celery_redlock.errors import LockTaken, RedlockError
+from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.tasks.declaration import config_of
+from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
+from celery_redlock.tasks.delivery.header import HEADER
+from celery_redlock.tasks.delivery.route import has_quorum_queues
+from celery_redlock.tasks.execution.contention import Defer
+from celery_redlock.tasks.execution.deferral import (
+    Deferred,
+    PlannedDeferral,
+    Refusal,
+    decide_refused,
+    plan,
+    report,
+    send_signal,
+)
+from celery_redlock.tasks.reporting import StateReporter
+from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.waiting.room import WaitingRoom, room_of, rooms_of
+
+_clock = SystemClock()
+SLOW = 1.0  # seconds for a state in the result backend, after which new messages try again
+TRIES_FOR = 60.0  # seconds for which they do: meanwhile no write blocks the event loop
+
+
+def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
+    """Give a message that would be refused a countdown before Celery looks for one.
+
+    sender: Celery's consumer. `admit_received` comes after this, and lets the message wait.
+    Source: celery.worker.strategy sends task_received before it reads the request's ETA.
+    """
+    room = room_of(sender)
+    delivery: Delivery | None = getattr(request, "delivery", None)
+    if room is None or delivery is None or request.eta is not None or not room.may_refuse:
+        return  # most messages
+    if not _is_eligible(sender, delivery):
+        return
+    try:
+        refusal = _known_refusal(room, delivery, request)
+    except RedlockError:  # the run reports it
+        return
+    if refusal is None:
+        return
+    decision = decide_refused(delivery, refusal)[0]
+    if isinstance(decision, Defer):
+        _defer(room, delivery, request, plan(delivery, refusal, decision))
+
+
+def _is_eligible(consumer: Any, delivery: Delivery) -> bool:
+    """Return whether nothing but the lock decides what becomes of a message."""
+    name, header = delivery.task.name, delivery.header
+    has_rate_limit = consumer.task_buckets[name] is not None and not consumer.disable_rate_limits
+    if has_rate_limit or header.unique is not None or header.wait is not None:
+        return False
+    if has_quorum_queues(consumer.app):  # Source: celery.worker.consumer.tasks: Tasks.qos_global
+        return False
+    return not delivery.may_have_run_elsewhere and delivery.can_republish
+
+
+def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refusal | None:
+    """Return the refusal that a run would get; None if that is not known. Raises RedlockError."""
+    config = config_of(delivery.task)
+    queue = delivery.queue(config.queues)
+    options = config.options_for(queue, delivery.header.options)
+    if options.on_conflict != "defer" or options.wait > 0 or callable(options.key):
+        return None
+    args, kwargs = tuple(request.args), dict(request.kwargs)
+    resources = config.resources(options, TaskCall(delivery.task, args, kwargs, queue))
+    for resource in resources:
+        known = room.refusal_of(resource, options.limit)
+        if known is not None:
+            error = LockTaken(resource, known.holder, known.expires_in)
+            now = utc_now().timestamp()
+            return Refusal(error, now, options, tuple(resources), args, kwargs)
+    return None
+
+
+def _defer(room: WaitingRoom, delivery: Delivery, request: Any, deferral: PlannedDeferral) -> None:
+    """Report a deferral, and let the request carry it, as a message that came back would.
+
+    Source: celery.worker.request: `Request.eta` is what the worker goes by, and `request_dict` is
+    what a pool gets of the message.
+    """
+    began = _clock.now()
+    reporter = StateReporter(delivery.task, delivery.request, request.send_event)
+    report(delivery, deferral, reporter)
+    if _clock.now() - began > SLOW:
+        room.pause_untried(TRIES_FOR)
+    send_signal(delivery, deferral)
+    request.request_dict[HEADER] = deferral.header.to_message()
+    request.__dict__.pop("_context", None)  # made from that
+    request._eta = utc_now() + timedelta(seconds=deferral.countdown)
+
+
+def note_deferred(app: Any, deferred: Deferred) -> None:
+    """Remember in an app's worker that a run of it has just been refused."""
+    for room in rooms_of(app):
+        room.note_refusal(deferred.resource, deferred.limit, deferred.holder, deferred.expires_in)

@@ -1,0 +1,587 @@
+"""Who waits is known on the nodes, and a release names the first of them: on real servers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.client import PubSub
+
+from celery_redlock import Redlock
+from celery_redlock.lock.held_locks import break_lock, look_at_locks
+from celery_redlock.lock.model.handoff import Registration
+from celery_redlock.lock.model.keys import inbox_channel, lock_key, waiting_key, wake_channel
+from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.retry_schedule import LONGEST_DEAF, MOST_TURNS
+from celery_redlock.lock.server.key_requests import MOST_ASKED, REGISTERED_FOR, KeyRequests
+from celery_redlock.lock.server.scripts import BREAK, REGISTER, RELEASE
+from celery_redlock.lock.transport.script import Script
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import FREED, NODE_TIMEOUT, eventually, see_quorum, settle
+from tests.contract.contention import PROCESSES
+from tests.contract.points import interrupt
+from tests.pages import ROOT
+
+KEY, WAITING = lock_key("redlock", "r"), waiting_key("redlock", "r")
+PERMIT = lock_key("redlock", "r", 1)
+WAKE, INBOX = wake_channel("redlock", "r"), inbox_channel("redlock", "")
+VALUE = "token:1700000000000:some holder"
+WAIT = 60.0  # s
+MINUTE = "60000"  # ms
+
+now = SystemClock().now
+
+
+@pytest.fixture
+def client(nodes: list[EmbeddedNode]) -> Redis:
+    return nodes[0].client()
+
+
+def run(client: Redis, script: Script, keys: list[str], *args: str) -> Any:
+    return client.eval(script.source.decode(), len(keys), *keys, *args)
+
+
+def register(client: Redis, waiter: str, since: float, *keys: str, passed: int = 0) -> Any:
+    words = [waiter, str(since), MINUTE, str(passed), INBOX]
+    return run(client, REGISTER, [WAITING, *keys], *words)
+
+
+def release(client: Redis) -> None:
+    client.set(KEY, VALUE)
+    assert run(client, RELEASE, [KEY, WAITING], VALUE, WAKE, INBOX) == 1
+    assert not client.exists(KEY)
+
+
+def waiting(client: Redis) -> list[str]:
+    found: list[str] = client.zrange(WAITING, 0, -1)
+    return found
+
+
+class Ears:
+    """Raw clients, each with its channels. heard: what came by now, in order."""
+
+    def __init__(self, client: Redis) -> None:
+        self._client = client
+        self._stack = contextlib.ExitStack()
+        self._subscriptions: list[PubSub] = []
+
+    def listen(self, *channels: str) -> None:
+        subscription = self._stack.enter_context(self._client.pubsub())
+        subscription.subscribe(*channels)
+        for _ in channels:
+            assert eventually(subscription.get_message)["type"] == "subscribe"
+        self._subscriptions.append(subscription)
+
+    def heard(self) -> list[tuple[str, str]]:
+        """Return the channels and messages of all of them since the last call."""
+        found = []
+        for subscription in self._subscriptions:
+            subscription.subscribe(":end")  # its confirmation comes after all other messages
+            while (message := eventually(subscription.get_message))["channel"] != ":end":
+                found.append((message["channel"].removeprefix(INBOX), message["data"]))
+            subscription.unsubscribe(":end")
+            while eventually(subscription.get_message)["type"] != "unsubscribe":
+                pass
+        return found
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def ears(client: Redis) -> Iterator[Ears]:
+    made = Ears(client)
+    with contextlib.closing(made):
+        yield made
+
+
+class TestRegistration:
+    def test_says_how_many_are_before_and_when_a_key_is_free(
+        self, client: Redis, ears: Ears
+    ) -> None:
+        ears.listen(*(f"{INBOX}w{number}" for number in (1, 2, 3)))
+        assert register(client, "w1", 1.0, KEY) == [0, 0]
+        assert register(client, "w2", 2.5, KEY, PERMIT) == [1, 0]
+        client.set(KEY, VALUE)
+        assert register(client, "w3", 2.4, KEY) == [1, -1]
+        client.set(PERMIT, VALUE, px=30_000)
+        rank, ms = register(client, "w3", 3.0, KEY, PERMIT)
+        assert (rank, 0 < ms <= 30_000) == (2, True)
+
+    def test_that_does_not_ask_gets_no_answer(self, client: Redis) -> None:
+        assert register(client, "w1", 1.0) == 0
+        assert waiting(client) == ["w1"]
+
+    def test_of_the_same_waiter_replaces_the_earlier_one(self, client: Redis) -> None:
+        register(client, "w1", 2.0)
+        register(client, "w2", 1.5)
+        register(client, "w1", 1.0)
+        assert waiting(client) == ["w1", "w2"]
+
+    def test_ends_by_itself_unless_somebody_registers(self, client: Redis) -> None:
+        register(client, "w1", 1.0)
+        client.pexpire(WAITING, 5_000)
+        register(client, "w2", 1.0)
+        assert 30_000 < client.pttl(WAITING) <= int(MINUTE)
+
+    def test_strikes_those_that_had_their_turn_only_if_a_key_is_free(
+        self, client: Redis, ears: Ears
+    ) -> None:
+        for number in range(4):
+            ears.listen(f"{INBOX}w{number}")
+            register(client, f"w{number}", float(number))
+        client.set(KEY, VALUE)
+        assert register(client, "w3", 3.0, KEY, passed=2)[0] == 3
+        assert waiting(client) == ["w0", "w1", "w2", "w3"]
+        assert register(client, "w3", 3.0, KEY, PERMIT, passed=2) == [1, 0]
+        assert waiting(client) == ["w2", "w3"]
+        assert register(client, "w2", 2.0, KEY, PERMIT, passed=9) == [0, 0]
+        assert waiting(client) == ["w2", "w3"]  # never those behind
+
+    def test_strikes_the_dead_before_it_if_a_key_is_free(self, client: Redis, ears: Ears) -> None:
+        ears.listen(f"{INBOX}w1")
+        for number in range(4):
+            register(client, f"w{number}", float(number))
+        assert register(client, "w3", 3.0, KEY) == [1, 0]
+        assert waiting(client) == ["w1", "w3"]
+
+    def test_is_one_command_for_any_number_of_permits(self, redlock: Redlock) -> None:
+        registration = Registration("w1", "r", 1.0, limit=10 * MOST_ASKED)
+        request = KeyRequests("redlock").register(registration, asks=True)
+        assert request.count(b"}:lock:r") == MOST_ASKED
+
+
+@pytest.mark.parametrize("script", [RELEASE, BREAK])
+class TestNaming:
+    def free(self, client: Redis, script: Script) -> None:
+        """Free the lock, by its holder or by an operator."""
+        if script is RELEASE:
+            release(client)
+            return
+        client.set(KEY, VALUE)
+        keys = [KEY, "{redlock}:broken:r:token", WAITING]
+        assert run(client, BREAK, keys, VALUE, "9000", WAKE, INBOX) == 1
+
+    def test_three_are_named_in_order_and_no_other_is_woken(
+        self, client: Redis, ears: Ears, script: Script
+    ) -> None:
+        for number in (3, 1, 0, 2):
+            ears.listen(f"{INBOX}w{number}", WAKE, WAITING)
+            register(client, f"w{number}", float(number))
+        self.free(client, script)
+        assert sorted(ears.heard()) == [(f"w{rank}", f"{rank} token {WAKE}") for rank in range(3)]
+        assert len(waiting(client)) == 4
+
+    def test_one_without_a_listener_is_dead_and_the_next_is_named(
+        self, client: Redis, ears: Ears, script: Script
+    ) -> None:
+        for number in range(6):
+            register(client, f"w{number}", float(number))
+        for number in (1, 4, 5):
+            ears.listen(f"{INBOX}w{number}")
+        self.free(client, script)
+        assert sorted(ears.heard()) == [
+            ("w1", f"0 token {WAKE}"),
+            ("w4", f"1 token {WAKE}"),
+            ("w5", f"2 token {WAKE}"),
+        ]
+        assert waiting(client) == ["w1", "w4", "w5"]
+
+    def test_everybody_is_told_if_nobody_is_registered_or_all_are_dead(
+        self, client: Redis, ears: Ears, script: Script
+    ) -> None:
+        ears.listen(WAKE, WAITING)
+        for count in (0, 2, 150):
+            for number in range(count):
+                register(client, f"w{number}", float(number))
+            self.free(client, script)
+            assert ears.heard() == [(WAKE, VALUE)]
+
+    def test_clients_of_an_earlier_version_are_told_while_another_is_named(
+        self, client: Redis, ears: Ears, script: Script
+    ) -> None:
+        ears.listen(WAKE)
+        register(client, "w1", 1.0)
+        self.free(client, script)
+        assert ears.heard() == [(WAKE, VALUE)]
+        ears.listen(f"{INBOX}w1", WAITING)  # it hears names, and is no earlier version
+        register(client, "w1", 1.0)
+        self.free(client, script)
+        assert sorted(ears.heard()) == [("w1", f"0 token {WAKE}")]
+        ears.listen(WAKE)
+        self.free(client, script)
+        assert sorted(ears.heard()) == [("w1", f"0 token {WAKE}"), *[(WAKE, f"{VALUE} named")] * 2]
+
+    def test_if_the_server_counts_wrongly_those_alone_are_told_that_are_named(
+        self, client: Redis, ears: Ears, script: Script
+    ) -> None:
+        """Valkey 9.1 counts the subscribers of a channel wrongly if there are eight."""
+        for number in range(8):
+            ears.listen(f"{INBOX}w{number}", WAKE, WAITING)
+            register(client, f"w{number}", float(number))
+        self.free(client, script)
+        assert sorted(channel for channel, _ in ears.heard()) == ["w0", "w1", "w2"]
+
+    def test_a_key_of_another_program_costs_the_names_alone(
+        self, client: Redis, ears: Ears, script: Script
+    ) -> None:
+        ears.listen(WAKE)
+        client.set(WAITING, "of another program")
+        register(client, "w1", 1.0)
+        self.free(client, script)
+        assert ears.heard() == [(WAKE, VALUE)]
+        assert client.get(WAITING) == "of another program"
+
+    @pytest.mark.parametrize(
+        "rights",
+        [
+            pytest.param(["resetchannels", "&{redlock}:wake:*"], id="no new channels"),
+            pytest.param(["&*", "-zrange"], id="no ZRANGE"),
+            pytest.param(["&*", "-zrem"], id="no ZREM"),
+            pytest.param(["&*", "-pubsub"], id="no PUBSUB"),
+        ],
+    )
+    def test_a_right_that_is_missing_costs_the_names_alone(
+        self, client: Redis, ears: Ears, script: Script, rights: list[str]
+    ) -> None:
+        ears.listen(WAKE)
+        register(client, "dead", 1.0)
+        setting = ["reset", "on", "nopass", "~*", "+@all", *rights]
+        client.execute_command("ACL", "SETUSER", "few", *setting)
+        port = client.connection_pool.connection_kwargs["port"]
+        try:
+            with Redis(port=port, username="few", decode_responses=True) as few:
+                self.free(few, script)
+        finally:
+            client.execute_command("ACL", "DELUSER", "few")
+        assert ears.heard() == [(WAKE, VALUE)]
+
+
+def test_a_value_without_a_token_names_its_successor(client: Redis, ears: Ears) -> None:
+    """Another program's value, which an operator breaks."""
+    ears.listen(f"{INBOX}w1", WAITING)
+    register(client, "w1", 1.0)
+    client.set(KEY, "hello, this is mine")
+    keys = [KEY, "{redlock}:broken:r:hello", WAITING]
+    assert run(client, BREAK, keys, "hello, this is mine", "9000", WAKE, INBOX) == 1
+    assert ears.heard() == [("w1", f"0 hello, {WAKE}")]
+
+
+# processes that wait
+
+
+@contextlib.contextmanager
+def over(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+    with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
+        see_quorum(made)
+        yield made
+
+
+def take(redlock: Redlock) -> float:
+    """Wait for the lock, and return the monotonic s at which it was got."""
+    with redlock.lock("r", wait=WAIT):
+        return now()
+
+
+def wait_in_process(line: Connection, urls: list[str]) -> None:
+    """Wait for the lock; say when it was got, and keep it until a word comes."""
+    with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock, redlock.lock("r", wait=WAIT):
+        line.send(now())
+        line.recv()
+
+
+class OtherProcess:
+    """A process that waits for the lock."""
+
+    def __init__(self, nodes: list[EmbeddedNode]) -> None:
+        self.line, other_end = PROCESSES.Pipe()
+        urls = [node.url for node in nodes]
+        before = set(waiting(nodes[0].client()))
+        self.process = PROCESSES.Process(
+            target=wait_in_process, args=(other_end, urls), daemon=True
+        )
+        self.process.start()
+        for node in nodes:
+            eventually(lambda node=node: set(waiting(node.client())) - before)
+        (self.name,) = set(waiting(nodes[0].client())) - before
+
+    def has(self, within: float = WAIT) -> bool:
+        """Return whether it gets the lock in time."""
+        return self.line.poll(within)
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def others(nodes: list[EmbeddedNode]) -> Iterator[Any]:
+    """Give a way to start processes that wait."""
+    made: list[OtherProcess] = []
+
+    def start() -> OtherProcess:
+        made.append(OtherProcess(nodes))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.end()
+
+
+class TestProcesses:
+    def test_get_the_lock_in_the_order_in_which_they_came(
+        self, redlock: Redlock, others: Any
+    ) -> None:
+        with redlock.lock("r"):
+            first, second, third = (others() for _ in range(3))
+            assert not first.has(0)
+        for one, behind in ((first, second), (second, third)):
+            assert one.has()
+            assert not behind.has(0)
+            one.line.send("release")
+        assert third.has()
+
+    def test_leave_a_stopped_one_behind_after_its_turn(self, redlock: Redlock, others: Any) -> None:
+        with redlock.lock("r"):
+            first, second = others(), others()
+            first.stop()
+        assert second.has(LONGEST_DEAF)
+        first.go_on()
+        second.line.send("release")
+        assert first.has()
+
+    def test_leave_a_dead_one_behind_at_once(
+        self, redlock: Redlock, others: Any, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r"):
+            first, second = others(), others()
+            first.end()
+            eventually(lambda: not nodes[0].client().pubsub_numsub(INBOX + first.name)[0][1])
+        assert second.has()
+        eventually(lambda: waiting(nodes[0].client()) == [])
+
+    def test_that_a_node_forgot_are_registered_again_after_a_look(
+        self, redlock: Redlock, others: Any, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r"):
+            first = others()
+            nodes[1].client().delete(WAITING)
+            eventually(lambda: waiting(nodes[1].client()) == [first.name])
+        assert first.has()
+
+    def test_that_lost_their_subscription_are_registered_again_with_the_next_one(
+        self, redlock: Redlock, others: Any, nodes: list[EmbeddedNode]
+    ) -> None:
+        with redlock.lock("r"):
+            first = others()
+            node = nodes[1].client()
+            node.delete(WAITING)
+            eventually(lambda: node.client_kill_filter(_type="pubsub"))
+            eventually(lambda: waiting(node) == [first.name])
+        assert first.has()
+
+
+class TestRegistered:
+    @pytest.fixture
+    def rival(self, nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+        """Give a client beside `redlock`, as of another process."""
+        with over(nodes) as made:
+            yield made
+
+    @pytest.fixture
+    def pool(self) -> Iterator[ThreadPoolExecutor]:
+        """Give threads to wait in."""
+        with ThreadPoolExecutor() as made:
+            yield made
+
+    def test_who_waits_no_more_is_not_registered_any_more(
+        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
+    ) -> None:
+        lock = redlock.lock("r").acquire()
+        taking: Future[float] = pool.submit(take, rival)
+        for node in nodes:
+            eventually(lambda node=node: waiting(node.client()))
+        assert not rival.lock("r").try_acquire(wait=0.3)
+        assert len(waiting(nodes[0].client())) == 1
+        lock.release()
+        assert taking.result(FREED)
+        for node in nodes:
+            eventually(lambda node=node: not node.client().exists(WAITING))
+
+    def test_a_thread_that_begins_to_wait_as_another_one_ends_is_registered(
+        self, redlock: Redlock, client: Redis
+    ) -> None:
+        """At each point of the end of the other one's wait."""
+        queue = redlock.session.wait_queue
+        with queue.waiting([wake_channel("redlock", "another")]):
+            eventually(lambda: queue.hears_names)
+            for point in itertools.count(1):
+                with contextlib.ExitStack() as one, contextlib.ExitStack() as other:
+                    one.enter_context(queue.waiting([WAKE]))
+                    begin = functools.partial(other.enter_context, queue.waiting([WAKE]))
+                    if not interrupt(one.close, point, begin, ("wait_queue.py",), "_leave"):
+                        break
+                    settle(redlock)
+                    assert len(waiting(client)) == 1, point
+            assert point > 10
+
+    def test_the_set_of_those_that_die_expires(
+        self, redlock: Redlock, rival: Redlock, client: Redis, pool: ThreadPoolExecutor
+    ) -> None:
+        with redlock.lock("r"):
+            taking = pool.submit(take, rival)
+            eventually(lambda: waiting(client))
+            assert 0 < client.pttl(WAITING) <= REGISTERED_FOR * 1000
+        assert taking.result(FREED)
+
+    def test_an_operator_that_breaks_the_lock_names_the_first(
+        self, redlock: Redlock, rival: Redlock, client: Redis, pool: ThreadPoolExecutor, ears: Ears
+    ) -> None:
+        redlock.lock("r").acquire()
+        taking = pool.submit(take, rival)
+        eventually(lambda: waiting(client))
+        settle(rival)
+        ears.listen(WAKE, WAITING)
+        (standing,) = look_at_locks(redlock, "r").locks
+        break_lock(redlock, standing)
+        assert taking.result(FREED)
+        assert (WAKE, standing.value) not in ears.heard()
+
+    def test_a_forked_child_waits_under_a_name_of_its_own(
+        self, redlock: Redlock, rival: Redlock, client: Redis, pool: ThreadPoolExecutor
+    ) -> None:
+        lock = redlock.lock("r").acquire()
+        taking = pool.submit(take, rival)
+        (name,) = eventually(lambda: waiting(client))
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                take(rival)
+                status = 0
+            os._exit(status)
+        eventually(lambda: len(waiting(client)) == 2)
+        assert name in waiting(client)
+        lock.release()
+        assert taking.result(FREED)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        eventually(lambda: waiting(client) == [])
+
+    def test_what_is_for_clients_of_an_earlier_version_wakes_nobody_who_can_be_named(
+        self, rival: Redlock, client: Redis
+    ) -> None:
+        queue, other = rival.session.wait_queue, wake_channel("redlock", "other")
+        with queue.waiting([WAKE]) as waiter, queue.waiting([other]) as behind:
+            eventually(lambda: queue.subscriptions(queue.inbox) == 3)
+            eventually(lambda: queue.subscriptions(WAKE) == queue.subscriptions(other) == 3)
+            waiter.take()
+            behind.take()
+            client.publish(WAKE, f"{VALUE} named")
+            client.publish(other, VALUE)  # comes after it
+            eventually(behind.take)
+            assert not waiter.take()
+
+    def test_threads_that_wait_are_one_waiter(
+        self, redlock: Redlock, rival: Redlock, client: Redis, pool: ThreadPoolExecutor
+    ) -> None:
+        lock = redlock.lock("r").acquire()
+        taking = [pool.submit(take, rival) for _ in range(4)]
+        eventually(lambda: len(rival.session.wait_queue.line(WAKE)) == 4)
+        eventually(lambda: waiting(client))
+        assert len(waiting(client)) == 1
+        lock.release()
+        moments = [one.result(FREED) for one in taking]
+        assert max(moments) - min(moments) < LONGEST_DEAF * MOST_TURNS
+        eventually(lambda: waiting(client) == [])
+
+
+def test_threading_is_not_needed_to_ask(redlock: Redlock, client: Redis) -> None:
+    """What the tasks ask with: the answer comes in another thread."""
+    answers, came = [], threading.Event()
+
+    def report(standing: object) -> None:
+        answers.append(standing)
+        came.set()
+
+    redlock.session.registrar.ask(Registration("w1", "r", 1.0), report)
+    assert came.wait(WAIT)
+    assert answers[0] is not None
+    assert (answers[0].rank, answers[0].is_free) == (0, True)
+    redlock.session.registrar.unregister("w1", "r")
+    eventually(lambda: not client.exists(WAITING))
+
+
+class TestRights:
+    """A user that may do what a page says, on all nodes."""
+
+    EARLIER = (
+        "~{redlock}:* &{redlock}:wake:* +get +set +del +time +pexpire +pttl +exists +publish "
+        "+subscribe +unsubscribe +eval +evalsha +script +info +ping +scan +mget"
+    )
+
+    @contextlib.contextmanager
+    def allowed(self, nodes: list[EmbeddedNode], rights: str) -> Iterator[list[Redlock]]:
+        for node in nodes:
+            words = ["reset", "resetchannels", "on", ">secret", *rights.split()]
+            node.client().execute_command("ACL", "SETUSER", "locks", *words)
+        urls = [f"redis://locks:secret@127.0.0.1:{node.port}" for node in nodes]
+        try:
+            with contextlib.ExitStack() as stack:
+                yield [
+                    stack.enter_context(Redlock(urls, node_timeout=NODE_TIMEOUT)) for _ in range(2)
+                ]
+        finally:
+            for node in nodes:
+                node.client().execute_command("ACL", "DELUSER", "locks")
+
+    def test_of_the_page_a_release_names_its_successor(
+        self, nodes: list[EmbeddedNode], client: Redis, ears: Ears
+    ) -> None:
+        page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
+        [rights] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
+        with self.allowed(nodes, rights) as (one, other), ThreadPoolExecutor() as pool:
+            lock = one.lock("r").acquire()
+            taking = pool.submit(take, other)
+            for node in nodes:
+                eventually(lambda node=node: waiting(node.client()))
+            settle(other)
+            ears.listen(WAKE, WAITING)
+            lock.release()
+            assert taking.result(FREED)
+            assert len(ears.heard()) == 1  # of the second holder: nobody waits any more
+
+    def test_of_an_earlier_version_a_release_is_announced_to_all(
+        self, nodes: list[EmbeddedNode], client: Redis, ears: Ears
+    ) -> None:
+        with self.allowed(nodes, self.EARLIER) as (one, other), ThreadPoolExecutor() as pool:
+            lock = one.lock("r").acquire()
+            taking = pool.submit(take, other)
+            eventually(lambda: other.session.wait_queue.subscriptions(WAKE) == len(nodes))
+            settle(other)
+            ears.listen(WAKE)
+            lock.release()
+            assert taking.result(FREED)
+            assert not client.exists(WAITING)
+            assert len(ears.heard()) == 2  # of both holders: each told all

@@ -1,0 +1,202 @@
+"""Who waits for a lock, as people are shown it, is who is registered on the real nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from celery_redlock import Redlock
+from celery_redlock.lock.model.handoff import Registration
+from celery_redlock.lock.model.keys import waiting_key
+from celery_redlock.lock.waiting_processes import WaitingProcess, look_at_waiting
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import FREED, eventually, settle
+
+WAITS = """
+import sys
+from celery_redlock import Redlock
+with Redlock(sys.argv[1:], node_timeout=2.0) as redlock, redlock.lock("r", wait=600):
+    pass
+"""
+
+
+def names(nodes: list[EmbeddedNode]) -> list[str]:
+    return [f"127.0.0.1:{node.port}" for node in nodes]
+
+
+def register(redlock: Redlock, *waiters: tuple[str, float], resource: str = "r") -> None:
+    """Register waiters as their processes do, and return once every node knows them."""
+    for waiter, since in waiters:
+        redlock.session.registrar.register(Registration(waiter, resource, since))
+    settle(redlock)
+
+
+def waiters(redlock: Redlock) -> list[str]:
+    return [one.waiter for one in look_at_waiting(redlock).processes]
+
+
+@contextlib.contextmanager
+def waiting_process(nodes: list[EmbeddedNode]) -> Iterator[subprocess.Popen[bytes]]:
+    """Give another process that waits for the lock of "r", which is taken."""
+    with subprocess.Popen([sys.executable, "-c", WAITS, *(node.url for node in nodes)]) as made:
+        try:
+            yield made
+        finally:
+            made.kill()
+
+
+def see_registered(redlock: Redlock, pid: int) -> WaitingProcess:
+    """Return what is shown of a process once every node has it registered."""
+
+    def shown() -> WaitingProcess | None:
+        found = [one for one in look_at_waiting(redlock).processes if one.pid == pid]
+        return found[0] if found and len(found[0].nodes) == 3 else None
+
+    found = eventually(shown)
+    assert found is not None
+    return found
+
+
+def test_processes_are_shown_in_the_order_in_which_they_began_to_wait(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    began = time.time()
+    register(redlock, ("celery@web2:7:aa", began), ("celery@web1:7:bb", began - 60))
+    register(redlock, ("cron:8:cc", began - 30))
+    register(redlock, ("cron:8:cc", began - 90), resource="other")
+    sight = look_at_waiting(redlock)
+    shown = [(one.resource, one.rank, one.name, one.pid) for one in sight.processes]
+    assert shown == [
+        ("other", 0, "cron", 8),
+        ("r", 0, "celery@web1", 7),
+        ("r", 1, "cron", 8),
+        ("r", 2, "celery@web2", 7),
+    ]
+    assert sight.processes[1].since == pytest.approx(began - 60, abs=0.01)
+    assert {one.nodes for one in sight.processes} == {tuple(names(nodes))}
+    assert (sight.asked, dict(sight.failing), dict(sight.wrong_type)) == (3, {}, {})
+
+
+def test_without_waiters_nobody_is_shown(redlock: Redlock) -> None:
+    with redlock.lock("r"):
+        assert look_at_waiting(redlock).processes == ()
+
+
+@pytest.mark.parametrize("resource", ["a*", "a#3", "[x]", "späť:\\", "a#1\n", "file:\udcff"])
+def test_a_resource_of_any_name_is_shown_by_its_name(redlock: Redlock, resource: str) -> None:
+    register(redlock, ("celery@web1:7:aa", 1.0), resource=resource)
+    assert [one.resource for one in look_at_waiting(redlock).processes] == [resource]
+
+
+def test_more_resources_than_are_asked_for_at_once_are_all_shown(redlock: Redlock) -> None:
+    resources = [f"r{number:04}" for number in range(1100)]
+    for resource in resources:
+        redlock.session.registrar.register(Registration("celery@web1:7:aa", resource, 1.0))
+    settle(redlock)
+    assert [one.resource for one in look_at_waiting(redlock).processes] == resources
+
+
+def test_a_process_that_left_is_not_shown_and_others_are(redlock: Redlock) -> None:
+    register(redlock, ("celery@web1:7:aa", 1.0), ("celery@web2:7:bb", 2.0))
+    redlock.session.registrar.unregister("celery@web1:7:aa", "r")
+    settle(redlock)
+    (left,) = look_at_waiting(redlock).processes
+    assert (left.waiter, left.rank) == ("celery@web2:7:bb", 0)
+
+
+def test_nodes_that_differ_are_shown_as_most_of_them_say(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    key = waiting_key("redlock", "r")
+    register(redlock, ("celery@web1:7:aa", 20.0), ("celery@web2:7:bb", 30.0))
+    nodes[0].client().zadd(key, {"celery@web2:7:bb": 10.0})  # it lacks the last write
+    nodes[2].client().zrem(key, "celery@web1:7:aa")
+    first, second = look_at_waiting(redlock).processes
+    assert (first.name, first.nodes) == ("celery@web1", tuple(names(nodes)[:2]))
+    assert (second.name, second.since, len(second.nodes)) == ("celery@web2", 30.0, 3)
+
+
+def test_a_caller_is_shown_by_its_machine_and_pid_while_it_waits(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    with redlock.lock("r", wait=60), waiting_process(nodes) as process:
+        shown = see_registered(redlock, process.pid)
+        assert (shown.resource, shown.rank, shown.name) == ("r", 0, socket.gethostname())
+        assert abs(shown.since - time.time()) < 600
+    eventually(lambda: not look_at_waiting(redlock).processes)
+
+
+def test_a_stopped_process_is_shown(redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+    with redlock.lock("r", wait=60), waiting_process(nodes) as process:
+        before = see_registered(redlock, process.pid)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert look_at_waiting(redlock).processes == (before,)
+
+
+def test_a_killed_process_is_shown_until_a_release_passes_it_over(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    with redlock.lock("r", wait=60), waiting_process(nodes) as process:
+        before = see_registered(redlock, process.pid)
+        process.kill()
+        process.wait()
+        inbox = f"{{redlock}}:handoff:{before.waiter}"
+        for node in nodes:  # a node learns of the closed connection a little later
+            eventually(lambda node=node: not node.client().pubsub_numsub(inbox)[0][1])
+        assert look_at_waiting(redlock).processes == (before,)
+    eventually(lambda: not look_at_waiting(redlock).processes, within=FREED)
+
+
+def test_a_registration_is_shown_until_it_expires(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    register(redlock, ("celery@web1:7:aa", 1.0))
+    for node in nodes:
+        assert 0 < node.client().pttl(waiting_key("redlock", "r")) <= 60_000
+        node.client().pexpire(waiting_key("redlock", "r"), 1)
+    eventually(lambda: not look_at_waiting(redlock).processes)
+
+
+def test_a_node_that_is_away_is_named_and_the_others_show_who_waits(
+    mortal_nodes: list[EmbeddedNode],
+) -> None:
+    with Redlock([node.url for node in mortal_nodes]) as redlock:
+        settle(redlock)
+        register(redlock, ("celery@web1:7:aa", 1.0))
+        mortal_nodes[1].kill()
+        sight = look_at_waiting(redlock)
+        first, away, last = names(mortal_nodes)
+        assert [one.nodes for one in sight.processes] == [(first, last)]
+        assert (sight.asked, list(sight.failing)) == (3, [away])
+        assert "refused" in sight.failing[away]
+
+
+def test_a_strangers_key_hides_no_other_waiters(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    register(redlock, ("celery@web1:7:aa", 1.0))
+    register(redlock, ("celery@web1:7:aa", 1.0), resource="wrong")
+    for node in nodes[:2]:
+        node.client().delete(waiting_key("redlock", "wrong"))
+        node.client().hset(waiting_key("redlock", "wrong"), "a", "b")
+    sight = look_at_waiting(redlock)
+    assert [(one.resource, len(one.nodes)) for one in sight.processes] == [("r", 3), ("wrong", 1)]
+    assert dict(sight.wrong_type) == {"wrong": tuple(names(nodes)[:2])}
+    assert dict(sight.failing) == {}
+
+
+def test_what_a_stranger_wrote_into_the_set_is_shown_as_it_stands(
+    redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    strange = {"by hand": float("inf"), b"a:b:\xff": float("-inf"), "a:-1:b": 0.0}
+    nodes[0].client().zadd(waiting_key("redlock", "r"), strange)
+    shown = [(one.name, one.pid) for one in look_at_waiting(redlock).processes]
+    assert shown == [("a:b:\ufffd", None), ("a:-1:b", None), ("by hand", None)]

@@ -1,0 +1,297 @@
+"""Messages that wait without a try: each runs once, whatever becomes of its worker or its broker.
+
+In each test a first message is refused its lock and waits in a worker. The others are received
+after that, and must wait at once, in the memory of the worker's main process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_redlock import LockTaken
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.conftest import eventually
+from tests.integration.conftest import Stage, overlaps, set_stage, slow_but, virtual_host
+from tests.integration.deliveries import heard, messages_of, see_drained
+
+POOLS = ("prefork", "threads", "solo", "gevent")
+FAST = ("prefork", "gevent")
+COUNT = 6  # messages that wait for one lock
+LONG = {"backoff": {"first": 100, "cap": 100, "jitter": "none"}}  # s: longer than any test
+ACKS = pytest.mark.parametrize("name", ["work", "late"], ids=["acks early", "acks late"])
+
+
+def wait_behind(
+    stage: Stage, worker: WorkerProcess, task: Any, key: str, count: int = COUNT, **how: Any
+) -> list[Any]:
+    """Have messages wait for a lock that is held, of which only the first has tried.
+
+    how: as of `apply_async`, for all.
+    """
+    first = task.apply_async((key,), **how)
+    eventually(lambda: worker.output().count(f"{first.id}] received") == 2)
+    results = [first, *(task.apply_async((key,), **how) for _ in range(count - 1))]
+    for result in results:
+        stage.see_deferred(result)
+    return results
+
+
+def see_each_run_once(stage: Stage, key: str, results: list[Any]) -> None:
+    """Return when these messages and no others of the key have run, one after another."""
+    for result in results:
+        eventually(lambda result=result: stage.info(result)["status"] == "SUCCESS")
+    see_drained(stage)  # a second delivery of one has run by then
+    assert Counter(begun(stage, key)) == Counter(result.id for result in results)
+    assert not overlaps(stage.intervals()[key])
+
+
+def begun(stage: Stage, key: str) -> list[str]:
+    """Return the ids of the runs of a key, in order."""
+    return [line.more["id"] for line in stage.lines("begin", "step") if line.key == key]
+
+
+def published(stage: Stage) -> int:
+    """Return how many messages were put into queues so far."""
+    stats = stage.broker.client().info("commandstats")
+    return int(stats.get("cmdstat_lpush", {"calls": 0})["calls"])
+
+
+@pytest.mark.parametrize("pool", slow_but(FAST, POOLS))
+def test_one_message_tries_and_all_run_in_the_order_in_which_they_came(
+    stage: Stage, pool: str
+) -> None:
+    concurrency = 1 if pool == "solo" else 2
+    worker = stage.worker(pool=pool, concurrency=concurrency, options=["-E"])
+    before = published(stage)
+    with heard(stage, "task-deferred") as events:
+        with stage.tasks.work.lock_for("k", wait=60):
+            results = wait_behind(stage, worker, stage.tasks.work, "k")
+            ids = [result.id for result in results]
+            assert [stage.deferrals(result) for result in results] == [1] * COUNT
+            assert published(stage) == before + COUNT + 1
+            eventually(lambda: {event["uuid"] for event in events} == set(ids))
+            assert stage.tasks.work.delay("other").get(timeout=60) == 0  # they keep nobody out
+        see_each_run_once(stage, "k", results)
+    assert begun(stage, "k") == ids
+    assert Counter(event["uuid"] for event in events) == Counter(ids)
+    assert published(stage) == before + COUNT + 2
+
+
+def test_messages_wait_behind_a_run_of_their_own_worker(stage: Stage) -> None:
+    """As one busy worker has it: the holder and all that wait for it."""
+    worker = stage.worker(concurrency=2)
+    before = published(stage)
+    holder = stage.tasks.until.delay("k", "go")
+    stage.wait_for("begin")
+    results = wait_behind(stage, worker, stage.tasks.work, "k")
+    assert published(stage) == before + 1 + COUNT + 1
+    stage.log.with_name("go").touch()
+    see_each_run_once(stage, "k", [holder, *results])
+    assert begun(stage, "k") == [holder.id, *(result.id for result in results)]
+
+
+@ACKS
+def test_a_message_that_is_revoked_while_it_waits_ends_so_and_the_others_run(
+    shared_stage: Stage, shared_worker: WorkerProcess, key: str, name: str
+) -> None:
+    stage, task = shared_stage, getattr(shared_stage.tasks, name)
+    stage.see_listening()
+    with task.lock_for(key, wait=60):
+        first, revoked, last = wait_behind(stage, shared_worker, task, key, 3)
+        stage.app.control.revoke(revoked.id)
+        eventually(lambda: stage.info(revoked)["status"] == "REVOKED")
+    see_each_run_once(stage, key, [first, last])
+    assert stage.info(revoked)["status"] == "REVOKED"
+
+
+@ACKS
+def test_a_message_that_expires_while_it_waits_ends_so_and_the_others_run(
+    shared_stage: Stage, shared_worker: WorkerProcess, key: str, name: str
+) -> None:
+    stage, task = shared_stage, getattr(shared_stage.tasks, name)
+    with heard(stage, "task-revoked") as events, task.lock_for(key, wait=60):
+        first, last = wait_behind(stage, shared_worker, task, key, 2)
+        expired = task.apply_async((key,), expires=3, lock=LONG)
+        stage.see_deferred(expired)
+        eventually(lambda: stage.info(expired)["status"] == "REVOKED")
+        eventually(lambda: [(e["uuid"], e["expired"]) for e in events] == [(expired.id, True)])
+    assert str(stage.info(expired)["result"]) == "expired"
+    see_each_run_once(stage, key, [first, last])
+
+
+@ACKS
+def test_a_broken_connection_to_the_broker_loses_no_message_that_waits(
+    stage: Stage, name: str
+) -> None:
+    worker, task = stage.worker(concurrency=2), getattr(stage.tasks, name)
+    with task.lock_for("k", wait=60):
+        results = wait_behind(stage, worker, task, "k")
+        connected = worker.output().count("Connected to ")
+        stage.broker.client().client_kill_filter(_type="normal", skipme=True)
+        eventually(lambda: worker.output().count("Connected to ") > connected)
+    see_each_run_once(stage, "k", results)
+
+
+@ACKS
+def test_a_worker_that_stops_gives_back_all_messages_that_wait(stage: Stage, name: str) -> None:
+    worker, task = stage.worker("w1"), getattr(stage.tasks, name)
+    with task.lock_for("k", wait=60):
+        results = wait_behind(stage, worker, task, "k")
+        worker.stop(60)
+        assert set(messages_of(stage)) == {result.id for result in results}
+        second = stage.worker("w2")
+        eventually(lambda: all(f"{result.id}] received" in second.output() for result in results))
+    see_each_run_once(stage, "k", results)
+
+
+@ACKS
+def test_a_worker_that_is_killed_loses_no_message_that_waits(stage: Stage, name: str) -> None:
+    worker, task, broker = stage.worker("w1"), getattr(stage.tasks, name), stage.broker.client()
+    with task.lock_for("k", wait=60):
+        results = wait_behind(stage, worker, task, "k")
+        worker.kill()
+        assert not messages_of(stage)
+        tags = broker.zrange("unacked_index", 0, -1)
+        assert len(tags) == COUNT
+        broker.zadd("unacked_index", dict.fromkeys(tags, 1))  # the visibility timeout has passed
+        second = stage.worker("w2")
+        eventually(lambda: all(f"{result.id}] received" in second.output() for result in results))
+    see_each_run_once(stage, "k", results)
+
+
+class TestAMessageOfWhichOnlyARunDecides:
+    """It is refused by a run, though another message waits untried in the same worker."""
+
+    @pytest.fixture(autouse=True)
+    def waiting(
+        self, shared_stage: Stage, shared_worker: WorkerProcess, key: str
+    ) -> Iterator[list[Any]]:
+        """Have two messages wait until the end of the test; both, and those added, run then."""
+        shared_stage.log.with_name("signals").touch()
+        with shared_stage.tasks.work.lock_for(key, wait=60):
+            waiting = wait_behind(shared_stage, shared_worker, shared_stage.tasks.work, key, 2)
+            yield waiting
+            # as a signal is sent after its state is stored
+            eventually(lambda: refusals(shared_stage, shared_worker, key)["untried"])
+            assert refusals(shared_stage, shared_worker, key)["untried"] == 1
+        see_each_run_once(shared_stage, key, waiting)
+
+    @pytest.mark.parametrize(
+        ("name", "how"),
+        [
+            ("keyed", {}),
+            ("asks", {}),
+            ("work", {"lock": {"wait": 0.5}}),
+            ("work", {"countdown": 0.1}),
+        ],
+        ids=["callable key", "callable on_conflict", "wait", "countdown"],
+    )
+    def test_waits_once_that_has_refused_it(
+        self,
+        shared_stage: Stage,
+        shared_worker: WorkerProcess,
+        key: str,
+        waiting: list[Any],
+        name: str,
+        how: dict[str, Any],
+    ) -> None:
+        waiting.append(getattr(shared_stage.tasks, name).apply_async((key,), **how))
+        eventually(lambda: refusals(shared_stage, shared_worker, key)["run"] >= 2)
+
+    def test_waits_once_that_has_refused_it_as_its_rate_allows(
+        self,
+        shared_stage: Stage,
+        shared_worker: WorkerProcess,
+        key: str,
+        waiting: list[Any],
+    ) -> None:
+        task, where = shared_stage.tasks.step, shared_stage.see_listening()
+        limit = shared_stage.app.control.rate_limit
+        limit(task.name, "1000/s", destination=where, reply=True, timeout=60)
+        waiting.append(task.delay(key))
+        eventually(lambda: refusals(shared_stage, shared_worker, key)["run"] >= 2)
+        limit(task.name, "0", destination=where, reply=True, timeout=60)
+
+    @pytest.mark.parametrize("options", [{"on_conflict": "fail"}, {"max_deferrals": 0}], ids=str)
+    def test_fails_if_it_may_not_wait(
+        self, shared_stage: Stage, key: str, options: dict[str, Any]
+    ) -> None:
+        with pytest.raises(LockTaken):
+            shared_stage.tasks.work.apply_async((key,), lock=options).get(timeout=60)
+
+    def test_is_skipped_if_it_says_so(self, shared_stage: Stage, key: str) -> None:
+        result = shared_stage.tasks.work.apply_async((key,), lock={"on_conflict": "skip"})
+        eventually(lambda: shared_stage.info(result)["status"] == "REVOKED")
+
+
+@pytest.mark.parametrize("budget", [{"max_wait": 0.5}, {"max_deferrals": 1}], ids=str)
+def test_a_message_with_a_budget_waits_until_that_is_spent(
+    shared_stage: Stage, shared_worker: WorkerProcess, key: str, budget: dict[str, Any]
+) -> None:
+    stage, task = shared_stage, shared_stage.tasks.work
+    stage.log.with_name("signals").touch()
+    with task.lock_for(key, wait=60):
+        waiting = wait_behind(stage, shared_worker, task, key, 2)
+        with pytest.raises(LockTaken):
+            task.apply_async((key,), lock=budget).get(timeout=60)
+        assert refusals(stage, shared_worker, key)["untried"] == 2
+    see_each_run_once(stage, key, waiting)
+
+
+def refusals(stage: Stage, worker: WorkerProcess, key: str) -> Counter[str]:
+    """Return how many deferrals of a key were a run's, and how many the main process's."""
+    deferred = [line for line in stage.lines("lock_deferred") if line.key == f"k:{key}"]
+    return Counter("untried" if line.pid == worker.pid else "run" for line in deferred)
+
+
+@pytest.fixture(scope="module")
+def rabbitmq() -> Iterator[str]:
+    with virtual_host() as url:
+        yield url
+
+
+@pytest.fixture
+def set_rabbitmq_stage(
+    rabbitmq: str, standing_broker: EmbeddedNode, nodes: list[EmbeddedNode], tmp_path: Path
+) -> Iterator[Callable[[str], Stage]]:
+    """Give what sets a stage over RabbitMQ; takes the kind of its queues."""
+    with ExitStack() as stack:
+        yield lambda kind: set_stage(stack, tmp_path, nodes, standing_broker, rabbitmq, kind)
+
+
+@pytest.mark.parametrize("kind", ["classic", "quorum"])
+def test_messages_that_wait_in_a_worker_of_rabbitmq_keep_no_other_out(
+    set_rabbitmq_stage: Callable[[str], Stage], kind: str
+) -> None:
+    """Of quorum queues a worker takes no more messages for those that wait."""
+    stage = set_rabbitmq_stage(kind)
+    stage.worker(concurrency=2)
+    task = stage.tasks.work
+    with task.lock_for("k", wait=60):
+        results = [task.delay("k")]
+        stage.see_deferred(results[0])
+        results += [task.delay("k") for _ in range(COUNT)]
+        for result in results:
+            stage.see_deferred(result)
+        assert task.delay("other").get(timeout=60) == 0
+    see_each_run_once(stage, "k", results)
+
+
+@ACKS
+def test_a_worker_of_rabbitmq_that_is_killed_loses_no_message_that_waits(
+    set_rabbitmq_stage: Callable[[str], Stage], name: str
+) -> None:
+    stage = set_rabbitmq_stage("classic")
+    worker, task = stage.worker("w1"), getattr(stage.tasks, name)
+    with task.lock_for("k", wait=60):
+        results = wait_behind(stage, worker, task, "k")
+        worker.kill()
+        second = stage.worker("w2")
+        eventually(lambda: all(f"{result.id}] received" in second.output() for result in results))
+    see_each_run_once(stage, "k", results)

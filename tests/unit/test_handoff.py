@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_redlock.errors import NodeError
+from celery_redlock.lock.engine.registrar import StandingRound
+from celery_redlock.lock.model.handoff import (
+    RELEASES,
+    Named,
+    Namings,
+    Standing,
+    free_in,
+    merged,
+)
+from celery_redlock.lock.model.votes import quorum_of
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
+from celery_redlock.lock.transport.encoding import UnexpectedReplyError
+
+NAMED = 3  # of lua/announce.lua
+CHANNEL = "{redlock}:wake:r"
+
+clusters = st.integers(1, 5).flatmap(
+    lambda nodes: st.lists(
+        st.permutations("ABCDE").flatmap(
+            lambda order: st.integers(0, 5).map(lambda known: order[:known][:NAMED])
+        ),
+        min_size=nodes,
+        max_size=nodes,
+    )
+)
+
+
+def turns_of(waiter: str, lists: list[list[str]]) -> list[int | None]:
+    """Return what each message of a release to a waiter means. lists: whom each node names."""
+    namings = Namings(quorum_of(len(lists)))
+    ranks = [names.index(waiter) for names in lists if waiter in names]
+    return [namings.turns(Named(rank, "r1", CHANNEL)) for rank in ranks]
+
+
+@given(clusters)
+def test_no_release_lets_two_waiters_act_at_once(lists: list[list[str]]) -> None:
+    assert sum(0 in turns_of(waiter, lists) for waiter in "ABCDE") <= 1
+
+
+@given(clusters)
+def test_a_release_changes_when_a_waiter_acts_twice_at_the_most(lists: list[list[str]]) -> None:
+    for waiter in "ABCDE":
+        assert sum(turns is not None for turns in turns_of(waiter, lists)) <= 2
+
+
+@given(clusters)
+def test_a_waiter_that_a_majority_names_waits_for_no_more_than_those_before_it(
+    lists: list[list[str]],
+) -> None:
+    for waiter in "ABCDE":
+        ranks = [names.index(waiter) for names in lists if waiter in names]
+        if len(ranks) >= quorum_of(len(lists)):
+            told = [turns for turns in turns_of(waiter, lists) if turns is not None]
+            assert min(ranks) <= told[-1] <= max(ranks) + 1
+
+
+@given(st.integers(1, 5), st.permutations("ABC"))
+def test_nodes_that_agree_give_each_waiter_its_place(nodes: int, order: list[str]) -> None:
+    for rank, waiter in enumerate(order):
+        told = [turns for turns in turns_of(waiter, [list(order)] * nodes) if turns is not None]
+        assert told[-1] == rank
+
+
+@given(clusters)
+def test_some_waiter_acts_if_a_node_names_one(lists: list[list[str]]) -> None:
+    named = {waiter for names in lists for waiter in names}
+    acting = {w for w in named if any(turns is not None for turns in turns_of(w, lists))}
+    assert bool(named) == bool(acting)
+
+
+def test_who_is_named_first_by_one_node_alone_waits_a_turn() -> None:
+    assert turns_of("A", [["A"], ["B"], ["C"]]) == [1]
+
+
+def test_nodes_that_differ_cost_a_turn() -> None:
+    assert turns_of("A", [["A", "B"], ["B", "A"], ["B", "A"]]) == [1, 1, None]
+
+
+def test_another_release_is_counted_by_itself() -> None:
+    namings = Namings(2)
+    assert namings.turns(Named(0, "r1", CHANNEL)) == 1
+    assert namings.turns(Named(0, "r2", CHANNEL)) == 1
+    assert namings.turns(Named(0, "r1", CHANNEL)) == 0
+
+
+def test_old_releases_are_forgotten() -> None:
+    namings = Namings(2)
+    for number in range(RELEASES + 1):
+        namings.turns(Named(0, f"r{number}", CHANNEL))
+    assert namings.turns(Named(0, "r0", CHANNEL)) == 1
+    assert namings.turns(Named(0, f"r{RELEASES}", CHANNEL)) == 0
+    namings.clear()
+    assert namings.turns(Named(0, f"r{RELEASES - 1}", CHANNEL)) == 1
+
+
+@given(st.integers(0, 99), st.text().filter(lambda text: " " not in text), st.text())
+def test_a_message_is_read_as_it_is_written(rank: int, release: str, channel: str) -> None:
+    assert Named.parse(f"{rank} {release} {channel}") == Named(rank, release, channel)
+
+
+@pytest.mark.parametrize("text", ["", "hello", "0", "0 r1", "x r1 c", "-1 r1 c", "1.5 r1 c"])
+def test_another_text_names_nobody(text: str) -> None:
+    assert Named.parse(text) is None
+
+
+standings = st.builds(Standing, st.integers(0, 9), st.sampled_from([0.0, 0.5, 2.0, math.inf]))
+
+
+@given(st.lists(standings, min_size=1, max_size=5))
+def test_nodes_together_say_free_only_if_a_quorum_says_so(told: list[Standing]) -> None:
+    quorum = quorum_of(len(told))
+    found = merged(told, quorum)
+    assert found is not None
+    assert found.is_free == (sum(one.is_free for one in told) >= quorum)
+    assert min(one.rank for one in told) <= found.rank <= max(one.rank for one in told) + 1
+
+
+def test_fewer_nodes_than_a_quorum_say_nothing() -> None:
+    assert merged([Standing(0, 0.0)], 2) is None
+
+
+def test_a_key_without_an_end_is_never_free() -> None:
+    assert (free_in(-1), free_in(0), free_in(1500)) == (math.inf, 0.0, 1.5)
+
+
+class TestQuestion:
+    def test_it_is_decided_as_soon_as_the_answer_is_certain(self) -> None:
+        round_ = StandingRound(3)
+        round_.on_reply(0, 0.0, [2, 0], "")
+        assert not round_.decided
+        round_.on_reply(1, 0.0, [2, 0], "")
+        assert (round_.decided, round_.standing) == (True, Standing(2, 0.0))
+
+    def test_it_waits_for_the_third_node_while_two_differ(self) -> None:
+        round_ = StandingRound(3)
+        round_.on_reply(0, 0.0, [0, 0], "")
+        round_.on_reply(1, 0.0, [0, 1500], "")
+        assert not round_.decided
+        round_.on_reply(2, 0.0, [0, 500], "")
+        assert (round_.decided, round_.standing) == (True, Standing(0, 0.5))
+
+    def test_errors_count_as_no_answer(self) -> None:
+        round_ = StandingRound(3)
+        for node in range(3):
+            round_.on_error(node, Command(b"", IGNORE_REPLY), NodeError("n", "gone"))
+        assert (round_.decided, round_.standing) == (True, None)
+
+    @pytest.mark.parametrize("reply", [None, 1, [1], [1, b"x"], [1, 2, 3]])
+    def test_another_reply_is_refused(self, reply: object) -> None:
+        with pytest.raises(UnexpectedReplyError):
+            StandingRound(1).on_reply(0, 0.0, reply, "")

@@ -1,0 +1,308 @@
+"""Which messages are deferred without a try, and what is told of them; in a worker's main process.
+
+Each test sends a message, and gives it to the receiver as Celery's strategy does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.utils.imports import symbol_by_name
+from freezegun import freeze_time
+from kombu import Connection, Queue
+from kombu.common import Broadcast
+
+from celery_redlock import LockedTask
+from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.tasks.delivery.delivery import utc_now
+from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader, Redelivery, Wait
+from celery_redlock.tasks.execution import untried
+from celery_redlock.tasks.execution.deferral import Deferred
+from celery_redlock.tasks.execution.untried import TRIES_FOR, defer_untried, note_deferred
+from celery_redlock.tasks.signals import LockDeferredEvent, lock_deferred
+from celery_redlock.tasks.waiting.room import WaitingRoom
+from celery_redlock.tasks.waiting.times import WaitingTimes
+
+REMEMBERED = WaitingTimes().remember_refusal
+HOLDER, LEASE = "pid 7 on host", 30.0
+EVERYBODY = Broadcast("everybody")
+EARLIER = "2026-01-01T00:00:00+00:00"
+
+
+class StoppedClock(SystemClock):
+    """A clock that goes on as a test turns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = 100.0
+        self.now = lambda: self.time
+
+
+class Consumer(SimpleNamespace):
+    """What stands for Celery's consumer."""
+
+    __hash__ = object.__hash__
+
+
+class Worker:
+    """A worker's room, to which `k:held` was refused just now; its nodes are never asked.
+
+    events: the kinds of those sent, with their fields.
+    """
+
+    def __init__(self) -> None:
+        self.app = Celery("untried", broker="memory://", set_as_current=False)
+        self.app.conf.update(
+            result_backend="cache+memory://",
+            redlock_nodes=["redis://nowhere"],
+            task_queues=[Queue("celery"), EVERYBODY],
+        )
+        self.clock = StoppedClock()
+        self.consumer = Consumer(
+            app=self.app,
+            hub=None,
+            pool=None,
+            timer=SimpleNamespace(cancel=str),
+            qos=None,
+            task_buckets=defaultdict(lambda: None),
+            disable_rate_limits=False,
+            apply_eta_task=str,
+        )
+        self.room = WaitingRoom(self.consumer, platform=Platform(self.clock))
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.room.note_refusal("k:held", 1, HOLDER, LEASE)
+
+    def task(self, **options: Any) -> LockedTask:
+        """Declare a task whose lock is that of its argument."""
+        options = {"lock_key": "k:{key}", "name": f"task{len(self.app.tasks)}", **options}
+
+        @self.app.task(base=LockedTask, shared=False, **options)
+        def body(key: str) -> None: ...
+
+        made: LockedTask = self.app.tasks[options["name"]]
+        return made
+
+    def receive(
+        self, task: LockedTask, *, change: Callable[[Any], object] = str, **how: Any
+    ) -> Any:
+        """Send a call, and return its request once the receiver has seen it.
+
+        change: what is done to the message on its way. how: as of `apply_async`.
+        """
+        task.apply_async(**{"args": ("held",), **how})
+        with self.app.connection_for_read() as connection:
+            message = take(connection)
+        change(message)
+        eventer = SimpleNamespace(enabled=True, send=self._note)
+        request = symbol_by_name(task.Request)(
+            message, app=self.app, task=task, eventer=eventer, hostname="host"
+        )
+        defer_untried(self.consumer, request)
+        return request
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        self.events.append((kind, fields))
+
+
+def take(connection: Connection) -> Any:
+    """Return the message that was sent last."""
+    queue = connection.SimpleQueue("celery")
+    try:
+        message = queue.get(timeout=5)
+        message.ack()
+        return message
+    finally:
+        queue.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.app.close()
+
+
+def with_header(**fields: Any) -> Callable[[Any], object]:
+    """Return what gives a message a header of ours."""
+
+    def change(message: Any) -> None:
+        message.headers[HEADER] = LockHeader(id=message.headers["id"], **fields).to_message()
+
+    return change
+
+
+def redelivered(message: Any) -> None:
+    message.delivery_info["redelivered"] = True
+
+
+def fanned_out(message: Any) -> None:
+    message.delivery_info["exchange"] = EVERYBODY.exchange.name
+
+
+def test_a_message_whose_lock_was_refused_just_now_waits_without_a_try(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    task, signals = worker.task(), list[LockDeferredEvent]()
+
+    def note(event: LockDeferredEvent, **_: Any) -> None:
+        signals.append(event)
+
+    lock_deferred.connect(note, sender=task)
+    with caplog.at_level(logging.INFO, "celery_redlock"), freeze_time(EARLIER):
+        request = worker.receive(task)
+        now = utc_now()
+
+    header = request.delivery.header
+    assert header.id == request.id
+    assert (header.deferral.count, header.deferral.since) == (1, now.isoformat())
+    assert header.wait is not None
+    assert (header.wait.resources, header.wait.refused_by) == (("k:held",), "k:held")
+    assert header.wait.waits_for_release
+    countdown = header.wait.countdown
+    assert countdown > 0
+    assert request.eta == now + timedelta(seconds=countdown)
+    assert header.to_message() == request.request_dict[HEADER]  # which a pool gets
+
+    stored = task.AsyncResult(request.id)
+    assert stored.status == "DEFERRED"
+    info = {"resource": "k:held", "holder": HOLDER, "deferrals": 1, "waited": 0.0}
+    assert {name: stored.info[name] for name in info} == info
+    ((kind, fields),) = worker.events
+    assert (kind, fields["uuid"]) == ("task-deferred", request.id)
+    assert {name: fields[name] for name in info} == info
+    assert signals == [LockDeferredEvent("k:held", HOLDER, 1, 0.0, countdown)]
+    (record,) = [one for one in caplog.records if one.__dict__.get("event") == "run_deferred"]
+    assert f"{task.name}[{request.id}] deferred for" in record.getMessage()
+    assert f"held by {HOLDER}" in record.getMessage()
+
+
+def test_a_countdown_ends_with_the_lease_that_refused(worker: Worker) -> None:
+    worker.room.note_refusal("k:held", 1, HOLDER, 0.0)
+    wait = worker.receive(worker.task()).delivery.header.wait
+    assert wait is not None
+    assert wait.countdown < 1.0
+
+
+def test_a_refusal_is_soon_forgotten(worker: Worker) -> None:
+    worker.clock.time += REMEMBERED
+    assert worker.receive(worker.task()).eta is None
+    assert worker.events == []
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({"lock_key": "k:held"}, {}),
+        ({"lock_key": ["k:free", "k:{key}"]}, {}),
+        ({"lock_on_conflict": "defer"}, {}),
+        ({"lock_max_wait": 60, "lock_max_deferrals": 1}, {}),
+        ({"acks_late": True}, {}),
+        ({"lock_on_unreachable": "fail"}, {}),
+        ({}, {"expires": 60}),
+        ({}, {"retries": 2}),
+        ({"lock_key": "k:{key}-2"}, {"lock": {"key": "k:{key}"}}),
+        ({"lock_on_conflict": "fail"}, {"lock": {"on_conflict": "defer"}}),
+        ({"lock_wait": 5}, {"lock": {"wait": 0}}),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_message_of_which_the_lock_alone_decides_waits(
+    worker: Worker, options: dict[str, Any], how: dict[str, Any]
+) -> None:
+    assert worker.receive(worker.task(**options), **how).eta is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({"lock_key": lambda task, args, kwargs: f"k:{args[0]}"}, {}),
+        ({"lock_key": False}, {}),
+        ({"lock_on_conflict": "skip"}, {}),
+        ({"lock_on_conflict": "fail"}, {}),
+        ({"lock_on_conflict": lambda contention: "defer"}, {}),
+        ({"lock_wait": 5}, {}),
+        ({"lock_limit": 2}, {}),
+        ({"lock_max_deferrals": 0}, {}),
+        ({"acks_late": True}, {"change": redelivered}),
+        ({}, {"change": with_header(redelivery=Redelivery(waits=1))}),
+        ({}, {"change": with_header(deferral=Deferral(1, EARLIER, 1.0))}),
+        ({}, {"change": with_header(wait=Wait(("k:held",), "k:held"))}),
+        ({}, {"change": with_header(unique={"name": "n"})}),
+        ({}, {"change": fanned_out}),
+        ({}, {"countdown": 60}),
+        ({}, {"args": ("free",)}),
+        ({}, {"lock": {"key": "k:{key}-2"}}),
+        ({}, {"lock": {"on_conflict": "skip"}}),
+        ({}, {"lock": {"wait": 5}}),
+        ({}, {"lock": {"limit": 2}}),
+        ({}, {"change": with_header(options={"no_such_option": 1})}),
+        ({}, {"change": with_header(options={"key": "k:{nothing}"})}),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_message_of_which_a_run_decides_tries(
+    worker: Worker, options: dict[str, Any], how: dict[str, Any]
+) -> None:
+    had_an_eta = "countdown" in how
+    request = worker.receive(worker.task(**options), **how)
+    assert (request.eta is not None) == had_an_eta
+    assert worker.events == []
+    assert task_state(request) == "PENDING"
+
+
+def task_state(request: Any) -> str:
+    return str(request.task.AsyncResult(request.id).status)
+
+
+def test_a_message_of_a_task_with_a_rate_limit_tries_while_limits_are_heeded(
+    worker: Worker,
+) -> None:
+    task = worker.task()
+    worker.consumer.task_buckets[task.name] = object()
+    assert worker.receive(task).eta is None
+    worker.consumer.disable_rate_limits = True
+    assert worker.receive(task).eta is not None
+
+
+def test_a_budget_of_waiting_goes_into_the_countdown(worker: Worker) -> None:
+    wait = worker.receive(worker.task(lock_max_wait=0.01)).delivery.header.wait
+    assert wait is not None
+    assert wait.countdown <= 0.01
+    assert not wait.waits_for_release
+
+
+def test_a_message_of_a_task_without_a_lock_is_let_alone(worker: Worker) -> None:
+    @worker.app.task(shared=False)
+    def plain(key: str) -> None: ...
+
+    assert worker.receive(plain).eta is None
+
+
+def test_the_end_of_a_refused_run_lets_the_next_message_wait(worker: Worker) -> None:
+    task = worker.task()
+    assert worker.receive(task, args=("other",)).eta is None
+    note_deferred(worker.app, Deferred("k:other", HOLDER, LEASE, 1))
+    request = worker.receive(task, args=("other",))
+    assert request.eta is not None
+    assert task.AsyncResult(request.id).info["holder"] == HOLDER
+
+
+def test_after_a_slow_write_to_the_result_backend_messages_try_for_a_while(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each write would block the event loop."""
+    task = worker.task()
+    monkeypatch.setattr(untried, "SLOW", -1.0)
+    assert worker.receive(task).eta is not None
+    monkeypatch.undo()
+    assert worker.receive(task).eta is None
+    worker.clock.time += TRIES_FOR
+    worker.room.note_refusal("k:held", 1, HOLDER, LEASE)
+    assert worker.receive(task).eta is not None
