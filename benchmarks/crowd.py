@@ -3,7 +3,8 @@
 Two prefork workers, three nodes, one key. So many messages wait for it; then it is freed, and they
 run one after another. Counted from the first send to the last body's end: messages published,
 commands on the nodes, and the workers' processor time, of each finished task, as ratios to the
-smallest crowd of the same run.
+smallest crowd of the same run. The processor time is also a ratio to an uncontended locked task:
+as many messages as in a small crowd, each with a key of its own, in the same workers.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from benchmarks.usage import await_workers, calls, log_lines, processor_time
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
-SIZES, QUICK = (50, 200, 800), (20, 50, 100)  # messages that wait for one key
+SIZES, QUICK = (50, 200, 2000), (20, 50, 100)  # messages that wait for one key
+APART, QUICK_APART = 500, 100  # messages with a key for each
 WARM = 20
 QUEUE, TASK = "crowd", "crowded"
 PATIENCE = 600  # s
-AIM = 1.5
+AIM, AIM_PUT_AGAIN, AIM_CPU = 1.5, 0.2, 3.0
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "crowd.py"
 
 
@@ -40,7 +42,7 @@ def main() -> None:
         "--picture", action="store_true", help="write docs/pictures/crowd.svg from this run"
     )
     options = parser.parse_args()
-    sizes = QUICK if options.quick else SIZES
+    sizes, apart = (QUICK, QUICK_APART) if options.quick else (SIZES, APART)
     with contextlib.ExitStack() as stack:
         broker = stack.enter_context(EmbeddedNode())
         crowd = Crowd(broker, stack.enter_context(embedded_nodes(3)))
@@ -50,10 +52,13 @@ def main() -> None:
         for worker in crowd.workers:
             worker.wait_ready()
         crowd.run(WARM)  # connections, caches
+        crowd.run_apart(WARM)
+        alone = crowd.run_apart(apart)
         first, *others = (crowd.run(size) for size in sizes)
         few = first.mean(crowd.run(sizes[0]))  # before and after the others
+        alone = alone.mean(crowd.run_apart(apart))
     costs = dict(zip(sizes, (few, *others), strict=True))
-    print(report(costs))
+    print(report(costs, alone))
     if options.picture:
         figures = {str(size): asdict(cost.over(few)) for size, cost in costs.items()}
         PICTURE.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
@@ -106,11 +111,26 @@ class Crowd:
         """Have so many wait for one key, let them run, and return what each of them cost."""
         self._crowds += 1
         key = f"crowd-{self._crowds}"
-        before, republish = self._used(), self._put_back()
+        before, deferred = self._used(), self._deferred()
         with Redlock(self._urls, prefix=QUEUE) as redlock, redlock.lock(key, wait=PATIENCE):
             for _ in range(count):
-                self._sender.send_task(TASK, (key,), queue=QUEUE, ignore_result=True)
-            await_workers(self.workers, lambda: self._put_back() - republish >= count, PATIENCE)
+                self._send(key)
+            await_workers(self.workers, lambda: self._deferred() - deferred >= count, PATIENCE)
+        return self._cost(count, before)
+
+    def run_apart(self, count: int) -> Cost:
+        """Run as many messages with a key for each, and return what each of them cost."""
+        self._crowds += 1
+        before = self._used()
+        for number in range(count):
+            self._send(f"apart-{self._crowds}-{number}")
+        return self._cost(count, before)
+
+    def _send(self, key: str) -> None:
+        self._sender.send_task(TASK, (key,), queue=QUEUE, ignore_result=True)
+
+    def _cost(self, count: int, before: Sequence[float]) -> Cost:
+        """Return what each of so many messages has cost, once all have run."""
         with self._broker.client() as client:
             await_workers(self.workers, lambda: client.llen(f"{QUEUE}:ran") == count, PATIENCE)
             client.delete(f"{QUEUE}:ran")
@@ -123,12 +143,15 @@ class Crowd:
             processor_time(self.workers),
         ]
 
-    def _put_back(self) -> int:
+    def _deferred(self) -> int:
         return log_lines(self.workers, TASK, "deferred")
 
 
-def report(costs: dict[int, Cost]) -> str:
-    """Return the table and the aims; costs: by the size of the crowd, the smallest first."""
+def report(costs: dict[int, Cost], alone: Cost) -> str:
+    """Return the table and the aims.
+
+    costs: by the size of the crowd, the smallest first. alone: of an uncontended task.
+    """
     sizes = list(costs)
     few, many = costs[sizes[0]], costs[sizes[-1]]
     rows = []
@@ -137,13 +160,33 @@ def report(costs: dict[int, Cost]) -> str:
         rows.append([
             str(size), f"{cost.published:.2f}", f"{ratio.published:.2f}", f"{cost.commands:.1f}",
             f"{ratio.commands:.2f}", f"{cost.seconds * 1000:.1f}", f"{ratio.seconds:.2f}",
+            f"{cost.seconds / alone.seconds:.2f}",
         ])  # fmt: skip
-    head = ["wait", "messages", "ratio", "commands", "ratio", "CPU ms", "ratio"]
+    rows.append([
+        "a key for each", f"{alone.published:.2f}", "", f"{alone.commands:.1f}", "",
+        f"{alone.seconds * 1000:.1f}", "", "1.00",
+    ])  # fmt: skip
+    head = [
+        "wait",
+        "messages",
+        "ratio",
+        "commands",
+        "ratio",
+        "CPU ms",
+        "ratio",
+        "to a key for each",
+    ]
     most = many.over(few)
     names = {"published": "messages", "commands": "commands on the nodes", "seconds": "CPU"}
     aims = [
         Aim(f"{name} a task, {sizes[-1]} waiting / {sizes[0]}", getattr(most, field), AIM)
         for field, name in names.items()
+    ]
+    aims += [
+        Aim(f"put again a task, {sizes[-1]} waiting", many.published - 1, AIM_PUT_AGAIN),
+        Aim(
+            f"CPU a task, {sizes[-1]} waiting / uncontended", many.seconds / alone.seconds, AIM_CPU
+        ),
     ]
     return f"{table(head, rows)}\n\n{against(aims)}"
 

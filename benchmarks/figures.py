@@ -58,16 +58,24 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0) 
 
 @dataclass(frozen=True)
 class Aim:
-    """What a figure of one run is to stay under; name: what it is a figure of."""
+    """What a figure of one run is to stay under; name: what it is a figure of.
+
+    is_least: it is to be the bound or more instead.
+    """
 
     name: str
     figure: float
-    most: float
+    bound: float
+    is_least: bool = False
 
     def row(self) -> list[str]:
         """Return the figure beside its aim."""
-        verdict = "met" if self.figure <= self.most else "missed"
-        return [self.name, f"{self.figure:.2f}", f"<= {self.most:g}", verdict]
+        if self.is_least:
+            is_met, sign = self.figure >= self.bound, ">="
+        else:
+            is_met, sign = self.figure <= self.bound, "<="
+        verdict = "met" if is_met else "missed"
+        return [self.name, f"{self.figure:.2f}", f"{sign} {self.bound:g}", verdict]
 
 
 def against(aims: Iterable[Aim]) -> str:

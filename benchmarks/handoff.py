@@ -1,8 +1,9 @@
 """How long a lock stays unused while others wait for it: `python -m benchmarks.handoff [--quick]`.
 
 From the end of one body to the beginning of the next, with delays of up to 5 s between tries: woken
-by the release, by the delay alone, and by hand with redis-py's lock and `self.retry`. Each in two
-prefork workers of its own, or more; small waves of tasks, so that most of the time three wait.
+by the release, by the delay alone, and by hand with redis-py's lock and `self.retry`. One way after
+another, each in two prefork workers of its own, or more; small waves of tasks, so that most of the
+time three wait.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import json
 import math
+import signal
 from collections.abc import Sequence
 from statistics import median
 from typing import cast
@@ -26,6 +28,8 @@ WAVE = 4  # tasks that are sent at once
 FULL, QUICK = 24, 4  # waves of what is woken
 SLOW_WAVES = 4  # of each that goes by its delay
 PATIENCE = 120  # s
+MOST_PREFORK = 8  # workers; more of them are solo, so that they fit into a machine's memory
+LAUNCHED = 4  # workers that start at a time
 AIM_P50, AIM_P99 = 20.0, 250.0  # ms
 
 
@@ -34,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.handoff", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="half a minute, for a look")
     parser.add_argument("--broker", help="a RabbitMQ's URL; else an embedded Valkey")
-    parser.add_argument("--workers", type=int, default=2, help="of each way")
+    parser.add_argument("--workers", type=int, default=2, help="of each way; solo if more than 8")
     options = parser.parse_args()
     woken, slow = (QUICK, 1) if options.quick else (FULL, SLOW_WAVES)
     with contextlib.ExitStack() as stack:
@@ -47,19 +51,7 @@ def main() -> None:
             Lane("by hand, redis-py", "by hand", slow, *where),
         ]
         for lane in lanes:
-            stack.callback(lane.delete_queue)  # after its workers, who would declare it anew
-            for worker in lane.workers:
-                stack.push(worker)
-                worker.launch()
-        for lane in lanes:
-            for worker in lane.workers:
-                worker.wait_ready()
-        for lane in lanes:
-            lane.run_wave()  # connections, caches
-            lane.gaps.clear()
-        for lane in lanes:
-            for _ in range(lane.waves):
-                lane.run_wave()
+            lane.measure()
     print(report(lanes))
 
 
@@ -96,12 +88,37 @@ class Lane:
             relay.QUEUE: self._queue,
             relay.WAKES: "yes" if wakes else "no",
         }
+        pool, slots = ("prefork", 2) if workers <= MOST_PREFORK else ("solo", 1)
         self.workers = [
             WorkerProcess(
                 "benchmarks.relay", name=f"{self._queue}-{n}", env=env, queues=[self._queue],
+                pool=pool, concurrency=slots,
             )
             for n in range(workers)
         ]  # fmt: skip
+
+    def measure(self) -> None:
+        """Start the workers, run all waves, and end the workers."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.delete_queue)  # after the workers, which would declare it anew
+            for worker in self.workers:
+                stack.push(worker)
+            stack.callback(self._end)  # before each is waited for: they end side by side
+            for first in range(0, len(self.workers), LAUNCHED):
+                starting = self.workers[first : first + LAUNCHED]
+                for worker in starting:
+                    worker.launch()
+                for worker in starting:
+                    worker.wait_ready()
+            self.run_wave()  # connections, caches
+            self.gaps.clear()
+            for _ in range(self.waves):
+                self.run_wave()
+
+    def _end(self) -> None:
+        for worker in self.workers:
+            if worker.runs:
+                worker.signal(signal.SIGTERM)
 
     def run_wave(self) -> None:
         """Send some tasks at once, and note what lay between their bodies."""

@@ -106,7 +106,7 @@ def unlocked(key: str) -> None:
 def _run_for(key: str) -> None:
     begun = time.monotonic()
     time.sleep(MOMENT)
-    _client().rpush(f"{queue}:ran", json.dumps([key, begun, time.monotonic()]))
+    _client().rpush(f"{queue}:ran", json.dumps([key, begun, time.monotonic(), os.getpid()]))
 
 
 @functools.cache

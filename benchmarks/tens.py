@@ -1,10 +1,10 @@
 """Many messages, ten of each key, in one queue: `python -m benchmarks.tens [--quick]`.
 
 Two prefork workers, three nodes, short bodies. The ten messages of a key lie next to each other,
-and unrelated plain tasks lie behind all of them. Measured: the time until all have run, the longest
-time for which a key's lock lay idle while a message of the key had not run (in all, and once the
-last plain task had begun), and how long the plain tasks waited. Beside it: as many messages with
-a key for each, and as many plain tasks of the same length.
+and unrelated plain tasks lie behind all of them. Measured: the time until all have run, how long
+the plain tasks waited, and the longest time for which a key's lock lay idle while a message of the
+key had not run: in all, while a slot was free, and once the last plain task had begun. Beside it:
+as many messages with a key for each, and as many plain tasks of the same length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import cast
@@ -22,7 +22,7 @@ from typing import cast
 from celery import Celery
 
 from benchmarks import relay
-from benchmarks.figures import Times, rotations, table
+from benchmarks.figures import Aim, Times, against, rotations, table
 from benchmarks.usage import await_workers
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
@@ -37,10 +37,14 @@ QUEUE, UNRELATED = "tens", "unrelated"
 TENS, APART, PLAIN = "ten of each key", "a key for each", "plain"
 CROWDS = (TENS, APART, PLAIN)
 PATIENCE = 900  # s
+WORKERS, SLOTS = 2, 2  # slots of each worker
+BETWEEN = 0.05  # s: a slot is busy from one body to the next if no more lies between them
+AIM_TOTAL, AIM_BEHIND = 3.0, 3.0
+AIM_IDLE = 1.0  # s
 
 
 def main() -> None:
-    """Run the benchmark and print its tables."""
+    """Run the benchmark and print its tables and the aims."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tens", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="half a minute, for a look")
     quick = parser.parse_args().quick
@@ -64,23 +68,35 @@ def main() -> None:
             waited.add({kind: outcome.waited for kind, outcome in outcomes.items()})
             tens.append(outcomes[TENS])
     print(report(count, total, waited))
-    print(f"\n{report_idle(tens)}")
+    print(f"\n{report_idle(tens)}\n\n{against(aims(total, waited, tens))}")
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What one crowd took, in s: all of it, and p50 of the waits of the plain tasks behind it.
 
-    idle, idle_after: each key's longest idle time, in all and once the last plain task had begun.
+    idle, idle_free, idle_after: each key's longest idle time: in all, while a slot was free, and
+    once the last plain task had begun.
     """
 
     seconds: float
     waited: float
     idle: list[float]
+    idle_free: list[float]
     idle_after: list[float]
 
 
-Span = tuple[str, float, float]  # key, and the monotonic s at which its body began and ended
+Period = tuple[float, float]  # the monotonic s at which it begins and ends
+
+
+@dataclass(frozen=True)
+class Span:
+    """One body that ran. begin, end: monotonic s. slot: the process id of its worker's child."""
+
+    key: str
+    begin: float
+    end: float
+    slot: int
 
 
 class Site:
@@ -99,8 +115,10 @@ class Site:
             relay.QUEUE: QUEUE,
         }
         self.workers = [
-            WorkerProcess("benchmarks.relay", name=f"{QUEUE}-{n}", env=env, queues=[QUEUE])
-            for n in range(2)
+            WorkerProcess(
+                "benchmarks.relay", concurrency=SLOTS, env=env, queues=[QUEUE], name=f"{QUEUE}-{n}"
+            )
+            for n in range(WORKERS)
         ]
         self._crowds = 0
 
@@ -116,14 +134,16 @@ class Site:
         for _ in range(behind):
             self._send(queue, "unlocked", UNRELATED)
         spans = self._consume(queue, count + behind)
-        begun = min(begin for _, begin, _ in spans)
-        plain = [begin for key, begin, _ in spans if key == UNRELATED]
-        crowd = [span for span in spans if span[0] != UNRELATED]
+        whole = min(span.begin for span in spans), max(span.end for span in spans)
+        begun, ended = whole
+        plain = [span.begin for span in spans if span.key == UNRELATED]
+        crowd = [span for span in spans if span.key != UNRELATED]
         return Outcome(
-            seconds=max(end for _, _, end in spans) - begun,
+            seconds=ended - begun,
             waited=median(plain) - begun,
-            idle=longest_idle(crowd, begun),
-            idle_after=longest_idle(crowd, max(plain)),
+            idle=longest_idle(crowd, [whole]),
+            idle_free=longest_idle(crowd, with_free_slot(spans, whole)),
+            idle_after=longest_idle(crowd, [(max(plain), ended)]),
         )
 
     def _send(self, queue: str, task: str, key: str) -> None:
@@ -136,20 +156,45 @@ class Site:
         await_workers(self.workers, lambda: self._client.llen(ran) == count, PATIENCE)
         spans = [json.loads(text) for text in cast("list[str]", self._client.lrange(ran, 0, -1))]
         self._client.delete(ran)
-        return [(key, begin, end) for key, begin, end in spans]
+        return [Span(*span) for span in spans]
 
 
-def longest_idle(spans: Iterable[Span], since: float) -> list[float]:
+def with_free_slot(spans: Iterable[Span], whole: Period) -> list[Period]:
+    """Return the periods in which at least one slot of the workers was free, in order.
+
+    A slot that refuses a message is free here, because it runs no body.
+    """
+    changes: list[tuple[float, int]] = []
+    by_slot: dict[int, list[Span]] = {}
+    for span in spans:
+        by_slot.setdefault(span.slot, []).append(span)
+    for bodies in by_slot.values():
+        bodies.sort(key=lambda span: span.begin)
+        for before, span in itertools.pairwise(bodies):
+            if span.begin - before.end > BETWEEN:
+                changes += [(before.end, -1), (span.begin, 1)]
+        changes += [(bodies[0].begin, 1), (bodies[-1].end, -1)]
+    periods, busy, since = [], 0, whole[0]
+    for at, change in sorted(changes):
+        if busy == WORKERS * SLOTS:
+            since = at
+        busy += change
+        if busy == WORKERS * SLOTS:
+            periods.append((since, at))
+    return [*periods, (since, whole[1])]
+
+
+def longest_idle(spans: Iterable[Span], periods: Sequence[Period]) -> list[float]:
     """Return for each key the longest s between the end of a body and the next one's beginning.
 
-    since: the moment from which this time counts.
+    periods: what alone counts. It is the longest s in a row.
     """
-    by_key: dict[str, list[tuple[float, float]]] = {}
-    for key, begin, end in spans:
-        by_key.setdefault(key, []).append((begin, end))
+    by_key: dict[str, list[Period]] = {}
+    for span in spans:
+        by_key.setdefault(span.key, []).append((span.begin, span.end))
     return [
         max(
-            max(0.0, begin - max(end, since))
+            max((min(begin, to) - max(end, since) for since, to in periods), default=0.0)
             for (_, end), (begin, _) in itertools.pairwise(sorted(bodies))
         )
         for bodies in by_key.values()
@@ -173,11 +218,14 @@ def report(count: int, total: Times[str], waited: Times[str]) -> str:
 
 def report_idle(outcomes: Sequence[Outcome]) -> str:
     """Return the table of the keys' longest idle times, as a share of the total as well."""
+    kinds: dict[str, Callable[[Outcome], list[float]]] = {
+        "in all": lambda one: one.idle,
+        "while a slot is free": lambda one: one.idle_free,
+        "after the plain tasks": lambda one: one.idle_after,
+    }
     named = {
-        "in all": [(idle, one.seconds) for one in outcomes for idle in one.idle],
-        "after the plain tasks": [
-            (idle, one.seconds) for one in outcomes for idle in one.idle_after
-        ],
+        name: [(max(0.0, idle), one.seconds) for one in outcomes for idle in times_of(one)]
+        for name, times_of in kinds.items()
     }
     rows = []
     for name, pairs in named.items():
@@ -187,6 +235,16 @@ def report_idle(outcomes: Sequence[Outcome]) -> str:
             rows.append([f"{name}, {word}", f"{idle:.2f}", f"{idle / whole:.2f}"])
     count = len(named["in all"])
     return table([f"a key's longest idle time, {count} keys", "s", "to the total"], rows, left=1)
+
+
+def aims(total: Times[str], waited: Times[str], outcomes: Sequence[Outcome]) -> list[Aim]:
+    """Return the aims."""
+    idle = max(idle for one in outcomes for idle in one.idle_free)
+    return [
+        Aim(f"total, {TENS} / {APART}", total.ratio(TENS, APART), AIM_TOTAL),
+        Aim(f"p50 behind, {TENS} / {PLAIN}", waited.ratio(TENS, PLAIN), AIM_BEHIND),
+        Aim("a key's longest idle s while a slot is free", max(0.0, idle), AIM_IDLE),
+    ]
 
 
 if __name__ == "__main__":

@@ -11,15 +11,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import runpy
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import cast
 
 from celery import Celery
 
 from benchmarks import relay
-from benchmarks.figures import table
+from benchmarks.figures import Aim, against, table
 from benchmarks.usage import await_workers, calls, log_lines, processor_time
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
@@ -32,13 +34,20 @@ LEAST_RUNS = 2
 QUEUE, OURS, BY_HAND = "workers", "hot", "hot by hand"
 WAYS = {OURS: "ours", BY_HAND: "by hand"}
 PATIENCE = 300  # s
+AIM_MESSAGES, AIM_COMMANDS, AIM_CPU, AIM_RATE = 1.2, 1.2, 1.3, 0.9  # most workers / fewest
+AIM_TO_BY_HAND = 1.0  # tasks/s
+PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "workers.py"
 
 
 def main() -> None:
-    """Run the benchmark and print its tables."""
+    """Run the benchmark and print its tables and the aims."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.workers", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a minute, for a look")
-    quick = parser.parse_args().quick
+    parser.add_argument(
+        "--picture", action="store_true", help="write docs/pictures/workers.svg from this run"
+    )
+    options = parser.parse_args()
+    quick = options.quick
     costs: Costs = {}
     with contextlib.ExitStack() as stack:
         broker = stack.enter_context(EmbeddedNode())
@@ -51,7 +60,13 @@ def main() -> None:
             runs = max(1, QUICK_RUNS // size) if quick else max(LEAST_RUNS, RUNS // size)
             for way, cost in fleet.compare(runs).items():
                 costs[way, size] = cost
-    print(report(costs))
+    print(f"{report(costs)}\n\n{against(aims(costs))}")
+    if options.picture:
+        PICTURE.with_suffix(".json").write_text(json.dumps(drawn(costs), indent=2) + "\n")
+        runpy.run_path(str(PICTURE), run_name="__main__")
+
+
+FIGURES = ("published again", "commands a node", "CPU ms", "tasks/s")  # as `Cost.figures`
 
 
 @dataclass(frozen=True)
@@ -144,7 +159,7 @@ class Fleet:
         with self._broker.client() as client:
             ran = f"{QUEUE}:ran"
             await_workers(self._workers, lambda: client.llen(ran) == count, PATIENCE)
-            spans = [json.loads(text)[1:] for text in cast("list[str]", client.lrange(ran, 0, -1))]
+            spans = [json.loads(text)[1:3] for text in cast("list[str]", client.lrange(ran, 0, -1))]
             client.delete(ran)
         # a log line follows the release, which belongs to the task
         await_workers(self._workers, lambda: self._finished(way) - finished >= count, PATIENCE)
@@ -174,7 +189,6 @@ def mean(costs: Sequence[Cost]) -> Cost:
 def report(costs: Costs) -> str:
     """Return the tables: each figure with its ratio to the fewest workers, and ours / by hand."""
     sizes = sorted({size for _, size in costs})
-    names = ["published again", "commands a node", "CPU ms", "tasks/s"]
     rows = []
     for way, name in WAYS.items():
         few = costs[way, sizes[0]].figures()
@@ -185,13 +199,43 @@ def report(costs: Costs) -> str:
                 for cell in (f"{figure:.2f}", ratio(figure, least))
             ]
             rows.append([name, str(size), *cells])
-    head = ["a task", "workers", *(word for name in names for word in (name, f"to {sizes[0]}"))]
+    head = ["a task", "workers", *(word for name in FIGURES for word in (name, f"to {sizes[0]}"))]
     beside = []
     for size in sizes:
         both = zip(costs[OURS, size].figures(), costs[BY_HAND, size].figures(), strict=True)
         beside.append([str(size), *(ratio(mine, its) for mine, its in both)])
     own = table(head, rows, left=1)
-    return f"{own}\n\n{table(['ours / by hand, workers', *names], beside)}"
+    return f"{own}\n\n{table(['ours / by hand, workers', *FIGURES], beside)}"
+
+
+def aims(costs: Costs) -> list[Aim]:
+    """Return the aims. A task's messages are its first one and those published again."""
+    sizes = sorted({size for _, size in costs})
+    few, many = costs[OURS, sizes[0]], costs[OURS, sizes[-1]]
+    of = f"{sizes[-1]} workers / {sizes[0]}"
+    found = [
+        Aim(f"messages, {of}", (1 + many.republished) / (1 + few.republished), AIM_MESSAGES),
+        Aim(f"commands a node, {of}", many.commands / few.commands, AIM_COMMANDS),
+        Aim(f"CPU, {of}", many.cpu / few.cpu, AIM_CPU),
+        Aim(f"tasks/s, {of}", few.key_time / many.key_time, AIM_RATE, is_least=True),
+    ]
+    for size in sizes:
+        faster = costs[BY_HAND, size].key_time / costs[OURS, size].key_time
+        name = f"tasks/s, ours / by hand, {size} workers"
+        found.append(Aim(name, faster, AIM_TO_BY_HAND, is_least=True))
+    return found
+
+
+def drawn(costs: Costs) -> dict[str, dict[str, dict[str, float]]]:
+    """Return what the picture shows: the figures by way and number of workers."""
+    return {
+        name: {
+            str(size): dict(zip(FIGURES, (round(f, 3) for f in cost.figures()), strict=True))
+            for (own, size), cost in sorted(costs.items())
+            if own == way
+        }
+        for way, name in WAYS.items()
+    }
 
 
 def ratio(figure: float, to: float) -> str:
