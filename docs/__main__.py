@@ -14,7 +14,7 @@ from example_worker.bootstrap import REPOSITORY, ensure
 
 def main() -> int:
     """Return the exit status: 0 if the site is built without a warning, or the tables written."""
-    ensure("dev")
+    ensure("docs")
     if sys.argv[1:] == ["--tables"]:
         tables = importlib.import_module("docs.tables")  # it needs the environment
         tables.write()

@@ -6,28 +6,61 @@ The lists of `docs/index.md` are the navigation: each page has to stand in one.
 
 from __future__ import annotations
 
+import html
 import re
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
+
+from docutils import nodes
 
 import celery_redlock
 
-project = "celery_redlock"
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # Sphinx needs it there
+
+ROOT = Path(__file__).resolve().parent.parent
+ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+URLS = ABOUT.get("urls", {})
+DESCRIPTION_LENGTH = 160  # characters; search engines show about as many
+
+project = ABOUT["name"]
+copyright = re.findall(r"^Copyright \(c\) (.+)$", (ROOT / "LICENSE").read_text(), re.MULTILINE)[0]  # noqa: A001
 version = release = celery_redlock.__version__
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md"]
 exclude_patterns = [".venv", "build", "dist"]
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_design"]
 
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4  # the anchors that GitHub gives
 smartquotes = False  # docstrings quote settings
 default_role = "code"  # docstrings are plain text with `names`
-autodoc_typehints = "description"
 autodoc_member_order = "bysource"
+maximum_signature_line_length = 80  # a longer one has a line for each parameter
+
+# The copy button takes commands: no prompt, no output, no comment behind a command.
+copybutton_prompt_text = "$ "
+copybutton_exclude = ".linenos, .gp ~ .c1"
+copybutton_copy_empty_lines = False
+copybutton_line_continuation_character = "\\"
 
 html_theme = "furo"
 html_title = f"celery_redlock {version}"
-html_extra_path = ["front"]  # the site's first page leads to the index
-html_show_sphinx = False
+html_baseurl = URLS.get("Documentation", "")
+html_favicon = "site/static/favicon.svg"
+html_static_path = ["site/static"]
+html_css_files = ["site.css"]
+templates_path = ["site"]
+html_additional_pages = {"index": "front.html"}  # the site's first page leads to the index
+html_context = {
+    "description": ABOUT["description"],
+    "licence": ABOUT["license"],
+    "source_url": URLS.get("Source", ""),
+}
 html_copy_source = False
 
 _SECTION = re.compile(r"^## (?P<title>.+)\n\n(?P<items>(?:- \[.+\n(?:  .+\n)*)+)", re.MULTILINE)
@@ -50,6 +83,45 @@ def _read(app: Any, name: str, content: list[str]) -> None:
         content[0] = _with_navigation(content[0])
 
 
+def _add_metadata(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
+    """Add the page's description, and what services show of a link to it (Open Graph)."""
+    title, text = project, ABOUT["description"]
+    if doctree is not None and page != root_doc:
+        title = next(doctree.findall(nodes.title)).astext()
+        first = (p for p in doctree.findall(nodes.paragraph) if isinstance(p.parent, nodes.section))
+        text = next((p.astext() for p in first), text)
+    text = textwrap.shorten(text, DESCRIPTION_LENGTH, placeholder=" ...")
+    given = context.get("metatags", "")  # a page may say its own
+    tags = [("name", "description", text)] if 'name="description"' not in given else []
+    tags += [
+        ("property", "og:title", title),
+        ("property", "og:description", text),
+        ("property", "og:site_name", project),
+        ("property", "og:type", "website" if page in (root_doc, "index") else "article"),
+    ]
+    if context.get("pageurl"):
+        tags.append(("property", "og:url", context["pageurl"]))
+    context["metatags"] = given + "".join(
+        f'\n<meta {kind}="{name}" content="{html.escape(content)}">' for kind, name, content in tags
+    )
+
+
+def _without_any(
+    app: Any, what: str, name: str, of: Any, more: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Return a signature without the annotations that say nothing: `args: Any = None`."""
+    if signature:
+        signature = re.sub(r": ~?(?:typing\.)?Any = ", "=", signature)
+        signature = re.sub(r": ~?(?:typing\.)?Any(?=[,)])", "", signature)
+    if returns and returns.rpartition(".")[2].lstrip("~") == "Any":
+        returns = None
+    return signature, returns
+
+
 def setup(app: Any) -> None:
-    """Let the index become the navigation as it is read."""
+    """Let the index become the navigation as it is read, and add to each page as it is written."""
     app.connect("source-read", _read)
+    app.connect("html-page-context", _add_metadata)
+    app.connect("autodoc-process-signature", _without_any)

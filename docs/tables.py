@@ -15,7 +15,7 @@ from celery_redlock.tasks.settings.app import APP_SETTINGS, Setting
 from celery_redlock.tasks.settings.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/configuration.md")
+PAGES = ("docs/options.md", "docs/configuration.md")
 _TABLE = re.compile(
     r"(?P<begin><!-- table of (?P<name>[a-z ]+), from (?P<source>\S+) -->\n).*?"
     r"(?P<end><!-- end of table -->)",
@@ -42,14 +42,14 @@ def write() -> None:
 
 
 def options() -> Iterable[str]:
-    """Give the rows of the README's table of options."""
+    """Give the rows of the table of options."""
     yield from _rows("name", "default", "meaning")
     for option in OPTIONS:
         yield _row(f"`{option.name}`", default_of(option), _meaning(option))
 
 
 def app_settings() -> Iterable[str]:
-    """Give the rows of the README's table of settings for the whole app."""
+    """Give the rows of the table of settings for the whole app."""
     yield from _rows("name", "default", "meaning")
     for setting in APP_SETTINGS:
         yield _row(f"`redlock_{setting.name}`", default_of(setting), _meaning(setting))

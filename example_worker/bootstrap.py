@@ -23,7 +23,12 @@ NEEDED = {
         *("httpx", "uvicorn"),
         *("flower", "freezegun", "gevent", "greenlet", "hypothesis", "lupa", "mypy"),
         *("opentelemetry", "psycopg", "pytest", "pytest_celery", "pytest_timeout", "ruff"),
-        *("selenium", "sphinx", "time_machine", "twine", "xdist"),
+        *("selenium", "sphinx", "sphinx_copybutton", "sphinx_design", "time_machine", "twine"),
+        *("xdist",),
+    ),
+    "docs": (
+        *("celery", "hiredis", "rich"),
+        *("furo", "myst_parser", "sphinx", "sphinx_copybutton", "sphinx_design"),
     ),
 }
 
@@ -33,7 +38,7 @@ def ensure(extra: str) -> None:
 
     Returns at once where the running environment will do. Else the process is replaced by the
     same command in `<repository>/.venv/py<version>` (below CELERY_REDLOCK_VENV_DIR when set).
-    extra: "example" or "dev". Raises SystemExit, with the way out, where it cannot install.
+    extra: "example", "dev" or "docs". Raises SystemExit, with the way out, where it cannot install.
     """
     if sys.version_info < (3, 10):  # noqa: UP036 - the one line that an older Python reads
         sys.exit("celery_redlock needs Python 3.10 or newer, this is " + sys.version.split()[0])

@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")),
          *sorted((ROOT / "benchmarks").glob("*.md"))]  # fmt: skip
+SITE = ("-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-c", "docs")  # builds it
 _BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 _REAL = re.compile(r"redis://(?P<host>[a-z]\w*)")
 

@@ -12,13 +12,16 @@ import shlex
 import subprocess
 import sys
 import types
+import xml.etree.ElementTree as ET
 from importlib.metadata import metadata
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 from celery.bin.celery import celery as celery_command
 from prometheus_client import CollectorRegistry
+from sphinx.search.en import SearchEnglish
 
 from celery_redlock import Backoff
 from celery_redlock.operate.cli.group import redlock as redlock_command
@@ -29,7 +32,9 @@ from celery_redlock.tasks.settings.options import OPTION
 from celery_redlock.tasks.settings.task_config import compile_config
 from celery_redlock.testing import EmbeddedNode
 from docs import tables
-from tests.pages import PAGES, ROOT, Block, blocks, name_of, on_servers
+from tests.conftest import made_once
+from tests.integration.flower.browser import browser
+from tests.pages import PAGES, ROOT, SITE, Block, blocks, name_of, on_servers
 
 GIVEN = """
 from typing import Any
@@ -42,7 +47,7 @@ search: Any = None
 """
 # what the examples of a page call, that is the reader's own
 OWN = {
-    "README.md": """
+    "docs/lock-in-code.md": """
 shelf = {"sku-7": 3}
 def read(sku: str) -> int: return shelf[sku]
 def write(sku: str, stock: int) -> None: shelf[sku] = stock
@@ -68,21 +73,134 @@ WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 RUN_HERE = [page for page in WITH_PYTHON if name_of(page) not in ON_A_WORKER | IN_PYTEST]
 
 
-@pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-c", "docs"]
-    command = [*build, "-d", str(tmp_path / "doctrees"), ".", str(tmp_path / "site")]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    index = (tmp_path / "site" / "docs" / "index.html").read_text()
+# what people call these things elsewhere, and so what they look for
+SEARCHED = [
+    "concurrency limit", "cookbook", "idempotent", "mock", "mutex", "overlap", "rate limit",
+    "reentrant", "semaphore", "singleton", "task_cls", "throttle",
+]  # fmt: skip
+NOT_FOR_USERS = {"CHANGELOG", "CONTRIBUTING"}
+# what each copy button of the consoles on a page puts into the clipboard, line by line
+COPIED = """
+const copied = [];
+document.execCommand = () => copied.push(document.activeElement.value);
+for (const button of document.querySelectorAll(".highlight-console button.copybtn")) button.click();
+return copied.map(text => text.split("\\n").map(line => line.trim()));
+"""
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the folder of the site, which is built once, with warnings as errors."""
+
+    def build(where: Path) -> None:
+        doctrees = tmp_path_factory.mktemp("doctrees")
+        command = [sys.executable, *SITE, "-d", str(doctrees), ".", str(where)]
+        built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert built.returncode == 0, built.stderr
+
+    return made_once(tmp_path_factory, "site", build)
+
+
+@pytest.fixture(scope="session")
+def search_index(site: Path) -> dict[str, Any]:
+    """Give what the site's search looks into."""
+    text = (site / "searchindex.js").read_text(encoding="utf-8")
+    index: dict[str, Any] = json.loads(text.removeprefix("Search.setIndex(").rstrip(");\n"))
+    return index
+
+
+def find(index: dict[str, Any], query: str) -> set[str]:
+    """Return the pages with all words of a query, as the site's search does: by their stems."""
+    english = SearchEnglish({})
+    stems = [
+        english.stem(word)
+        for word in re.findall(r"\w+", query.lower())
+        if word not in english.stopwords
+    ]
+    assert stems, f"the search drops every word of {query!r}"
+    pages = set.intersection(*(pages_with(index, stem) for stem in stems))
+    return {index["docnames"][page] for page in pages}
+
+
+def pages_with(index: dict[str, Any], stem: str) -> set[int]:
+    """Return the numbers of the pages that have a word of this stem, in their text or a heading."""
+    found = [index[words].get(stem, []) for words in ("terms", "titleterms")]
+    return {page for one in found for page in ([one] if isinstance(one, int) else one)}
+
+
+def test_the_site_lists_every_page(site: Path) -> None:
+    index = (site / "docs" / "index.html").read_text(encoding="utf-8")
     for page in PAGES:
         if page.name != "index.md":
             assert f"{page.stem}.html" in index, f"docs/index.md does not list {page.name}"
-    api = (tmp_path / "site" / "docs" / "api.html").read_text()
+
+
+def test_the_first_page_of_the_site_leads_to_its_index(site: Path) -> None:
+    first = (site / "index.html").read_text(encoding="utf-8")
+    (target,) = re.findall(r'http-equiv="refresh" content="0; url=([^"]+)"', first)
+    assert (site / target).is_file()
+
+
+def test_the_reference_shows_every_public_name_and_no_type_that_says_nothing(site: Path) -> None:
+    api = (site / "docs" / "api.html").read_text(encoding="utf-8")
     for line in (ROOT / "tests" / "public_api.txt").read_text().splitlines():
         if not line.startswith(" "):
             name = re.split(r"[(:]", line)[0].rpartition(".")[2]
             assert f'.{name}"' in api, f"docs/api.md leaves out {name}"
+    shown = re.sub(r"<[^>]+>", "", api)
+    assert "Parameters:" not in shown
+    assert re.findall(r"\w+ ?\(Any\)|\w+: Any\b|→ Any\b", shown) == []
+
+
+@pytest.mark.parametrize("query", SEARCHED)
+def test_the_search_of_the_site_finds_the_words_of_the_field(
+    search_index: dict[str, Any], query: str
+) -> None:
+    found = find(search_index, query) - NOT_FOR_USERS
+    assert found, f"no page has {query!r}: say it on the page where a user would look for it"
+    if " " in query:  # the search does not care whether they stand side by side; a reader does
+        texts = [(ROOT / f"{page}.md").read_text(encoding="utf-8") for page in found]
+        assert any(query in " ".join(text.split()).lower() for text in texts), query
+
+
+def test_every_page_of_the_site_says_what_it_is_about(site: Path) -> None:
+    described = {}
+    for page in PAGES:
+        html = (site / page.relative_to(ROOT).with_suffix(".html")).read_text(encoding="utf-8")
+        for name in ("og:title", "og:type", "og:site_name"):
+            assert f'<meta property="{name}" content="' in html, name_of(page)
+        (told,) = re.findall(r'<meta name="description" content="([^"]+)">', html)
+        assert f'<meta property="og:description" content="{told}">' in html
+        described[name_of(page)] = told
+    assert len(set(described.values())) == len(described), "two pages say the same of themselves"
+
+
+def test_the_foot_of_a_page_names_the_project_and_its_licence(site: Path) -> None:
+    html = (site / "docs" / "index.html").read_text(encoding="utf-8")
+    foot = re.sub(
+        r"<[^>]+>", "", html.partition('class="bottom-of-page"')[2].partition("</footer>")[0]
+    )
+    about = metadata("celery_redlock")
+    for word in (about["Name"], about["Summary"], about["License-Expression"], "Copyright"):
+        assert word in foot
+    assert "Made with" not in html
+
+
+def test_the_site_has_a_picture_of_its_own_for_a_browsers_tab(site: Path) -> None:
+    for page in ("index.html", "docs/index.html"):
+        html = (site / page).read_text(encoding="utf-8")
+        (icon,) = re.findall(r'<link rel="(?:shortcut )?icon" href="([^"?]+)', html)
+        assert ET.parse((site / page).parent / icon).getroot().tag.endswith("svg")
+
+
+@pytest.mark.slow
+def test_the_copy_button_of_a_console_takes_its_commands_alone(site: Path, tmp_path: Path) -> None:
+    with browser(tmp_path / "chromium") as chrome:
+        for page in PAGES:
+            chrome.get((site / page.relative_to(ROOT).with_suffix(".html")).as_uri())
+            copied = chrome.execute_script(COPIED)
+            told = [shown_commands(block) for block in blocks(page, "console")]
+            assert copied == told, name_of(page)
 
 
 def whole(page: Path) -> tuple[str, list[Block]]:
@@ -131,15 +249,16 @@ def test_the_examples_of_a_page_run(page: Path, nodes: list[EmbeddedNode], tmp_p
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+def shown_commands(block: Block) -> list[str]:
+    """Return the commands of a console, without what is said of each behind it."""
+    lines = [line for line in block.code.splitlines() if line.startswith("$ ")]
+    return [line.removeprefix("$ ").partition("  #")[0].strip() for line in lines]
+
+
 def commands(page: Path) -> list[str]:
     """Return the commands of a page: what stands after a prompt, and what stands in its text."""
     text = page.read_text(encoding="utf-8")
-    shown = [
-        line.removeprefix("$ ").partition("  #")[0]
-        for block in blocks(page, "console")
-        for line in block.code.splitlines()
-        if line.startswith("$ ")
-    ]
+    shown = [command for block in blocks(page, "console") for command in shown_commands(block)]
     told = re.findall(r"`((?:celery -A|python3? -m|pip install|make|docker compose)\s[^`]+)`", text)
     return [" ".join(command.split()) for command in [*shown, *told]]
 
@@ -180,8 +299,8 @@ def check_extras(target: str) -> None:
 
 
 def option_rows() -> dict[str, str]:
-    """Return the README's table of options: the default of each, by its name."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    """Return the table of options: the default of each, by its name."""
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     table = page.partition("\n## Options\n")[2].partition("\n\nFor the whole app")[0]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
     return {name: row[1] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
@@ -205,8 +324,8 @@ def test_the_tables_of_options_are_those_of_the_package(page: str) -> None:
     assert written == tables.renewed(page), "run python3 -m docs --tables"
 
 
-def test_every_setting_of_the_app_is_on_the_first_page() -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_every_setting_of_the_app_is_on_the_page_of_options() -> None:
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     assert [name for name in APP_SETTING if not re.search(rf"\bredlock_{name}\b", page)] == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import shutil
@@ -11,13 +10,13 @@ import sys
 import tarfile
 import venv
 import zipfile
-from collections.abc import Callable
 from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
 
-from tests.pages import ROOT, blocks
+from tests.conftest import made_once
+from tests.pages import ROOT, SITE, blocks
 
 # for work on the repository itself: the environment in which these tests run has them
 FOR_DEVELOPERS = {"benchmarks", "dev", "docs", "example"}
@@ -92,19 +91,6 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> None:
     if asked.returncode:
         say = pytest.fail if os.environ.get("CI") else pytest.skip
         say(f"pip finds no package index: {asked.stderr.strip()[-300:]}")
-
-
-def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """Return a folder that one process of this run makes for all."""
-    base = factory.getbasetemp()
-    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
-    where, done = shared / name, shared / f"{name}.done"
-    with (shared / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            make(where)
-            done.touch()
-    return where
 
 
 @pytest.fixture(scope="session")
@@ -184,7 +170,8 @@ def test_the_sdist_has_what_its_tests_need(built: Path, tmp_path: Path) -> None:
     # of those that need neither a server nor an index, the ones that read files beside their own
     readers = ("unit/test_mutants.py", "test_architecture.py", "test_pictures.py")
     assert " passed" in run(*pytest_, *(f"tests/{name}" for name in readers), cwd=unpacked)
-    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile"):
+    kept = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile")
+    for name in (*kept, "tests/integration/earlier/celery_redlock.tar.xz"):
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
 
 
@@ -222,3 +209,9 @@ def test_what_the_start_page_installs_is_what_its_app_needs(
     (tmp_path / "tasks.py").write_text(blocks(page, "python")[0].code)
     look = "from tasks import app; app.connection_for_write().transport_cls; app.backend.client"
     run(python, "-c", look, cwd=tmp_path)
+
+
+def test_the_site_needs_its_own_extra_alone(wheel: Path, copied: Path, tmp_path: Path) -> None:
+    python = install(copied, f"{wheel}[docs]")
+    run(python, *SITE, "-d", str(tmp_path / "doctrees"), ".", str(tmp_path / "site"), cwd=ROOT)
+    assert (tmp_path / "site" / "index.html").is_file()

@@ -1,4 +1,4 @@
-"""Draw `crowd.svg`: what one task costs among 50, 200 and 800 that wait for its key.
+"""Draw `crowd.svg`: what one task costs as more and more wait for its key.
 
 Run by `python -m benchmarks.crowd --picture`, which measures it and writes `crowd.json` first; by
 itself, `python docs/pictures/crowd.py` draws the same figures again.
