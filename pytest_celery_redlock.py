@@ -1,4 +1,4 @@
-"""The pytest fixtures of `celery_redlock.testing`, which pytest finds by itself: docs/testing.md.
+"""The pytest fixtures of `celery_redlock.testing`, found by pytest itself: docs/how-to/test.md.
 
 This module is outside the package, because pytest imports it at each start, even if no test uses a
 lock. The first fixture that a test uses imports the package.

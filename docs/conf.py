@@ -31,7 +31,7 @@ project = ABOUT["name"]
 copyright = re.findall(r"^Copyright \(c\) (.+)$", (ROOT / "LICENSE").read_text(), re.MULTILINE)[0]  # noqa: A001
 version = release = celery_redlock.__version__
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md"]
+include_patterns = ["*.md", "docs/**/*.md", "docs/*.md", "benchmarks/*.md"]
 exclude_patterns = [".venv", "build", "dist"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_design"]
 

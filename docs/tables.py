@@ -7,6 +7,7 @@ differs from them.
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +16,7 @@ from celery_redlock.tasks.settings.app import APP_SETTINGS, Setting
 from celery_redlock.tasks.settings.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("docs/options.md", "docs/configuration.md")
+PAGES = ("docs/reference/options.md", "docs/reference/settings.md")
 _TABLE = re.compile(
     r"(?P<begin><!-- table of (?P<name>[a-z ]+), from (?P<source>\S+) -->\n).*?"
     r"(?P<end><!-- end of table -->)",
@@ -108,9 +109,6 @@ def _linked(rows: str, page: str) -> str:
         target, anchor = found["page"], found["anchor"] or ""
         if target == page:
             return f"]({anchor})"
-        if page.startswith("docs/"):
-            inside = target.startswith("docs/")
-            target = target.removeprefix("docs/") if inside else f"../{target}"
-        return f"]({target}{anchor})"
+        return f"]({posixpath.relpath(target, posixpath.dirname(page))}{anchor})"
 
     return _LINK.sub(link, rows)

@@ -47,17 +47,17 @@ search: Any = None
 """
 # what the examples of a page call, that is the reader's own
 OWN = {
-    "docs/lock-in-code.md": """
+    "docs/how-to/lock-outside-tasks.md": """
 shelf = {"sku-7": 3}
 def read(sku: str) -> int: return shelf[sku]
 def write(sku: str, stock: int) -> None: shelf[sku] = stock
 def update(sku: str, price: int, token: int) -> None: ...
 """,
-    "docs/configuration.md": """
+    "docs/reference/settings.md": """
 import asyncio
 async def settle_order(order_id: int) -> None: ...
 """,
-    "docs/when-this-is-not-enough.md": """
+    "docs/explanation/when-not-to-use-a-lock.md": """
 class Payments:
     def charge(self, amount: int, *, idempotency_key: str) -> None: ...
 payments = Payments()
@@ -67,8 +67,9 @@ class self:
         id = "7"
 """,
 }
-ON_A_WORKER = {"docs/start.md", "docs/how-to.md"}  # tests/integration/test_how_to.py runs them
-IN_PYTEST = {"docs/testing.md"}  # tests/testing/test_the_page.py runs it
+# tests/integration/test_how_to.py runs them
+ON_A_WORKER = {"docs/getting-started/first-locked-task.md", "docs/how-to/examples.md"}
+IN_PYTEST = {"docs/how-to/test.md"}  # tests/testing/test_the_page.py runs it
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 RUN_HERE = [page for page in WITH_PYTHON if name_of(page) not in ON_A_WORKER | IN_PYTEST]
 
@@ -142,11 +143,11 @@ def test_the_first_page_of_the_site_leads_to_its_index(site: Path) -> None:
 
 
 def test_the_reference_shows_every_public_name_and_no_type_that_says_nothing(site: Path) -> None:
-    api = (site / "docs" / "api.html").read_text(encoding="utf-8")
+    api = (site / "docs" / "reference" / "python-api.html").read_text(encoding="utf-8")
     for line in (ROOT / "tests" / "public_api.txt").read_text().splitlines():
         if not line.startswith(" "):
             name = re.split(r"[(:]", line)[0].rpartition(".")[2]
-            assert f'.{name}"' in api, f"docs/api.md leaves out {name}"
+            assert f'.{name}"' in api, f"docs/reference/python-api.md leaves out {name}"
     shown = re.sub(r"<[^>]+>", "", api)
     assert "Parameters:" not in shown
     assert re.findall(r"\w+ ?\(Any\)|\w+: Any\b|→ Any\b", shown) == []
@@ -217,7 +218,9 @@ def test_the_examples_of_every_page_have_the_right_types(tmp_path: Path) -> None
         file = tmp_path / (re.sub(r"\W", "_", name_of(page)) + ".py")
         file.write_text(whole(page)[0])
         files.append(file.name)
-    (tmp_path / "tasks.py").write_text("from docs_start_md import take as take\n")
+    (tmp_path / "tasks.py").write_text(
+        "from docs_getting_started_first_locked_task_md import take as take\n"
+    )
     (tmp_path / "mypy.ini").write_text(
         "[mypy]\ncheck_untyped_defs = True\nignore_missing_imports = True\n"
         # one page shows several ways to write the same thing
@@ -300,7 +303,7 @@ def check_extras(target: str) -> None:
 
 def option_rows() -> dict[str, str]:
     """Return the table of options: the default of each, by its name."""
-    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
     table = page.partition("\n## Options\n")[2].partition("\n\nFor the whole app")[0]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
     return {name: row[1] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
@@ -325,12 +328,12 @@ def test_the_tables_of_options_are_those_of_the_package(page: str) -> None:
 
 
 def test_every_setting_of_the_app_is_on_the_page_of_options() -> None:
-    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
     assert [name for name in APP_SETTING if not re.search(rf"\bredlock_{name}\b", page)] == []
 
 
 def test_every_command_metric_and_event_is_on_its_page() -> None:
-    operate = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
+    operate = (ROOT / "docs" / "operations" / "monitoring.md").read_text(encoding="utf-8")
     schemas = json.loads((ROOT / "docs" / "command-line.schema.json").read_text())["$defs"]
     for name, command in redlock_command.commands.items():
         assert re.search(rf"^\| `{name}\b", operate, re.MULTILINE), name
@@ -341,14 +344,14 @@ def test_every_command_metric_and_event_is_on_its_page() -> None:
         counted = [family.name for family in registry.collect()]
     assert [name for name in counted if f"`{name}" not in operate] == []
     sources = "".join(path.read_text() for path in (ROOT / "celery_redlock").rglob("*.py"))
-    states = (ROOT / "docs" / "states.md").read_text(encoding="utf-8")
+    states = (ROOT / "docs" / "reference" / "states-and-events.md").read_text(encoding="utf-8")
     events = set(re.findall(r'"(task-[a-z-]+)"', sources)) - {"task-revoked"}  # Celery's own
     assert "task-lock-lost" in events
     assert [name for name in sorted(events) if f"`{name}`" not in states] == []
 
 
 def test_every_key_and_script_is_on_the_page_of_the_lock() -> None:
-    page = (ROOT / "docs" / "the-lock.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "safety-proof.md").read_text(encoding="utf-8")
     package = ROOT / "celery_redlock"
     sources = "".join(path.read_text() for path in package.rglob("*.py"))
     keys = set(re.findall(r"\}\}:([a-z]+)", sources))
@@ -359,7 +362,7 @@ def test_every_key_and_script_is_on_the_page_of_the_lock() -> None:
 
 
 def test_every_log_line_on_the_page_is_written_by_the_package() -> None:
-    page = (ROOT / "docs" / "states.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "states-and-events.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| (?:INFO|WARNING|ERROR) \| `([^`]+)` \| `(\w+)` \|", page, re.MULTILINE)
     sources = "".join(path.read_text() for path in (ROOT / "celery_redlock").rglob("*.py"))
     assert len(told) > 10
@@ -369,7 +372,7 @@ def test_every_log_line_on_the_page_is_written_by_the_package() -> None:
 
 
 def test_the_tables_of_sizes_are_what_the_calculator_on_their_page_gives() -> None:
-    page = ROOT / "docs" / "sizing.md"
+    page = ROOT / "docs" / "operations" / "sizing.md"
     module = types.ModuleType("sizing")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "sizing", module)  # dataclasses look their module up

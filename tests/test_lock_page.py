@@ -11,7 +11,7 @@ from tests.pages import ROOT
 
 LOCK = ROOT / "celery_redlock" / "lock"
 _REFERENCE = re.compile(r"`([\w/]+\.py):\s+([\w.]+)`")
-PAGE = (ROOT / "docs" / "the-lock.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "explanation" / "safety-proof.md").read_text(encoding="utf-8")
 REFERENCES = sorted(set(_REFERENCE.findall(PAGE)))
 
 
@@ -33,9 +33,9 @@ def test_the_page_refers_to_the_code() -> None:
 @pytest.mark.parametrize(("file", "name"), REFERENCES)
 def test_a_reference_names_what_is_there(file: str, name: str) -> None:
     path = LOCK / file
-    assert path.is_file(), f"docs/the-lock.md names {file}, which is not in celery_redlock/lock"
+    assert path.is_file(), f"the page names {file}, which is not in celery_redlock/lock"
     names = defined_in(ast.parse(path.read_text(encoding="utf-8")).body)
-    assert name in names, f"docs/the-lock.md names {name}, which {file} does not define"
+    assert name in names, f"the page names {name}, which {file} does not define"
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_it_works_with_an_extra(wheel: Path, copied: Path, tmp_path: Path, extra
 def test_what_the_start_page_installs_is_what_its_app_needs(
     wheel: Path, copied: Path, tmp_path: Path
 ) -> None:
-    page = ROOT / "docs" / "start.md"
+    page = ROOT / "docs" / "getting-started" / "first-locked-task.md"
     pip_, install_, *words = shlex.split(blocks(page, "console")[0].code.removeprefix("$ "))
     assert (pip_, install_) == ("pip", "install")
     wanted = [str(wheel) if word == "celery_redlock" else word for word in words]

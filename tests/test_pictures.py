@@ -84,7 +84,7 @@ def test_the_picture_of_a_crowd_shows_what_the_page_says_of_it(crowd: dict[str, 
     figures = crowd["read"]()
     few, *others = figures
     sizes = f"{', '.join([few, *others[:-1]])} and {others[-1]}"
-    page = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+    page = (DOCS / "explanation" / "how-it-works.md").read_text(encoding="utf-8")
     assert f"![What one task costs among {sizes} that wait for one key" in page
     for kind in crowd["KINDS"]:
         assert figures[few][kind] == 1
@@ -133,7 +133,7 @@ def test_a_picture_can_be_read_on_a_dark_page(name: str) -> None:
 
 def test_every_picture_on_a_page_is_there() -> None:
     shown = _shown()
-    assert any(page.name == "the-lock.md" for page, _ in shown)
+    assert any(page.name == "safety-proof.md" for page, _ in shown)
     for page, name in shown:
         assert (page.parent / name).is_file(), f"{page.name} shows {name}"
 
@@ -141,7 +141,7 @@ def test_every_picture_on_a_page_is_there() -> None:
 def test_every_picture_of_a_screen_is_small_and_stands_on_a_page() -> None:
     screens = set((DOCS / "pictures").glob("*.png"))
     assert screens
-    assert screens <= {page.parent / name for page, name in _shown()}
+    assert screens <= {(page.parent / name).resolve() for page, name in _shown()}
     for screen in screens:
         assert screen.read_bytes().startswith(b"\x89PNG"), screen.name
         assert screen.stat().st_size < SMALL, f"{screen.name}: clip it to what matters"

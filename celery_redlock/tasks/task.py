@@ -43,7 +43,8 @@ class LockedTask(Task):
     """A task that takes a Redlock, made of its arguments, before its body runs.
 
     `@app.task(base=LockedTask, lock_key="stock:{sku}", lock_ttl=30)`; every option of
-    docs/options.md is an attribute `lock_<name>`. Raises SettingsError when the app finalizes.
+    docs/reference/options.md is an attribute `lock_<name>`. Raises SettingsError when the app
+    finalizes.
     Sources of the extension points: `__init_subclass__` is the one place that function tasks,
     class tasks, autoretry and mixed bases all pass; `on_bound` is Celery's, called after
     `task_annotations` may have replaced `run`.

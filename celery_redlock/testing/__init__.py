@@ -6,7 +6,7 @@ node, by the shipped scripts (`model.py`) and by a clock that a test moves (`clo
 `servers.py`: real servers and workers, which `reaper.py` kills if the test run dies.
 `processes.py`: pytest-celery without Docker. Not here: the fixtures; pytest finds them in
 `pytest_celery_redlock`, beside the package. Needs the extra `celery_redlock[testing]`; no other
-folder imports this one. Examples: docs/testing.md.
+folder imports this one. Examples: docs/how-to/test.md.
 """
 
 from celery_redlock.testing.clock import VirtualClock

@@ -1,4 +1,4 @@
-"""What docs/sizing.md counts on: what locks and waiters cost each node."""
+"""What docs/operations/sizing.md counts on: what locks and waiters cost each node."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from celery import current_task, shared_task
 from celery_redlock import LockedTask, current_lock
 from tests.integration.app import LOG, app, write
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-other-plugins.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "migrate.md"
 
 
 def spellings() -> list[str]:

@@ -22,11 +22,11 @@ from tests.pages import blocks, on_servers
 
 pytestmark = pytest.mark.slow
 
-HOW_TO = ROOT / "docs" / "how-to.md"
-START = ROOT / "docs" / "start.md"
+HOW_TO = ROOT / "docs" / "how-to" / "examples.md"
+START = ROOT / "docs" / "getting-started" / "first-locked-task.md"
 SENDS = "for because in"  # the one example that is no part of an app
 PATIENT = f"\napp.conf.redlock_node_timeout = {NODE_TIMEOUT}\n"  # as the machine needs it
-LOCK_BYTES = 320 - 100  # of docs/sizing.md, without the tables in which a server finds a key
+LOCK_BYTES = 320 - 100  # of the page about sizing, without the tables in which a server finds a key
 
 
 @pytest.fixture(scope="module")

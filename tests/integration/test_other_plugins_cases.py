@@ -1,7 +1,7 @@
 """What the test suites of other uniqueness plugins check, told here as scenarios of our own.
 
 celery-once, celery-singleton, celery-unique, celery-dedupe, celery-deduplicate, celery-heimdall.
-docs/coming-from-other-plugins.md says which of their cases mean something else here.
+docs/how-to/migrate.md says which of their cases mean something else here.
 """
 
 from __future__ import annotations

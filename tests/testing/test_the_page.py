@@ -1,4 +1,4 @@
-"""The examples of docs/testing.md, word by word, in a pytest of their own."""
+"""The examples of docs/how-to/test.md, word by word, in a pytest of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.pages import ROOT, blocks
 
-PAGE = ROOT / "docs" / "testing.md"
+PAGE = ROOT / "docs" / "how-to" / "test.md"
 
 
 def examples() -> tuple[str, list[str]]:

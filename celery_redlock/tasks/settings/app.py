@@ -126,7 +126,7 @@ APP_SETTINGS = (
         values=(
             "a list of URLs (`redis://`, `rediss://`, `unix://`, `sentinel://`) or redis-py clients"
         ),
-        doc="The lock's nodes: see [nodes](docs/nodes.md).",
+        doc="The lock's nodes: see [nodes](docs/getting-started/three-nodes.md).",
     ),
     AppSetting(
         name="prefix",
@@ -162,7 +162,10 @@ APP_SETTINGS = (
         name="restart_guard",
         default="auto",
         values='`"auto"`, `"strict"`, `"on"` or `"off"`',
-        doc="How long a restarted node does not vote: see [nodes](docs/nodes.md).",
+        doc=(
+            "How long a restarted node does not vote: see "
+            "[nodes](docs/getting-started/three-nodes.md)."
+        ),
         check=lambda source, value: check_guard(source.level, source.name, value),
     ),
     AppSetting(
@@ -177,20 +180,20 @@ APP_SETTINGS = (
         name="metrics",
         default=None,
         values='a port, `"host:port"`, or `None` for no metrics',
-        doc="Where a worker serves its [metrics](docs/operate.md#metrics).",
+        doc="Where a worker serves its [metrics](docs/operations/monitoring.md#metrics).",
         check=_listen_address,
     ),
     AppSetting(
         name="queues",
         default=None,
         values="a mapping from queue names or globs to options",
-        doc="Options by queue: see [options](docs/options.md#options).",
+        doc="Options by queue: see [options](docs/reference/options.md#options).",
     ),
     AppSetting(
         name="tasks",
         default=None,
         values="a mapping from task names or globs to options",
-        doc="Locks [tasks of others](docs/options.md#tasks-of-others), by name or glob.",
+        doc="Locks [tasks of others](docs/reference/options.md#tasks-of-others), by name or glob.",
     ),
 )
 APP_SETTING: Mapping[str, AppSetting] = {setting.name: setting for setting in APP_SETTINGS}

@@ -1,7 +1,7 @@
 """The table of a lock's options: the only list of their names, checks, defaults and meanings.
 
-The checks of every level, the built-in values, and the tables of docs/options.md and
-docs/configuration.md are made from it; `python -m docs --tables` writes the tables.
+The checks of every level, the built-in values, and the tables of docs/reference/options.md and
+docs/reference/settings.md are made from it; `python -m docs --tables` writes the tables.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ OPTIONS = (
         details=(
             '`"defer"`: put the message back; `"skip"`: do not run (REVOKED); `"fail"`: FAILURE '
             "with `LockTaken`. At task and app level also a callable that gets a "
-            "[`Contention`](docs/configuration.md#a-callable-that-decides) and returns one of "
+            "[`Contention`](docs/reference/settings.md#a-callable-that-decides) and returns one of "
             "these."
         ),
     ),
@@ -203,8 +203,8 @@ OPTIONS = (
         doc="What to do if the lock is lost while the body runs.",
         details=(
             '`"abort"`: `LockLost` is raised in the body if the '
-            "[pool](docs/how-it-works.md#loss-in-mid-run) can, and the run does not end as "
-            'SUCCESS; `"warn"`: log, signal and event only.'
+            "[pool](docs/explanation/how-it-works.md#loss-in-mid-run) can, and the run does not "
+            'end as SUCCESS; `"warn"`: log, signal and event only.'
         ),
     ),
     Option(

@@ -1,4 +1,4 @@
-"""The table as `docs/ends-of-life.md` shows it, made of what is expected."""
+"""The table as `docs/explanation/crashes-and-shutdown.md` shows it, made of what is expected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.integration.matrix.ends import ENDS, POOLS, After, End, Pair
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "ends-of-life.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "explanation" / "crashes-and-shutdown.md"
 BEGIN, END = "<!-- the table: python -m tests.integration.matrix --page -->", "<!-- its end -->"
 
 
