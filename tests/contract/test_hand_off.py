@@ -570,6 +570,8 @@ class TestRights:
             ears.listen(WAKE, WAITING)
             lock.release()
             assert taking.result(FREED)
+            settle(one)
+            settle(other)
             assert len(ears.heard()) == 1  # of the second holder: nobody waits any more
 
     def test_of_an_earlier_version_a_release_is_announced_to_all(
@@ -583,5 +585,7 @@ class TestRights:
             ears.listen(WAKE)
             lock.release()
             assert taking.result(FREED)
+            settle(one)
+            settle(other)
             assert not client.exists(WAITING)
             assert len(ears.heard()) == 2  # of both holders: each told all

@@ -65,8 +65,10 @@ def survives(mutant: Mutant, end: float) -> bool | None:
             env={**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "160"}, check=False,
         )  # fmt: skip
     caught = done.returncode == FAILED
-    failed = [line for line in done.stdout.splitlines() if line.startswith(FAILED_TEST)]
-    said = failed if caught else [done.stdout[-3000:], done.stderr[-1000:]]
+    lines = done.stdout.splitlines()
+    # without the word, which in a log names what is wrong
+    by = [f"by {line.removeprefix(FAILED_TEST)}" for line in lines if line.startswith(FAILED_TEST)]
+    said = by if caught else [done.stdout[-3000:], done.stderr[-1000:]]
     title = f"{'caught' if caught else 'SURVIVED'}: {mutant.name} ({mutant.where})"
     print("\n  ".join([title, *said]), flush=True)
     return not caught
