@@ -128,7 +128,7 @@ OPTIONS = {
     ),
     "unique_for": Shown(
         "`float`, seconds, or `None`",
-        "# a second send within ten minutes returns the result of the first\n"
+        "# until the run ends, or for ten minutes, a second send is not published\n"
         '@shared_task(base=LockedTask, lock_key="index:{shop}", lock_unique_for=600)\n'
         "def rebuild_index(shop): ...",
         ("unique_until", "on_duplicate", "key"),

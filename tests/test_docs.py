@@ -300,7 +300,7 @@ def check_extras(target: str) -> None:
 def option_rows() -> dict[str, str]:
     """Return the table of options: the default of each, by its name."""
     page = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
-    table = page.partition("\n## Options\n")[2].partition("<!-- end of table -->")[0]
+    table = page.partition("\n## All options\n")[2].partition("<!-- end of table -->")[0]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| [`")]
     return {name: row[1] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
 
