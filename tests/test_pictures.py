@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import re
 import runpy
+import sqlite3
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from celery import states as celery_states
 
 import celery_redlock
 from celery_redlock.lock.model.handoff import TURN
 from celery_redlock.lock.model.lease import lease_end, validity
+from celery_redlock.lock.model.votes import quorum_of
+from celery_redlock.tasks.reporting import DEFERRED
+from docs.pictures import deferral, fencing, nodes, states
 
 LUA = Path(celery_redlock.__file__).parent / "lock" / "server" / "lua"
 DOCS = Path(__file__).parent.parent / "docs"
 SMALL = 150_000  # bytes
+NARROW, LEGIBLE = 640, 13  # pixels: the widest picture, and its smallest letters
+DIAGRAMS = ("deferral", "fencing", "nodes", "states")
+ALL_DRAWN = ("lease", "crowd", "handoff", "workers", *DIAGRAMS)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +122,53 @@ def test_the_picture_of_the_workers_has_each_figure_of_both_ways(workers: dict[s
         assert all(set(one) == set(workers["KINDS"]) for one in by_size.values())
 
 
-@pytest.mark.parametrize("name", ["lease", "crowd", "handoff", "workers"])
+@pytest.mark.parametrize("name", DIAGRAMS)
+def test_a_diagram_is_what_its_script_draws(name: str) -> None:
+    script = import_module(f"docs.pictures.{name}")
+    assert script.PICTURE.read_text(encoding="utf-8") == script.draw(), (
+        f"run `python3 -m docs.pictures.{name}` and look at the result"
+    )
+
+
+def test_the_picture_of_the_states_has_those_of_celery_and_the_one_that_the_package_adds() -> None:
+    shown = set(states.PLACES)
+    assert states.ADDED == deferral.STATE == DEFERRED
+    assert shown - celery_states.ALL_STATES == {DEFERRED}
+    # RECEIVED is an event, and no result backend stores it
+    assert celery_states.ALL_STATES - shown == {celery_states.RECEIVED}
+
+
+def test_the_picture_of_the_nodes_counts_a_quorum_as_the_lock_does() -> None:
+    for panel in nodes.PANELS:
+        up = len(panel.up)
+        assert panel.has_quorum == (up >= quorum_of(len(nodes.NODES)))
+        assert panel.verdict.startswith(f"{up} of {len(nodes.NODES)}: ")
+    assert {panel.has_quorum for panel in nodes.PANELS} == {True, False}
+
+
+def test_the_picture_of_a_fencing_token_shows_what_a_database_does() -> None:
+    set_fence, where = re.findall(r"fence [=<] :token", fencing.UPDATE)
+    with sqlite3.connect(":memory:") as database:
+        database.execute("CREATE TABLE account (fence INTEGER)")
+        database.execute("INSERT INTO account VALUES (0)")
+        update = f"UPDATE account SET {set_fence} WHERE {where}"
+        rows = [
+            database.execute(update, {"token": token}).rowcount
+            for token in (fencing.SECOND, fencing.FIRST)
+        ]
+    database.close()
+    assert rows == [1, 0]  # the late write is refused
+
+
+@pytest.mark.parametrize("name", ["handoff", "workers", "crowd", *DIAGRAMS])
+def test_a_picture_can_be_read_on_a_phone(name: str) -> None:
+    root = ET.fromstring((DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8"))
+    sizes = [element.attrib.get("font-size") for element in root.iter()]
+    assert float(root.attrib["viewBox"].split()[2]) <= NARROW
+    assert min(float(size) for size in sizes if size) >= LEGIBLE
+
+
+@pytest.mark.parametrize("name", ALL_DRAWN)
 def test_a_picture_needs_nothing_but_itself(name: str) -> None:
     root = ET.fromstring((DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8"))
     names = {element.tag.rpartition("}")[2] for element in root.iter()}
@@ -122,7 +177,7 @@ def test_a_picture_needs_nothing_but_itself(name: str) -> None:
     assert all(value.startswith("url(#") for value in values if "url" in value)
 
 
-@pytest.mark.parametrize("name", ["lease", "crowd", "handoff", "workers"])
+@pytest.mark.parametrize("name", ALL_DRAWN)
 def test_a_picture_can_be_read_on_a_dark_page(name: str) -> None:
     root = ET.fromstring((DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8"))
     ground = next(element for element in root if element.tag.endswith(("rect", "path", "text")))
