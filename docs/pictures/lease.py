@@ -250,7 +250,7 @@ def head() -> Iterator[str]:
     yield '<title id="t">The life of a lease on five nodes</title>'
     yield (
         '<desc id="d">A lock is granted by five nodes and renewed every third of its ttl. Node 4 '
-        "is slow. Node 5 loses its memory, is silent, is repaired and counts again after "
+        "is slow. Node 5 loses its memory, abstains, gets the key again and counts after "
         "probation. Nodes 4, 5 and 3 are cut off; the lock is at risk, then lost, before a quorum "
         "of nodes is free for anybody else.</desc>"
     )
@@ -264,7 +264,7 @@ def head() -> Iterator[str]:
     yield text(16, 26, "The life of a lease on five nodes", f'{BOLD} font-size="16"')
     terms = (
         "ttl 1.2 s (short, so that milliseconds can be seen), drift 1 %, quorum 3; a renewal every "
-        "ttl/3, sooner after a bad round or to repair"
+        "ttl/3, sooner after a failed round"
     )
     yield text(16, 44, terms, f'{colour(FAINT)} font-size="12"')
 
@@ -337,10 +337,10 @@ def notes_on_the_one_that_forgot(lane: Lane, top: float) -> Iterator[str]:
     missing, (begin, end) = lane.missing or 0, lane.probation[0]
     yield cross(x(lane.node.wiped), top + BAR + 6.5)
     yield rect(up, missing + QUIET, top + 42, 10, f'{colour(SILENT)} fill-opacity=".2"')
-    words = "silent, 2.2 s from our first contact: grants nobody"
+    words = "abstains for 2.2 s from our first contact"
     yield text(x(begin), top + 50.5, words, f'{colour("#5b2f86")} font-size="10"')
     yield text(x(missing) - 5, top + BAR + 10, "“missing”", f"{RIGHT} {colour(FAINT)}")
-    yield text(x(begin) + 5, top + BAR + 10, "repaired")
+    yield text(x(begin) + 5, top + BAR + 10, "reclaimed")
     yield text(x(end) + 5, top + BAR + 10, "counts again")
 
 
@@ -358,7 +358,7 @@ def verdict(story: Story) -> Iterator[str]:
     yield text(x(lost) + 6, LOCK + 11.5, "lost", f"{BOLD} {colour(LOST)}")
     yield line(x(until), LANES, x(until), LOCK + 15, f'stroke="{LOST}" stroke-width="1.4"')
     yield text(x(until), LANES - 4, "V", f"{MIDDLE} {BOLD} {colour(LOST)}")
-    yield text(16, RIVAL + 11, "a rival", BOLD)
+    yield text(16, RIVAL + 11, "others", BOLD)
     yield rect(free, END, RIVAL, 15, colour(SILENT))
     words = f"can have its quorum (nodes 3, 4, 5) from {free / 1000:.3f} s on, after our loss at"
     yield text(x(free) - 6, RIVAL + 11.5, f"{words} {lost / 1000:.3f} s", RIGHT)
@@ -377,7 +377,7 @@ def legend() -> Iterator[str]:
     entries = (
         (colour(KEY) + ' stroke="#3d7dbd"', "our key stands on the node"),
         (colour(OURS), "we count on the node, until eᵢ = sending + 1.186 s"),
-        (f'fill="url(#probation)" stroke="{PROBATION}"', "on probation: repaired, does not count"),
+        (f'fill="url(#probation)" stroke="{PROBATION}"', "on probation: does not count yet"),
         ('fill="url(#away)"', "nothing gets through"),
     )
     places = ((16, 0), (16, 22), (352, 0), (352, 22))
