@@ -203,7 +203,7 @@ OPTIONS = (
         doc="What to do if the lock is lost while the body runs.",
         details=(
             '`"abort"`: `LockLost` is raised in the body if the '
-            "[pool](docs/explanation/how-it-works.md#loss-in-mid-run) can, and the run does not "
+            "[pool](docs/explanation/how-it-works.md#if-the-lock-is-lost) can, and the run does not "
             'end as SUCCESS; `"warn"`: log, signal and event only.'
         ),
     ),
