@@ -203,8 +203,8 @@ OPTIONS = (
         doc="What to do if the lock is lost while the body runs.",
         details=(
             '`"abort"`: `LockLost` is raised in the body if the '
-            "[pool](docs/explanation/how-it-works.md#if-the-lock-is-lost) can, and the run does not "
-            'end as SUCCESS; `"warn"`: log, signal and event only.'
+            "[pool](docs/explanation/how-it-works.md#if-the-lock-is-lost) can, and the run does "
+            'not end as SUCCESS; `"warn"`: log, signal and event only.'
         ),
     ),
     Option(
