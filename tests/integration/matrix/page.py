@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.integration.matrix.ends import ENDS, POOLS, After, End, Pair
+from tests.integration.matrix.ends import ENDS, NOBODY, POOLS, RUN, After, End, Pair
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "final-states.md"
 BEGIN = "<!-- the tables: python -m tests.integration.matrix --page -->"
@@ -37,23 +37,29 @@ def ends_of(cause: str) -> list[End]:
 
 def _table(ends: Sequence[End]) -> str:
     """Return a table: a line for each end, and each group of pools that differs."""
-    head = ["end", "pools", "early ack", "late ack", "released by"]
+    head = ["end", "early ack", "late ack"]
     return "\n".join(map(_line, [head, ["---"] * len(head), *_rows(ends)]))
 
 
 def _rows(ends: Sequence[End]) -> Iterator[list[str]]:
     for end in ends:
-        now = [(pools, "", pair) for pair, pools in _groups(end, POOLS).items()]
+        # a pool that cannot end a run like this has no row
+        groups = [(pools, "", pair) for pair, pools in _groups(end, end.pools).items()]
         rabbits = _groups(end, [pool for pool in POOLS if pool in end.on_rabbitmq], "rabbitmq")
-        now += [(pools, " on RabbitMQ", pair) for pair, pools in rabbits.items()]
+        groups += [(pools, "on RabbitMQ", pair) for pair, pools in rabbits.items()]
         before = _groups(end, [pool for pool in POOLS if pool in end.before], newest=False)
-        older = [(pools, " before Celery 5.7", pair) for pair, pools in before.items()]
-        name = end.name.replace(" of the user's", "")
-        # first what is so, then what was otherwise, then who cannot do it
-        for pools, when, pair in sorted([*now, *older], key=lambda row: row[2] is None):
-            shown = "all" if len(pools) == len(POOLS) else ", ".join(pools)
-            yield [name, shown + when, *_told(pair, end.why)]
-            name = ""
+        groups += [(pools, "before Celery 5.7", pair) for pair, pools in before.items()]
+        for pools, when, pair in groups:
+            cells = [end.why, ""] if pair is None else [_end(after) for after in pair]
+            yield [_named(end, pools, when), *cells]
+
+
+def _named(end: End, pools: Sequence[str], when: str) -> str:
+    """Return the first cell of a row: an end, its pools if they are not all, and when."""
+    told = [] if len(pools) == len(POOLS) else [", ".join(pools)]
+    where = ", ".join([*told, *([when] if when else [])])
+    name = end.name.replace(" of the user's", "")
+    return f"{name} ({where})" if where else name
 
 
 def _groups(
@@ -67,19 +73,12 @@ def _groups(
     return groups
 
 
-def _told(pair: Pair | None, why: str) -> list[str]:
-    """Return the last three cells of a row; pair: None where a pool cannot do it, and why."""
-    if pair is None:
-        return [why, "", ""]
-    freed = " / ".join(dict.fromkeys(after.freed for after in pair))
-    return [*map(_end, pair), freed]
-
-
 def _end(after: After) -> str:
     heir = ", next worker" if after.heir else ""
     bodies = {0: ", no body", 1: ""}.get(after.bodies, f", {after.bodies} bodies")
+    freed = "" if after.freed in (RUN, NOBODY) else f"; lock: {after.freed}"
     instead = "" if after.instead is None else f"; or {_end(after.instead)}"
-    return f"{after.state}{bodies}{heir}{instead}"
+    return f"{after.state}{bodies}{heir}{freed}{instead}"
 
 
 def _line(words: list[str]) -> str:
