@@ -27,4 +27,4 @@ UNEXPECTED = "reference/log-messages#unexpected-errors"
 
 def see(text: str, anchor: str) -> str:
     """Return a text that ends with the heading that helps."""
-    return f"{text.rstrip('.')}. See {anchor}"
+    return f"{text if text.endswith('?') else text.rstrip('.') + '.'} See {anchor}"

@@ -53,9 +53,9 @@ def test_no_anchor_is_left_over() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_the_text_of_an_error_ends_with_a_heading(error: RedlockError) -> None:
-    _, _, anchor = str(error).rpartition(". See ")
+    _, _, anchor = str(error).rpartition(" See ")
     assert anchor in ANCHORS.values(), str(error)
-    assert str(error).count(". See ") == 1
+    assert str(error).count(" See ") == 1
 
 
 def test_each_public_error_is_tried_and_makes_its_text_by_the_root() -> None:
@@ -65,9 +65,14 @@ def test_each_public_error_is_tried_and_makes_its_text_by_the_root() -> None:
         assert "__str__" not in vars(one), one
 
 
-def test_a_sentence_before_the_heading_has_one_full_stop() -> None:
-    error = SettingsError("app", "redlock_ttl", "0", "is wrong. It must be above 0.")
-    assert "above 0. See operations/" in str(error)
+@pytest.mark.parametrize("hint", ["must be above 0", "is wrong. It must be above 0."])
+def test_a_sentence_before_the_heading_has_one_full_stop(hint: str) -> None:
+    assert "above 0. See operations/" in str(SettingsError("app", "redlock_ttl", "0", hint))
+
+
+def test_a_question_before_the_heading_has_none() -> None:
+    error = SettingsError("app", "redlock_tll", "0", "is not a setting; did you mean 'redlock_ttl'?")
+    assert "'redlock_ttl'? See operations/" in str(error)
 
 
 def lines_at_error(function: ast.AST) -> Iterator[ast.Call]:
@@ -87,13 +92,13 @@ def words_with_a_heading(function: ast.FunctionDef) -> set[str]:
     found = {one.arg for one in function.args.args if one.arg == "see"}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
-            (target,), value = node.targets, node.value
-            pairs = [(target, value)]
-            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                pairs = list(zip(target.elts, value.elts, strict=True))
-            found |= {
-                ast.unparse(name) for name, given in pairs if "anchors." in ast.unparse(given)
-            }
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=True))
+                found |= {
+                    ast.unparse(name) for name, made in pairs if "anchors." in ast.unparse(made)
+                }
     return found
 
 
