@@ -71,7 +71,9 @@ def test_a_sentence_before_the_heading_has_one_full_stop(hint: str) -> None:
 
 
 def test_a_question_before_the_heading_has_none() -> None:
-    error = SettingsError("app", "redlock_tll", "0", "is not a setting; did you mean 'redlock_ttl'?")
+    error = SettingsError(
+        "app", "redlock_tll", "0", "is not a setting; did you mean 'redlock_ttl'?"
+    )
     assert "'redlock_ttl'? See operations/" in str(error)
 
 

@@ -15,7 +15,9 @@ _EVENT = re.compile(r'(?:"event": |log_extra\(|_warn\(|_log\()\s*"(\w+)"')
 
 
 def test_every_event_is_on_the_page_of_log_messages() -> None:
-    written = {event for path in PACKAGE.rglob("*.py") for event in _EVENT.findall(path.read_text())}
+    written = {
+        event for path in PACKAGE.rglob("*.py") for event in _EVENT.findall(path.read_text())
+    }
     assert {"lock_lost", "run_deferred", "state_not_read", "node_evicts"} <= written
     rows = r"^\| (?:INFO|WARNING|ERROR) \| `[^`]+` \| `(\w+)` \|"
     told = set(re.findall(rows, PAGE.read_text(encoding="utf-8"), re.MULTILINE))
