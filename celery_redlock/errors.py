@@ -223,8 +223,8 @@ class QuorumUnreachable(NotAcquired):
         if abstaining:
             text = (
                 f"{text}{'.' if failing else ''} New or restarted nodes wait: "
-                f"{summarize_causes(abstaining)}. On a new cluster `celery redlock trust`, or "
-                "Redlock.trust(), ends that"
+                f"{summarize_causes(abstaining)}. On a new cluster `celery -A APP redlock trust "
+                "--all`, or Redlock.trust(), ends the wait"
             )
         return text
 
