@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import shutil
+import socket
+import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
@@ -21,6 +29,7 @@ from tests.pages import on_servers
 pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "examples"
+PYTHON = (sys.executable, "-m")
 CELERY = (sys.executable, "-m", "celery")
 WORKER = ("worker", "--concurrency", "4", "--loglevel", "INFO")
 PATIENT = f"\napp.conf.redlock_node_timeout = {NODE_TIMEOUT}\n"  # as the machine needs it
@@ -45,6 +54,12 @@ def work(key):
 """
 
 
+def free_port() -> int:
+    """Return a port on which a web server can listen."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
 @dataclass
 class Example:
     """A copy of one example, with servers that are there. folder: where it is."""
@@ -60,6 +75,12 @@ class Example:
         path = self.folder / file
         path.write_text((path.read_text() if path.exists() else "") + text)
 
+    def replace(self, file: str, code: str) -> None:
+        """Put this in place of a file that stands for the reader's own slow code."""
+        assert '"""Stands for ' in (self.folder / file).read_text()
+        (self.folder / "own_code.py").write_text(OWN_CODE)
+        (self.folder / file).write_text(f"from own_code import work, write\n{code}")
+
     def start(self, *command: str, name: str) -> WorkerProcess:
         """Start a command of the reader; it is killed with its children when the test ends."""
         made = WorkerProcess(name, name=name, command=command, cwd=self.folder, env=self.env)
@@ -71,6 +92,24 @@ class Example:
     def worker(self, app: str, *options: str) -> WorkerProcess:
         """Start a worker; return it when it is ready."""
         return self.start(*CELERY, "-A", app, *WORKER, *options, name="worker").wait_ready()
+
+    def run(self, *command: str) -> str:
+        """Run a command of the reader to its end; return what it prints."""
+        ran = subprocess.run(
+            command, cwd=self.folder, env={**os.environ, **self.env}, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    def serve(self, *command: str) -> httpx.Client:
+        """Start a web server that logs its address; return a client of it."""
+        server = self.start(*command, name="web")
+        address = re.compile(r"http://127\.0\.0\.1:\d+")
+        (url,) = eventually(lambda: address.findall(server.output()))[:1]
+        client = self.stack.enter_context(httpx.Client(base_url=url, timeout=60))
+        eventually(lambda: answers(client))
+        return client
 
     def lines(self, what: str, key: str) -> list[float]:
         """Return when bodies of a key began, or ended."""
@@ -93,11 +132,34 @@ class Example:
         begun, ended = self.lines("begin", key), self.lines("end", key)
         assert not overlaps(list(zip(begun, ended, strict=False)))
 
-    def states(self) -> list[str]:
-        """Return the states in a result backend that is the broker's Redis."""
+    def metas(self) -> dict[str, Any]:
+        """Return what a result backend in the broker's Redis keeps, by the id of the task."""
         client = self.broker.client()
-        kept = [client.get(name) for name in client.keys("celery-task-meta-*")]
-        return [json.loads(str(meta))["status"] for meta in kept if meta]
+        texts = [client.get(name) for name in client.keys("celery-task-meta-*")]
+        metas = [json.loads(str(text)) for text in texts if text]
+        return {meta["task_id"]: meta for meta in metas}
+
+    def states(self) -> list[str]:
+        """Return the states of all tasks in that result backend."""
+        return [meta["status"] for meta in self.metas().values()]
+
+    def state(self, task: str) -> str | None:
+        """Return the state of a task in that result backend, None before the first."""
+        return self.metas().get(task, {}).get("status")
+
+    def see_result(self, task: str) -> Any:
+        """Return what a task returned, once it has."""
+        eventually(lambda: self.state(task) == "SUCCESS")
+        return self.metas()[task]["result"]
+
+
+def answers(client: httpx.Client) -> bool:
+    """Return whether a web server accepts connections."""
+    try:
+        client.get("/")
+    except httpx.TransportError:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -125,7 +187,7 @@ def test_a_periodic_run_is_skipped_while_the_last_one_is_at_work(
     example: Callable[..., Example], scheduler: tuple[str, ...]
 ) -> None:
     shop = example("beat")
-    (shop.folder / "reports.py").write_text(OWN_CODE + "\ndef make_report():\n    work('report')\n")
+    shop.replace("reports.py", "def make_report():\n    work('report')\n")
     shop.append("shop.py", PATIENT + 'app.conf.beat_schedule["report"]["schedule"] = 0.5\n')
     shop.worker("shop")
     shop.start(*CELERY, "-A", "shop", "beat", *scheduler, name="beat")
@@ -136,3 +198,205 @@ def test_a_periodic_run_is_skipped_while_the_last_one_is_at_work(
     shop.see_no_overlap("report", 3)
     assert "SUCCESS" in shop.states()
     assert bool(shop.broker.client().keys("redbeat:*")) == bool(scheduler)
+
+
+def rows(database: Path, query: str) -> list[Any]:
+    """Return the first column of what a query finds in an SQLite database."""
+    connection = sqlite3.connect(database, timeout=60)
+    try:
+        with connection:
+            return [row[0] for row in connection.execute(query)]
+    finally:
+        connection.close()
+
+
+ROLLED_BACK = """
+import django
+django.setup()
+from django.db import transaction
+from orders.tasks import take
+try:
+    with transaction.atomic():
+        take.delay_on_commit("sku-7", 1)
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    print("rolled back")
+"""
+
+
+@pytest.mark.skipif(not find_spec("django_celery_results"), reason="needs django-celery-results")
+def test_django(example: Callable[..., Example]) -> None:
+    """Two orders for one sku never overlap, and the database has the states of their tasks."""
+    shop = example("django_shop")
+    shop.env["DJANGO_SETTINGS_MODULE"] = "proj.settings"
+    shop.replace("orders/warehouse.py", "def pick(order_id):\n    work(str(order_id))\n")
+    shop.append("proj/settings.py", f"\nCELERY_REDLOCK_NODE_TIMEOUT = {NODE_TIMEOUT}\n")
+    manage = (sys.executable, "manage.py")
+    shop.run(*manage, "migrate")
+    assert "No changes detected" in shop.run(*manage, "makemigrations", "--check", "--dry-run")
+    data = shop.folder / "db.sqlite3"
+    rows(data, "INSERT INTO orders_stock VALUES ('sku-7', 5), ('sku-8', 5)")
+
+    assert shop.run(sys.executable, "-c", ROLLED_BACK) == "rolled back\n"
+    assert shop.broker.client().llen("celery") == 0
+
+    web = shop.serve(*manage, "runserver", "--noreload", f"127.0.0.1:{free_port()}")
+
+    def order(sku: str, pieces: int) -> str:
+        answer = web.post(f"/orders/{sku}/", data={"pieces": pieces})
+        assert answer.status_code == 202
+        return str(answer.json()["order"])
+
+    def states() -> list[Any]:
+        return rows(data, "SELECT status FROM django_celery_results_taskresult")
+
+    first = order("sku-7", 2)
+    assert shop.broker.client().llen("celery") == 1
+    shop.worker("proj")
+    shop.see_begin(first)
+    second, other = order("sku-7", 3), order("sku-8", 1)
+    shop.see_begin(other)
+    eventually(lambda: "DEFERRED" in states())
+    assert shop.lines("begin", second) == []
+    for one in (first, second, other):
+        shop.let_go(one)
+    eventually(lambda: states() == ["SUCCESS"] * 3)
+    assert shop.lines("begin", second) > shop.lines("end", first)
+    assert rows(data, "SELECT pieces FROM orders_stock ORDER BY sku") == [0, 4]
+    assert rows(data, "SELECT state FROM orders_order") == ["taken"] * 3
+
+
+@pytest.mark.parametrize("change", ["the base class", "a setting alone"])
+def test_flask(example: Callable[..., Example], change: str) -> None:
+    """A body has the app context with and without a lock, and two runs of a sku never overlap.
+
+    As on the page: either FlaskTask is a LockedTask, or `redlock_tasks` names the tasks.
+    """
+    shop = example("flask_shop")
+    shop.replace("task_app/warehouse.py", "def pick(sku, pieces):\n    work(sku)\n")
+    shop.env["FLASK_CELERY__redlock_node_timeout"] = f"{NODE_TIMEOUT}"
+    shop.env["FLASK_GREETING"] = "Thanks"
+    if change == "a setting alone":
+        as_flask_has_it = (shop.folder / "task_app" / "__init__.py").read_text()
+        for ours, flasks in (
+            ("class FlaskTask(LockedTask):", "class FlaskTask(Task):"),
+            ("from celery import Celery\n", "from celery import Celery, Task\n"),
+            ("from celery_redlock import LockedTask\n", ""),
+            ('            "redlock_key": False,\n', ""),
+        ):
+            assert ours in as_flask_has_it
+            as_flask_has_it = as_flask_has_it.replace(ours, flasks)
+        (shop.folder / "task_app" / "__init__.py").write_text(as_flask_has_it)
+        tasks = shop.folder / "task_app" / "tasks.py"
+        tasks.write_text(tasks.read_text().replace('lock_key="stock:{sku}", ', ""))
+        shop.env["FLASK_CELERY__redlock_tasks"] = '{"task_app.tasks.take": {"key": "stock:{sku}"}}'
+    flask = (*PYTHON, "flask", "--app", "task_app")
+    web = shop.serve(*flask, "run", "--port", f"{free_port()}")
+    shop.worker("make_celery")
+
+    def order(sku: str, pieces: int) -> str:
+        answer = web.post(f"/orders/{sku}/{pieces}")
+        assert answer.status_code == 202
+        return str(answer.json()["task"])
+
+    def state(task: str) -> str:
+        return str(web.get(f"/tasks/{task}").json()["state"])
+
+    first = order("sku-7", 2)
+    shop.see_begin("sku-7")
+    second = order("sku-7", 3)
+    eventually(lambda: state(second) == "DEFERRED")
+    said = shop.run(*PYTHON, "celery", "-A", "make_celery", "call", "task_app.tasks.thank",
+                    "--args", '["ann"]')  # fmt: skip
+    assert shop.see_result(said.strip()) == "Thanks, ann"
+    assert len(shop.lines("begin", "sku-7")) == 1
+    shop.let_go("sku-7")
+    assert shop.see_result(first) == "Thanks: 2 of sku-7"
+    assert shop.see_result(second) == "Thanks: 3 of sku-7"
+    shop.see_no_overlap("sku-7", 2)
+
+
+SLOW_WAREHOUSE = """
+import asyncio
+
+def count(sku):
+    work(sku)
+    return 3
+
+async def pick(sku, pieces):
+    await asyncio.to_thread(work, sku)
+"""
+
+
+def test_fastapi(example: Callable[..., Example]) -> None:
+    """Two sends are one task; a request that finds the lock taken ends as 409."""
+    shop = example("fastapi_shop")
+    shop.replace("warehouse.py", SLOW_WAREHOUSE)
+    shop.append("tasks.py", PATIENT.replace("app", "celery_app"))
+    web = shop.serve(*PYTHON, "uvicorn", "main:app", "--port", "0")
+    shop.worker("tasks")
+
+    async def ask(*paths: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=web.base_url, timeout=120) as client:
+            return list(await asyncio.gather(*(client.post(path) for path in paths)))
+
+    recounts = asyncio.run(ask(*["/stock/sku-7/recount"] * 5))
+    assert {answer.status_code for answer in recounts} == {202}
+    (task,) = {answer.json()["task"] for answer in recounts}
+    shop.see_begin("sku-7")
+    (refused,) = asyncio.run(ask("/stock/sku-7/pick"))
+    assert (refused.status_code, refused.json()) == (409, {"detail": "sku-7 is in use, try again"})
+    shop.let_go("sku-7")
+    assert shop.see_result(task) == 3
+    picked = asyncio.run(ask(*["/stock/sku-7/pick?pieces=2"] * 10))
+    assert {answer.status_code for answer in picked} <= {200, 409}
+    done = [answer.json() for answer in picked if answer.status_code == 200]
+    assert done
+    assert all(answer == {"picked": 2} for answer in done)
+    shop.see_no_overlap("sku-7", 1 + len(done))
+
+
+SLOW_DATABASE = """
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+session = ContextVar("session")
+
+@contextmanager
+def open_session():
+    token = session.set("a session")
+    yield
+    session.reset(token)
+    write("commit", "session")
+
+def write_order(sku, pieces):
+    work(sku)
+    return f"{pieces} of {sku} in {session.get()}"
+"""
+
+
+def test_an_app_with_a_task_class_of_its_own(example: Callable[..., Example]) -> None:
+    """Every body has its session, and the session is committed before the lock is released."""
+    shop = example("own_base_class")
+    shop.replace("database.py", SLOW_DATABASE)
+    shop.append("own_base.py", PATIENT)
+    shop.worker("own_base")
+
+    def call(name: str, *args: object) -> str:
+        return shop.run(*CELERY, "-A", "own_base", "call", name, "--args", json.dumps(args)).strip()
+
+    take, sync = ("shop.take", "sku-7", 1), ("vendor.sync", "account-7")
+    first = [call(*take), call(*sync)]
+    shop.see_begin("sku-7")
+    shop.see_begin("account-7")
+    second = [call(*take), call(*sync)]
+    eventually(lambda: [shop.state(task) for task in second] == ["DEFERRED"] * 2)
+    assert shop.see_result(call("shop.thank", "ann")) == "Thank you, ann, from a session"
+
+    for key, pieces, tasks in zip(("sku-7", "account-7"), (1, 0), zip(first, second), strict=True):
+        before = len(shop.lines("commit", "session"))
+        shop.let_go(key)
+        for task in tasks:
+            assert shop.see_result(task) == f"{pieces} of {key} in a session"
+        shop.see_no_overlap(key, 2)
+        assert shop.lines("commit", "session")[before] < shop.lines("begin", key)[1]
