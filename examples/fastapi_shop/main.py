@@ -1,4 +1,6 @@
-"""The API: one endpoint sends a locked task, the other takes the lock."""
+"""The API: one endpoint sends a locked task, another takes the lock."""
+
+import asyncio
 
 from celery_redlock import LockTaken
 from fastapi import FastAPI, HTTPException
@@ -27,3 +29,12 @@ async def pick(sku: str, pieces: int = 1) -> dict[str, int]:
     except LockTaken as error:
         raise HTTPException(409, f"{sku} is in use, try again") from error
     return {"picked": pieces}
+
+
+# A send blocks, so in an async def it runs in a thread.
+@app.post("/stock/{sku}/return", status_code=202)
+async def take_back(sku: str) -> dict[str, str]:
+    """Take pieces back into the stock, then send the task."""
+    await warehouse.put_back(sku)
+    result = await asyncio.to_thread(recount.delay, sku)
+    return {"task": result.id}

@@ -13,3 +13,8 @@ def count(sku: str) -> int:
 async def pick(sku: str, pieces: int) -> None:
     """Pick pieces of a sku."""
     await asyncio.sleep(10)
+
+
+async def put_back(sku: str) -> None:
+    """Put the pieces of a sku back."""
+    await asyncio.sleep(1)

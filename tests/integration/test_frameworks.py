@@ -325,6 +325,9 @@ def count(sku):
 
 async def pick(sku, pieces):
     await asyncio.to_thread(work, sku)
+
+async def put_back(sku):
+    pass
 """
 
 
@@ -354,6 +357,8 @@ def test_fastapi(example: Callable[..., Example]) -> None:
     assert done
     assert all(answer == {"picked": 2} for answer in done)
     shop.see_no_overlap("sku-7", 1 + len(done))
+    (returned,) = asyncio.run(ask("/stock/sku-7/return"))
+    assert shop.see_result(returned.json()["task"]) == 3
 
 
 SLOW_DATABASE = """
@@ -393,7 +398,8 @@ def test_an_app_with_a_task_class_of_its_own(example: Callable[..., Example]) ->
     eventually(lambda: [shop.state(task) for task in second] == ["DEFERRED"] * 2)
     assert shop.see_result(call("shop.thank", "ann")) == "Thank you, ann, from a session"
 
-    for key, pieces, tasks in zip(("sku-7", "account-7"), (1, 0), zip(first, second), strict=True):
+    keys = (("sku-7", 1), ("account-7", 0))
+    for (key, pieces), *tasks in zip(keys, first, second, strict=True):
         before = len(shop.lines("commit", "session"))
         shop.let_go(key)
         for task in tasks:
