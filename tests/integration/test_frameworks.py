@@ -29,6 +29,7 @@ from tests.pages import on_servers
 pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "examples"
+FLASK_PAGE = ROOT / "docs" / "how-to" / "flask.md"
 PYTHON = (sys.executable, "-m")
 CELERY = (sys.executable, "-m", "celery")
 WORKER = ("worker", "--concurrency", "4", "--loglevel", "INFO")
@@ -176,8 +177,9 @@ def example(
             shutil.copytree(EXAMPLES / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
             for file in folder.rglob("*.py"):
                 file.write_text(on_servers(file.read_text(), standing_broker.url, urls))
-            path = os.pathsep.join([str(folder), str(ROOT)])
-            return Example(folder, standing_broker, nodes, stack, {"PYTHONPATH": path})
+            path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            env = {"PYTHONPATH": os.pathsep.join(path)}
+            return Example(folder, standing_broker, nodes, stack, env)
 
         yield copy
 
@@ -289,7 +291,10 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
         (shop.folder / "task_app" / "__init__.py").write_text(as_flask_has_it)
         tasks = shop.folder / "task_app" / "tasks.py"
         tasks.write_text(tasks.read_text().replace('lock_key="stock:{sku}", ', ""))
-        shop.env["FLASK_CELERY__redlock_tasks"] = '{"task_app.tasks.take": {"key": "stock:{sku}"}}'
+        (setting,) = re.findall(
+            r"^(FLASK_CELERY__\w+)='(.+)'$", FLASK_PAGE.read_text(), re.MULTILINE
+        )
+        shop.env.update([setting])
     flask = (*PYTHON, "flask", "--app", "task_app")
     web = shop.serve(*flask, "run", "--port", f"{free_port()}")
     shop.worker("make_celery")
@@ -369,6 +374,7 @@ session = ContextVar("session")
 
 @contextmanager
 def open_session():
+    write("open", "session")
     token = session.set("a session")
     yield
     session.reset(token)
@@ -381,7 +387,7 @@ def write_order(sku, pieces):
 
 
 def test_an_app_with_a_task_class_of_its_own(example: Callable[..., Example]) -> None:
-    """Every body has its session, and the session is committed before the lock is released."""
+    """Each body has its session, which is committed before the release; a deferral opens none."""
     shop = example("own_base_class")
     shop.replace("database.py", SLOW_DATABASE)
     shop.append("own_base.py", PATIENT)
@@ -406,3 +412,4 @@ def test_an_app_with_a_task_class_of_its_own(example: Callable[..., Example]) ->
             assert shop.see_result(task) == f"{pieces} of {key} in a session"
         shop.see_no_overlap(key, 2)
         assert shop.lines("commit", "session")[before] < shop.lines("begin", key)[1]
+    assert len(shop.lines("open", "session")) == len(shop.lines("commit", "session")) == 5
