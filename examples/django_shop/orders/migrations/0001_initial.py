@@ -7,7 +7,6 @@ class Migration(migrations.Migration):
     """Creates the tables of orders and of the stock."""
 
     initial = True
-    dependencies = []
     operations = [
         migrations.CreateModel(
             name="Order",
