@@ -1,24 +1,24 @@
-"""Stands for your own code: a session of your database."""
+"""Stands for your own code: a transaction of your database."""
 
 import contextlib
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-session: ContextVar[str] = ContextVar("session")
+transaction: ContextVar[str] = ContextVar("transaction")
 
 
 @contextlib.contextmanager
-def open_session() -> Iterator[None]:
-    """Open a session; commit it at the end."""
-    token = session.set("a session")
+def open_transaction() -> Iterator[None]:
+    """Open a transaction; commit it at the end."""
+    token = transaction.set("a transaction")
     try:
         yield
     finally:
-        session.reset(token)
+        transaction.reset(token)
 
 
 def write_order(sku: str, pieces: int) -> str:
-    """Write an order in the open session."""
+    """Write an order in the open transaction."""
     time.sleep(10)
-    return f"{pieces} of {sku} in {session.get()}"
+    return f"{pieces} of {sku} in {transaction.get()}"

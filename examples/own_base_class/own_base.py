@@ -3,21 +3,21 @@
 from celery import Celery, Task
 from celery_redlock import LockedTask
 
-from database import open_session, session, write_order
+from database import open_transaction, transaction, write_order
 
 
-class SessionTask(Task):
-    """The task class of the app: each body has a database session."""
+class DatabaseTask(Task):
+    """The task class of the app: each body has a database transaction."""
 
     abstract = True
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run the body in a session."""
-        with open_session():
+        """Run the body in a transaction."""
+        with open_transaction():
             return self.run(*args, **kwargs)
 
 
-class LockedSessionTask(LockedTask, SessionTask):
+class LockedDatabaseTask(LockedTask, DatabaseTask):
     """The same, with a lock."""
 
     abstract = True
@@ -27,7 +27,7 @@ app = Celery(
     "shop",
     broker="redis://localhost",
     backend="redis://localhost",
-    task_cls=SessionTask,
+    task_cls=DatabaseTask,
     include=["vendor"],
 )
 app.conf.task_acks_late = True
@@ -35,7 +35,7 @@ app.conf.task_reject_on_worker_lost = True
 app.conf.redlock_nodes = ["redis://a", "redis://b", "redis://c"]
 
 
-@app.task(name="shop.take", base=LockedSessionTask, lock_key="stock:{sku}")
+@app.task(name="shop.take", base=LockedDatabaseTask, lock_key="stock:{sku}")
 def take(sku: str, pieces: int) -> str:
     """Take pieces of a sku: one run at a time for each sku."""
     return write_order(sku, pieces)
@@ -44,7 +44,7 @@ def take(sku: str, pieces: int) -> str:
 @app.task(name="shop.thank")
 def thank(customer: str) -> str:
     """Thank a customer. This task has no lock."""
-    return f"Thank you, {customer}, from {session.get()}"
+    return f"Thank you, {customer}, from {transaction.get()}"
 
 
 # Tasks of a package, by name or glob: they keep the task class of the app.
