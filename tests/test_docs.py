@@ -20,6 +20,7 @@ from typing import Any
 import click
 import pytest
 from celery.bin.celery import celery as celery_command
+from django.core.management import get_commands as django_commands
 from prometheus_client import CollectorRegistry
 from sphinx.search.en import SearchEnglish
 
@@ -65,8 +66,17 @@ class self:
 }
 # tests/integration/test_how_to.py runs them
 ON_A_WORKER = {"docs/getting-started/first-locked-task.md", "docs/how-to/examples.md"}
+# tests/integration/test_frameworks.py runs these folders of examples/, and mypy reads them
+FROM_EXAMPLES = {
+    "docs/how-to/django.md": "django_shop",
+    "docs/how-to/existing-base-class.md": "own_base_class",
+    "docs/how-to/fastapi.md": "fastapi_shop",
+    "docs/how-to/flask.md": "flask_shop",
+}
 IN_PYTEST = {"docs/how-to/test.md"}  # tests/testing/test_the_page.py runs it
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+WITH_PYTHON = [
+    page for page in PAGES if blocks(page, "python") and name_of(page) not in FROM_EXAMPLES
+]
 RUN_HERE = [page for page in WITH_PYTHON if name_of(page) not in ON_A_WORKER | IN_PYTEST]
 
 
@@ -248,6 +258,18 @@ def test_the_examples_of_a_page_run(page: Path, nodes: list[EmbeddedNode], tmp_p
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.parametrize("page", FROM_EXAMPLES)
+def test_the_blocks_of_a_page_are_pieces_of_its_example(page: str) -> None:
+    folder = ROOT / "examples" / FROM_EXAMPLES[page]
+    files = [file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))]
+    found = blocks(ROOT / page, "python")
+    assert found
+    for block in found:
+        place = f"{page}:{block.line}"
+        assert any(block.code in file for file in files), f"{place} is in no file of {folder.name}"
+        assert max(map(len, block.code.splitlines())) <= 76, place
+
+
 def shown_commands(block: Block) -> list[str]:
     """Return the commands of a console, without what is said of each behind it."""
     lines = [line for line in block.code.splitlines() if line.startswith("$ ")]
@@ -273,6 +295,12 @@ def test_every_command_of_a_page_is_there(page: Path) -> None:
         elif words[:2] == ["pip", "install"]:
             for target in (word for word in words[2:] if word != "-e"):
                 check_extras(target)
+        elif words[:2] == ["python", "manage.py"]:
+            assert words[2] in django_commands(), command
+        elif words[0] in ("flask", "uvicorn"):
+            assert importlib.util.find_spec(words[0]), command
+        elif words[0] == "curl":
+            assert words[-1].startswith("http://127.0.0.1:"), command
         elif words[0] == "make":
             assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), command
         else:
