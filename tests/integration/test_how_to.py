@@ -24,6 +24,7 @@ from celery_redlock.testing import EmbeddedNode, WorkerProcess, hold
 from tests.conftest import NODE_TIMEOUT, eventually, trust_nodes
 from tests.integration.conftest import ROOT, close_connections, no_shared_task_left
 from tests.pages import blocks, on_servers
+from tests.snippets import missing_names
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +103,7 @@ def on_shared_app(code: str) -> str:
         match statement:
             case ast.Assign(targets=[ast.Name("app")], value=ast.Call(func=ast.Name("Celery"))):
                 lines[first:last] = ["from how_to_app import app"]
-            case ast.ImportFrom(module="shop", names=[ast.alias(name="app")]):
+            case ast.ImportFrom(module="shop"):  # the same module here
                 del lines[first:last]
     return "\n".join(lines)
 
@@ -193,6 +194,12 @@ def runs_of(name: str) -> list[Any]:
 
 def results_of(sent: list[Any]) -> list[Any]:
     return [result.get(timeout=120) for result in sent]
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_each_example_has_its_own_imports(name: str) -> None:
+    codes = [block.code for block in blocks(page_of(name), "python")]
+    assert [missing for code in codes if (missing := missing_names(code))] == []
 
 
 def test_a_periodic_run_that_overlaps_is_skipped(guides: Guides) -> None:
