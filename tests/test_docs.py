@@ -34,6 +34,7 @@ from celery_redlock.testing import EmbeddedNode
 from docs import tables
 from tests.conftest import made_once
 from tests.integration.flower.browser import browser
+from tests.integration.test_how_to import GUIDES
 from tests.pages import PAGES, ROOT, SITE, Block, blocks, name_of, on_servers
 
 GIVEN = """
@@ -47,12 +48,6 @@ search: Any = None
 """
 # what the examples of a page call, that is the reader's own
 OWN = {
-    "docs/how-to/lock-outside-tasks.md": """
-shelf = {"sku-7": 3}
-def read(sku: str) -> int: return shelf[sku]
-def write(sku: str, stock: int) -> None: shelf[sku] = stock
-def update(sku: str, price: int, token: int) -> None: ...
-""",
     "docs/reference/settings.md": """
 import asyncio
 async def settle_order(order_id: int) -> None: ...
@@ -68,7 +63,10 @@ class self:
 """,
 }
 # tests/integration/test_how_to.py runs them
-ON_A_WORKER = {"docs/getting-started/first-locked-task.md", "docs/how-to/examples.md"}
+ON_A_WORKER = {
+    "docs/getting-started/first-locked-task.md",
+    *(f"docs/how-to/{name}.md" for name in GUIDES),
+}
 IN_PYTEST = {"docs/how-to/test.md"}  # tests/testing/test_the_page.py runs it
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 RUN_HERE = [page for page in WITH_PYTHON if name_of(page) not in ON_A_WORKER | IN_PYTEST]
