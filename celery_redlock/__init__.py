@@ -1,6 +1,6 @@
-"""Mutual exclusion for Celery tasks: a Redlock over independent Redis or Valkey nodes.
+"""Locks for Celery tasks: a Redlock on a majority of independent Redis or Valkey nodes.
 
-`@app.task(base=LockedTask)` runs one at a time for the same arguments; see the README.
+A task with `@app.task(base=LockedTask)` runs once at a time for the same arguments; see README.md.
 """
 
 from celery_redlock.errors import (

@@ -42,13 +42,13 @@ class Redlock:
     """Locks on N independent Redis or Valkey nodes; a majority of them grants a lock.
 
     nodes: URLs (redis://, rediss://, unix://, sentinel://host:port,host:port/name), or redis-py
-    clients, whose connection settings are used. prefix: of all names on the nodes.
-    node_timeout: seconds that one node may take. clock_drift: fraction by which clocks may differ
+    clients, whose connection settings are used. prefix: the start of all names on the nodes.
+    node_timeout: seconds for one node to answer. clock_drift: fraction by which clocks may differ
     in speed. max_ttl: seconds, the longest ttl of any client of the prefix.
-    restart_guard: whether a node votes that does not know this prefix, because the node is new or
-    restarted without its data. "strict": the node abstains for max_ttl and a second, unless it is
-    trusted (`trust`). "on": the node votes at once if it has been up for longer than that. "off":
-    every node votes. "auto": "strict" with two nodes or more, else "off".
+    restart_guard: which new or restarted nodes wait before they vote. "strict": a node waits for
+    max_ttl and a second, unless it is trusted (`trust`). "on": the node votes at once if it has
+    been up for longer than that. "off": every node votes. "auto": "strict" with two nodes or more,
+    else "off".
     One object serves all threads and greenlets of a process. A forked child makes its own
     connections. Raises SettingsError.
     """

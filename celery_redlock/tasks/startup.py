@@ -30,10 +30,10 @@ _warned_of: set[str] = set()  # names of tasks
 
 
 def install(app: Any) -> None:
-    """Lock the tasks that `redlock_tasks` names in an app of this process; once is enough.
+    """Lock the tasks of an app that `redlock_tasks` names, in this process; once is enough.
 
-    Importing the package does the same for every app that finalizes later, and so does Celery's
-    command line. Raises SettingsError: now if the app has finalized, else when it finalizes.
+    Importing the package does the same for every app that finalizes later, and Celery's command
+    line imports it. Raises SettingsError at once if the app has finalized, else when it finalizes.
     """
     if app.finalized:
         check_app(app)

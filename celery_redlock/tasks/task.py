@@ -40,16 +40,16 @@ DEFAULT_STRATEGY = "celery.worker.strategy:default"
 
 
 class LockedTask(Task):
-    """A task that takes a Redlock, made of its arguments, before its body runs.
+    """A task that takes a lock before its body runs, and releases it when the run ends.
 
-    `@app.task(base=LockedTask, lock_key="stock:{sku}", lock_ttl=30)`; every option of
-    docs/reference/options.md is an attribute `lock_<name>`. Raises SettingsError when the app
-    finalizes.
-    Sources of the extension points: `__init_subclass__` is the one place that function tasks,
-    class tasks, autoretry and mixed bases all pass; `on_bound` is Celery's, called after
-    `task_annotations` may have replaced `run`.
+    `@app.task(base=LockedTask, lock_key="stock:{sku}", lock_ttl=30)`. The lock's key is made from
+    the arguments. Each option is an attribute `lock_<name>`: see docs/reference/options.md. A
+    wrong option raises SettingsError when the app finalizes.
     """
 
+    # Sources of the extension points: `__init_subclass__` is the one place that function tasks,
+    # class tasks, autoretry and mixed bases all pass; `on_bound` is Celery's, called after
+    # `task_annotations` may have replaced `run`.
     abstract = True
     Request: Any = REQUEST
     dont_autoretry_for = (NotAcquired, SettingsError)
@@ -100,10 +100,10 @@ class LockedTask(Task):
 
     @property
     def lock(self) -> Lock | None:
-        """The running task's lock; None in a run that takes none, or has released it.
+        """The lock of the running task; None if the run takes no lock, or has released it.
 
-        Outside a run, and in a direct call, it raises a RedlockError that is an AttributeError, so
-        `hasattr` and tools that walk a task's attributes take it for missing.
+        Outside a run, and in a direct call, it raises a RedlockError. The error is also an
+        AttributeError, so `hasattr` returns False there.
         """
         request = self.request
         run = run_of(request)
@@ -114,9 +114,9 @@ class LockedTask(Task):
     def lock_for(self, *args: Any, **kwargs: Any) -> Lock:
         """Return the lock that a run with these arguments takes, for use outside a run.
 
-        `wait` (seconds) is the lock's, unless the task has an argument of that name. Options and
-        `{queue}` are those of the task's own routing. Raises SettingsError, and RedlockError for
-        a task or arguments that take no lock.
+        wait: seconds to wait for the lock, unless the task has an argument of that name. The
+        options and `{queue}` are those of the queue to which the task is routed. Raises
+        SettingsError. Raises RedlockError if the task takes no lock for these arguments.
         """
         config = config_of(self)
         wait = None
@@ -134,8 +134,8 @@ class LockedTask(Task):
     ) -> EffectiveOptions:
         """Return the options in force, each with the level and the name by which it was set.
 
-        queue: its name; None: the one that the task's own routing gives. lock: as for a call.
-        `str()` of the result is a table. Raises SettingsError.
+        queue: its name; None for the queue to which the task is routed. lock: the options of a
+        call, as in `apply_async`. `str()` of the result is a table. Raises SettingsError.
         """
         own = queue_of_send(self, (), {}) if queue is None else queue
         of_call = self._checked_call({} if lock is None else lock)
@@ -144,12 +144,11 @@ class LockedTask(Task):
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Send the task, as Celery does; `lock={"ttl": 60}` sets options for this call alone.
 
-        With `unique_for` a duplicate returns the result of the first send, raises DuplicateTask, or
-        replaces the first send, as `on_duplicate` says. A send that something waits for is always
-        sent: one with a given id or links, or one that is part of a canvas.
-        Raises SettingsError for a wrong option, also for one outside of `lock`, and for a task
-        whose declaration is wrong; QuorumUnreachable if a send is to be deduplicated, no quorum
-        votes, and on_unreachable="fail".
+        With `unique_for`, a duplicate returns the result of the first send, raises DuplicateTask,
+        or replaces the first send: see the option `on_duplicate`. A send with an id or links of its
+        own, or in a canvas, is always published. Raises SettingsError for a wrong option. Raises
+        QuorumUnreachable if a send is to be deduplicated, no quorum votes, and
+        on_unreachable="fail".
         """
         if self.name.startswith(CELERY_PREFIX):
             return super().apply_async(args, kwargs, *more, **options)
@@ -205,7 +204,7 @@ class LockedTask(Task):
         return call.send(functools.partial(super().apply_async, args, kwargs), self.AsyncResult)
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
-        """Run the task here and now, as Celery does, under its lock; `lock={...}` as for a send."""
+        """Run the task in this process under its lock; `lock={...}` as in `apply_async`."""
         check_outside(options)
         if "lock" in options:
             options["task_id"] = options.get("task_id") or uuid()
@@ -291,7 +290,7 @@ def keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: 
 
 
 def current_lock() -> Lock | None:
-    """Return the running task's lock, for tasks without `bind`; None outside a run."""
+    """Return the lock of the running task, for tasks without `bind`; None outside a run."""
     for task in (get_current_task(), get_current_worker_task()):
         run = None if task is None else run_of(task.request)
         if run is not None:

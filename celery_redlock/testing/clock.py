@@ -116,7 +116,7 @@ class VirtualClock:
         self.tell()
 
     def tell(self) -> None:
-        """Wake the watchdogs and waiters that go by this clock if it jumped since the last call."""
+        """Wake the watchdogs and waiters that use this clock if it jumped since the last call."""
         self.now()
         jumps = self._jumps
         if self._announced == jumps:

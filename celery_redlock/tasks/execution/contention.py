@@ -26,11 +26,11 @@ Uniform = Callable[[float, float], float]  # draws between two bounds
 
 @dataclass(frozen=True)
 class Contention:
-    """What a callable `on_conflict` is given when a task finds its lock taken.
+    """What a callable `on_conflict` gets when a task finds its lock taken.
 
-    resource: the lock that is taken. holder: the label of its holder as the nodes keep it, ""
-    if it has none. deferrals: how often the message was deferred so far. waited: seconds since
-    the first try. task, args, kwargs: the task that found the lock taken, and its arguments.
+    resource: the resource whose lock is taken. holder: the label of the holder, "" if it has none.
+    deferrals: number of deferrals of the message so far. waited: seconds since the first try.
+    task, args, kwargs: the task that found the lock taken, and its arguments.
     """
 
     resource: str

@@ -123,16 +123,24 @@ APP_SETTINGS = (
         name="nodes",
         default=None,
         shown_default="the broker, else the result backend, if it is one Redis",
-        values=(
-            "a list of URLs (`redis://`, `rediss://`, `unix://`, `sentinel://`) or redis-py clients"
+        values="URLs (`redis://`, `rediss://`, `unix://`, `sentinel://`) or redis-py clients",
+        doc="The lock nodes: independent primaries, best three or five.",
+        details=(
+            "Without the setting, the broker is the only node if it is one Redis, else the result "
+            "backend. With `broker_use_ssl` the setting is required. See [three lock "
+            "nodes](docs/getting-started/three-nodes.md)."
         ),
-        doc="The lock's nodes: see [nodes](docs/getting-started/three-nodes.md).",
     ),
     AppSetting(
         name="prefix",
         default=DEFAULT_PREFIX,
         values="a text without braces, not empty",
-        doc="The start of all key names on the nodes; clients share locks if they share it.",
+        doc="The start of all key names on the nodes.",
+        details=(
+            "Clients with the same prefix share their locks. They must also have the same nodes, "
+            "`redlock_max_ttl` and `redlock_restart_guard`. A `global_keyprefix` of the broker or "
+            "the result backend does not apply to lock keys."
+        ),
         check=lambda source, value: check_prefix(source.level, source.name, value),
     ),
     AppSetting(
@@ -140,14 +148,19 @@ APP_SETTINGS = (
         default=0.2,
         unit="s",
         values="seconds, above 0",
-        doc="The time for one node to answer in a round.",
+        doc="The time for one node to answer a request.",
+        details=(
+            "Every `ttl` must be at least four times this value, the built-in one too. So "
+            "`redlock_node_timeout = 60` requires a `redlock_ttl` and a `redlock_max_ttl` of 240 s."
+        ),
         check=_seconds,
     ),
     AppSetting(
         name="clock_drift",
         default=0.01,
         values="a fraction from 0 to below 0.5",
-        doc="How much clocks may differ in speed: 0.01 is 1 %.",
+        doc="How much the clocks of two machines may differ in speed; 0.01 is 1 %.",
+        details="It is subtracted from the time for which a lease is valid.",
         check=lambda source, value: check_drift(source.level, source.name, value),
     ),
     AppSetting(
@@ -156,15 +169,21 @@ APP_SETTINGS = (
         unit="s",
         values="seconds, above 0",
         doc="The longest `ttl` of any client of the prefix.",
+        details=(
+            "A new or restarted node grants no locks for this time and one second. Raise the "
+            "setting in all clients before you raise a `ttl`."
+        ),
         check=_seconds,
     ),
     AppSetting(
         name="restart_guard",
         default="auto",
         values='`"auto"`, `"strict"`, `"on"` or `"off"`',
-        doc=(
-            "How long a restarted node does not vote: see "
-            "[nodes](docs/getting-started/three-nodes.md)."
+        doc="Which nodes wait before they grant locks, since they may have lost some.",
+        details=(
+            '`"strict"`: a new or restarted node waits for `redlock_max_ttl` and one second. '
+            '`"on"`: the same, except for a node that has been up for longer than that. `"off"`: '
+            'no node waits. `"auto"`: `"strict"` with two nodes or more, `"off"` with one.'
         ),
         check=lambda source, value: check_guard(source.level, source.name, value),
     ),
@@ -173,21 +192,30 @@ APP_SETTINGS = (
         default=None,
         shown_default="the broker's visibility timeout and 60 s, at most 600 s",
         values="seconds, above 0, or `None` for the default",
-        doc="The time for which a run that acknowledges late is known as done.",
+        doc="How long the nodes remember a finished run, to drop its redelivered message.",
+        details=(
+            "It matters to tasks that acknowledge late. A completion marker takes about 150 bytes "
+            "on each node."
+        ),
         check=_seconds_or_none,
     ),
     AppSetting(
         name="metrics",
         default=None,
         values='a port, `"host:port"`, or `None` for no metrics',
-        doc="Where a worker serves its [metrics](docs/operations/monitoring.md#metrics).",
+        doc="Where a worker serves its Prometheus [metrics](docs/operations/monitoring.md).",
+        details=(
+            "A port alone listens on all interfaces, and port 0 is any free port. It needs the "
+            "extra `celery_redlock[metrics]`."
+        ),
         check=_listen_address,
     ),
     AppSetting(
         name="queues",
         default=None,
         values="a mapping from queue names or globs to options",
-        doc="Options by queue: see [options](docs/reference/options.md#options).",
+        doc="The [options](docs/reference/options.md#options) of a queue's tasks.",
+        details="A value cannot be a callable.",
     ),
     AppSetting(
         name="tasks",

@@ -16,12 +16,13 @@ Jitter = Literal["full", "decorrelated", "none"]
 class Backoff:
     """Delays between deferrals.
 
-    first, cap: the first and the longest delay, in seconds. factor: growth from one deferral to the
-    next. jitter: "full" draws from 0 to the grown delay, "decorrelated" from `first` to three times
-    the previous delay, "none" takes the grown delay as it is.
-    Raises SettingsError for a value that is out of its range.
-    Source of the jitters: AWS Architecture Blog, "Exponential Backoff And Jitter".
+    first, cap: the first and the longest delay, in seconds. factor: growth of the delay from one
+    deferral to the next. jitter: "full" draws from 0 to the grown delay, "decorrelated" draws from
+    `first` to three times the previous delay, "none" uses the grown delay.
+    Raises SettingsError for a value out of range.
     """
+
+    # Source of the jitters: AWS Architecture Blog, "Exponential Backoff And Jitter".
 
     first: float = 0.25
     cap: float = 30.0

@@ -1,7 +1,7 @@
 """The table of a lock's options: the only list of their names, checks, defaults and meanings.
 
-The checks of every level, the built-in values, and the tables of docs/reference/options.md and
-docs/reference/settings.md are made from it; `python -m docs --tables` writes the tables.
+The checks of every level, the built-in values, and the sections of docs/reference/options.md are
+made from it; `python -m docs --tables` writes them, with the examples of docs/option_examples.py.
 """
 
 from __future__ import annotations
@@ -101,158 +101,170 @@ OPTIONS = (
     Option(
         name="key", check=check_key, default=None, shown_default="all arguments",
         may_be_callable=True,
-        values="a template, a list of templates, `False`, or `None` for the default",
-        doc=(
-            'The resource to lock, as a template: `"stock:{sku}"`, `"{queue}:{task}:{digest}"`, '
-            '`"{rest[0]}"`.'
+        values=(
+            "a template, a list of templates, a callable, `False` for no lock, or `None` for the "
+            "default"
         ),
+        doc="The resource to lock.",
         details=(
-            "A text without braces is one lock for all arguments. A list of templates, "
-            '`["account:{a}", "account:{b}"]`: several resources, all of them or none. At task '
-            "and app level also a callable of `(task, args, kwargs)` that returns a text or a "
-            "list of texts. `False`: no lock. Positional, keyword and defaulted calls give one "
-            "key. Values stand in a template as text; the default key holds a digest only."
+            'A template names arguments in braces: `"stock:{sku}"`. A text without braces is one '
+            "lock for all arguments. A list of templates locks several resources, all of them or "
+            "none. `None` makes the key from all arguments, for this task alone. [Lock "
+            "keys](docs/reference/keys.md) has the rules."
         ),
     ),
     Option(
         name="args", check=check_args, default=None,
-        values="a list of argument names, or `None`",
-        doc=(
-            'Instead of a key, a list of argument names, `["sku"]`: one resource, for this task '
-            "alone, made from a digest of these arguments."
-        ),
+        values="a list of argument names, `[]`, or `None`",
+        doc="The arguments that make the key, for this task alone.",
         details=(
-            "`[]`: one run of the task at a time, whatever the arguments. `key` and `args` at one "
-            "level are an error; of two levels the nearer one decides."
+            "The resource is the task's name with a digest of these arguments. `[]`: one run of "
+            "the task at a time, whatever its arguments. Set `key` or `args`, not both: at one "
+            "level both are a `SettingsError`, and the nearest level that sets one decides both."
         ),
     ),
     Option(
         name="ttl", check=_ttl, default=DEFAULT_TTL, unit="s",
         values="seconds, from four times `redlock_node_timeout` to `redlock_max_ttl`",
-        doc="Lease on each node: how long a dead worker's lock stays.",
+        doc="The lease: how long the lock of a dead worker stays.",
         details=(
-            "Not a guess at the task's length: a running task renews its lock. At least four "
-            "times `redlock_node_timeout`, at most `redlock_max_ttl`."
+            "It is not the runtime of the task: the watchdog renews the lock while the body runs. "
+            "A `redlock_max_ttl` below 30 s lowers the default."
         ),
     ),
     Option(
         name="renew", check=_bool, default=True,
         values="`True` or `False`",
-        doc="The watchdog renews the lock every ttl/3.",
-        details="`False`: a fixed lease.",
+        doc="Whether the watchdog renews the lock every `ttl`/3.",
+        details=(
+            "`False`: the lease is fixed. A body that runs longer than `ttl` loses its lock, and "
+            "`on_lost` applies."
+        ),
     ),
     Option(
         name="max_hold", check=_seconds_or_none, default=None,
-        values="seconds, above 0, or `None`",
-        doc="Maximum time in seconds that a task may keep its lock.",
-        details="After that the lock is no longer renewed and expires within one `ttl`.",
+        values="seconds, above 0, or `None` for no maximum",
+        doc="The longest time that a task may keep its lock.",
+        details=(
+            "After that, the lock is no longer renewed and expires within one `ttl`. If the body "
+            "still runs, the lock is lost and `on_lost` applies."
+        ),
     ),
     Option(
         name="wait", check=_wait, default=0.0, unit="s",
         values="seconds, 0 or more",
-        doc="Time to wait for the lock inside the worker slot before `on_conflict` applies.",
-        details="A release wakes the tasks that wait.",
+        doc="How long a run waits for its lock in its worker slot, before `on_conflict` applies.",
+        details="A release wakes the run. The wait blocks the slot, so keep it short.",
     ),
     Option(
         name="on_conflict", check=_one_of("defer", "skip", "fail", or_callable=True),
         default="defer", may_be_callable=True,
-        values='`"defer"`, `"skip"` or `"fail"`',
-        doc="What to do if another run holds the lock.",
+        values='`"defer"`, `"skip"`, `"fail"`, or a callable that returns one of them',
+        doc="What a run does if another run holds the lock.",
         details=(
-            '`"defer"`: put the message back; `"skip"`: do not run (REVOKED); `"fail"`: FAILURE '
-            "with `LockTaken`. At task and app level also a callable that gets a "
-            "[`Contention`](docs/reference/settings.md#a-callable-that-decides) and returns one of "
-            "these."
+            '`"defer"`: the message returns to its queue and runs later (DEFERRED). `"skip"`: the '
+            'body does not run (REVOKED). `"fail"`: the run ends as FAILURE with `LockTaken`. A '
+            "callable gets a "
+            "[`Contention`](docs/reference/settings.md#a-callable-that-decides)."
         ),
     ),
     Option(
         name="backoff", check=check_backoff, default=Backoff(),
         shown_default="`Backoff(first=0.25, cap=30)`",
-        values="a `Backoff`, or a mapping of its fields",
-        doc=(
-            "Delays between deferrals: `Backoff(first, cap, factor=2, "
-            'jitter="full"|"decorrelated"|"none")`.'
+        values=(
+            "`Backoff(first, cap, factor=2, jitter=\"full\")`, or a mapping of these fields; "
+            '`jitter` is `"full"`, `"decorrelated"` or `"none"`'
         ),
+        doc="The delays between the deferrals of a message.",
         details=(
-            "A delay is at most the rest of the lease that refused, a quarter of the broker's "
-            "visibility timeout, and half of `redlock_done_ttl`."
+            "`first` and `cap` are the first and the longest delay in seconds. A delay ends with "
+            "the lease of the holder at the latest. It is at most a quarter of the broker's "
+            "visibility timeout, and half of `redlock_done_ttl`. A release ends it early: see "
+            "[waiting](docs/explanation/waiting.md)."
         ),
     ),
     Option(
         name="max_wait", check=_seconds_or_none, default=None,
-        values="seconds, above 0, or `None`",
-        doc="Time in seconds since the first try after which `on_give_up` applies.",
+        values="seconds, above 0, or `None` for no limit",
+        doc="The time since the first try after which `on_give_up` applies.",
     ),
     Option(
         name="max_deferrals", check=_count_or_none, default=None,
-        values="a whole number, 0 or more, or `None`",
-        doc="Number of deferrals after which `on_give_up` applies.",
+        values="a whole number, 0 or more, or `None` for no limit",
+        doc="The number of deferrals after which `on_give_up` applies.",
     ),
     Option(
         name="on_give_up", check=_one_of("fail", "skip"), default="fail",
         values='`"fail"` or `"skip"`',
-        doc="What to do after `max_wait` or `max_deferrals`.",
+        doc="What a run does after `max_wait` or `max_deferrals`.",
         details=(
-            '`"fail"`: FAILURE with `LockTaken` or `QuorumUnreachable`; `"skip"`: do not run '
-            "(REVOKED)."
+            '`"fail"`: FAILURE with `LockTaken` or `QuorumUnreachable`. `"skip"`: the body does '
+            "not run (REVOKED)."
         ),
     ),
     Option(
         name="on_lost", check=_one_of("abort", "warn"), default="abort",
         values='`"abort"` or `"warn"`',
-        doc="What to do if the lock is lost while the body runs.",
+        doc="What happens if the lock is lost while the body runs.",
         details=(
             '`"abort"`: `LockLost` is raised in the body if the '
-            "[pool](docs/explanation/how-it-works.md#loss-in-mid-run) can, and the run does not "
-            'end as SUCCESS; `"warn"`: log, signal and event only.'
+            "[pool](docs/explanation/how-it-works.md) can do that, and the run does not "
+            'end as SUCCESS. `"warn"`: a log line, a signal and an event report the loss.'
         ),
     ),
     Option(
         name="on_unreachable", check=_one_of("defer", "fail", "run"), default="defer",
         values='`"defer"`, `"fail"` or `"run"`',
-        doc="What to do if no quorum answers.",
-        details='`"defer"`, `"fail"`, or `"run"`: without a lock, with an error in the log.',
+        doc="What a run does if no quorum of nodes votes.",
+        details=(
+            '`"defer"`: the message returns to its queue. `"fail"`: FAILURE with '
+            '`QuorumUnreachable`. `"run"`: the body runs without a lock, with an ERROR in the log.'
+        ),
     ),
     Option(
         name="limit", check=_limit, default=1,
         values="a whole number, 1 or more",
-        doc="Permits: how many may hold the lock at once.",
+        doc="How many runs may hold the lock at once: a semaphore.",
         details=(
-            "If clients set different limits, they are together never more than the largest one. "
-            "Above 1 neither with several resources nor with `fencing`."
+            "If clients set different limits for a resource, the largest one is never exceeded. A "
+            "limit above 1 excludes several resources and `fencing`."
         ),
     ),
     Option(
         name="fencing", check=_bool, default=False,
         values="`True` or `False`",
-        doc=(
-            "Each holder gets a `fencing_token` (an int for a `BIGINT` column) greater than that "
-            "of every holder before it."
+        doc="Whether each holder gets a fencing token.",
+        details=(
+            "`lock.fencing_token` is an `int` for a `BIGINT` column. It is greater than the token "
+            "of every earlier holder."
         ),
     ),
     Option(
         name="unique_for", check=_seconds_or_none, default=None,
-        values="seconds, above 0, or `None`",
-        doc=(
-            "Time in seconds in which a second *send* of the same task and key is not published, "
-            "while the first is good."
+        values="seconds, above 0, or `None` to publish every send",
+        doc="The time in which a second *send* of the same task and key is a duplicate.",
+        details=(
+            "`unique_until` can end the time earlier. [Deduplicate "
+            "calls](docs/how-to/deduplicate-calls.md) has the details."
         ),
     ),
     Option(
         name="unique_until", check=_one_of("started", "finished", "expired"), default="finished",
         values='`"started"`, `"finished"` or `"expired"`',
-        doc=(
-            'What ends the time of `unique_for`: the body has `"started"`, the run has '
-            '`"finished"`, or the time has `"expired"`.'
+        doc="What ends the time of `unique_for`.",
+        details=(
+            '`"started"`: the start of the body. `"finished"`: the end of the run. `"expired"`: '
+            "the time alone."
         ),
     ),
     Option(
         name="on_duplicate", check=_one_of("existing", "fail", "replace"), default="existing",
         values='`"existing"`, `"fail"` or `"replace"`',
-        doc="What a second send does.",
+        doc="What a duplicate send does.",
         details=(
-            '`"existing"`: returns the first one\'s result; `"fail"`: raises `DuplicateTask`; '
-            '`"replace"`: takes its place.'
+            '`"existing"`: returns the `AsyncResult` of the first send. `"fail"`: raises '
+            '`DuplicateTask`. `"replace"`: is published, and the first run is dropped if it has '
+            "not begun."
         ),
     ),
 )  # fmt: skip

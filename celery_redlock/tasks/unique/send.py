@@ -36,10 +36,11 @@ def send_unique(
 ) -> Any:  # fmt: skip
     """Send a task by its name, as `app.send_task` does, unless it is a duplicate.
 
-    For processes that do not have the task, and so cannot make its key. resource: what its
-    `lock_key` or `lock_args` gives for these arguments, as "stock:42"; then sends by class and by
-    name are each other's duplicates. The rest as the options of these names, and of `send_task`.
-    Returns an AsyncResult. Raises DuplicateTask, SettingsError, QuorumUnreachable.
+    For processes that do not have the task, and so cannot make its key. resource: what the task's
+    `lock_key` or `lock_args` gives for these arguments, such as "stock:42". Then a send by name and
+    a send of the task are duplicates of each other. unique_for, unique_until, on_duplicate and
+    on_unreachable: the options of these names. options: as in `app.send_task`.
+    Returns an AsyncResult. Raises DuplicateTask, SettingsError and QuorumUnreachable.
     """
     given = {
         "unique_for": unique_for,
