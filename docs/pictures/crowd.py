@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import wrap
 from xml.sax.saxutils import escape
 
 PICTURE = Path(__file__).with_name("crowd.svg")
@@ -16,13 +17,14 @@ FIGURES = PICTURE.with_suffix(".json")  # by how many wait: ratios to the first
 KINDS = {
     "published": "messages published",
     "commands": "commands on the nodes",
-    "seconds": "processor time of the workers",
+    "seconds": "processor time of workers",
 }
 MOST = 1.5  # times what it costs in the smallest crowd
 
-WIDTH, HEIGHT, LEFT, RIGHT = 900, 320, 70, 884
-TOP, GROUND, TALLEST = 76, 256, 2.0  # y of the highest ratio and of 0; that ratio
-BAR, GAP, GROUP = 62, 12, 271
+# as wide as a phone shows it, so that no text becomes too small to read
+WIDTH, HEIGHT, LEFT, RIGHT = 480, 340, 44, 468
+TOP, GROUND, TALLEST = 84, 264, 2.0  # y of the highest ratio and of 0; that ratio
+BAR, GAP, GROUP = 36, 6, 144
 INK, FAINT, RULE, LIMIT = "#1f2933", "#5b6770", "#d5dade", "#c62828"
 BARS = ("#b9d4ef", "#7fb2e5", "#3d7dbd")
 BOLD, MIDDLE, END = 'font-weight="bold"', 'text-anchor="middle"', 'text-anchor="end"'
@@ -57,10 +59,10 @@ def head(figures: Figures) -> Iterator[str]:
     few, *_, many = figures
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif" font-size="12" '
+        f'height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif" font-size="13" '
         f'fill="{INK}" role="img" aria-labelledby="t d">'
     )
-    title = "What one task costs, by how many wait for its key"
+    title = "Cost of one task, by number of waiters"
     yield f'<title id="t">{title}</title>'
     told = "; ".join(
         f"{name}: {', '.join(f'{ratios[kind]:.2f}' for ratios in figures.values())}"
@@ -71,11 +73,8 @@ def head(figures: Figures) -> Iterator[str]:
         f"{told}.</desc>"
     )
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#fff"/>'
-    yield text(16, 26, title, f'{BOLD} font-size="16"')
-    words = (
-        f"a finished task, to one among {few}; one run with {few} to {many} messages for one key"
-    )
-    yield text(16, 46, words, f'fill="{FAINT}"')
+    yield text(16, 28, title, f'{BOLD} font-size="17"')
+    yield text(16, 50, f"{few} to {many} messages for one key; {few} is 1.0", f'fill="{FAINT}"')
     for ratio in (0.5, 1.0, 2.0):
         yield rule(ratio, f'stroke="{RULE}"')
         yield text(LEFT - 8, y(ratio) + 4, f"{ratio:g}", f'{END} fill="{FAINT}"')
@@ -94,14 +93,15 @@ def group(figures: Figures, kind: str, left: float) -> Iterator[str]:
         yield text(at + BAR / 2, y(ratio) - 6, f"{ratio:.2f}", f"{MIDDLE} {BOLD}")
         yield text(at + BAR / 2, GROUND + 16, size, f'{MIDDLE} fill="{FAINT}"')
     middle = left + (len(figures) * (BAR + GAP) - GAP) / 2
-    yield text(middle, GROUND + 40, KINDS[kind], f"{MIDDLE} {BOLD}")
+    for number, words in enumerate(wrap(KINDS[kind], 14)):
+        yield text(middle, GROUND + 42 + number * 18, words, f"{MIDDLE} {BOLD}")
 
 
 def draw(figures: Figures) -> str:
     """Return the picture as the text of an SVG file."""
     parts = [*head(figures)]
     for number, kind in enumerate(KINDS):
-        parts += group(figures, kind, LEFT + 24 + number * GROUP)
+        parts += group(figures, kind, LEFT + 10 + number * GROUP)
     parts += [f'<path d="M{LEFT} {GROUND}H{RIGHT}" stroke="{INK}"/>', "</svg>"]
     return "\n".join(parts) + "\n"
 

@@ -131,7 +131,7 @@ def caption() -> Iterator[str]:
     """Yield what the picture says, in words."""
     yield f'<circle cx="24" cy="{END + 27}" r="6" fill="none" stroke="{HELD}" stroke-width="3"/>'
     yield text(40, END + 32, "Two of three nodes have named W2 first: it acts.")
-    yield text(16, END + 54, "W3 and W4 only ask, and wait on. No other worker hears of it.")
+    yield text(16, END + 54, "W3 and W4 only ask, and wait on. No other worker gets a message.")
 
 
 def draw() -> str:

@@ -26,9 +26,10 @@ ANSWER = 15  # from the execution of a command to its answer
 BODY_NOTICES = 115  # from the loss to the release at the body's end
 
 # the picture
-WIDTH, HEIGHT = 900, 520
+WIDTH, HEIGHT = 900, 540
 LEFT, END, MS_PER_PIXEL = 100, 4100, 5.25
 LANES, LANE = 94, 54
+WORD = 46  # the width of one above an arrow
 BAR, COUNT = 13, 29  # y of a key's bar and of our count in a lane
 LOCK, RIVAL, AXIS, LEGEND = 372, 392, 418, 452
 
@@ -244,13 +245,13 @@ def head() -> Iterator[str]:
     """Yield the frame, the patterns and the title."""
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif" font-size="11" '
+        f'height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif" font-size="13" '
         f'fill="{INK}" role="img" aria-labelledby="t d">'
     )
     yield '<title id="t">The life of a lease on five nodes</title>'
     yield (
         '<desc id="d">A lock is granted by five nodes and renewed every third of its ttl. Node 4 '
-        "is slow. Node 5 loses its memory, is silent, is repaired and counts again after "
+        "is slow. Node 5 loses its memory, abstains, gets the key again and counts after "
         "probation. Nodes 4, 5 and 3 are cut off; the lock is at risk, then lost, before a quorum "
         "of nodes is free for anybody else.</desc>"
     )
@@ -264,19 +265,22 @@ def head() -> Iterator[str]:
     yield text(16, 26, "The life of a lease on five nodes", f'{BOLD} font-size="16"')
     terms = (
         "ttl 1.2 s (short, so that milliseconds can be seen), drift 1 %, quorum 3; a renewal every "
-        "ttl/3, sooner after a bad round or to repair"
+        "ttl/3, sooner after a failed round"
     )
-    yield text(16, 44, terms, f'{colour(FAINT)} font-size="12"')
+    yield text(16, 44, terms, colour(FAINT))
 
 
 def sends(story: Story) -> Iterator[str]:
     """Yield the holder's row: what is sent, and when."""
     yield text(16, 72, "we send", BOLD)
     bottom = LANES + LANE * len(story.lanes)
+    before = -1.0
     for moment in [*story.sends, story.released]:
         word = {0: "GRANT", story.released: "RELEASE"}.get(moment, "RENEW")
         at = x(moment)
-        yield text(at, 72, word, f'{MIDDLE} font-size="9.5"')
+        if at - before > WORD:
+            yield text(at, 72, word, f'{MIDDLE} font-size="11.5"')
+            before = at
         yield f'<path d="M{at - 4:g} 77h8l-4 7z"/>'
         yield line(at, 84, at, bottom, f'stroke="{RULE}" stroke-dasharray="2 3"')
 
@@ -337,10 +341,10 @@ def notes_on_the_one_that_forgot(lane: Lane, top: float) -> Iterator[str]:
     missing, (begin, end) = lane.missing or 0, lane.probation[0]
     yield cross(x(lane.node.wiped), top + BAR + 6.5)
     yield rect(up, missing + QUIET, top + 42, 10, f'{colour(SILENT)} fill-opacity=".2"')
-    words = "silent, 2.2 s from our first contact: grants nobody"
-    yield text(x(begin), top + 50.5, words, f'{colour("#5b2f86")} font-size="10"')
+    words = "abstains for 2.2 s from our first contact"
+    yield text(x(begin), top + 50.5, words, f'{colour("#5b2f86")} font-size="12"')
     yield text(x(missing) - 5, top + BAR + 10, "“missing”", f"{RIGHT} {colour(FAINT)}")
-    yield text(x(begin) + 5, top + BAR + 10, "repaired")
+    yield text(x(begin) + 5, top + BAR + 11, "reclaimed", 'font-size="12"')
     yield text(x(end) + 5, top + BAR + 10, "counts again")
 
 
@@ -358,9 +362,9 @@ def verdict(story: Story) -> Iterator[str]:
     yield text(x(lost) + 6, LOCK + 11.5, "lost", f"{BOLD} {colour(LOST)}")
     yield line(x(until), LANES, x(until), LOCK + 15, f'stroke="{LOST}" stroke-width="1.4"')
     yield text(x(until), LANES - 4, "V", f"{MIDDLE} {BOLD} {colour(LOST)}")
-    yield text(16, RIVAL + 11, "a rival", BOLD)
+    yield text(16, RIVAL + 11, "others", BOLD)
     yield rect(free, END, RIVAL, 15, colour(SILENT))
-    words = f"can have its quorum (nodes 3, 4, 5) from {free / 1000:.3f} s on, after our loss at"
+    words = f"can have a quorum (nodes 3, 4, 5) from {free / 1000:.3f} s on, after our loss at"
     yield text(x(free) - 6, RIVAL + 11.5, f"{words} {lost / 1000:.3f} s", RIGHT)
 
 
@@ -376,8 +380,8 @@ def legend() -> Iterator[str]:
     """Yield what the shapes mean, in three columns."""
     entries = (
         (colour(KEY) + ' stroke="#3d7dbd"', "our key stands on the node"),
-        (colour(OURS), "we count on the node, until eᵢ = sending + 1.186 s"),
-        (f'fill="url(#probation)" stroke="{PROBATION}"', "on probation: repaired, does not count"),
+        (colour(OURS), "counted, until eᵢ = sending + 1.186 s"),
+        (f'fill="url(#probation)" stroke="{PROBATION}"', "on probation: does not count yet"),
         ('fill="url(#away)"', "nothing gets through"),
     )
     places = ((16, 0), (16, 22), (352, 0), (352, 22))
@@ -387,12 +391,13 @@ def legend() -> Iterator[str]:
     yield f'<circle cx="638" cy="{LEGEND + 4.5}" r="2.6"/>'
     yield text(650, LEGEND + 8.5, "the node executes the command")
     yield cross(638, LEGEND + 26.5)
-    yield text(650, LEGEND + 30.5, "it never arrives; or the memory is lost")
+    yield text(650, LEGEND + 30.5, "it is lost, or the memory is")
     words = (
-        "V (red line): the third-largest eᵢ of the nodes that count, here e₃. "
-        "At risk from V - ttl/3; lost, for ever, at V - margin, whatever nodes 1 and 2 still say."
+        "V (red line): the third-largest eᵢ of the nodes that count, here e₃.",
+        "At risk from V - ttl/3. Lost at V - margin, for ever, whatever nodes 1 and 2 still say.",
     )
-    yield text(16, LEGEND + 54, words)
+    for number, line_of_words in enumerate(words):
+        yield text(16, LEGEND + 56 + number * 18, line_of_words)
 
 
 def draw() -> str:

@@ -23,7 +23,7 @@ from tests.integration.flower.browser import browser
 
 ROOT = Path(__file__).resolve().parents[3]
 APP = "tests.integration.flower.tasks"
-WORKERS = ("w1@shop", "w2@shop")
+WORKERS = ("celery@web1", "celery@web2")
 COLUMNS = "name,uuid,state,result,worker"
 SEARCH = "#tasks-table_filter input"
 PATIENCE = 60.0  # s that a page may take to show what it is to show
@@ -45,13 +45,13 @@ class Stage:
     log: Callable[[], str]
     pictures: Path | None
 
-    def see_begun(self, order: str) -> None:
-        """Return when the body of an order has begun."""
-        tasks.see_begun(self.broker, order)
+    def see_begun(self, pieces: int) -> None:
+        """Return when the body that takes so many pieces has begun."""
+        tasks.see_begun(self.broker, pieces)
 
-    def let_end(self, order: str) -> None:
-        """Let the body of an order end."""
-        tasks.let_end(self.broker, order)
+    def let_end(self, pieces: int) -> None:
+        """Let the body that takes so many pieces end."""
+        tasks.let_end(self.broker, pieces)
 
     def wait(self, seen: Callable[[], T], what: str) -> T:
         """Return what is seen once it is; fails with the page and with what Flower has said."""
@@ -130,17 +130,25 @@ class Stage:
         box.send_keys(words)
         self.wait(found, f"what {words} finds")
 
-    def picture(self, name: str, first: str, last: str) -> None:
+    def picture(self, name: str, first: str, last: str, width: int) -> None:
         """Make a picture from one element down to another, where pictures are wanted.
 
-        first, last: XPaths; the first one gives the width, too.
+        first, last: XPaths; the wider one gives the width. width: of the window, in pixels.
         """
         if self.pictures is None:
             return
+        size = self.chrome.get_window_size()
+        self.chrome.set_window_size(width, size["height"])
         start, end = (self.chrome.find_element(By.XPATH, path).rect for path in (first, last))
-        height = end["y"] + end["height"] - start["y"]
-        clip = {**start, "height": height, "scale": 1}
-        taken = self.chrome.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip})
+        clip = {
+            **start,
+            "width": max(start["width"], end["width"]),
+            "height": end["y"] + end["height"] - start["y"],
+            "scale": 2,  # sharp on a fine screen
+        }
+        wanted = {"clip": clip, "captureBeyondViewport": True}
+        taken = self.chrome.execute_cdp_cmd("Page.captureScreenshot", wanted)
+        self.chrome.set_window_size(**size)
         self.pictures.mkdir(parents=True, exist_ok=True)
         (self.pictures / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))
 

@@ -26,30 +26,31 @@ def shop(broker: str, nodes: Sequence[str]) -> Celery:
         broker_connection_retry_on_startup=True,
         redlock_nodes=list(nodes),
         redlock_node_timeout=PATIENCE,
+        worker_direct=True,  # a queue for each worker, so that a picture shows the same each time
         worker_prefetch_multiplier=1,
     )
 
     @app.task(base=LockedTask, lock_key="stock:{sku}", acks_late=True, name="shop.take",
               shared=False)  # fmt: skip
-    def take(sku: str, order: str) -> str:
+    def take(sku: str, pieces: int) -> str:
         with connected(broker) as client:
-            client.rpush(f"begin of {order}", "now")
-            client.blpop([f"end of {order}"], timeout=LONGEST)
-        return f"one {sku} for {order}"
+            client.rpush(f"begin of {pieces}", "now")
+            client.blpop([f"end of {pieces}"], timeout=LONGEST)
+        return f"took {pieces} of {sku}"
 
     return app
 
 
-def see_begun(broker: str, order: str) -> None:
-    """Return when the body of an order has begun, and so holds its lock."""
+def see_begun(broker: str, pieces: int) -> None:
+    """Return when the body that takes so many pieces has begun, and so holds its lock."""
     with connected(broker) as client:
-        assert client.blpop([f"begin of {order}"], timeout=LONGEST), f"{order} does not begin"
+        assert client.blpop([f"begin of {pieces}"], timeout=LONGEST), f"{pieces} does not begin"
 
 
-def let_end(broker: str, order: str) -> None:
-    """Let the body of an order end."""
+def let_end(broker: str, pieces: int) -> None:
+    """Let the body that takes so many pieces end."""
     with connected(broker) as client:
-        client.rpush(f"end of {order}", "now")
+        client.rpush(f"end of {pieces}", "now")
 
 
 app = shop(
