@@ -35,6 +35,7 @@ from celery_redlock.testing import EmbeddedNode
 from docs import tables
 from tests.conftest import made_once
 from tests.integration.flower.browser import browser
+from tests.integration.test_how_to import GUIDES
 from tests.pages import PAGES, ROOT, SITE, Block, blocks, name_of, on_servers
 
 GIVEN = """
@@ -48,12 +49,6 @@ search: Any = None
 """
 # what the examples of a page call, that is the reader's own
 OWN = {
-    "docs/how-to/lock-outside-tasks.md": """
-shelf = {"sku-7": 3}
-def read(sku: str) -> int: return shelf[sku]
-def write(sku: str, stock: int) -> None: shelf[sku] = stock
-def update(sku: str, price: int, token: int) -> None: ...
-""",
     "docs/explanation/when-not-to-use-a-lock.md": """
 class Payments:
     def charge(self, amount: int, *, idempotency_key: str) -> None: ...
@@ -65,7 +60,10 @@ class self:
 """,
 }
 # tests/integration/test_how_to.py runs them
-ON_A_WORKER = {"docs/getting-started/first-locked-task.md", "docs/how-to/examples.md"}
+ON_A_WORKER = {
+    "docs/getting-started/first-locked-task.md",
+    *(f"docs/how-to/{name}.md" for name in GUIDES),
+}
 # tests/integration/test_frameworks.py runs these folders of examples/, and mypy reads them
 FROM_EXAMPLES = {
     "docs/how-to/django.md": "django_shop",
