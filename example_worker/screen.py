@@ -27,7 +27,7 @@ class Picture:
     elapsed: s of this phase. queued: messages on the broker that no worker has taken.
     taken: messages that a worker has: running, or waiting there for their lock.
     deferrals: how often a message was put back in this phase.
-    nodes: host and port of each lock node, and "up", "silent" (it does not vote yet) or "DOWN".
+    nodes: host and port of each lock node, and "up", "abstains" (it does not vote yet) or "DOWN".
     unlocked, locked: the items of either phase; empty before it begins.
     """
 
@@ -166,5 +166,5 @@ def _outage_lines(outage: Outage | None) -> list[str]:
         return []
     back = "never back"
     if outage.back_at is not None:
-        back = f"back, empty, after {outage.back_at} and silent for a minute from then on"
+        back = f"back, empty, after {outage.back_at}: abstains for a minute"
     return [f"lock node {outage.node}: killed after {outage.killed_at} orders, {back}"]

@@ -66,7 +66,7 @@ class Watch:
     def nodes(self) -> Sequence[tuple[str, str]]:
         """Return host and port of each lock node, and how it is.
 
-        "up", "silent" (it answers and does not vote yet), or "DOWN" (no answer within 0.2 s).
+        "up", "abstains" (it answers and does not vote yet), or "DOWN" (no answer within 0.2 s).
         """
         return [(name, _state(client)) for name, client in self._nodes]
 
@@ -79,7 +79,7 @@ def _client(url: str) -> Redis:
 
 def _state(client: Redis) -> str:
     try:
-        return "silent" if client.exists(QUIET) else "up"
+        return "abstains" if client.exists(QUIET) else "up"
     except RedisError:
         return "DOWN"
 

@@ -20,6 +20,7 @@ from typing import Any
 import click
 import pytest
 from celery.bin.celery import celery as celery_command
+from django.core.management import get_commands as django_commands
 from prometheus_client import CollectorRegistry
 from sphinx.search.en import SearchEnglish
 
@@ -63,8 +64,17 @@ ON_A_WORKER = {
     "docs/getting-started/first-locked-task.md",
     *(f"docs/how-to/{name}.md" for name in GUIDES),
 }
+# tests/integration/test_frameworks.py runs these folders of examples/, and mypy reads them
+FROM_EXAMPLES = {
+    "docs/how-to/django.md": "django_shop",
+    "docs/how-to/existing-base-class.md": "own_base_class",
+    "docs/how-to/fastapi.md": "fastapi_shop",
+    "docs/how-to/flask.md": "flask_shop",
+}
 IN_PYTEST = {"docs/how-to/test.md"}  # tests/testing/test_the_page.py runs it
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+WITH_PYTHON = [
+    page for page in PAGES if blocks(page, "python") and name_of(page) not in FROM_EXAMPLES
+]
 RUN_HERE = [page for page in WITH_PYTHON if name_of(page) not in ON_A_WORKER | IN_PYTEST]
 
 
@@ -246,6 +256,18 @@ def test_the_examples_of_a_page_run(page: Path, nodes: list[EmbeddedNode], tmp_p
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.parametrize("page", FROM_EXAMPLES)
+def test_the_blocks_of_a_page_are_pieces_of_its_example(page: str) -> None:
+    folder = ROOT / "examples" / FROM_EXAMPLES[page]
+    files = [file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))]
+    found = blocks(ROOT / page, "python")
+    assert found
+    for block in found:
+        place = f"{page}:{block.line}"
+        assert any(block.code in file for file in files), f"{place} is in no file of {folder.name}"
+        assert max(map(len, block.code.splitlines())) <= 76, place
+
+
 def shown_commands(block: Block) -> list[str]:
     """Return the commands of a console, without what is said of each behind it."""
     lines = [line for line in block.code.splitlines() if line.startswith("$ ")]
@@ -271,6 +293,12 @@ def test_every_command_of_a_page_is_there(page: Path) -> None:
         elif words[:2] == ["pip", "install"]:
             for target in (word for word in words[2:] if word != "-e"):
                 check_extras(target)
+        elif words[:2] == ["python", "manage.py"]:
+            assert words[2] in django_commands(), command
+        elif words[0] in ("flask", "uvicorn"):
+            assert importlib.util.find_spec(words[0]), command
+        elif words[0] == "curl":
+            assert words[-1].startswith("http://127.0.0.1:"), command
         elif words[0] == "make":
             assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), command
         else:
@@ -356,13 +384,14 @@ def test_every_key_and_script_is_on_the_page_of_the_lock() -> None:
 
 
 def test_every_log_line_on_the_page_is_written_by_the_package() -> None:
-    page = (ROOT / "docs" / "reference" / "states-and-events.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "log-messages.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| (?:INFO|WARNING|ERROR) \| `([^`]+)` \| `(\w+)` \|", page, re.MULTILINE)
-    sources = "".join(path.read_text() for path in (ROOT / "celery_redlock").rglob("*.py"))
+    sources = [ast.parse(path.read_text()) for path in (ROOT / "celery_redlock").rglob("*.py")]
+    texts = {n.value for tree in sources for n in ast.walk(tree) if isinstance(n, ast.Constant)}
     assert len(told) > 10
     for text, event in told:
-        assert f'"{text}"' in sources, text
-        assert f'"{event}"' in sources, event
+        assert text in texts, text
+        assert event in texts, event
 
 
 def test_the_tables_of_sizes_are_what_the_calculator_on_their_page_gives() -> None:

@@ -162,18 +162,18 @@ def test_nodes_are_named_with_commas_between_them() -> None:
 
 
 def test_a_node_that_does_not_vote_yet_is_shown_as_such() -> None:
-    nodes = [("a:1", "up"), ("b:1", "silent"), ("c:1", "DOWN")]
+    nodes = [("a:1", "up"), ("b:1", "abstains"), ("c:1", "DOWN")]
     picture = Picture(
         "with the lock", 1.0, 3, 3, 0, 0, deferrals=0, nodes=nodes, unlocked=[LOSSY], locked=[EXACT]
     )
-    assert picture.line().endswith("lock nodes up silent DOWN")
+    assert picture.line().endswith("lock nodes up abstains DOWN")
 
 
-def test_the_summary_says_that_a_node_that_came_back_empty_is_silent() -> None:
+def test_the_summary_says_that_a_node_that_came_back_empty_abstains() -> None:
     lines = summary(UNLOCKED, LOCKED, OUTAGE).splitlines()
     assert lines[-1] == (
-        "lock node 127.0.0.1:7000: killed after 1 orders, back, empty, after 2 and silent for a "
-        "minute from then on"
+        "lock node 127.0.0.1:7000: killed after 1 orders, back, empty, after 2: "
+        "abstains for a minute"
     )
 
 
