@@ -232,7 +232,7 @@ def overlaps(spans: Iterable[Span]) -> int:
     return count
 
 
-def until(done: Callable[[], bool], seconds: float) -> bool:
+def until(done: Callable[[], object], seconds: float) -> bool:
     """Return whether a condition came true within so long."""
     end = time.monotonic() + seconds
     while not done():
@@ -329,6 +329,10 @@ def killed(sides: Sequence[Side]) -> Figures:
                 if name not in free and (number == 1 or not entry.waits):
                     entry.send("blocked", number, 0.1, side.queue("wide"))
         time.sleep(PROBES)
+    for side in sides:  # what runs again would take slots from the next phase
+        for name, entry in side.locks():
+            if name in repeated:
+                until(partial(side.count, "end", entry.key("again")), PATIENCE)
     names = [name for side in sides for name, _ in side.locks()]
     return {
         name: {"blocked": relative(free.get(name)), "again": relative(repeated.get(name))}
