@@ -1,4 +1,4 @@
-"""The outputs of commands on the pages: `python3 -m docs --outputs` runs the commands.
+"""The outputs of commands on the pages: `python3 -m docs --outputs [PAGE ...]` runs them.
 
 A comment `<!-- console: SCENARIO -->` above a block of a page names the scenario, of
 `docs/scenarios.py`, in which its commands run. A block stays as it is if it shows what the commands
@@ -199,34 +199,34 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def differences(blocks: Iterable[Marked]) -> Iterator[str]:
-    """Run blocks; yield what differs for each block that does not show its real output."""
-    for block, renewed in renewals(blocks):
+    """Run blocks; yield what differs for each block that does not show its real output.
+
+    A block that differs is run once more: a stall of the machine changes what a node answers.
+    """
+    for block, renewed in renewals(blocks, tries=2):
         if renewed != block.text:
             old, new = block.text.splitlines(), renewed.splitlines()
             diff = unified_diff(old, new, str(block), "the real output", lineterm="", n=1)
             yield "\n".join(diff)
 
 
-def renewals(blocks: Iterable[Marked]) -> Iterator[tuple[Marked, str]]:
-    """Run blocks, by scenario; yield each with its text and real outputs.
-
-    A block that differs is run once more: a stall of the machine changes what a node answers.
-    """
+def renewals(blocks: Iterable[Marked], tries: int = 1) -> Iterator[tuple[Marked, str]]:
+    """Run blocks, by scenario; yield each with its text and real outputs."""
     with Worlds() as worlds:
         for block in sorted(blocks, key=lambda block: block.scenario):
-            renewed = run(block, worlds.world_of(block.scenario))
-            if renewed != block.text:
+            for _ in range(tries):
                 renewed = run(block, worlds.world_of(block.scenario))
+                if renewed == block.text:
+                    break
             yield block, renewed
 
 
-def write(report: Callable[[str], None]) -> None:
-    """Write the real outputs into all pages."""
-    for block, renewed in renewals(marked_blocks(all_pages())):
+def write(pages: Sequence[Path], report: Callable[[str], None]) -> None:
+    """Write the real outputs into pages, or into all."""
+    for block, renewed in renewals(marked_blocks(pages or all_pages())):
         if renewed != block.text:
             text = block.page.read_text(encoding="utf-8")
             marker = f"<!-- console: {block.scenario} -->\n```console\n"
-            block.page.write_text(
-                text.replace(marker + block.text, marker + renewed), encoding="utf-8"
-            )
+            text = text.replace(marker + block.text, marker + renewed)
+            block.page.write_text(text, encoding="utf-8")
             report(f"{block}: renewed")

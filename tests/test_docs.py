@@ -329,10 +329,13 @@ def test_every_setting_of_the_app_is_on_the_page_of_settings() -> None:
 
 
 def test_every_command_metric_and_event_is_on_its_page() -> None:
+    commands = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
     operate = (ROOT / "docs" / "operations" / "monitoring.md").read_text(encoding="utf-8")
     schemas = json.loads((ROOT / "docs" / "command-line.schema.json").read_text())["$defs"]
     for name, command in redlock_command.commands.items():
-        assert re.search(rf"^\| `{name}\b", operate, re.MULTILINE), name
+        section = commands.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        for shown in (f"redlock {name} --help", f"redlock {name}( .*)?(?<!--help)\n.+\n"):
+            assert re.search(rf"^\$ celery -A shop {shown}", section, re.MULTILINE), name
         assert "--json" in {flag for option in command.params for flag in option.opts}, name
         assert name in schemas
     registry = CollectorRegistry()
