@@ -148,6 +148,13 @@ def _held() -> Iterator[World]:
 
 
 @contextmanager
+def _one_node_down() -> Iterator[World]:
+    with _held() as world:
+        world.nodes[2].kill()
+        yield world
+
+
+@contextmanager
 def _no_quorum() -> Iterator[World]:
     with _shop() as world:
         for node in world.nodes[1:]:
@@ -172,7 +179,7 @@ def _first_task() -> Iterator[World]:
         _worker(world, "tasks", "celery@web1"),
     ):
         command = [sys.executable, "send.py"]
-        with subprocess.Popen(command, cwd=world.folder, env=world.env, stdout=-3) as sends:
+        with subprocess.Popen(command, cwd=world.folder, env=world.env, stdout=subprocess.DEVNULL) as sends:
             try:
                 world.see_lock("stock:sku-7")
                 world.see_lock("stock:sku-8")
@@ -184,6 +191,7 @@ def _first_task() -> Iterator[World]:
 SCENARIOS = {
     "idle": _shop,
     "held": _held,
+    "one node down": _one_node_down,
     "no quorum": _no_quorum,
     "new nodes": _new_nodes,
     "break": _held,

@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 import pytest
+import yaml
 from celery.bin.celery import celery as celery_command
 from prometheus_client import CollectorRegistry
 from sphinx.search.en import SearchEnglish
@@ -268,6 +269,8 @@ def test_every_command_of_a_page_is_there(page: Path) -> None:
         words = shlex.split(command)
         if words[0] == "celery":
             check_celery(words[3:])
+        elif words[0] == "python" and words[1].endswith(".py"):
+            assert f"`{words[1]}`" in page.read_text(encoding="utf-8"), command
         elif words[:2] in (["python", "-m"], ["python3", "-m"]):
             assert importlib.util.find_spec(words[2]), command
         elif words[:2] == ["pip", "install"]:
@@ -276,8 +279,9 @@ def test_every_command_of_a_page_is_there(page: Path) -> None:
         elif words[0] == "make":
             assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), command
         else:
-            assert words[:3] == ["docker", "compose", "up"], f"nobody checks {command!r}"
-            assert f"\n  {words[-1]}:" in (ROOT / "docker-compose.yml").read_text(), command
+            assert words[:2] == ["docker", "compose"], f"nobody checks {command!r}"
+            assert words[2] in ("stop", "up"), command
+            check_services([word for word in words[3:] if not word.startswith("--")])
 
 
 def check_celery(words: list[str]) -> None:
@@ -285,9 +289,18 @@ def check_celery(words: list[str]) -> None:
     group: click.Group = celery_command
     if words[0] == "redlock":
         group, words = redlock_command, words[1:]
-    if words and words[0] != "COMMAND":  # which stands for any
+    if words and words[0] not in ("COMMAND", "--help"):  # the first stands for any
         assert words[0] in group.commands, words
         group.commands[words[0]].make_context(words[0], words[1:], resilient_parsing=True)
+
+
+def check_services(names: list[str]) -> None:
+    """Fail where a service is not in both compose files: the repository's, and a beginner's."""
+    install = blocks(ROOT / "docs" / "getting-started" / "install.md", "yaml")
+    theirs = yaml.safe_load(install[0].code)["services"]
+    ours = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    assert {name for name in names if name != "shop"} <= set(theirs) & set(ours)
+    assert set(names) <= set(ours)
 
 
 def check_extras(target: str) -> None:
