@@ -179,7 +179,9 @@ def _first_task() -> Iterator[World]:
         _worker(world, "tasks", "celery@web1"),
     ):
         command = [sys.executable, "send.py"]
-        with subprocess.Popen(command, cwd=world.folder, env=world.env, stdout=subprocess.DEVNULL) as sends:
+        with subprocess.Popen(
+            command, cwd=world.folder, env=world.env, stdout=subprocess.DEVNULL
+        ) as sends:
             try:
                 world.see_lock("stock:sku-7")
                 world.see_lock("stock:sku-8")
