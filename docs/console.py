@@ -227,6 +227,6 @@ def write(pages: Sequence[Path], report: Callable[[str], None]) -> None:
         if renewed != block.text:
             text = block.page.read_text(encoding="utf-8")
             marker = f"<!-- console: {block.scenario} -->\n```console\n"
-            text = text.replace(marker + block.text, marker + renewed)
+            text = text.replace(f"{marker}{block.text}```", f"{marker}{renewed}```")
             block.page.write_text(text, encoding="utf-8")
             report(f"{block}: renewed")

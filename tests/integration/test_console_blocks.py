@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import console
 from docs.console import (
     Marked,
     Worlds,
@@ -28,11 +29,10 @@ LOCKS = [
 
 
 def test_every_marker_names_a_scenario_and_stands_above_a_console() -> None:
-    unknown = [f"{block}: {block.scenario!r}" for block in BLOCKS]
-    assert [one for one in unknown if not one.endswith(tuple(f"{s!r}" for s in SCENARIOS))] == []
+    assert [str(block) for block in BLOCKS if block.scenario not in SCENARIOS] == []
     for page in PAGES:
-        markers = page.read_text(encoding="utf-8").count("<!-- console:")
-        assert markers == len([block for block in BLOCKS if block.page == page]), name_of(page)
+        markers = re.findall(r"^ *<!-- console:", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(markers) == len([one for one in BLOCKS if one.page == page]), name_of(page)
 
 
 @pytest.mark.slow
@@ -78,6 +78,22 @@ def test_a_line_of_dots_stands_for_any_lines_and_stays() -> None:
     assert is_same(shown, ["a", "b", "b", "c", "d"])
     assert not is_same(shown, ["a", "b", "c"])
     assert shortened(["a", "b", "b", "c", "e"], shown) == ["a", "...", "c", "e"]
+
+
+@pytest.mark.slow
+def test_the_outputs_are_written_into_each_block_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    block = "<!-- console: idle -->\n```console\n$ celery -A shop redlock locks\n```\n"
+    page.write_text(f"{block}\nText.\n\n{block}")
+    told: list[str] = []
+    console.write([page], told.append)
+    assert told == ["page.md:3: renewed", "page.md:10: renewed"]
+    assert page.read_text() == f"{block}\nText.\n\n{block}".replace(
+        "redlock locks\n", "redlock locks\nNo locks are held.\n"
+    )
 
 
 @pytest.mark.slow
