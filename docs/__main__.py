@@ -1,6 +1,7 @@
 """Build the site into build/site: `python3 -m docs`; a warning is an error.
 
 `python3 -m docs --tables` writes the pages' tables of options anew, and builds nothing.
+`python3 -m docs --outputs [PAGE ...]` runs the commands of the pages, and writes what they print.
 """
 
 from __future__ import annotations
@@ -8,12 +9,18 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 from example_worker.bootstrap import REPOSITORY, ensure
 
 
 def main() -> int:
-    """Return the exit status: 0 if the site is built without a warning, or the tables written."""
+    """Return the exit status: 0 if the site is built without a warning, or the pages written."""
+    if sys.argv[1:2] == ["--outputs"]:
+        ensure("example")
+        console = importlib.import_module("docs.console")  # it needs the environment
+        console.write([Path(page).resolve() for page in sys.argv[2:]], print)
+        return 0
     ensure("docs")
     if sys.argv[1:] == ["--tables"]:
         tables = importlib.import_module("docs.tables")  # it needs the environment

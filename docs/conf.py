@@ -55,7 +55,6 @@ html_favicon = "site/static/favicon.svg"
 html_static_path = ["site/static"]
 html_css_files = ["site.css"]
 templates_path = ["site"]
-html_additional_pages = {"index": "front.html"}  # the site's first page leads to the index
 html_context = {
     "description": ABOUT["description"],
     "licence": ABOUT["license"],
@@ -64,6 +63,10 @@ html_context = {
 html_copy_source = False
 
 _SECTION = re.compile(r"^## (?P<title>.+)\n\n(?P<items>(?:- \[.+\n(?:  .+\n)*)+)", re.MULTILINE)
+_CARDS = re.compile(r"^<!-- cards -->\n(?P<cards>(?:- \[.+\n(?:  .+\n)*)+)", re.MULTILINE)
+_CARD = re.compile(
+    r"^- \[(?P<title>[^\]]+)\]\((?P<page>[^)]+)\.md\): (?P<text>.+\n(?:  .+\n)*)", re.MULTILINE
+)
 _ITEM = re.compile(r"^- \[(?P<title>[^\]]+)\]\((?P<page>[^)]+)\.md\)", re.MULTILINE)
 
 
@@ -78,9 +81,32 @@ def _with_navigation(text: str) -> str:
     return _SECTION.sub(add, text)
 
 
+def _with_cards(text: str) -> str:
+    """Return the index with its list of cards as cards; on GitHub it is a plain list."""
+
+    def grid(found: re.Match[str]) -> str:
+        cards = [
+            f":::{{grid-item-card}} {card['title']}\n:link: {card['page']}\n:link-type: doc\n\n"
+            f"{card['text'][0].upper()}{card['text'][1:]}:::\n"
+            for card in _CARD.finditer(found["cards"])
+        ]
+        return "\n".join(["::::{grid} 1 2 2 2", ":gutter: 3", "", *cards, "::::", ""])
+
+    return _CARDS.sub(grid, text)
+
+
 def _read(app: Any, name: str, content: list[str]) -> None:
     if name == root_doc:
-        content[0] = _with_navigation(content[0])
+        content[0] = _with_navigation(_with_cards(content[0]))
+
+
+def _write_first_page(app: Any, error: Exception | None) -> None:
+    """Write the index as the site's first page, too; its links are relative to the other file."""
+    if error is None:
+        target = app.builder.get_target_uri(root_doc)
+        page = (Path(app.outdir) / target).read_text(encoding="utf-8")
+        page = page.replace("<head>", f'<head><base href="{target}">', 1)
+        (Path(app.outdir) / "index.html").write_text(page, encoding="utf-8")
 
 
 def _add_metadata(
@@ -99,7 +125,7 @@ def _add_metadata(
         ("property", "og:title", title),
         ("property", "og:description", text),
         ("property", "og:site_name", project),
-        ("property", "og:type", "website" if page in (root_doc, "index") else "article"),
+        ("property", "og:type", "website" if page == root_doc else "article"),
     ]
     if context.get("pageurl"):
         tags.append(("property", "og:url", context["pageurl"]))
@@ -123,5 +149,6 @@ def _without_any(
 def setup(app: Any) -> None:
     """Let the index become the navigation as it is read, and add to each page as it is written."""
     app.connect("source-read", _read)
+    app.connect("build-finished", _write_first_page)
     app.connect("html-page-context", _add_metadata)
     app.connect("autodoc-process-signature", _without_any)
