@@ -26,8 +26,8 @@ OPTIONS = {
         "`str`, `list[str]`, callable, `False` or `None`",
         '@shared_task(base=LockedTask, lock_key="stock:{sku}")\ndef take(sku, pieces): ...\n\n'
         "# two resources, both or none\n"
-        '@shared_task(base=LockedTask, lock_key=["account:{payer}", "account:{payee}"])\n'
-        "def transfer(payer, payee, amount): ...",
+        '@shared_task(base=LockedTask, lock_key=["account:{src}", "account:{dst}"])\n'
+        "def transfer(src, dst, amount): ...",
         ("args",),
     ),
     "args": Shown(
@@ -88,7 +88,7 @@ OPTIONS = {
     "max_deferrals": Shown(
         "`int` or `None`",
         "# gives up when it finds the lock taken for the sixth time\n"
-        '@shared_task(base=LockedTask, lock_key="invoice:{order}", lock_max_deferrals=5)\n'
+        '@shared_task(base=LockedTask, lock_key="bill:{order}", lock_max_deferrals=5)\n'
         "def print_invoice(order): ...",
         ("max_wait", "on_give_up"),
     ),
@@ -108,8 +108,8 @@ OPTIONS = {
     "on_unreachable": Shown(
         "`str`",
         "# without a lock rather than not at all\n"
-        '@shared_task(base=LockedTask, lock_key="alarm:{site}", lock_on_unreachable="run")\n'
-        "def raise_alarm(site): ...",
+        '@shared_task(base=LockedTask, lock_key="alarm:{n}", lock_on_unreachable="run")\n'
+        "def raise_alarm(n): ...",
         ("on_conflict", "max_wait"),
     ),
     "limit": Shown(

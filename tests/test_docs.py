@@ -276,14 +276,18 @@ def test_the_blocks_of_a_page_are_pieces_of_its_example(page: str) -> None:
 
 def too_wide(page: Path) -> list[str]:
     """Return the code lines of a page that a reader has to scroll; an output is as printed."""
-    outputs = {"benchmarks/README.md"}  # its texts are tables that programs print
     return [
         f"{number}: {line}"
-        for language in ("python", "console", *(["text"] if name_of(page) not in outputs else []))
+        for language in ("python", "console")
         for block in blocks(page, language)
         for number, line in enumerate(block.code.splitlines(), block.line)
-        if len(line) > CODE_COLUMNS and (language != "console" or line.startswith("$ "))
+        if len(line) > CODE_COLUMNS and (language != "console" or is_typed(line))
     ]
+
+
+def is_typed(line: str) -> bool:
+    """Return whether a console's line is a command; one with a quoted program is pasted."""
+    return line.startswith("$ ") and "'" not in line
 
 
 def comments_behind_code(block: Block) -> list[str]:
@@ -321,27 +325,33 @@ def commands(page: Path) -> list[str]:
 def test_every_command_of_a_page_is_there(page: Path) -> None:
     for command in commands(page):
         words = shlex.split(command)
-        if words[0] == "celery":
-            check_celery(words[3:])
+        if words[:2] == ["python", "manage.py"]:
+            assert words[2] in django_commands(), command
         elif words[0] == "python" and words[1].endswith(".py"):
             assert f"`{words[1]}`" in page.read_text(encoding="utf-8"), command
-        elif words[:2] in (["python", "-m"], ["python3", "-m"]):
-            assert importlib.util.find_spec(words[2]), command
-        elif words[:2] == ["pip", "install"]:
-            for target in (word for word in words[2:] if word != "-e"):
-                check_extras(target)
-        elif words[:2] == ["python", "manage.py"]:
-            assert words[2] in django_commands(), command
-        elif words[0] in ("flask", "uvicorn"):
-            assert importlib.util.find_spec(words[0]), command
-        elif words[0] == "curl":
-            assert words[-1].startswith("http://127.0.0.1:"), command
-        elif words[0] == "make":
-            assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), command
         else:
-            assert words[:2] == ["docker", "compose"], f"nobody checks {command!r}"
-            assert words[2] in ("stop", "up"), command
-            check_services([word for word in words[3:] if not word.startswith("--")])
+            check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    """Fail where a command is not there, or does not take these words."""
+    if words[0] == "celery":
+        check_celery(words[3:])
+    elif words[:2] in (["python", "-m"], ["python3", "-m"]):
+        assert importlib.util.find_spec(words[2]), words
+    elif words[:2] == ["pip", "install"]:
+        for target in (word for word in words[2:] if word != "-e"):
+            check_extras(target)
+    elif words[0] in ("flask", "uvicorn"):
+        assert importlib.util.find_spec(words[0]), words
+    elif words[0] == "curl":
+        assert words[-1].startswith("http://127.0.0.1:"), words
+    elif words[0] == "make":
+        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), words
+    else:
+        assert words[:2] == ["docker", "compose"], f"nobody checks {words}"
+        assert words[2] in ("stop", "up"), words
+        check_services([word for word in words[3:] if not word.startswith("--")])
 
 
 def check_celery(words: list[str]) -> None:
