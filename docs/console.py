@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher, unified_diff
 from pathlib import Path
 
-from docs.scenarios import CHANGING, HOLDER, ROOT, SCENARIOS, WAITER, World
+from docs.scenarios import HOLDER, NOT_SHARED, ROOT, WAITER, World, set_scenario
 
 PROMPT = "$ "
 ELLIPSIS = "..."
@@ -97,11 +97,12 @@ class Worlds:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
-    def world_of(self, scenario: str) -> World:
+    def world_of(self, block: Marked) -> World:
         """Return a world for the commands of one block."""
-        if self._kept is None or self._kept[0] != scenario or scenario in CHANGING:
+        name = block.scenario
+        if self._kept is None or self._kept[0] != name or name in NOT_SHARED:
             self._stack.close()
-            self._kept = scenario, self._stack.enter_context(SCENARIOS[scenario]())
+            self._kept = name, self._stack.enter_context(set_scenario(name, block.page))
         return self._kept[1]
 
 
@@ -215,7 +216,7 @@ def renewals(blocks: Iterable[Marked], tries: int = 1) -> Iterator[tuple[Marked,
     with Worlds() as worlds:
         for block in sorted(blocks, key=lambda block: block.scenario):
             for _ in range(tries):
-                renewed = run(block, worlds.world_of(block.scenario))
+                renewed = run(block, worlds.world_of(block))
                 if renewed == block.text:
                     break
             yield block, renewed

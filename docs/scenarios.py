@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,8 @@ from celery_redlock import LockedTask
 
 app = Celery("shop", broker="redis://localhost", backend="redis://localhost")
 app.conf.redlock_nodes = ["redis://a", "redis://b", "redis://c"]
+app.conf.task_queues = {"celery": {}, "imports": {}}
+app.conf.redlock_queues = {"imports": {"ttl": 50}}
 app.conf.task_reject_on_worker_lost = True
 
 
@@ -190,7 +192,21 @@ def _first_task() -> Iterator[World]:
                 sends.kill()
 
 
-SCENARIOS = {
+@contextmanager
+def _this_page(page: Path) -> Iterator[World]:
+    """Give the app of a page, its first block of Python, without a worker."""
+    first, *_ = _PYTHON.findall(page.read_text(encoding="utf-8"))
+    with _world(3, {"shop.py": first}) as world:
+        yield world
+
+
+def set_scenario(name: str, page: Path) -> AbstractContextManager[World]:
+    """Return what sets a scenario for a block of a page."""
+    return _this_page(page) if name == THIS_PAGE else _SCENARIOS[name]()
+
+
+THIS_PAGE = "this page"
+_SCENARIOS = {
     "idle": _shop,
     "held": _held,
     "one node down": _one_node_down,
@@ -199,4 +215,5 @@ SCENARIOS = {
     "break": _held,
     "first task": _first_task,
 }
-CHANGING = {"new nodes", "break", "first task"}  # each block has a fresh world
+SCENARIOS = (*_SCENARIOS, THIS_PAGE)
+NOT_SHARED = {"new nodes", "break", "first task", THIS_PAGE}  # each block has a fresh world

@@ -18,7 +18,7 @@ from docs.console import (
     run,
     shortened,
 )
-from docs.scenarios import SCENARIOS
+from docs.scenarios import SCENARIOS, SHOP
 from tests.pages import PAGES, name_of
 
 BLOCKS = marked_blocks(all_pages())
@@ -97,13 +97,22 @@ def test_the_outputs_are_written_into_each_block_once(
 
 
 @pytest.mark.slow
+def test_the_app_of_a_page_is_its_first_block_of_python(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\n{SHOP.replace('take', 'sell')}```\n")
+    block = Marked(page, 1, "this page", "$ celery -A shop redlock options shop.sell\n")
+    with Worlds() as worlds:
+        assert "task 'shop.sell': lock_key" in run(block, worlds.world_of(block))
+
+
+@pytest.mark.slow
 def test_a_wrong_output_is_replaced_by_the_real_one_with_the_names_of_the_pages() -> None:
     page = Path("page.md")
     text = "$ celery -A shop redlock status\nanything\n$ celery -A shop redlock locks\nwrong\n"
     with Worlds() as worlds:
-        world = worlds.world_of("idle")
-        assert worlds.world_of("idle") is world
-        renewed = run(Marked(page, 1, "idle", text), world)
+        world = worlds.world_of(block := Marked(page, 1, "idle", text))
+        assert worlds.world_of(block) is world
+        renewed = run(block, world)
         assert run(Marked(page, 1, "idle", renewed), world) == renewed
     lines = renewed.splitlines()
     assert lines[0] == "$ celery -A shop redlock status"
