@@ -19,9 +19,10 @@ from docs.console import (
     shortened,
 )
 from docs.scenarios import SCENARIOS, SHOP
-from tests.pages import PAGES, name_of
+from tests.pages import PAGES, blocks, name_of
 
 BLOCKS = marked_blocks(all_pages())
+OURS = "$ celery -A shop redlock "
 LOCKS = [
     "RESOURCE     HOLDER     ID            HELD FOR  VOTES",
     "stock:sku-7  shop.take  4c8f3226-...  5.4 s     3, 2 needed",
@@ -35,12 +36,19 @@ def test_every_marker_names_a_scenario_and_stands_above_a_console() -> None:
         assert len(markers) == len([one for one in BLOCKS if one.page == page]), name_of(page)
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "console")], ids=name_of)
+def test_every_command_of_the_shop_has_a_marker(page: Path) -> None:
+    marked = {block.line for block in BLOCKS if block.page == page}
+    ours = [block for block in blocks(page, "console") if OURS in block.code]
+    assert [block.line for block in ours if block.line not in marked] == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # one world serves all pages
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_commands_of_the_pages_print_what_the_pages_show(scenario: str) -> None:
-    blocks = [block for block in BLOCKS if block.scenario == scenario]
-    found = list(differences(blocks))
+    of_scenario = [block for block in BLOCKS if block.scenario == scenario]
+    found = list(differences(of_scenario))
     assert not found, "run python3 -m docs --outputs\n" + "\n".join(found)
 
 
