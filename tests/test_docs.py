@@ -6,11 +6,13 @@ import ast
 import contextlib
 import importlib.util
 import inspect
+import io
 import json
 import re
 import shlex
 import subprocess
 import sys
+import tokenize
 import types
 import xml.etree.ElementTree as ET
 from importlib.metadata import metadata
@@ -76,6 +78,7 @@ SEARCHED = [
     "concurrency limit", "cookbook", "idempotent", "mock", "mutex", "overlap", "rate limit",
     "reentrant", "semaphore", "singleton", "task_cls", "throttle",
 ]  # fmt: skip
+CODE_COLUMNS = 76
 NOT_FOR_USERS = {"CHANGELOG", "CONTRIBUTING"}
 # what each copy button of the consoles on a page puts into the clipboard, line by line
 COPIED = """
@@ -250,6 +253,35 @@ def test_the_examples_of_a_page_run(page: Path, nodes: list[EmbeddedNode], tmp_p
         [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def too_wide(page: Path) -> list[str]:
+    """Return the code lines of a page that a reader has to scroll; an output is as printed."""
+    outputs = {"benchmarks/README.md"}  # its texts are tables that programs print
+    return [
+        f"{number}: {line}"
+        for language in ("python", "console", *(["text"] if name_of(page) not in outputs else []))
+        for block in blocks(page, language)
+        for number, line in enumerate(block.code.splitlines(), block.line)
+        if len(line) > CODE_COLUMNS and (language != "console" or line.startswith("$ "))
+    ]
+
+
+def comments_behind_code(block: Block) -> list[str]:
+    """Return the lines of a block with a comment behind code: a narrow page cuts it off."""
+    tokens = tokenize.generate_tokens(io.StringIO(block.code).readline)
+    return [
+        f"{block.line + token.start[0] - 1}: {token.line.strip()}"
+        for token in tokens
+        if token.type == tokenize.COMMENT and token.line[: token.start[1]].strip()
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_code_of_a_page_is_narrow_and_has_its_comments_above(page: Path) -> None:
+    assert too_wide(page) == []
+    found = [line for block in blocks(page, "python") for line in comments_behind_code(block)]
+    assert found == []
 
 
 def shown_commands(block: Block) -> list[str]:
