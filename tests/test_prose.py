@@ -1,0 +1,28 @@
+"""The sentences of the pages are short and plain: tests/prose.py measures them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.pages import PAGES, name_of
+from tests.prose import MEAN_WORDS, MOST_WORDS, habits, long_sentences, mean_words, sentences
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_sentences_of_a_page_are_short_and_have_no_habit(page: Path) -> None:
+    assert mean_words(page) <= MEAN_WORDS
+    assert [f"{one.line}: {one.words} words: {one.text}" for one in long_sentences(page)] == []
+    found = [f"{one.line}: write {better!r}: {one.text}" for one, better in habits(page)]
+    assert found == []
+
+
+def test_a_long_sentence_and_a_habit_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    long = " ".join(["word"] * (MOST_WORDS + 1))
+    page.write_text(f"# Title\n\nA lock. Nobody waits: no one.\n\n{long}.\n\n| {long} |\n")
+    assert [one.words for one in sentences(page)] == [2, 4, MOST_WORDS + 1]
+    assert [one.line for one in long_sentences(page)] == [5]
+    assert [one.text for one, _ in habits(page)] == ["Nobody waits: no one."]
+    assert mean_words(page) == pytest.approx((2 + 4 + MOST_WORDS + 1) / 3)
