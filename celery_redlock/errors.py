@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from celery.exceptions import ImproperlyConfigured
 
+from celery_redlock import anchors
+
 __all__ = [
     "DuplicateTask",
     "LockLost",
@@ -72,7 +74,16 @@ def summarize_causes(causes: Sequence[str]) -> str:
 
 
 class RedlockError(Exception):
-    """The root of all errors of this package."""
+    """The root of all errors of this package. Its text ends with the heading that helps."""
+
+    _anchor = anchors.ANY_ERROR
+
+    def __str__(self) -> str:
+        return anchors.see(self._text(), self._anchor)
+
+    def _text(self) -> str:
+        """Return what happened, and what to do."""
+        return super().__str__()
 
 
 class SettingsError(RedlockError, ImproperlyConfigured):
@@ -83,11 +94,13 @@ class SettingsError(RedlockError, ImproperlyConfigured):
     hint: what is allowed, as a sentence that follows "must be" or stands alone.
     """
 
+    _anchor = anchors.SETTINGS_ERROR
+
     def __init__(self, level: str, name: str, value: str, hint: str) -> None:
         super().__init__(level, name, value, hint)
         self.level, self.name, self.value, self.hint = level, name, value, hint
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.level}: {self.name}={self.value}: {self.hint}"
 
 
@@ -101,11 +114,13 @@ class ArgumentsError(SettingsError, TypeError):
 class NoRunError(RedlockError, AttributeError):
     """A task's `lock` was read outside a run of the task. task: the task's name."""
 
+    _anchor = anchors.NO_RUN
+
     def __init__(self, task: str) -> None:
         super().__init__(task)
         self.task = task
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"{self.task} has no lock here: a direct call of a task takes no lock. Run it by "
             "apply(), in a unit test with the fixtures of celery_redlock.testing or under its "
@@ -120,11 +135,13 @@ class NodeError(RedlockError):
     lost: True if the connection had worked before, so that one more try makes sense.
     """
 
+    _anchor = anchors.NODE_FAILS
+
     def __init__(self, node: str, cause: str, lost: bool = False) -> None:
         super().__init__(node, cause, lost)
         self.node, self.cause, self.lost = node, cause, lost
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.node}: {self.cause}"
 
 
@@ -142,6 +159,8 @@ class LockTaken(NotAcquired):
     deferrals: how often the message was deferred before; 0 if there is no message.
     """
 
+    _anchor = anchors.LOCK_TAKEN
+
     def __init__(
         self,
         resource: str,
@@ -158,7 +177,7 @@ class LockTaken(NotAcquired):
         """Return a copy with another `waited` (seconds)."""
         return LockTaken(self.resource, self.holder, self.expires_in, waited, self.deferrals)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         options = "wait, max_wait, max_deferrals" if self.deferrals else "wait"
         return (
             f"{self.resource!r} is held by {describe_holder(self.holder) or 'an unnamed holder'}; "
@@ -173,6 +192,8 @@ class QuorumUnreachable(NotAcquired):
     causes: "address: cause" for each node that gave no vote. quorum: number of votes needed.
     waited, deferrals: as in `LockTaken`.
     """
+
+    _anchor = anchors.NO_QUORUM
 
     def __init__(
         self,
@@ -190,7 +211,7 @@ class QuorumUnreachable(NotAcquired):
         """Return a copy with another `waited` (seconds)."""
         return QuorumUnreachable(self.resource, self.causes, self.quorum, waited, self.deferrals)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         text = (
             f"no quorum of {self.quorum} nodes voted on {self.resource!r}; "
             f"{_waited(self.waited, self.deferrals)}."
@@ -202,8 +223,8 @@ class QuorumUnreachable(NotAcquired):
         if abstaining:
             text = (
                 f"{text}{'.' if failing else ''} New or restarted nodes wait: "
-                f"{summarize_causes(abstaining)}. On a new cluster `celery redlock trust`, or "
-                "Redlock.trust(), ends that"
+                f"{summarize_causes(abstaining)}. On a new cluster `celery -A APP redlock trust "
+                "--all`, or Redlock.trust(), ends the wait"
             )
         return text
 
@@ -225,6 +246,10 @@ class LockLost(RedlockError):
         self.resource, self.reason, self.body_ended = resource, reason, body_ended
 
     def __str__(self) -> str:
+        anchor = anchors.NOT_HELD if self.reason in _NOT_HELD else anchors.LOCK_LOST
+        return anchors.see(self._text(), anchor)
+
+    def _text(self) -> str:
         if self.reason in _NOT_HELD:
             ended = "; its body had ended" if self.body_ended else ""
             hint = _NOT_HELD[self.reason]
@@ -232,7 +257,7 @@ class LockLost(RedlockError):
         tense = "its body had ended" if self.body_ended else "its body had not ended"
         return (
             f"the lock on {self.resource!r} is lost ({self.reason}); {tense}. Another holder may "
-            "run beside it: check what was written, and see the nodes' logs for that time"
+            "run beside it: check what the body has written, and the nodes' logs of that time"
         )
 
 
@@ -242,9 +267,11 @@ class DuplicateTask(RedlockError):
     task_id: of the earlier send.
     """
 
+    _anchor = anchors.DUPLICATE_TASK
+
     def __init__(self, resource: str, task_id: str) -> None:
         super().__init__(resource, task_id)
         self.resource, self.task_id = resource, task_id
 
-    def __str__(self) -> str:
-        return f"{self.resource!r} was sent before as task {self.task_id}: wait for that one"
+    def _text(self) -> str:
+        return f"{self.resource!r} was sent before as task {self.task_id}: wait for that task"

@@ -23,6 +23,7 @@ import click
 import pytest
 import yaml
 from celery.bin.celery import celery as celery_command
+from django.core.management import get_commands as django_commands
 from prometheus_client import CollectorRegistry
 from sphinx.search.en import SearchEnglish
 
@@ -37,6 +38,7 @@ from celery_redlock.testing import EmbeddedNode
 from docs import tables
 from tests.conftest import made_once
 from tests.integration.flower.browser import browser
+from tests.integration.test_how_to import GUIDES
 from tests.pages import PAGES, ROOT, SITE, Block, blocks, name_of, on_servers
 
 GIVEN = """
@@ -50,12 +52,6 @@ search: Any = None
 """
 # what the examples of a page call, that is the reader's own
 OWN = {
-    "docs/how-to/lock-outside-tasks.md": """
-shelf = {"sku-7": 3}
-def read(sku: str) -> int: return shelf[sku]
-def write(sku: str, stock: int) -> None: shelf[sku] = stock
-def update(sku: str, price: int, token: int) -> None: ...
-""",
     "docs/explanation/when-not-to-use-a-lock.md": """
 class Payments:
     def charge(self, amount: int, *, idempotency_key: str) -> None: ...
@@ -67,9 +63,21 @@ class self:
 """,
 }
 # tests/integration/test_how_to.py runs them
-ON_A_WORKER = {"docs/getting-started/first-locked-task.md", "docs/how-to/examples.md"}
+ON_A_WORKER = {
+    "docs/getting-started/first-locked-task.md",
+    *(f"docs/how-to/{name}.md" for name in GUIDES),
+}
+# tests/integration/test_frameworks.py runs these folders of examples/, and mypy reads them
+FROM_EXAMPLES = {
+    "docs/how-to/django.md": "django_shop",
+    "docs/how-to/existing-base-class.md": "own_base_class",
+    "docs/how-to/fastapi.md": "fastapi_shop",
+    "docs/how-to/flask.md": "flask_shop",
+}
 IN_PYTEST = {"docs/how-to/test.md"}  # tests/testing/test_the_page.py runs it
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+WITH_PYTHON = [
+    page for page in PAGES if blocks(page, "python") and name_of(page) not in FROM_EXAMPLES
+]
 RUN_HERE = [page for page in WITH_PYTHON if name_of(page) not in ON_A_WORKER | IN_PYTEST]
 
 
@@ -284,6 +292,17 @@ def test_the_code_of_a_page_is_narrow_and_has_its_comments_above(page: Path) -> 
     assert found == []
 
 
+@pytest.mark.parametrize("page", FROM_EXAMPLES)
+def test_the_blocks_of_a_page_are_pieces_of_its_example(page: str) -> None:
+    folder = ROOT / "examples" / FROM_EXAMPLES[page]
+    files = [file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))]
+    found = blocks(ROOT / page, "python")
+    assert found
+    for block in found:
+        place = f"{page}:{block.line}"
+        assert any(block.code in file for file in files), f"{place} is in no file of {folder.name}"
+
+
 def shown_commands(block: Block) -> list[str]:
     """Return the commands of a console, without what is said of each behind it."""
     lines = [line for line in block.code.splitlines() if line.startswith("$ ")]
@@ -311,6 +330,12 @@ def test_every_command_of_a_page_is_there(page: Path) -> None:
         elif words[:2] == ["pip", "install"]:
             for target in (word for word in words[2:] if word != "-e"):
                 check_extras(target)
+        elif words[:2] == ["python", "manage.py"]:
+            assert words[2] in django_commands(), command
+        elif words[0] in ("flask", "uvicorn"):
+            assert importlib.util.find_spec(words[0]), command
+        elif words[0] == "curl":
+            assert words[-1].startswith("http://127.0.0.1:"), command
         elif words[0] == "make":
             assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), command
         else:
@@ -409,13 +434,14 @@ def test_every_key_and_script_is_on_the_page_of_the_lock() -> None:
 
 
 def test_every_log_line_on_the_page_is_written_by_the_package() -> None:
-    page = (ROOT / "docs" / "reference" / "states-and-events.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "log-messages.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| (?:INFO|WARNING|ERROR) \| `([^`]+)` \| `(\w+)` \|", page, re.MULTILINE)
-    sources = "".join(path.read_text() for path in (ROOT / "celery_redlock").rglob("*.py"))
+    sources = [ast.parse(path.read_text()) for path in (ROOT / "celery_redlock").rglob("*.py")]
+    texts = {n.value for tree in sources for n in ast.walk(tree) if isinstance(n, ast.Constant)}
     assert len(told) > 10
     for text, event in told:
-        assert f'"{text}"' in sources, text
-        assert f'"{event}"' in sources, event
+        assert text in texts, text
+        assert event in texts, event
 
 
 def test_the_tables_of_sizes_are_what_the_calculator_on_their_page_gives() -> None:

@@ -1,15 +1,20 @@
-"""The page on the ends of life shows the table that the matrix measures."""
+"""The page on final states shows the tables that the matrix measures."""
 
 from __future__ import annotations
 
 from tests.integration.matrix.ends import ENDS, POOLS
-from tests.integration.matrix.page import PAGE, table, with_table
+from tests.integration.matrix.page import CAUSES, PAGE, ends_of, tables, with_tables
 
 
-def test_the_page_shows_the_table_as_it_is() -> None:
+def test_the_page_shows_the_tables_as_they_are() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text == with_table(text), "run `python -m tests.integration.matrix --page`"
-    assert table() in text
+    assert text == with_tables(text), "run `python -m tests.integration.matrix --page`"
+    assert tables() in text
+
+
+def test_every_end_stands_below_one_heading() -> None:
+    below = [end.name for cause in CAUSES for end in ends_of(cause)]
+    assert sorted(below) == sorted(end.name for end in ENDS)
 
 
 def test_every_end_says_what_it_does_in_every_pool() -> None:

@@ -99,7 +99,7 @@ def test_the_picture_of_a_crowd_shows_what_the_page_says_of_it(crowd: dict[str, 
     figures = crowd["read"]()
     few, *others = figures
     sizes = f"{', '.join([few, *others[:-1]])} and {others[-1]}"
-    page = (DOCS / "explanation" / "how-it-works.md").read_text(encoding="utf-8")
+    page = (DOCS / "explanation" / "waiting.md").read_text(encoding="utf-8")
     assert f"![What one task costs among {sizes} that wait for one key" in page
     for kind in crowd["KINDS"]:
         assert figures[few][kind] == 1

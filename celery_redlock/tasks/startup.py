@@ -8,6 +8,7 @@ from typing import Any
 
 from celery import bootsteps
 
+from celery_redlock import anchors
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.node_status import (
     NodeReport,
@@ -112,8 +113,8 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
     for settings, nodes in others.items():
         logger.error(
             "other clients use %s (according to %s), and this worker uses %s: until all clients "
-            "use the same, two tasks may hold one lock",
-            settings, ", ".join(nodes), shared_settings_of(redlock),
+            "use the same, two tasks may hold one lock. See %s",
+            settings, ", ".join(nodes), shared_settings_of(redlock), anchors.SETTINGS_DIFFER,
             extra={"event": "settings_differ"},
         )  # fmt: skip
 
@@ -127,7 +128,10 @@ def _log_report(app: Any, report: NodeReport) -> None:
         level = logging.ERROR  # without a failing node the wait ends by itself
     fields = {"event": "nodes_answer", "answering": report.answering, "voting": report.voting}
     fields |= {"nodes": report.nodes, "quorum": report.quorum}
-    logger.log(level, "%s", _report_as_text(app, report), extra=fields)
+    text = _report_as_text(app, report)
+    if level == logging.ERROR:
+        text = anchors.see(text, anchors.NO_QUORUM)
+    logger.log(level, "%s", text, extra=fields)
 
 
 def _report_as_text(app: Any, report: NodeReport) -> str:

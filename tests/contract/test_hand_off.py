@@ -559,7 +559,7 @@ class TestRights:
     def test_of_the_page_a_release_names_its_successor(
         self, nodes: list[EmbeddedNode], client: Redis, ears: Ears
     ) -> None:
-        page = (ROOT / "docs" / "operations" / "monitoring.md").read_text(encoding="utf-8")
+        page = (ROOT / "docs" / "operations" / "security.md").read_text(encoding="utf-8")
         [rights] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
         with self.allowed(nodes, rights) as (one, other), ThreadPoolExecutor() as pool:
             lock = one.lock("r").acquire()

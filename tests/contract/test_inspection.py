@@ -196,7 +196,7 @@ def test_breaking_touches_nobody_who_took_it_meanwhile(
 
 
 def test_the_rights_that_the_page_names_are_enough_for_locks_and_for_looking_at_them() -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "operations", "monitoring.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs", "operations", "security.md").read_text()
     [words] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
     with EmbeddedNode() as node:
         granted = ["reset", "resetchannels", "on", ">secret", *words.split()]

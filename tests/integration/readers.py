@@ -1,103 +1,70 @@
-"""What the how-tos take for granted: a reader's own shop, search and Django, kept in files."""
+"""What the how-to guides get instead of `time`, `Path` and `sqlite3`: slower storage.
+
+Without a lock, another run comes between a read and the write after it. A test holds a run back by
+a file `hold-<name>` in the folder, and reads in `runs` what the tasks did.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from pathlib import Path
+import pathlib
+import sqlite3 as real_sqlite3
+import time as real_time
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from django.conf import settings
+from celery import current_task
 
-FOLDER = Path(os.environ["TEST_FOLDER"])
-
-if not settings.configured:
-    settings.configure(
-        DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}}
-    )
+FOLDER = pathlib.Path(os.environ["TEST_FOLDER"])
+SLOW = 0.05  # seconds, of each write and of each query
+LONGEST = 120  # seconds for which a test may hold a run back
 
 
-def _read(name: str) -> int:
-    path = FOLDER / name
-    return int(path.read_text()) if path.exists() else 0
+def _wait_while_held(name: str) -> None:
+    end = real_time.monotonic() + LONGEST
+    while (FOLDER / f"hold-{name}").exists() and real_time.monotonic() < end:
+        real_time.sleep(0.02)
 
 
-def _write(name: str, value: int) -> None:
-    time.sleep(0.05)  # who comes between is seen
-    (FOLDER / name).write_text(str(value))
+def _note(what: str, name: str) -> None:
+    line = json.dumps([name, what, *current_task.request.args])
+    with (FOLDER / "runs").open("a") as runs:
+        runs.write(line + "\n")
 
 
-def note(*what: Any) -> None:
-    """Add a line to what is told."""
-    with (FOLDER / "told").open("a") as told:
-        told.write(json.dumps(what) + "\n")
-
-
-def told(first: str) -> list[Any]:
-    """Return the lines that begin so, without that."""
-    path = FOLDER / "told"
+def runs_of(name: str) -> list[Any]:
+    """Return what bodies of a task did: "begin" or "end", and the arguments."""
+    path = FOLDER / "runs"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line[1:] for line in lines if line[0] == first]
+    return [line[1:] for line in lines if line[0] == name]
 
 
-class Shop:
-    """Reads, takes a while, and writes: only a lock keeps its numbers right."""
-
-    def read_stock(self, sku: str) -> int:
-        return _read(f"stock-{sku}")
-
-    def write_stock(self, sku: str, left: int) -> None:
-        _write(f"stock-{sku}", left)
-
-    def has_coupon(self, campaign: str, customer: str) -> bool:
-        return (FOLDER / f"coupon-{campaign}-{customer}").exists()
-
-    def coupons_left(self, campaign: str) -> int:
-        return _read(f"coupons-{campaign}")
-
-    def give_coupon(self, campaign: str, customer: str) -> None:
-        _write(f"coupons-{campaign}", self.coupons_left(campaign) - 1)
-        _write(f"coupon-{campaign}-{customer}", 1)
-
-    def read_points(self, customer: str) -> int:
-        return _read(f"points-{customer}")
-
-    def add_points(self, customer: str, points: int) -> None:
-        _write(f"points-{customer}", self.read_points(customer) + points)
-
-    def make_report(self) -> None:
-        note("report")
-        end = time.monotonic() + 120
-        while not (FOLDER / "report-done").exists() and time.monotonic() < end:
-            time.sleep(0.02)
-
-    def import_lines(self, customer: str, path: str) -> str:
-        note("import", customer, "begin", path)
-        time.sleep(0.05)
-        note("import", customer, "end", path)
-        return path
-
-    def export_month(self, year: int, month: int) -> None:
-        note("export", year, month)
-
-    def make_feed(self, shop_id: int) -> int:
-        note("feed", shop_id)
-        end = time.monotonic() + 120
-        while not (FOLDER / f"feed-{shop_id}-done").exists() and time.monotonic() < end:
-            time.sleep(0.02)
-        return shop_id
-
-    def settle_invoice(self, invoice: int) -> str:
-        return f"{invoice} is settled"
+def work(_: float) -> None:
+    """Do a task's own work, which the guides write as `time.sleep(seconds)`."""
+    name = current_task.name.rpartition(".")[2]
+    _note("begin", name)
+    real_time.sleep(SLOW)
+    _wait_while_held(name)
+    _note("end", name)
 
 
-class Search:
-    """Tells for what reason it was rebuilt."""
+class Path(type(pathlib.Path())):  # type: ignore[misc]
+    """A path whose writes are slow."""
 
-    def rebuild(self, category: int, because: str) -> str:
-        note("rebuild", category, because)
-        return because
+    def write_text(self, text: str, *args: Any, **options: Any) -> int:
+        real_time.sleep(SLOW)
+        _wait_while_held(self.name)
+        return int(super().write_text(text, *args, **options))
 
 
-shop, search = Shop(), Search()
+class _SlowConnection(real_sqlite3.Connection):
+    def execute(self, statement: str, *args: Any) -> real_sqlite3.Cursor:
+        found = super().execute(statement, *args)
+        real_time.sleep(SLOW)
+        return found
+
+
+time = SimpleNamespace(sleep=work)
+sqlite3 = SimpleNamespace(connect=partial(real_sqlite3.connect, factory=_SlowConnection))

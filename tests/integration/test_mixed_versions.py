@@ -25,7 +25,7 @@ WAITERS = "{redlock}:waiting:k:k"
 WOKEN = 60.0  # s: well before the end of `patient`'s countdown of 100 s
 SPIN = 1.0  # s: a caller that nobody wakes does not try earlier than that, on average 3 s
 ROUNDS = 9
-# of docs/operations/monitoring.md, as it was in the earlier build
+# of docs/operations/security.md, as it was in the earlier build
 EARLIER_RIGHTS = (
     "~{redlock}:* &{redlock}:wake:* +get +set +del +time +pexpire +pttl +exists +publish "
     "+subscribe +unsubscribe +eval +evalsha +script +info +ping +scan +mget"

@@ -149,6 +149,17 @@ def test_a_second_send_meets_what_the_guide_says(stage: Stage, spelling: str) ->
     ).get(timeout=120)
 
 
+def test_the_two_releases_of_a_switch_over_exclude_each_other(stage: Stage) -> None:
+    """The first release takes a `Redlock`'s lock in its body, the second one is a `LockedTask`."""
+    task = stage.app.tasks[stage.tasks.name_of('lock_key="stock:{sku}"')]
+    conf = {"node_timeout": PATIENCE, "max_ttl": stage.app.conf.get("redlock_max_ttl", 60.0)}
+    with Redlock([node.url for node in stage.nodes], **conf) as redlock:
+        with redlock.lock("stock:s", wait=60):
+            second = task.delay(1)
+            stage.see_deferred(second)
+        assert second.get(timeout=120) == "stock:s"
+
+
 def test_a_lock_in_the_middle_of_a_body_is_taken_outside_of_tasks_too(
     nodes: list[EmbeddedNode],
 ) -> None:

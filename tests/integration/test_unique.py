@@ -392,7 +392,7 @@ class TestByArgs:
 
 
 class TestAtMostOneMoreQueued:
-    """As docs/how-to/examples.md tells: unique_for, and unique_until="started"."""
+    """As docs/how-to/debounce.md tells: unique_for, and unique_until="started"."""
 
     def test_ten_sends_while_one_runs_are_two_runs(self, stage: Stage, key: str) -> None:
         task = stage.tasks.once_to_start

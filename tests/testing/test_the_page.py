@@ -1,4 +1,4 @@
-"""The examples of docs/how-to/test.md, word by word, in a pytest of their own."""
+"""The examples of docs/how-to/test.md, as they stand there, in a pytest of their own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,30 @@ from pathlib import Path
 import pytest
 
 from tests.pages import ROOT, blocks
+from tests.snippets import missing_names
 
 PAGE = ROOT / "docs" / "how-to" / "test.md"
 
 
-def examples() -> tuple[str, list[str]]:
-    """Return a test file, and for pytest-celery the tasks, the conftest and the test file."""
-    codes = [block.code for block in blocks(PAGE, "python")]
-    return "\n\n".join(codes[:-3]), codes[-3:]
+APART = 3  # blocks at the end of the page, which are an example of their own: pytest-celery
+
+
+def write_files(codes: list[str], folder: Path) -> dict[str, str]:
+    """Write blocks into the files that their first lines name; returns the text of each file.
+
+    A file's blocks that a reader copies one by one stand in it one after the other.
+    """
+    files: dict[str, str] = {}
+    for code in codes:
+        first, rest = code.split("\n", 1)
+        files[first.removeprefix("# ")] = files.get(first.removeprefix("# "), "") + rest + "\n\n"
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return files
+
+
+def examples() -> list[str]:
+    return [block.code for block in blocks(PAGE, "python")]
 
 
 def run_pytest(folder: Path, *words: str) -> str:
@@ -34,17 +50,26 @@ def run_pytest(folder: Path, *words: str) -> str:
 
 
 def test_the_examples_run(tmp_path: Path) -> None:
-    tests, _ = examples()
-    (tmp_path / "test_page.py").write_text(tests)
+    files = write_files(examples()[:-APART], tmp_path)
     said = run_pytest(tmp_path, "-p", "no:celery", "-p", "no:docker_tools")
-    assert said.startswith(f"{tests.count('def test_')} passed")
+    assert said.startswith(f"{files['test_shop.py'].count('def test_')} passed")
+
+
+def test_the_result_on_the_page_is_that_of_the_examples_before_it(tmp_path: Path) -> None:
+    console = next(block for block in blocks(PAGE, "console") if "pytest -q" in block.code)
+    codes = [block.code for block in blocks(PAGE, "python") if block.line < console.line]
+    write_files(codes, tmp_path)
+    said = run_pytest(tmp_path, "-p", "no:celery", "-p", "no:docker_tools")
+    assert said.partition(" in ")[0] == console.code.splitlines()[-1].partition(" in ")[0]
+
+
+def test_each_example_has_its_own_imports() -> None:
+    assert [missing for code in examples() if (missing := missing_names(code))] == []
 
 
 @pytest.mark.slow
 def test_the_examples_for_pytest_celery_run(tmp_path: Path) -> None:
-    _, files = examples()
-    for name, code in zip(("shop_tasks", "conftest", "test_page"), files, strict=True):
-        (tmp_path / f"{name}.py").write_text(code)
+    write_files(examples()[-APART:], tmp_path)
     assert run_pytest(tmp_path).startswith("1 passed")
 
 

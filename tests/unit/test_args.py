@@ -99,7 +99,7 @@ class TestWhatIsWrong:
         meant = r"task 'shop.t': lock_args=\['skuu'\]: .*no argument 'skuu'; did you mean 'sku'"
         with pytest.raises(SettingsError, match=meant):
             app.finalize()
-        with pytest.raises(SettingsError, match=r"known are b, options, rest, sku$"):
+        with pytest.raises(SettingsError, match=r"known are b, options, rest, sku\. See "):
             plan(args=["xyzzy"])
 
     def test_an_apps_name_that_a_task_lacks_is_found_when_it_finalizes(self) -> None:

@@ -172,7 +172,8 @@ def test_a_node_that_does_not_vote_yet_is_shown_as_such() -> None:
 def test_the_summary_says_that_a_node_that_came_back_empty_abstains() -> None:
     lines = summary(UNLOCKED, LOCKED, OUTAGE).splitlines()
     assert lines[-1] == (
-        "lock node 127.0.0.1:7000: killed after 1 orders, back, empty, after 2: abstains for a minute"
+        "lock node 127.0.0.1:7000: killed after 1 orders, back, empty, after 2: "
+        "abstains for a minute"
     )
 
 

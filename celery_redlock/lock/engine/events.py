@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import ref
 
+from celery_redlock import anchors
 from celery_redlock.errors import NodeError, abstention_cause
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
@@ -141,7 +142,8 @@ class Events:
 
     def _tell_lost(self, acquisition: Acquisition, reason: str) -> None:
         extra = {"event": "lock_lost", "resource": acquisition.resource, "reason": reason}
-        logger.error("lost %r: %s", acquisition.resource, reason, extra=extra)
+        text, see = "lost %r: %s. See %s", anchors.LOCK_LOST
+        logger.error(text, acquisition.resource, reason, see, extra=extra)
         client = self._client() or self._dropped
         client.observer.lost(client, acquisition, reason)
 
@@ -157,7 +159,8 @@ class Events:
             client.observer.node_recovered(client, name)
         else:
             extra = {"event": "node_failed", "node": name}
-            logger.error("node %s gives no vote: %s", name, with_hint(error.cause), extra=extra)
+            text, see = "node %s gives no vote: %s. See %s", anchors.NODE_FAILS
+            logger.error(text, name, with_hint(error.cause), see, extra=extra)
             client.observer.node_failed(client, name, error.cause)
 
     def node_connected(self, node: NodeClient, greeting: ServerInfo) -> None:
@@ -166,14 +169,16 @@ class Events:
         if abstains_for > 0:
             is_new = node.index not in self._greeted and not self.tells_of_new_nodes
             level = logging.DEBUG if is_new else logging.WARNING
-            self._log("node_silent", level, abstention_cause(abstains_for), node)
+            text, see = abstention_cause(abstains_for), anchors.NODE_RESTARTED
+            self._log("node_silent", level, text, node, see)
         self._greeted.add(node.index)
         if greeting.evicts:
             hint = "with a full memory the node deletes held locks; set it to noeviction"
             text = f"has maxmemory-policy {greeting.evicts}: {hint}"
-            self._log("node_evicts", logging.ERROR, text, node)
+            self._log("node_evicts", logging.ERROR, text, node, anchors.NODE_EVICTS)
 
-    def _log(self, event: str, level: int, text: str, node: NodeClient) -> None:
-        extra = {"event": event, "node": node.name}
-        log = functools.partial(logger.log, level, "node %s %s", node.name, text, extra=extra)
-        self._teller.tell(log)
+    def _log(self, event: str, level: int, text: str, node: NodeClient, see: str) -> None:
+        extra, line = {"event": event, "node": node.name}, "node %s %s. See %s"
+        self._teller.tell(
+            functools.partial(logger.log, level, line, node.name, text, see, extra=extra)
+        )

@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from redis.backoff import ExponentialBackoff
 
+from celery_redlock import anchors
 from celery_redlock.lock.platform.clock import Platform
 
 logger = logging.getLogger(__name__)
@@ -159,9 +160,10 @@ class Watchdog(Generic[W]):
                 failures = 0
             except Exception as error:
                 # the thread must go on: otherwise every lock of the process would expire
-                text = "renewal failed; it is tried again in a moment"
-                extra = {"event": "renewal_failed"}
-                self.say(functools.partial(logger.exception, text, exc_info=error, extra=extra))
+                text = "renewal failed; it is tried again in a moment. See %s"
+                extra, see = {"event": "renewal_failed"}, anchors.UNEXPECTED
+                log = functools.partial(logger.exception, text, see, exc_info=error, extra=extra)
+                self.say(log)
                 timer.sleep(AFTER_ERROR.compute(failures))
                 failures = min(failures + 1, 16)
             timer.rest(min(self._maintenance_at, soonest), self._clock.now())
@@ -211,5 +213,5 @@ class Watchdog(Generic[W]):
         try:
             do()
         except BaseException:  # SystemExit, too: this thread must go on to report other losses
-            text = "a receiver of an event of a lock or a node raised an exception"
-            logger.exception(text, extra={"event": "receiver_failed"})
+            text = "a receiver of an event of a lock or a node raised an exception. See %s"
+            logger.exception(text, anchors.UNEXPECTED, extra={"event": "receiver_failed"})

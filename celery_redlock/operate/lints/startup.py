@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from celery_redlock import anchors
 from celery_redlock.errors import SettingsError
 from celery_redlock.operate.lints.app_rules import lint_queues
 from celery_redlock.operate.lints.facts import declared_queues, facts_of
@@ -48,4 +49,5 @@ def report_lints(sender: Any = None, **_: Any) -> None:
     for one in found:
         if one.level != ADVICE:
             level = logging.ERROR if one.level == ERROR else logging.WARNING
-            logger.log(level, "%s", one, extra={"event": "lint"})
+            text = anchors.see(str(one), anchors.DOCTOR_REPORTS)
+            logger.log(level, "%s", text, extra={"event": "lint"})

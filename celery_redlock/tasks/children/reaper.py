@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from celery_redlock import anchors
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.client import session_of
 from celery_redlock.lock.engine.releaser import OrphanedKey
@@ -126,8 +127,8 @@ class ChildReaper:
                 if not self._children.has_reaper:
                     return  # a worker that restarts closes all descriptors before it runs anew
                 # without this thread the lock of each killed child would stay for its ttl
-                text = "watching the pool's processes failed; trying again in a moment"
-                logger.exception(text, extra={"event": "watch_failed"})
+                text = "watching the pool's processes failed; trying again in a moment. See %s"
+                logger.exception(text, anchors.UNEXPECTED, extra={"event": "watch_failed"})
                 DeadlineTimer().sleep(RETRY_AFTER)
 
     def _wait(self) -> set[int]:

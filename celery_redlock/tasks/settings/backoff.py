@@ -79,7 +79,8 @@ def check_backoff(source: OptionSource, value: Any, app: object) -> Backoff:
         try:
             return Backoff.from_message(value)
         except SettingsError as error:
-            raise source.wrong(dict(value), str(error)) from None
+            hint = f"{error.level}: {error.name}={error.value}: {error.hint}"
+            raise source.wrong(dict(value), hint) from None
     if not isinstance(value, Backoff):
         raise source.wrong(value, "must be a Backoff, as Backoff(first=0.25, cap=30)")
     return value

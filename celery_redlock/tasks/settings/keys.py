@@ -233,9 +233,9 @@ class TaskKeys:
         named = f", {', '.join(sorted(kwargs))} by name" if kwargs else ""
         hint = (
             f"do not fit {self.task_name}{inspect.Signature(bare)}: {error}. A send and lock_for "
-            "give all that a run takes. Where the message was sent for another version of the "
-            "task, let a worker of that version run it, or let the function take both: give a new "
-            "argument a default, keep an old one while messages have it"
+            "give all that a run takes. If the message was sent for another version of the task, "
+            "let a worker of that version run it, or let the function take both: give a new "
+            "argument a default, and keep an old argument while messages have it"
         )
         level = f"task {self.task_name!r}"
         return ArgumentsError(level, "arguments", f"({len(args)} by position{named})", hint)

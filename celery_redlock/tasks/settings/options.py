@@ -208,8 +208,9 @@ OPTIONS = (
         doc="What happens if the lock is lost while the body runs.",
         details=(
             '`"abort"`: `LockLost` is raised in the body if the '
-            "[pool](docs/explanation/how-it-works.md) can do that, and the run does not "
-            'end as SUCCESS. `"warn"`: a log line, a signal and an event report the loss.'
+            "[pool](docs/explanation/how-it-works.md#if-the-lock-is-lost) can do that, and the "
+            'run does not end as SUCCESS. `"warn"`: a log line, a signal and an event report the '
+            "loss."
         ),
     ),
     Option(

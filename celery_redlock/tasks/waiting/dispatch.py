@@ -9,6 +9,7 @@ from collections.abc import Callable, Container
 from datetime import datetime
 from typing import Any, Protocol
 
+from celery_redlock import anchors
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.tasks.waiting.capacity import CAPACITY, Overflow
 from celery_redlock.tasks.waiting.loop import EventLoop
@@ -114,7 +115,8 @@ class Dispatcher:
             self._apply(request, waiter, is_named=is_named)
         except Exception:
             extra = {"event": "dispatch_failed", "task": request.name, "task_id": request.id}
-            logger.exception("cannot dispatch %s[%s]", request.name, request.id, extra=extra)
+            text, see = "cannot dispatch %s[%s]. See %s", anchors.UNEXPECTED
+            logger.exception(text, request.name, request.id, see, extra=extra)
 
     def has_succeeded(self, id_: str) -> bool:
         """Return whether the run of a message has ended with success in this worker.

@@ -12,7 +12,7 @@ from celery_redlock.testing import embedded_nodes
 from tests.conftest import trust_nodes
 from tests.integration.conftest import virtual_host
 from tests.integration.matrix.ends import BROKERS, ENDS, POOLS
-from tests.integration.matrix.page import PAGE, with_table
+from tests.integration.matrix.page import PAGE, with_tables
 from tests.integration.matrix.stage import Stage, live
 
 
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}; measure nothing")
     words = parser.parse_args()
     if words.page:
-        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
     cells = [(pool, broker) for pool in words.pool for broker in words.broker]
     return sum(measure(pool, broker) for pool, broker in cells) > 0

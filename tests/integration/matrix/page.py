@@ -1,34 +1,65 @@
-"""The table as `docs/explanation/crashes-and-shutdown.md` shows it, made of what is expected."""
+"""The tables as `docs/reference/final-states.md` shows them, made of what is expected."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.integration.matrix.ends import ENDS, POOLS, After, End, Pair
+from tests.integration.matrix.ends import ENDS, NOBODY, POOLS, RUN, After, End, Pair
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "explanation" / "crashes-and-shutdown.md"
-BEGIN, END = "<!-- the table: python -m tests.integration.matrix --page -->", "<!-- its end -->"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "final-states.md"
+BEGIN = "<!-- the tables: python -m tests.integration.matrix --page -->"
+END = "<!-- their end -->"
+# each heading of the page, and the beginnings of the names of its ends
+CAUSES = {
+    "The body returns or raises": (
+        "success", "exception", "MemoryError", "SystemExit", "KeyboardInterrupt", "GreenletExit",
+        "Ignore", "Reject", "unpicklable", "the result backend",
+    ),
+    "The task is retried or replaced": ("self.", "autoretry"),
+    "A hook of yours raises": ("on_", "after_return"),
+    "A time limit": ("soft limit", "hard limit"),
+    "Revoked or expired": ("revoked", "expired"),
+    "A process is killed or replaced": ("kill", "max_"),
+    "The worker shuts down": ("warm", "soft shutdown", "cold"),
+}  # fmt: skip
 
 
-def table() -> str:
-    """Return the table in Markdown: a line for each end, and each group of pools that differs."""
-    head = ["end of life", "pools", "acknowledged early", "acknowledged late", "freed by"]
-    return "\n".join(map(_line, [head, ["---"] * len(head), *_rows()]))
+def tables() -> str:
+    """Return a heading and a table in Markdown for each cause of an end."""
+    return "\n\n".join(f"## {cause}\n\n{_table(ends_of(cause))}" for cause in CAUSES)
 
 
-def _rows() -> Iterator[list[str]]:
-    for end in ENDS:
-        now = [(pools, "", pair) for pair, pools in _groups(end, POOLS).items()]
+def ends_of(cause: str) -> list[End]:
+    """Return the ends with this cause, in the order in which they are measured."""
+    return [end for end in ENDS if end.name.startswith(CAUSES[cause])]
+
+
+def _table(ends: Sequence[End]) -> str:
+    """Return a table: a line for each end, and each group of pools that differs."""
+    head = ["end", "early ack", "late ack"]
+    return "\n".join(map(_line, [head, ["---"] * len(head), *_rows(ends)]))
+
+
+def _rows(ends: Sequence[End]) -> Iterator[list[str]]:
+    for end in ends:
+        # a pool that cannot end a run like this has no row
+        groups = [(pools, "", pair) for pair, pools in _groups(end, end.pools).items()]
         rabbits = _groups(end, [pool for pool in POOLS if pool in end.on_rabbitmq], "rabbitmq")
-        now += [(pools, " on RabbitMQ", pair) for pair, pools in rabbits.items()]
+        groups += [(pools, "on RabbitMQ", pair) for pair, pools in rabbits.items()]
         before = _groups(end, [pool for pool in POOLS if pool in end.before], newest=False)
-        older = [(pools, " before Celery 5.7", pair) for pair, pools in before.items()]
-        name = end.name
-        # first what is so, then what was otherwise, then who cannot do it
-        for pools, when, pair in sorted([*now, *older], key=lambda row: row[2] is None):
-            yield [name, ", ".join(pools) + when, *_told(pair, end.why)]
-            name = ""
+        groups += [(pools, "before Celery 5.7", pair) for pair, pools in before.items()]
+        for pools, when, pair in groups:
+            cells = [end.why, ""] if pair is None else [_end(after) for after in pair]
+            yield [_named(end, pools, when), *cells]
+
+
+def _named(end: End, pools: Sequence[str], when: str) -> str:
+    """Return the first cell of a row: an end, its pools if they are not all, and when."""
+    told = [] if len(pools) == len(POOLS) else [", ".join(pools)]
+    where = ", ".join([*told, *([when] if when else [])])
+    name = end.name.replace(" of the user's", "")
+    return f"{name} ({where})" if where else name
 
 
 def _groups(
@@ -42,27 +73,20 @@ def _groups(
     return groups
 
 
-def _told(pair: Pair | None, why: str) -> list[str]:
-    """Return the last three cells of a row; pair: None where a pool cannot do it, and why."""
-    if pair is None:
-        return [why, "", ""]
-    freed = " / ".join(dict.fromkeys(after.freed for after in pair))
-    return [*map(_end, pair), freed]
-
-
 def _end(after: After) -> str:
-    heir = ", the last by the next worker" if after.heir else ""
-    bodies = {0: "no body", 1: "1 body"}.get(after.bodies, f"{after.bodies} bodies")
+    heir = ", next worker" if after.heir else ""
+    bodies = {0: ", no body", 1: ""}.get(after.bodies, f", {after.bodies} bodies")
+    freed = "" if after.freed in (RUN, NOBODY) else f"; lock: {after.freed}"
     instead = "" if after.instead is None else f"; or {_end(after.instead)}"
-    return f"{after.state}, {bodies}{heir}{instead}"
+    return f"{after.state}{bodies}{heir}{freed}{instead}"
 
 
 def _line(words: list[str]) -> str:
     return f"| {' | '.join(words)} |"
 
 
-def with_table(text: str) -> str:
-    """Return the page with its table as it is now."""
+def with_tables(text: str) -> str:
+    """Return the page with its tables as they are now."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"

@@ -1,0 +1,1 @@
+"""A Django app: orders, and the stock that they are taken from."""

@@ -1,0 +1,18 @@
+"""The tables of the app."""
+
+from django.db import models
+
+
+class Stock(models.Model):
+    """The pieces of one sku that are left."""
+
+    sku = models.CharField(max_length=40, primary_key=True)
+    pieces = models.PositiveIntegerField()
+
+
+class Order(models.Model):
+    """An order for some pieces. state: "new", "taken" or "sold out"."""
+
+    sku = models.CharField(max_length=40)
+    pieces = models.PositiveIntegerField()
+    state = models.CharField(max_length=10, default="new")

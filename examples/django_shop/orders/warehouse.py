@@ -1,0 +1,8 @@
+"""Stands for your own code: the API of a warehouse, which is slow."""
+
+import time
+
+
+def pick(order_id: int) -> None:
+    """Ask the warehouse to pick the pieces of an order, once."""
+    time.sleep(10)

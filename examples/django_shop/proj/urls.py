@@ -1,0 +1,7 @@
+"""The URLs of the project."""
+
+from django.urls import path
+
+from orders.views import place_order
+
+urlpatterns = [path("orders/<str:sku>/", place_order)]

@@ -1,0 +1,8 @@
+"""Stands for your own code: the API of a warehouse, which is slow."""
+
+import time
+
+
+def pick(sku: str, pieces: int) -> None:
+    """Ask the warehouse to pick pieces of a sku."""
+    time.sleep(10)

@@ -1,0 +1,425 @@
+"""The apps below `examples/`, started as a user starts them, on real servers and real workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.conftest import NODE_TIMEOUT, eventually
+from tests.integration.conftest import ROOT, overlaps
+from tests.pages import on_servers
+
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+pytestmark = pytest.mark.slow
+
+EXAMPLES = ROOT / "examples"
+FLASK_PAGE = ROOT / "docs" / "how-to" / "flask.md"
+PYTHON = (sys.executable, "-m")
+CELERY = (sys.executable, "-m", "celery")
+WORKER = ("worker", "--concurrency", "4", "--loglevel", "INFO")
+PATIENT = f"\napp.conf.redlock_node_timeout = {NODE_TIMEOUT}\n"  # as the machine needs it
+
+# Takes the place of what stands for the reader's own slow code. A body waits for the test's word.
+OWN_CODE = """
+import json, pathlib, time
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+
+def write(what, key):
+    line = json.dumps([what, key, time.monotonic()])
+    with (FOLDER / "lines").open("a") as file:
+        file.write(line + "\\n")
+
+def work(key):
+    write("begin", key)
+    while not (FOLDER / f"go-{key}").exists():
+        time.sleep(0.02)
+    time.sleep(0.02)
+    write("end", key)
+"""
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test if modules are missing; CI does not allow that skip."""
+    missing = [name for name in modules if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
+
+
+def free_port() -> int:
+    """Return a port on which a web server can listen."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+@dataclass
+class Example:
+    """A copy of one example, with servers that are there. folder: where it is."""
+
+    folder: Path
+    broker: EmbeddedNode
+    nodes: list[EmbeddedNode]
+    stack: ExitStack
+    env: dict[str, str] = field(default_factory=dict)
+
+    def append(self, file: str, text: str) -> None:
+        """Add lines to a file of the copy."""
+        path = self.folder / file
+        path.write_text((path.read_text() if path.exists() else "") + text)
+
+    def replace(self, file: str, code: str) -> None:
+        """Put this in place of a file that stands for the reader's own slow code."""
+        assert '"""Stands for ' in (self.folder / file).read_text()
+        (self.folder / "own_code.py").write_text(OWN_CODE)
+        (self.folder / file).write_text(f"from own_code import work, write\n{code}")
+
+    def start(self, *command: str, name: str) -> WorkerProcess:
+        """Start a command of the reader; it is killed with its children when the test ends."""
+        made = WorkerProcess(name, name=name, command=command, cwd=self.folder, env=self.env)
+        self.stack.push(made)  # removes its log
+        self.stack.callback(made.kill)
+        made.launch()
+        return made
+
+    def worker(self, app: str, *options: str) -> WorkerProcess:
+        """Start a worker; return it when it is ready."""
+        return self.start(*CELERY, "-A", app, *WORKER, *options, name="worker").wait_ready()
+
+    def run(self, *command: str) -> str:
+        """Run a command of the reader to its end; return what it prints."""
+        ran = subprocess.run(
+            command, cwd=self.folder, env={**os.environ, **self.env}, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    def serve(self, *command: str) -> httpx.Client:
+        """Start a web server that logs its address; return a client of it."""
+        server = self.start(*command, name="web")
+        address = re.compile(r"http://127\.0\.0\.1:\d+")
+        (url,) = eventually(lambda: address.findall(server.output()))[:1]
+        client = self.stack.enter_context(httpx.Client(base_url=url, timeout=60))
+        eventually(lambda: answers(client))
+        return client
+
+    def lines(self, what: str, key: str) -> list[float]:
+        """Return when bodies of a key began, or ended."""
+        file = self.folder / "lines"
+        text = file.read_text() if file.exists() else ""
+        lines = [json.loads(line) for line in text.split("\n")[:-1]]
+        return [at for said, of, at in lines if (said, of) == (what, key)]
+
+    def see_begin(self, key: str, count: int = 1) -> None:
+        """Return when so many bodies of a key have begun."""
+        eventually(lambda: len(self.lines("begin", key)) >= count)
+
+    def let_go(self, key: str) -> None:
+        """Let the bodies of a key end."""
+        (self.folder / f"go-{key}").touch()
+
+    def see_no_overlap(self, key: str, count: int) -> None:
+        """Fail if two bodies of a key ran at once; so many must have ended."""
+        eventually(lambda: len(self.lines("end", key)) >= count)
+        begun, ended = self.lines("begin", key), self.lines("end", key)
+        assert not overlaps(list(zip(begun, ended, strict=False)))
+
+    def metas(self) -> dict[str, Any]:
+        """Return what a result backend in the broker's Redis keeps, by the id of the task."""
+        client = self.broker.client()
+        texts = [client.get(name) for name in client.keys("celery-task-meta-*")]
+        metas = [json.loads(str(text)) for text in texts if text]
+        return {meta["task_id"]: meta for meta in metas}
+
+    def states(self) -> list[str]:
+        """Return the states of all tasks in that result backend."""
+        return [meta["status"] for meta in self.metas().values()]
+
+    def state(self, task: str) -> str | None:
+        """Return the state of a task in that result backend, None before the first."""
+        return self.metas().get(task, {}).get("status")
+
+    def see_result(self, task: str) -> Any:
+        """Return what a task returned, once it has."""
+        eventually(lambda: self.state(task) == "SUCCESS")
+        return self.metas()[task]["result"]
+
+
+def answers(client: httpx.Client) -> bool:
+    """Return whether a web server accepts connections."""
+    try:
+        client.get("/")
+    except httpx.TransportError:
+        return False
+    return True
+
+
+@pytest.fixture
+def example(
+    standing_broker: EmbeddedNode, nodes: list[EmbeddedNode], tmp_path: Path
+) -> Iterator[Callable[..., Example]]:
+    """Give a function that copies an example by name."""
+    standing_broker.client().flushall()
+    urls = [node.url for node in nodes]
+    with ExitStack() as stack:
+
+        def copy(name: str) -> Example:
+            folder = tmp_path / name
+            shutil.copytree(EXAMPLES / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
+            for file in folder.rglob("*.py"):
+                file.write_text(on_servers(file.read_text(), standing_broker.url, urls))
+            path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            env = {"PYTHONPATH": os.pathsep.join(path)}
+            return Example(folder, standing_broker, nodes, stack, env)
+
+        yield copy
+
+
+@needs("redbeat")
+@pytest.mark.parametrize("scheduler", [(), ("--scheduler", "redbeat.RedBeatScheduler")])
+def test_a_periodic_run_is_skipped_while_the_last_one_is_at_work(
+    example: Callable[..., Example], scheduler: tuple[str, ...]
+) -> None:
+    shop = example("beat")
+    shop.replace("reports.py", "def make_report():\n    work('report')\n")
+    shop.append("shop.py", PATIENT + 'app.conf.beat_schedule["report"]["schedule"] = 0.5\n')
+    shop.worker("shop")
+    shop.start(*CELERY, "-A", "shop", "beat", *scheduler, name="beat")
+    shop.see_begin("report")
+    eventually(lambda: shop.states().count("REVOKED") >= 3)
+    assert len(shop.lines("begin", "report")) == 1
+    shop.let_go("report")
+    shop.see_no_overlap("report", 3)
+    assert "SUCCESS" in shop.states()
+    assert bool(shop.broker.client().keys("redbeat:*")) == bool(scheduler)
+
+
+def rows(database: Path, query: str) -> list[Any]:
+    """Return the first column of what a query finds in an SQLite database."""
+    connection = sqlite3.connect(database, timeout=60)
+    try:
+        with connection:
+            return [row[0] for row in connection.execute(query)]
+    finally:
+        connection.close()
+
+
+ROLLED_BACK = """
+import django
+django.setup()
+from django.db import transaction
+from django.test import RequestFactory
+from orders.views import place_order
+try:
+    with transaction.atomic():
+        print(place_order(RequestFactory().post("/orders/sku-7/"), "sku-7").status_code)
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    print("rolled back")
+"""
+
+
+@needs("django", "django_celery_results")
+def test_django(example: Callable[..., Example]) -> None:
+    """Two orders for one sku never overlap, and the database has the states of their tasks."""
+    shop = example("django_shop")
+    shop.env["DJANGO_SETTINGS_MODULE"] = "proj.settings"
+    shop.replace("orders/warehouse.py", "def pick(order_id):\n    work(str(order_id))\n")
+    shop.append("proj/settings.py", f"\nCELERY_REDLOCK_NODE_TIMEOUT = {NODE_TIMEOUT}\n")
+    manage = (sys.executable, "manage.py")
+    shop.run(*manage, "migrate")
+    assert "No changes detected" in shop.run(*manage, "makemigrations", "--check", "--dry-run")
+    data = shop.folder / "db.sqlite3"
+    rows(data, "INSERT INTO orders_stock VALUES ('sku-7', 5), ('sku-8', 5)")
+
+    assert shop.run(sys.executable, "-c", ROLLED_BACK) == "202\nrolled back\n"
+    assert shop.broker.client().llen("celery") == 0
+
+    web = shop.serve(*manage, "runserver", "--noreload", f"127.0.0.1:{free_port()}")
+
+    def order(sku: str, pieces: int) -> str:
+        answer = web.post(f"/orders/{sku}/", data={"pieces": pieces})
+        assert answer.status_code == 202
+        return str(answer.json()["order"])
+
+    def states() -> list[Any]:
+        return rows(data, "SELECT status FROM django_celery_results_taskresult")
+
+    first = order("sku-7", 2)
+    assert shop.broker.client().llen("celery") == 1
+    shop.worker("proj")
+    shop.see_begin(first)
+    second, other = order("sku-7", 3), order("sku-8", 1)
+    shop.see_begin(other)
+    eventually(lambda: "DEFERRED" in states())
+    assert shop.lines("begin", second) == []
+    for one in (first, second, other):
+        shop.let_go(one)
+    eventually(lambda: states() == ["SUCCESS"] * 3)
+    assert shop.lines("begin", second) > shop.lines("end", first)
+    assert rows(data, "SELECT pieces FROM orders_stock ORDER BY sku") == [0, 4]
+    assert rows(data, "SELECT state FROM orders_order") == ["taken"] * 3
+
+
+@needs("flask")
+@pytest.mark.parametrize("change", ["the base class", "a setting alone"])
+def test_flask(example: Callable[..., Example], change: str) -> None:
+    """A body has the app context with and without a lock, and two runs of a sku never overlap.
+
+    As on the page: either FlaskTask is a LockedTask, or `redlock_tasks` names the tasks.
+    """
+    shop = example("flask_shop")
+    shop.replace("task_app/warehouse.py", "def pick(sku, pieces):\n    work(sku)\n")
+    shop.env["FLASK_CELERY__redlock_node_timeout"] = f"{NODE_TIMEOUT}"
+    shop.env["FLASK_GREETING"] = "Thanks"
+    if change == "a setting alone":
+        as_flask_has_it = (shop.folder / "task_app" / "__init__.py").read_text()
+        for ours, flasks in (
+            ("class FlaskTask(LockedTask):", "class FlaskTask(Task):"),
+            ("from celery import Celery\n", "from celery import Celery, Task\n"),
+            ("from celery_redlock import LockedTask\n", ""),
+            ('            "redlock_key": False,\n', ""),
+        ):
+            assert ours in as_flask_has_it
+            as_flask_has_it = as_flask_has_it.replace(ours, flasks)
+        (shop.folder / "task_app" / "__init__.py").write_text(as_flask_has_it)
+        tasks = shop.folder / "task_app" / "tasks.py"
+        tasks.write_text(tasks.read_text().replace('lock_key="stock:{sku}", ', ""))
+        (setting,) = re.findall(
+            r"^(FLASK_CELERY__\w+)='(.+)'$", FLASK_PAGE.read_text(), re.MULTILINE
+        )
+        shop.env.update([setting])
+    flask = (*PYTHON, "flask", "--app", "task_app")
+    web = shop.serve(*flask, "run", "--port", f"{free_port()}")
+    shop.worker("make_celery")
+
+    def order(sku: str, pieces: int) -> str:
+        answer = web.post(f"/orders/{sku}/{pieces}")
+        assert answer.status_code == 202
+        return str(answer.json()["task"])
+
+    def state(task: str) -> str:
+        return str(web.get(f"/tasks/{task}").json()["state"])
+
+    first = order("sku-7", 2)
+    shop.see_begin("sku-7")
+    second = order("sku-7", 3)
+    eventually(lambda: state(second) == "DEFERRED")
+    said = shop.run(*PYTHON, "celery", "-A", "make_celery", "call", "task_app.tasks.thank",
+                    "--args", '["ann"]')  # fmt: skip
+    assert shop.see_result(said.strip()) == "Thanks, ann"
+    assert len(shop.lines("begin", "sku-7")) == 1
+    shop.let_go("sku-7")
+    assert shop.see_result(first) == "Thanks: 2 of sku-7"
+    assert shop.see_result(second) == "Thanks: 3 of sku-7"
+    shop.see_no_overlap("sku-7", 2)
+
+
+SLOW_WAREHOUSE = """
+import asyncio
+
+def count(sku):
+    work(sku)
+    return 3
+
+async def pick(sku, pieces):
+    await asyncio.to_thread(work, sku)
+
+async def put_back(sku):
+    pass
+"""
+
+
+@needs("fastapi", "uvicorn")
+def test_fastapi(example: Callable[..., Example]) -> None:
+    """Two sends are one task; a request that finds the lock taken ends as 409."""
+    shop = example("fastapi_shop")
+    shop.replace("warehouse.py", SLOW_WAREHOUSE)
+    shop.append("tasks.py", PATIENT.replace("app", "celery_app"))
+    web = shop.serve(*PYTHON, "uvicorn", "main:app", "--port", "0")
+    shop.worker("tasks")
+
+    async def ask(*paths: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=web.base_url, timeout=120) as client:
+            return list(await asyncio.gather(*(client.post(path) for path in paths)))
+
+    recounts = asyncio.run(ask(*["/stock/sku-7/recount"] * 5))
+    assert {answer.status_code for answer in recounts} == {202}
+    (task,) = {answer.json()["task"] for answer in recounts}
+    shop.see_begin("sku-7")
+    (refused,) = asyncio.run(ask("/stock/sku-7/pick"))
+    assert (refused.status_code, refused.json()) == (409, {"detail": "sku-7 is in use, try again"})
+    shop.let_go("sku-7")
+    assert shop.see_result(task) == 3
+    picked = asyncio.run(ask(*["/stock/sku-7/pick?pieces=2"] * 10))
+    assert {answer.status_code for answer in picked} <= {200, 409}
+    done = [answer.json() for answer in picked if answer.status_code == 200]
+    assert done
+    assert all(answer == {"picked": 2} for answer in done)
+    shop.see_no_overlap("sku-7", 1 + len(done))
+    (returned,) = asyncio.run(ask("/stock/sku-7/return"))
+    assert shop.see_result(returned.json()["task"]) == 3
+
+
+SLOW_DATABASE = """
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+transaction = ContextVar("transaction")
+
+@contextmanager
+def open_transaction():
+    write("open", "transaction")
+    token = transaction.set("a transaction")
+    yield
+    transaction.reset(token)
+    write("commit", "transaction")
+
+def write_order(sku, pieces):
+    work(sku)
+    return f"{pieces} of {sku} in {transaction.get()}"
+"""
+
+
+def test_an_app_with_a_task_class_of_its_own(example: Callable[..., Example]) -> None:
+    """Each body has its transaction, committed before the release; a deferral opens none."""
+    shop = example("own_base_class")
+    shop.replace("database.py", SLOW_DATABASE)
+    shop.append("own_base.py", PATIENT)
+    shop.worker("own_base")
+
+    def call(name: str, *args: object) -> str:
+        return shop.run(*CELERY, "-A", "own_base", "call", name, "--args", json.dumps(args)).strip()
+
+    take, sync = ("shop.take", "sku-7", 1), ("vendor.sync", "account-7")
+    first = [call(*take), call(*sync)]
+    shop.see_begin("sku-7")
+    shop.see_begin("account-7")
+    second = [call(*take), call(*sync)]
+    eventually(lambda: [shop.state(task) for task in second] == ["DEFERRED"] * 2)
+    assert shop.see_result(call("shop.thank", "ann")) == "Thank you, ann, from a transaction"
+
+    keys = (("sku-7", 1), ("account-7", 0))
+    for (key, pieces), *tasks in zip(keys, first, second, strict=True):
+        before = len(shop.lines("commit", "transaction"))
+        shop.let_go(key)
+        for task in tasks:
+            assert shop.see_result(task) == f"{pieces} of {key} in a transaction"
+        shop.see_no_overlap(key, 2)
+        assert shop.lines("commit", "transaction")[before] < shop.lines("begin", key)[1]
+    assert len(shop.lines("open", "transaction")) == len(shop.lines("commit", "transaction")) == 5
