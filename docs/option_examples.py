@@ -108,7 +108,7 @@ OPTIONS = {
     "on_unreachable": Shown(
         "`str`",
         "# without a lock rather than not at all\n"
-        '@shared_task(base=LockedTask, lock_key="alarm:{n}", lock_on_unreachable="run")\n'
+        '@shared_task(base=LockedTask, lock_key="ring:{n}", lock_on_unreachable="run")\n'
         "def raise_alarm(n): ...",
         ("on_conflict", "max_wait"),
     ),

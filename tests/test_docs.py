@@ -263,25 +263,14 @@ def test_the_examples_of_a_page_run(page: Path, nodes: list[EmbeddedNode], tmp_p
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("page", FROM_EXAMPLES)
-def test_the_blocks_of_a_page_are_pieces_of_its_example(page: str) -> None:
-    folder = ROOT / "examples" / FROM_EXAMPLES[page]
-    files = [file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))]
-    found = blocks(ROOT / page, "python")
-    assert found
-    for block in found:
-        place = f"{page}:{block.line}"
-        assert any(block.code in file for file in files), f"{place} is in no file of {folder.name}"
-
-
 def too_wide(page: Path) -> list[str]:
-    """Return the code lines of a page that a reader has to scroll; an output is as printed."""
+    """Return the lines of Python and commands of a page that a reader has to scroll."""
     return [
         f"{number}: {line}"
         for language in ("python", "console")
         for block in blocks(page, language)
         for number, line in enumerate(block.code.splitlines(), block.line)
-        if len(line) > CODE_COLUMNS and (language != "console" or is_typed(line))
+        if len(line) > CODE_COLUMNS and (language == "python" or is_typed(line))
     ]
 
 
@@ -307,6 +296,17 @@ def test_the_code_of_a_page_is_narrow_and_has_its_comments_above(page: Path) -> 
     assert found == []
 
 
+@pytest.mark.parametrize("page", FROM_EXAMPLES)
+def test_the_blocks_of_a_page_are_pieces_of_its_example(page: str) -> None:
+    folder = ROOT / "examples" / FROM_EXAMPLES[page]
+    files = [file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))]
+    found = blocks(ROOT / page, "python")
+    assert found
+    for block in found:
+        place = f"{page}:{block.line}"
+        assert any(block.code in file for file in files), f"{place} is in no file of {folder.name}"
+
+
 def shown_commands(block: Block) -> list[str]:
     """Return the commands of a console, without what is said of each behind it."""
     lines = [line for line in block.code.splitlines() if line.startswith("$ ")]
@@ -325,33 +325,33 @@ def commands(page: Path) -> list[str]:
 def test_every_command_of_a_page_is_there(page: Path) -> None:
     for command in commands(page):
         words = shlex.split(command)
-        if words[:2] == ["python", "manage.py"]:
-            assert words[2] in django_commands(), command
-        elif words[0] == "python" and words[1].endswith(".py"):
-            assert f"`{words[1]}`" in page.read_text(encoding="utf-8"), command
+        if words[0] == "celery":
+            check_celery(words[3:])
+        elif words[:2] in (["python", "-m"], ["python3", "-m"]):
+            assert importlib.util.find_spec(words[2]), command
+        elif words[:2] == ["pip", "install"]:
+            for target in (word for word in words[2:] if word != "-e"):
+                check_extras(target)
+        elif words[0] == "make":
+            assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), command
+        elif words[:2] == ["docker", "compose"]:
+            assert words[2] in ("stop", "up"), command
+            check_services([word for word in words[3:] if not word.startswith("--")])
         else:
-            check_command(words)
+            check_readers_own(page, words)
 
 
-def check_command(words: list[str]) -> None:
-    """Fail where a command is not there, or does not take these words."""
-    if words[0] == "celery":
-        check_celery(words[3:])
-    elif words[:2] in (["python", "-m"], ["python3", "-m"]):
-        assert importlib.util.find_spec(words[2]), words
-    elif words[:2] == ["pip", "install"]:
-        for target in (word for word in words[2:] if word != "-e"):
-            check_extras(target)
+def check_readers_own(page: Path, words: list[str]) -> None:
+    """Fail where a command that runs code of the reader's own is not known here."""
+    if words[:2] == ["python", "manage.py"]:
+        assert words[2] in django_commands(), words
+    elif words[0] == "python":
+        assert f"`{words[1]}`" in page.read_text(encoding="utf-8"), words
     elif words[0] in ("flask", "uvicorn"):
         assert importlib.util.find_spec(words[0]), words
-    elif words[0] == "curl":
-        assert words[-1].startswith("http://127.0.0.1:"), words
-    elif words[0] == "make":
-        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), words
     else:
-        assert words[:2] == ["docker", "compose"], f"nobody checks {words}"
-        assert words[2] in ("stop", "up"), words
-        check_services([word for word in words[3:] if not word.startswith("--")])
+        assert words[0] == "curl", f"nobody checks {words!r}"
+        assert words[-1].startswith("http://127.0.0.1:"), words
 
 
 def check_celery(words: list[str]) -> None:

@@ -23,6 +23,7 @@ from tests.pages import PAGES, blocks, name_of
 
 BLOCKS = marked_blocks(all_pages())
 OURS = "$ celery -A shop redlock "
+UNMARKED = {"docs/how-to/long-running-tasks.md"}  # it shows a task of hours that only it has
 LOCKS = [
     "RESOURCE     HOLDER     ID            HELD FOR  VOTES",
     "stock:sku-7  shop.take  4c8f3226-...  5.4 s     3, 2 needed",
@@ -40,7 +41,8 @@ def test_every_marker_names_a_scenario_and_stands_above_a_console() -> None:
 def test_every_command_of_the_shop_has_a_marker(page: Path) -> None:
     marked = {block.line for block in BLOCKS if block.page == page}
     ours = [block for block in blocks(page, "console") if OURS in block.code]
-    assert [block.line for block in ours if block.line not in marked] == []
+    unmarked = [block.line for block in ours if block.line not in marked]
+    assert bool(unmarked) == (name_of(page) in UNMARKED), unmarked
 
 
 @pytest.mark.slow
