@@ -280,6 +280,12 @@ def test_every_picture_on_a_page_is_there() -> None:
         assert (page.parent / name).is_file(), f"{page.name} shows {name}"
 
 
+def test_every_drawn_picture_stands_on_a_page() -> None:
+    drawn = set((DOCS / "pictures").glob("*.svg"))
+    assert drawn
+    assert drawn <= {(page.parent / name).resolve() for page, name in _shown()}
+
+
 def test_every_picture_of_a_screen_is_small_and_stands_on_a_page() -> None:
     screens = set((DOCS / "pictures").glob("*.png"))
     assert screens
