@@ -108,8 +108,8 @@ OPTIONS = {
     "on_unreachable": Shown(
         "`str`",
         "# without a lock rather than not at all\n"
-        '@shared_task(base=LockedTask, lock_key="ring:{n}", lock_on_unreachable="run")\n'
-        "def raise_alarm(n): ...",
+        '@shared_task(\n    base=LockedTask,\n    lock_key="alarm:{site}",\n'
+        '    lock_on_unreachable="run",\n)\ndef raise_alarm(site): ...',
         ("on_conflict", "max_wait"),
     ),
     "limit": Shown(
