@@ -135,9 +135,16 @@ changes = st.one_of(
 )
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedNode]:
+    """Give a server that no other client knows: each key and message on it is of these tests."""
+    with EmbeddedNode() as made:
+        yield made
+
+
 @pytest.fixture
-def real(nodes: list[EmbeddedNode]) -> Redis:
-    return nodes[0].client()
+def real(server: EmbeddedNode) -> Redis:
+    return server.client()
 
 
 # the clients of a node that subscribe to something: a waiter to three channels, one of an earlier
