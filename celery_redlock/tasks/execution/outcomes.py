@@ -22,6 +22,7 @@ from celery_redlock.tasks.execution.contention import (
     RunUnlocked,
     Skip,
     decide_redelivery,
+    describe_refusal,
     with_history,
 )
 from celery_redlock.tasks.execution.deferral import (
@@ -126,7 +127,8 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     decision = decide_redelivery(refusal, waits, random.uniform, cap)
     countdown = supported_countdown(task.app, decision.countdown, delivery.route)
     first = "another delivery of its message"
-    why = f"may run already, by {first} ({refusal!r})"
+    reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
+    why = f"may run already, by {first} ({reason})"
     if isinstance(refusal, LockTaken):
         runs = is_held_by_own_run(delivery, refusal)
         why = f"runs already, by {first}" if runs else f"has ended already, by {first}"
