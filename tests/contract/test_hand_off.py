@@ -566,13 +566,16 @@ class TestRights:
             taking = pool.submit(take, other)
             for node in nodes:
                 eventually(lambda node=node: waiting(node.client()))
+            settle(one)
             settle(other)
+            value = client.get(KEY)
             ears.listen(WAKE, WAITING)
             lock.release()
             assert taking.result(FREED)
             settle(one)
             settle(other)
-            assert len(ears.heard()) == 1  # of the second holder: nobody waits any more
+            assert value
+            assert (WAKE, value) not in ears.heard()  # the second holder may announce: none waits
 
     def test_of_an_earlier_version_a_release_is_announced_to_all(
         self, nodes: list[EmbeddedNode], client: Redis, ears: Ears
@@ -581,11 +584,15 @@ class TestRights:
             lock = one.lock("r").acquire()
             taking = pool.submit(take, other)
             eventually(lambda: other.session.wait_queue.subscriptions(WAKE) == len(nodes))
+            settle(one)
             settle(other)
+            value = client.get(KEY)
             ears.listen(WAKE)
             lock.release()
             assert taking.result(FREED)
             settle(one)
             settle(other)
+            assert value
             assert not client.exists(WAITING)
-            assert len(ears.heard()) == 2  # of both holders: each told all
+            # the second holder may hold two other nodes alone, and announces nothing here then
+            assert (WAKE, value) in ears.heard()
