@@ -16,6 +16,7 @@ from celery_redlock.lock.model.keys import (
     lock_key,
     resource_of,
     since_of,
+    ttl_of,
     waiting_key,
     wake_channel,
 )
@@ -38,14 +39,16 @@ class Standing:
     """A lock on the nodes: one value of one key.
 
     permit: number of a semaphore's permit. holder: the holder's label. since: seconds since 1970 by
-    the holder's clock; None if another program wrote the value. votes: by node, the seconds until
-    the key expires; inf for never. needed: size of a quorum.
+    the holder's clock; None if another program wrote the value. ttl: seconds of the holder's lease;
+    None likewise. votes: by node, the seconds until the key expires; inf for never. needed: size of
+    a quorum.
     """
 
     resource: str
     permit: int
     holder: str
     since: float | None
+    ttl: float | None
     votes: Mapping[str, float]
     needed: int
     key: Any = field(repr=False)
@@ -61,13 +64,32 @@ class Standing:
         """Seconds for which a quorum keeps the key without a renewal; 0.0 if none has it."""
         return sorted(self.votes.values(), reverse=True)[self.needed - 1] if self.held else 0.0
 
+    @property
+    def since_renewal(self) -> float | None:
+        """Seconds since the last renewal, or the grant; None if that is not known.
+
+        A living holder renews every third of its ttl.
+        """
+        return None if self.ttl is None else max(0.0, self.ttl - max(self.votes.values()))
+
 
 @dataclass(frozen=True)
 class Sight:
-    """The locks on the nodes that answer. failing: by node, the cause of its failure."""
+    """The locks on the nodes that answer. failing: by node, the cause of its failure.
+
+    needed: the number of nodes that must answer; with fewer, a lock may be held that none of them
+    knows.
+    """
 
     locks: tuple[Standing, ...]
     failing: Mapping[str, str]
+    asked: int
+    needed: int
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough nodes answered to tell which locks are held."""
+        return self.asked - len(self.failing) >= self.needed
 
 
 def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
@@ -91,6 +113,8 @@ def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
     return Sight(
         tuple(sorted(of_it, key=lambda lock: (lock.resource, lock.permit, -len(lock.votes)))),
         failing,
+        len(redlock.session.node_set.nodes),
+        needed,
     )
 
 
@@ -100,7 +124,8 @@ def _standing(
     resource, permit = resource_of(prefix, text_of(key))
     text = "" if value is None else text_of(value)
     holder = label_of(text) if text else "no lock, but a key of another type"
-    return Standing(resource, permit, holder, since_of(text), votes, needed, key, value)
+    times = since_of(text), ttl_of(text)
+    return Standing(resource, permit, holder, *times, votes, needed, key, value)
 
 
 def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Mapping[str, str]]:

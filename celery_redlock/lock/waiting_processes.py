@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import redis
 
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.model.keys import waiting_key
-from celery_redlock.lock.node_status import ask_each
+from celery_redlock.lock.model.keys import inbox_channel, waiting_key
+from celery_redlock.lock.node_status import ask_each, reply_of
 from celery_redlock.lock.server.admin import names_on
-from celery_redlock.lock.transport.encoding import read_list, read_text, text_of
+from celery_redlock.lock.transport.encoding import encoded, read_list, read_text, text_of
 
 ASKED_AT_ONCE = 500  # sets
 
@@ -29,7 +29,7 @@ class WaitingProcess:
 
     rank: how many processes are before it. waiter: its name on the nodes, new in each process.
     since: seconds since 1970, when its first caller or message began to wait. nodes: those that
-    have it registered.
+    have it registered. listens: whether it is connected to any node; a process that is gone is not.
     """
 
     resource: str
@@ -37,6 +37,7 @@ class WaitingProcess:
     waiter: str
     since: float
     nodes: tuple[str, ...]
+    listens: bool
 
     @property
     def name(self) -> str:
@@ -60,14 +61,21 @@ class WaitingProcess:
 class WaitingSight:
     """The waiting processes on the nodes that answer, by resource and in order.
 
-    asked: the number of nodes. wrong_type: by resource, the nodes on which a key of another program
-    has the name of the set of waiters. failing: by node, the cause of its failure.
+    asked: the number of nodes. needed: how many must answer. wrong_type: by resource, the nodes on
+    which a key of another program has the name of the set of waiters. failing: by node, the cause
+    of its failure.
     """
 
     processes: tuple[WaitingProcess, ...]
     asked: int
+    needed: int
     wrong_type: Mapping[str, tuple[str, ...]]
     failing: Mapping[str, str]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough nodes answered to tell which processes wait."""
+        return self.asked - len(self.failing) >= self.needed
 
 
 def look_at_waiting(redlock: Redlock) -> WaitingSight:
@@ -77,34 +85,52 @@ def look_at_waiting(redlock: Redlock) -> WaitingSight:
     """
     beginning = waiting_key(redlock.prefix, "")
 
-    def look(connection: Any) -> list[tuple[str, Mapping[Any, float] | None]]:
+    def look(
+        connection: Any,
+    ) -> tuple[list[tuple[str, Mapping[Any, float] | None]], set[Any] | None]:
         names = list(set(names_on(connection, beginning)))
-        sets = _sets(connection, names)
-        return [(text_of(name).removeprefix(beginning), scores) for name, scores in sets]
+        sets = [(text_of(n).removeprefix(beginning), on) for n, on in _sets(connection, names)]
+        waiters = {waiter for _, scores in sets for waiter in scores or ()}
+        return sets, _listening(connection, redlock.prefix, sorted(waiters))
 
     found, failing = ask_each(redlock, look)
+    heard = [listening for _, listening in found.values() if listening is not None]
+    node_set = redlock.session.node_set
+    listens = None if len(heard) < node_set.size else set().union(*heard)
     registered: dict[str, dict[Any, dict[str, float]]] = {}
     wrong_type: dict[str, tuple[str, ...]] = {}
-    for node, sets in found.items():
+    for node, (sets, _) in found.items():
         for resource, scores in sets:
             if scores is None:
                 wrong_type[resource] = (*wrong_type.get(resource, ()), node)
                 continue
             for waiter, since in scores.items():
                 registered.setdefault(resource, {}).setdefault(waiter, {})[node] = since
-    lines = (_in_order(resource, waiters) for resource, waiters in sorted(registered.items()))
-    asked = len(redlock.session.node_set.nodes)
-    return WaitingSight(tuple(itertools.chain(*lines)), asked, wrong_type, failing)
+    lines = (
+        _in_order(resource, waiters, listens) for resource, waiters in sorted(registered.items())
+    )
+    processes = tuple(itertools.chain(*lines))
+    return WaitingSight(processes, len(node_set.nodes), node_set.size, wrong_type, failing)
 
 
-def _in_order(resource: str, waiters: Mapping[Any, Mapping[str, float]]) -> list[WaitingProcess]:
+def _in_order(
+    resource: str, waiters: Mapping[Any, Mapping[str, float]], listens: Collection[Any] | None
+) -> list[WaitingProcess]:
     """Return the waiters of one resource in the order in which the nodes keep them.
 
-    waiters: by name, since when on each node.
+    waiters: by name, since when on each node. listens: those that are connected, None if no node
+    can tell.
     """
     order = sorted((_agreed(on.values()), waiter) for waiter, on in waiters.items())
     return [
-        WaitingProcess(resource, rank, text_of(waiter), since, tuple(waiters[waiter]))
+        WaitingProcess(
+            resource,
+            rank,
+            text_of(waiter),
+            since,
+            tuple(waiters[waiter]),
+            listens is None or waiter in listens,
+        )
         for rank, (since, waiter) in enumerate(order)
     ]
 
@@ -143,3 +169,15 @@ def _scores(connection: Any) -> Mapping[Any, float] | None:
         waiter: float(read_text(score))
         for waiter, score in zip(words[::2], words[1::2], strict=True)
     }
+
+
+def _listening(connection: Any, prefix: str, waiters: Sequence[Any]) -> set[Any] | None:
+    """Return the waiters whose inbox has a subscriber; None if the node does not tell it."""
+    channels = [encoded(inbox_channel(prefix, text_of(waiter))) for waiter in waiters]
+    if not channels:
+        return set()
+    try:
+        counts = read_list(reply_of(connection, "PUBSUB", "NUMSUB", *channels), 2 * len(channels))
+    except redis.ResponseError:  # the right to ask is missing
+        return None
+    return {waiter for waiter, count in zip(waiters, counts[1::2], strict=True) if int(count)}

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
 import re
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
+import time
 import uuid
 from collections.abc import Callable
 from datetime import datetime
@@ -81,6 +88,7 @@ def test_no_name_commands_the_operators_terminal(
     for words in lines:
         line = ["-A", "tests.integration.app", "redlock", *words]
         told = CliRunner().invoke(celery, line, input="n\n", color=True).output
+        told = re.sub("\x1b\\[[01]m", "", told)  # heads are bold
         assert shown in told, words
         assert not set("\x1b\x07\u202e") & set(told), words
 
@@ -248,12 +256,48 @@ def test_a_help_text_fits_a_terminal(words: list[str]) -> None:
     assert max(map(len, told.splitlines())) <= 80
 
 
-def at_a_terminal(*words: str) -> list[str]:
-    """Return the lines of a command that looks at a terminal of 80 columns."""
-    env = {"FORCE_COLOR": "1", "COLUMNS": "80", "TERM": "xterm"}
-    line = ["-A", "tests.integration.app", "redlock", *words]
-    told = CliRunner().invoke(celery, line, env=env, color=True).output
-    return re.sub(r"\x1b\[[\d;]*m", "", told).splitlines()
+class Terminal:
+    """A command that runs at a terminal of 80 columns and 24 lines."""
+
+    def __init__(self, *words: str) -> None:
+        self.output, end = "", pty.openpty()
+        self._side, other = end
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        line = [sys.executable, "-m", "celery", "-A", "tests.integration.app", "redlock", *words]
+        env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+        std = {"stdin": other, "stdout": other, "stderr": other}
+        self.process = subprocess.Popen(line, cwd=ROOT, env={**env, "TERM": "xterm"}, **std)
+        os.close(other)
+
+    def read(self) -> bool:
+        """Read what is there; return whether the command goes on."""
+        if select.select([self._side], [], [], 0.1)[0]:
+            try:
+                self.output += os.read(self._side, 65536).decode()
+            except OSError:  # the other side is closed
+                return False
+        return True
+
+    def press(self, key: str) -> None:
+        os.write(self._side, key.encode())
+
+    def lines(self) -> list[str]:
+        """Return all lines of a command that ends by itself, without their colours."""
+        while self.read():
+            pass
+        self.close()
+        return re.sub(r"\x1b\[[\d;]*m", "", self.output).splitlines()
+
+    def screen(self) -> list[str]:
+        """Return the lines of the last whole screen."""
+        screens = [one for one in self.output.split("\x1b[H") if one.endswith("\x1b[J")]
+        text = screens[-1] if screens else ""
+        return re.sub(r"\x1b\[[\d;]*[mKJ]", "", text).splitlines()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._side)
 
 
 def test_an_id_is_whole_on_a_narrow_terminal(stage: Stage) -> None:
@@ -263,7 +307,7 @@ def test_an_id_is_whole_on_a_narrow_terminal(stage: Stage) -> None:
         for key in ("stock:sku-7", "stock:sku-8"):
             node.client().set(lock_key("redlock", key), f"token:1:{label}", px=60_000)
     for words in (["locks"], ["show", "stock:sku-7"], ["show", task_id]):
-        lines = at_a_terminal(*words)
+        lines = Terminal(*words).lines()
         assert [line for line in lines if task_id in line], words
         assert max(map(len, lines)) <= 80, words
         assert task_id in command(*words).output
@@ -271,7 +315,7 @@ def test_an_id_is_whole_on_a_narrow_terminal(stage: Stage) -> None:
 
 def test_an_empty_list_says_so(stage: Stage) -> None:
     assert command("locks").output == "No locks are held.\n"
-    nobody = "No processes are registered as waiters.\nNo tasks wait for a lock.\n"
+    nobody = "No processes are registered as waiters.\nWhich tasks wait cannot be known.\n"
     assert command("waiters").output.startswith(nobody)
     assert command("show", "k:k").output.startswith(f"No lock stands on k:k.\n{nobody}")
     assert command("top", "--count", "1").output.count("No locks are held.") == 1
@@ -560,7 +604,7 @@ def test_an_operator_sees_a_stopped_process_that_waits(stage: Stage) -> None:
             assert in_json("top", "--count", "1")["waiters"]["processes"] == [row]
             for words in (["waiters"], ["show", "k:k"], ["top", "--count", "1"]):
                 told = command(*words).output
-                of_it = rf"k:k +0 +{socket.gethostname()} +{process.pid} .* 3 of 3 *\n"
+                of_it = rf"k:k +0 +{socket.gethostname()} +{process.pid} .* 3 of 3 +waits\n"
                 assert re.search(of_it, told), told
                 assert f"{socket.gethostname()} did not answer" not in told  # it is no worker
         finally:
@@ -630,11 +674,169 @@ def test_workers_that_wait_are_shown_in_order_and_it_is_said_that_they_do_not_an
     assert {tuple(row["nodes"]) for row in shown["processes"]} == {tuple(names[:2])}
     assert (list(shown["failing"]), shown["wrong_type"]) == (names[2:], {"k:wrong": names[:1]})
     told = command("waiters").output
-    assert re.search(r"^RESOURCE +RANK +PROCESS +PID +WAITED +NODES *$", told, re.MULTILINE)
-    assert re.search(r"k:k +0 +celery@web2 .* 2 of 3 *\nk:k +1 +celery@web1 .* 2 of 3 *\n", told)
-    for name in ("celery@web1", "celery@web2"):
-        line = f"{name} did not answer: the messages that wait in it are not shown"
+    assert re.search(r"^RESOURCE +RANK +PROCESS +PID +WAITED +NODES +STATE$", told, re.MULTILINE)
+    ranks = r"k:k +0 +celery@web2 .* 2 of 3 +gone\nk:k +1 +celery@web1 .* 2 of 3 +gone\n"
+    assert re.search(ranks, told)
+    for name in ("celery@web1", "celery@web2"):  # nobody listens as them
+        line = f"{name} is gone: the broker delivers the messages that waited in it again, within"
         assert told.count(line) == 1
     assert f"no waiter for k:wrong can register on {names[0]}: " in told
     assert f"{names[2]} cannot be queried: " in told
     assert command("show", "k:k").output.count(f"{names[2]} cannot be queried: ") == 1
+
+
+WITHOUT_QUORUM = [["locks"], ["waiters"], ["show", "k:k"], ["show", str(uuid.uuid4())]]
+
+
+def test_without_a_quorum_no_command_says_that_no_lock_is_held(
+    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+) -> None:
+    make_stage(mortal_nodes)
+    for words in WITHOUT_QUORUM:
+        assert command(*words).exit_code == 0, words
+    mortal_nodes[0].kill()
+    for words in WITHOUT_QUORUM:
+        assert command(*words).exit_code == 0, words
+    mortal_nodes[1].kill()
+    for words in WITHOUT_QUORUM:
+        told = command(*words)
+        assert told.exit_code == 2, words
+        assert "1 of 3 nodes answered, 2 needed" in told.output, words
+        assert not re.search("No lock|No processes|No tasks", told.output), words
+        assert command(*words, "--json").exit_code == 2, words
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "show|",
+        "break|",
+        "options|",
+        f"options|{WORK}|--queue|",
+        "top|--count|0",
+        "break|k|--permit|-1",
+    ]
+    + [f"top|--interval|{text}" for text in ("nan", "0", "-1", "inf")],
+)
+def test_a_word_that_means_nothing_is_refused_with_a_sentence(stage: Stage, line: str) -> None:
+    told = command(*line.split("|"))
+    assert told.exit_code == 2
+    assert re.search(r"Error: Invalid value for .*: .*\.$", told.output)
+
+
+def test_a_broker_that_is_silent_ends_no_command_and_hides_no_break(
+    nodes: list[EmbeddedNode], tmp_path: Path
+) -> None:
+    def told(*words: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "celery", "-A", "quiet", "redlock", *words]
+        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    for node in nodes:
+        node.client().set(lock_key("redlock", "k"), "token:1:somebody", px=600_000)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        code = "from celery import Celery\n"
+        code += f"app = Celery(broker={url!r})\n"
+        code += f"app.conf.redlock_nodes = {[node.url for node in nodes]}\n"
+        (tmp_path / "quiet.py").write_text(code)
+        asked = "the workers cannot be asked who waits: no answer within"
+        assert asked in told("waiters").stdout
+        shown = told("show", "k").stdout
+        assert "somebody" in shown
+        assert asked in shown
+        broken = told("break", "k", "--yes")
+    assert broken.returncode == 0
+    assert broken.stdout.startswith("k is broken on ")
+    assert "no event is sent: no answer within" in broken.stderr
+
+
+@pytest.mark.slow
+def test_top_fits_a_terminal_shows_a_clock_and_ends_at_q(busy_stage: Any) -> None:
+    waiting = [busy_stage.tasks.late.delay("k") for _ in range(30)]
+    for result in waiting:
+        busy_stage.see_deferred(result)
+    shown = Terminal("top", "--interval", "1")
+    try:
+
+        def shows_all() -> bool:
+            assert shown.read(), shown.output[-2000:]
+            text = "\n".join(shown.screen())
+            return "k:k" in text and bool(re.search(r"\.\.\. and \d+ more", text))
+
+        eventually(shows_all)
+        lines = shown.screen()
+        assert len(lines) <= 24
+        assert max(map(len, lines)) <= 80
+        assert re.match(r"\d\d:\d\d:\d\d  figures \d+ s old  3 of 3 nodes vote, 2 needed", lines[0])
+        heads = [line.split()[0] for line in lines if re.match("NODE |RESOURCE |WAITS FOR", line)]
+        assert heads == ["NODE", "RESOURCE", "RESOURCE", "WAITS"]
+        first = lines[0][:8]
+        eventually(lambda: shown.read() and shown.screen()[0][:8] != first)  # the clock goes on
+        shown.press("q")
+        while shown.read():
+            pass
+        assert shown.process.wait(timeout=60) == 0
+    finally:
+        shown.close()
+    go_on(busy_stage)
+    for result in waiting:
+        assert result.get(timeout=120) == 0
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_marked_with_what_becomes_of_its_messages(stage: Stage) -> None:
+    worker = stage.worker("w1", concurrency=1)
+    (name,) = stage.see_listening("w1")
+    holder = stage.tasks.patient.lock_for("k", wait=60)
+    with holder:
+        stage.see_deferred(stage.tasks.patient.delay("k"))
+        eventually(lambda: [row["listens"] for row in in_json("waiters")["processes"]] == [True])
+        worker.signal(signal.SIGKILL)
+        eventually(lambda: [row["listens"] for row in in_json("waiters")["processes"]] == [False])
+        told = command("waiters").output
+        assert re.search(rf"k:k +0 +{name} .* gone\n", told)
+        assert f"{name} is gone: the broker delivers the messages that waited in it again" in told
+
+
+def test_a_lock_whose_holder_is_dead_tells_since_when_it_was_not_renewed(stage: Stage) -> None:
+    line = [sys.executable, "-c", HOLDS, *(node.url for node in stage.nodes)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+    killed = time.monotonic()
+
+    def is_told() -> bool:
+        dead_for = time.monotonic() - killed
+        (lock,) = in_json("show", "k:k")["locks"]
+        assert lock["since_renewal"] + lock["valid_for"] == pytest.approx(600, abs=1)
+        assert lock["since_renewal"] >= dead_for - 0.1
+        return bool(lock["since_renewal"] > 1.0)
+
+    eventually(is_told)
+    assert re.search(r"k:k .* \d+\.\d s ago ", command("show", "k:k").output)
+
+
+HOLDS = """
+import sys, time
+from celery_redlock import Redlock
+with Redlock(sys.argv[1:], node_timeout=2.0, max_ttl=600) as redlock, redlock.lock("k:k", ttl=600):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_without_a_result_backend_a_task_is_shown_from_what_nodes_and_workers_know(
+    nodes: list[EmbeddedNode], tmp_path: Path
+) -> None:
+    task_id = str(uuid.uuid4())
+    label = f"{task_id}:shop.take:0:0 celery@web1"
+    for node in nodes:
+        node.client().set(lock_key("redlock", "stock:1"), f"token:1:{label}", px=60_000)
+    code = f"from celery import Celery\napp = Celery(broker={nodes[0].url!r})\n"
+    (tmp_path / "bare.py").write_text(code)
+    for name, found in ((task_id, "stock:1"), (str(uuid.uuid4()), "No lock stands on")):
+        line = [sys.executable, "-m", "celery", "-A", "bare", "redlock", "show", name]
+        told = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (told.returncode, told.stderr) == (0, "")
+        assert found in told.stdout

@@ -237,8 +237,8 @@ def resend_stale() -> Iterator[None]:
 def reuse_token() -> Iterator[None]:
     """Each round of one process takes the same token, and so the same value."""
 
-    def value(token: str, since_ms: int, label: str) -> str:
-        return value_of(token, 0, label)
+    def value(token: str, since_ms: int, label: str, ttl: float) -> str:
+        return value_of(token, 0, label, ttl)
 
     new = Witness.new_token
 

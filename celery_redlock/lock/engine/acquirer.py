@@ -138,7 +138,8 @@ class Acquirer:
         lease = Lease(nodes, quorum, options.ttl, drift, self._margin, self._guarded)
         if not value:
             since_ms = self._clock.wall_us() // 1000
-            value = value_of(self._platform.new_token(), since_ms, options.label)
+            token = self._platform.new_token()
+            value = value_of(token, since_ms, options.label, options.ttl)
         return KeyLease(key, value, lease, Fence(quorum) if options.fencing else None)
 
     def _run(

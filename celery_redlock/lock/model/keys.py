@@ -9,6 +9,8 @@ from celery_redlock.lock.transport.encoding import encoded
 
 # A permit's key ends with "#<number>". A resource name with such an end gets one more "#".
 _LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*\Z")  # not "$": it also matches before a final newline
+# Bounded: another program may write any number of digits.
+_VALUE = re.compile(r"[^:]*:([0-9]{1,15})(?:\+([0-9]{1,15}))?:(.*)", re.DOTALL)
 _IS_A_PERMIT = re.compile(r"(.*)#([1-9][0-9]{0,8})", re.DOTALL)
 
 
@@ -126,18 +128,18 @@ def resource_of(prefix: str, key: str) -> tuple[str, int]:
     return name, permit
 
 
-def value_of(token: str, since_ms: int, label: str) -> str:
-    """Return the value of a lock's key: a random token; then the time and the holder, for people.
+def value_of(token: str, since_ms: int, label: str, ttl: float) -> str:
+    """Return the value of a lock's key: a random token; then, for people, times and the holder.
 
-    since_ms: milliseconds since 1970, by the holder's clock.
+    since_ms: milliseconds since 1970, by the holder's clock. ttl: seconds, the lease on a node.
     """
-    return f"{token}:{since_ms}:{label}"
+    return f"{token}:{since_ms}+{int(ttl * 1000)}:{label}"
 
 
 def label_of(value: str) -> str:
     """Return the holder's label in a value, or the value itself if another program wrote it."""
-    parts = _parts_of(value)
-    return value if parts is None else parts[1]
+    found = _VALUE.fullmatch(value)
+    return value if found is None else found[3]
 
 
 def is_of_run(label: str, run: str) -> bool:
@@ -150,14 +152,11 @@ def since_of(value: str) -> float | None:
 
     None if another program wrote the value.
     """
-    parts = _parts_of(value)
-    return None if parts is None else parts[0] / 1000
+    found = _VALUE.fullmatch(value)
+    return None if found is None else int(found[1]) / 1000
 
 
-def _parts_of(value: str) -> tuple[int, str] | None:
-    """Return the parts after the token: milliseconds since 1970, and the holder's label.
-
-    None if another program wrote the value.
-    """
-    parts = value.split(":", 2)
-    return (int(parts[1]), parts[2]) if len(parts) == 3 and parts[1].isdecimal() else None
+def ttl_of(value: str) -> float | None:
+    """Return the seconds of the holder's lease; None if another program wrote the value."""
+    found = _VALUE.fullmatch(value)
+    return None if found is None or found[2] is None else int(found[2]) / 1000

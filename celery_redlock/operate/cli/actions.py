@@ -13,7 +13,13 @@ import click
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.held_locks import Standing, break_lock, look_at_locks
 from celery_redlock.lock.node_status import trust_nodes
-from celery_redlock.operate.cli.group import app_from, redlock, redlock_from
+from celery_redlock.operate.cli.group import (
+    app_from,
+    named,
+    redlock,
+    redlock_from,
+    within_deadline,
+)
 from celery_redlock.operate.cli.lock_views import failing_lines, holder_text, lock_data, lock_name
 from celery_redlock.operate.cli.render import (
     as_json,
@@ -29,8 +35,8 @@ from celery_redlock.tasks.settings.sources import did_you_mean
 
 
 @redlock.command("break")
-@click.argument("resource")
-@click.option("--permit", type=int, help="Only this permit of a semaphore, from 0 on.")
+@click.argument("resource", callback=named)
+@click.option("--permit", type=click.IntRange(0), help="Only this permit, from 0 on.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @as_json
 @click.pass_context
@@ -52,12 +58,12 @@ def break_(ctx: click.Context, resource: str, permit: int | None, yes: bool, as_
             print_line(f"{holder_text(lock)} loses {lock_name(lock)}", err=as_json)
         click.confirm("Its body goes on until its next renewal. Break it?", abort=True, err=as_json)
     broken = [BrokenLock.of(made, lock) for lock in found]
-    for one in broken:
-        one.send_event(app)
     if as_json:
         print_json({"resource": resource, "broken": [one.data() for one in broken]})
     else:
         print_all(*(one.text() for one in broken))
+    for one in broken:  # after the lines above: a broker may be silent for the whole deadline
+        one.send_event(app)
     if any(one.failing and len(one.gone_from) < one.lock.needed for one in broken):
         ctx.exit(1)
 
@@ -136,8 +142,12 @@ class BrokenLock:
         try:
             by = f"{getpass.getuser()}@{socket.gethostname()}"
             fields["result"] = f"{self.lock.resource}: its lock is broken by {by}"
-            with app.events.default_dispatcher() as dispatcher:
-                dispatcher.send("task-lock-broken", uuid=holder.task_id, by=by, **fields)
+
+            def send() -> None:
+                with app.events.default_dispatcher() as dispatcher:
+                    dispatcher.send("task-lock-broken", uuid=holder.task_id, by=by, **fields)
+
+            within_deadline(send)
         except Exception as error:  # each transport has its own; or the user has no name
             print_line(f"no event is sent: {error}", err=True)
 

@@ -10,7 +10,7 @@ import click
 
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.node_status import look_at_shared_settings, shared_settings_of
-from celery_redlock.operate.cli.group import app_from, redlock
+from celery_redlock.operate.cli.group import app_from, named, redlock
 from celery_redlock.operate.cli.node_views import NodesView
 from celery_redlock.operate.cli.render import as_json, command_error, print_json, print_line
 from celery_redlock.operate.lints.facts import facts_of
@@ -23,8 +23,10 @@ from celery_redlock.tasks.task import LockedTask
 
 
 @redlock.command()
-@click.argument("task")
-@click.option("--queue", help="In this queue, not in that of the task's own routing.")
+@click.argument("task", callback=named)
+@click.option(
+    "--queue", callback=named, help="In this queue, not in that of the task's own routing."
+)
 @as_json
 @click.pass_context
 def options(ctx: click.Context, task: str, queue: str | None, as_json: bool) -> None:

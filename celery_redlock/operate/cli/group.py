@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
@@ -11,6 +14,24 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.operate.cli.render import command_error
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.startup import install
+
+T = TypeVar("T")
+DEADLINE = 5.0  # seconds in which the broker or the result backend must answer a command
+UNKNOWN = 2  # exit status if too few nodes answer for anything to be known
+
+
+def named(_: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Return the name that an argument or option gives; refuses an empty one."""
+    if value is not None and not value.strip():
+        raise click.BadParameter("the name is empty.", param=param)
+    return value
+
+
+def finite(_: click.Context, param: click.Parameter, value: float) -> float:
+    """Return the number that an option gives; refuses NaN, which passes each range."""
+    if not math.isfinite(value):
+        raise click.BadParameter("give a finite number.", param=param)
+    return value
 
 
 class RedlockGroup(click.Group):
@@ -43,3 +64,28 @@ def app_from(ctx: click.Context) -> Any:
 def redlock_from(ctx: click.Context) -> Redlock:
     """Return the `Redlock` of that app."""
     return redlock_of(app_from(ctx))
+
+
+def within_deadline(ask: Callable[[], T]) -> T:
+    """Return what a call to the broker or the result backend returns.
+
+    Raises TimeoutError after `DEADLINE`: a server that accepts a connection and stays silent would
+    keep a command for ever. The thread of such a call ends with the process.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(ask())
+        except Exception as error:  # handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {DEADLINE:g} s")
+    return results[0]

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 import click
-from rich.console import Group
-from rich.live import Live
 
-from celery_redlock.lock.held_locks import Sight, look_at_locks
-from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.operate.cli.group import app_from, redlock, redlock_from
+from celery_redlock.lock.held_locks import look_at_locks
+from celery_redlock.operate.cli.group import UNKNOWN, app_from, finite, named, redlock, redlock_from
+from celery_redlock.operate.cli.live_view import Look, is_terminal, look_repeatedly, show_live
 from celery_redlock.operate.cli.lock_views import (
+    NOTHING_KNOWN,
     failing_lines,
     lock_data,
     lock_table,
     locks_data,
+    unknown_lines,
     vote_table,
 )
 from celery_redlock.operate.cli.node_views import NodesView
-from celery_redlock.operate.cli.render import (
-    as_json,
-    new_console,
-    plain_text,
-    print_all,
-    print_json,
-)
+from celery_redlock.operate.cli.render import as_json, print_all, print_json
 from celery_redlock.operate.cli.task_views import TaskView, WaitersView
 from celery_redlock.tasks.per_app import redlock_of
 
@@ -55,12 +46,18 @@ def status(ctx: click.Context, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def locks(ctx: click.Context, as_json: bool) -> None:
-    """Show all locks: who holds each, since when, and its votes."""
+    """Show all locks: who holds each, since when, and its votes.
+
+    The exit status is 2 if too few nodes answer for all locks to be known.
+    """
     sight = look_at_locks(redlock_from(ctx))
     if as_json:
         print_json(locks_data(sight.locks, sight))
     else:
-        print_all(lock_table(sight.locks), *failing_lines(sight.failing))
+        unknown = unknown_lines(sight)
+        print_all(lock_table(sight.locks, sight), *failing_lines(sight.failing), *unknown)
+    if not sight.is_known:
+        ctx.exit(UNKNOWN)
 
 
 @redlock.command()
@@ -69,22 +66,28 @@ def locks(ctx: click.Context, as_json: bool) -> None:
 def waiters(ctx: click.Context, as_json: bool) -> None:
     """Show the processes that wait for a lock, in order, and their tasks.
 
-    The nodes know the processes. The workers are asked for the tasks.
+    The nodes know the processes. The workers are asked for the tasks. The exit status is 2 if too
+    few nodes answer.
     """
     waiting = WaitersView.ask(app_from(ctx))
     if as_json:
         print_json(waiting.data())
     else:
-        failing = failing_lines(waiting.registered.failing)
-        print_all(waiting.process_table(), waiting.table(), *waiting.note(), *failing)
+        print_all(waiting.process_table(), waiting.table(), *waiting.note())
+        print_all(*failing_lines(waiting.registered.failing), *unknown_lines(waiting.registered))
+    if not waiting.registered.is_known:
+        ctx.exit(UNKNOWN)
 
 
 @redlock.command()
-@click.argument("name", metavar="RESOURCE|TASK_ID")
+@click.argument("name", callback=named, metavar="RESOURCE|TASK_ID")
 @as_json
 @click.pass_context
 def show(ctx: click.Context, name: str, as_json: bool) -> None:
-    """Show who holds a resource and who waits, or where a task stands."""
+    """Show who holds a resource and who waits, or where a task stands.
+
+    The exit status is 2 if too few nodes answer for that to be known.
+    """
     app = app_from(ctx)
     sight, everyone = look_at_locks(redlock_of(app)), WaitersView.ask(app)
     waiting = everyone.for_resource(name)
@@ -99,47 +102,48 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
         found = {"task": None if task is None else asdict(task), **locks_data(locks, sight)}
         print_json({"resource": name, **found, "waiters": waiting.data()})
     elif task is not None:
-        found_locks = [lock_table(locks)] if locks else []
-        print_all(task.table(), *found_locks, *failing_lines(sight.failing))
+        found_locks = [lock_table(locks, sight)] if locks else []
+        print_all(task.table(), *found_locks)
+        print_all(*failing_lines(sight.failing), *unknown_lines(sight))
     else:
-        print_all(lock_table(locks) if locks else f"No lock stands on {name}.")
+        none = f"No lock stands on {name}." if sight.is_known else NOTHING_KNOWN
+        print_all(lock_table(locks, sight) if locks else none)
         print_all(*(vote_table(lock, sight) for lock in locks))
         failing = failing_lines({**sight.failing, **waiting.registered.failing})
         print_all(waiting.process_table(), waiting.table(), *waiting.note(), *failing)
+        print_all(*unknown_lines(sight))
+    if not sight.is_known:
+        ctx.exit(UNKNOWN)
 
 
 @redlock.command()
-@click.option("--interval", default=2.0, show_default=True, help="Seconds between two looks.")
-@click.option("--count", type=int, help="How many looks; until Ctrl-C if not given.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.0, 3600.0, min_open=True),
+    callback=finite,
+    default=2.0,
+    show_default=True,
+    help="Seconds between two looks.",
+)
+@click.option("--count", type=click.IntRange(1), help="How many looks; until `q` if not given.")
 @as_json
 @click.pass_context
 def top(ctx: click.Context, interval: float, count: int | None, as_json: bool) -> None:
-    """Show nodes, locks, and who waits, again and again.
+    """Show nodes, locks, and who waits, again and again; `q` ends it.
 
     With --json each look is one line.
     """
-    looks = _look_repeatedly(app_from(ctx), interval, count)
+    looks = look_repeatedly(app_from(ctx), interval, count)
     if as_json:
-        for nodes, sight, waiting in looks:
-            found = {"locks": [lock_data(one) for one in sight.locks], "waiters": waiting.data()}
-            click.echo(json.dumps({**nodes.data(), **found}, default=str))
-        return
-    with Live(console=new_console(), auto_refresh=False) as live:
-        for nodes, sight, waiting in looks:
-            who_waits = waiting.process_table(), waiting.table()
-            lines = map(plain_text, waiting.note())
-            live.update(
-                Group(nodes.table(), lock_table(sight.locks), *who_waits, *lines), refresh=True
-            )
+        for look in looks:
+            click.echo(json.dumps(_data(look), default=str))
+    elif is_terminal():
+        show_live(looks)
+    else:
+        for look in looks:
+            print_all(*look.tables(), *look.waiting.note())
 
 
-def _look_repeatedly(
-    app: Any, interval: float, count: int | None
-) -> Iterator[tuple[NodesView, Sight, WaitersView]]:
-    made, clock = redlock_of(app), SystemClock()
-    for number in itertools.count(1):
-        sight = look_at_locks(made)
-        yield NodesView.of(made), sight, WaitersView.ask(app)
-        if number == count:
-            return
-        clock.sleep(interval)
+def _data(look: Look) -> dict[str, object]:
+    locks = [lock_data(one) for one in look.sight.locks]
+    return {**look.nodes.data(), "locks": locks, "waiters": look.waiting.data()}

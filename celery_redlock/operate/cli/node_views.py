@@ -9,7 +9,7 @@ from typing import Any
 from celery_redlock.errors import abstention_cause
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.node_status import NodeStatus, look_at_nodes
-from celery_redlock.operate.cli.render import AdaptiveTable, format_duration
+from celery_redlock.operate.cli.render import Table, format_duration
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class NodesView:
         """Return how many nodes vote, and how many are needed."""
         return f"{self.voting} of {len(self.nodes)} nodes vote, {self.needed} needed"
 
-    def table(self) -> AdaptiveTable:
+    def table(self) -> Table:
         """Return a table with a row for each node."""
         rows = [
             (
@@ -69,7 +69,7 @@ class NodesView:
             for node in self.nodes
         ]  # fmt: skip
         heads = ("NODE", "VOTE", "SERVER", "ROLE", "UP", "LATENCY", "CLOCK", "EVICTION")
-        return AdaptiveTable(heads, rows, "No nodes are named.")
+        return Table(heads, rows, "No nodes are named.")
 
     def data(self) -> dict[str, Any]:
         """Return all of it for JSON."""

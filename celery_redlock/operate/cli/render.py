@@ -4,69 +4,86 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 import click
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
 
 from celery_redlock.lock.platform.clock import SystemClock
 
 WIDE = 10_000  # columns if stdout is no terminal, so that no line of a pipe is cut
+GAP = "  "  # between two columns
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
-class AdaptiveTable:
-    """A table; on a terminal too narrow for whole names and ids, it is printed one cell a line.
+@dataclass(frozen=True)
+class Table:
+    """A table of text.
 
-    none: the text that is printed if there are no rows. expanded: one cell a line in any case, as
+    none: the line that is printed if there are no rows. expanded: one cell a line in any case, as
     the expanded display of psql.
     """
 
-    def __init__(
-        self,
-        heads: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        none: str,
-        *,
-        expanded: bool = False,
-    ) -> None:
-        self._heads, self._rows, self._none, self._expanded = heads, rows, none, expanded
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    none: str
+    expanded: bool = False
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not self._rows:
-            yield plain_text(self._none)
-            return
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for head in self._heads:
-            table.add_column(head, no_wrap=True)
-        for row in self._rows:
-            table.add_row(*map(plain_text, row))
-        needed = Measurement.get(console, options.update(max_width=WIDE), table).maximum
-        if needed <= options.max_width and not self._expanded:
-            yield table
-        else:
-            yield from self._one_cell_a_line()
+    def lines(self, width: int) -> list[str]:
+        """Return the table; if it is wider than this, one cell a line, so that no cell is cut."""
+        if not self.rows:
+            return [self.none]
+        rows = [[escaped(cell) for cell in row] for row in self.rows]
+        widths = self._widths(rows)
+        if self.expanded or sum(widths) + len(GAP) * (len(widths) - 1) > width:
+            return [*self._one_cell_a_line(rows)]
+        return [_bold(_in_columns(self.heads, widths)), *(_in_columns(row, widths) for row in rows)]
 
-    def _one_cell_a_line(self) -> Iterator[Text]:
-        width = max(map(len, self._heads))
-        for number, row in enumerate(self._rows):
+    def cut_lines(self, width: int, height: int) -> list[str]:
+        """Return the table in at most this many columns and lines; long cells are cut."""
+        if not self.rows:
+            return [self.none]
+        shown = self.rows if len(self.rows) < height else self.rows[: height - 2]
+        rows = [[escaped(cell) for cell in row] for row in shown]
+        widths = self._widths(rows)
+        while sum(widths) + len(GAP) * (len(widths) - 1) > width:
+            widths[widths.index(max(widths))] -= 1
+        lines = [_bold(_in_columns(self.heads, widths)), *(_in_columns(r, widths) for r in rows)]
+        more = len(self.rows) - len(shown)
+        return [*lines, f"... and {more} more"] if more else lines
+
+    def _widths(self, rows: Sequence[Sequence[str]]) -> list[int]:
+        columns = [[head] for head in self.heads]
+        for row in rows:
+            for column, cell in zip(columns, row, strict=False):
+                column.append(cell)
+        return [max(map(len, column)) for column in columns]
+
+    def _one_cell_a_line(self, rows: Sequence[Sequence[str]]) -> Iterator[str]:
+        width = max(map(len, self.heads))
+        for number, row in enumerate(rows):
             if number:
-                yield Text()
-            for head, cell in zip(self._heads, row, strict=False):
+                yield ""
+            for head, cell in zip(self.heads, row, strict=False):
                 if cell:
-                    label = Text(f"{head:<{width}}  ", style="bold", overflow="fold")
-                    yield label + plain_text(cell)
+                    yield _bold(head) + " " * (width - len(head)) + GAP + cell
 
 
-def plain_text(cell: str) -> Text:
-    """Return a text without markup: in a str, rich reads a name in brackets as a style."""
-    return Text(escaped(cell))
+def _in_columns(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = (
+        f"{cell if len(cell) <= width else cell[: width - 1] + '~':<{width}}"
+        for cell, width in zip(cells, widths, strict=False)
+    )
+    return GAP.join(padded).rstrip()
+
+
+def _bold(text: str) -> str:
+    return click.style(text, bold=True)
 
 
 def escaped(text: str) -> str:
@@ -102,24 +119,17 @@ def seconds_since(moment: str | None) -> float:
     return max(0.0, (now - then) / timedelta(seconds=1))
 
 
-def new_console() -> Console:
-    """Return a console on stdout that cuts no line if stdout is no terminal."""
-    terminal = Console()
-    return terminal if terminal.is_terminal else Console(width=WIDE)
-
-
 def print_line(line: str, *, err: bool = False) -> None:
     """Print one line. err: to stderr."""
     click.echo(escaped(line), err=err)
 
 
-def print_all(*shown: Any) -> None:
+def print_all(*shown: str | Table) -> None:
     """Print lines and tables, one below the other."""
-    console = new_console()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
     for one in shown:
-        line = isinstance(one, str)
-        text = escaped(one) if line else one
-        console.print(text, markup=False, highlight=False, soft_wrap=line)
+        for line in [escaped(one)] if isinstance(one, str) else one.lines(width):
+            click.echo(line)
 
 
 def print_json(data: Any) -> None:

@@ -6,23 +6,27 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from celery.backends.base import DisabledBackend
 from celery.states import PENDING
 
 from celery_redlock.errors import describe_holder
 from celery_redlock.lock.held_locks import Sight
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.waiting_processes import WaitingProcess, WaitingSight, look_at_waiting
+from celery_redlock.operate.cli.group import within_deadline
 from celery_redlock.operate.cli.lock_views import holder_text
 from celery_redlock.operate.cli.render import (
-    AdaptiveTable,
+    Table,
     format_duration,
     print_line,
     seconds_since,
 )
 from celery_redlock.operate.control import Holder, in_iso
+from celery_redlock.operate.lints.facts import visibility_of
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.reporting import DEFERRED
 
+NOTHING_KNOWN = "Which tasks wait cannot be known."
 REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
 
 
@@ -31,21 +35,27 @@ class WaitersView:
     """The messages that wait for a lock, and the processes. workers: the workers that answered.
 
     waiting: rows of `operate.control.redlock_waiting`, each with its worker. registered: the
-    processes, as the nodes know them; also those that do not answer.
+    processes, as the nodes know them; also those that do not answer. visibility: seconds after
+    which the broker delivers the messages of a dead worker again; None: at once. cause: why the
+    workers could not be asked.
     """
 
     workers: Sequence[str]
     waiting: Sequence[dict[str, Any]]
     registered: WaitingSight
+    visibility: float | None
+    cause: str = ""
 
     @classmethod
     def ask(cls, app: Any) -> WaitersView:
         """Ask the workers and the nodes; no worker answers if the broker is down."""
+        cause = ""
         try:
-            replies = app.control.broadcast("redlock_waiting", reply=True, timeout=REPLY_TIMEOUT)
+            replies = within_deadline(
+                lambda: app.control.broadcast("redlock_waiting", reply=True, timeout=REPLY_TIMEOUT)
+            )
         except Exception as error:  # each transport has its own
-            print_line(f"the workers cannot be asked who waits: {error}", err=True)
-            replies = None
+            replies, cause = None, str(error)
         by_worker = {worker: rows for reply in replies or () for worker, rows in reply.items()}
         waiting = [
             {**row, "worker": worker}
@@ -54,38 +64,42 @@ class WaitersView:
             for row in rows
         ]
         waiting.sort(key=lambda row: str(row["since"]))
-        return cls(sorted(by_worker), waiting, look_at_waiting(redlock_of(app)))
+        registered = look_at_waiting(redlock_of(app))
+        return cls(sorted(by_worker), waiting, registered, visibility_of(app.conf), cause)
 
     def for_resource(self, resource: str) -> WaitersView:
         """Return who waits for one resource."""
         waiting = [row for row in self.waiting if resource in row["resources"]]
-        return WaitersView(self.workers, waiting, _only(self.registered, [resource]))
+        registered = _only(self.registered, [resource])
+        return replace(self, waiting=waiting, registered=registered)
 
     def for_task(self, task_id: str) -> WaitersView:
         """Return the waiting messages of one task, and the processes that wait for the same."""
         waiting = [row for row in self.waiting if row["task_id"] == task_id]
         resources = {resource for row in waiting for resource in row["resources"]}
-        return WaitersView(self.workers, waiting, _only(self.registered, resources))
+        return replace(self, waiting=waiting, registered=_only(self.registered, resources))
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody waits."""
         return not self.waiting and not self.registered.processes
 
-    def process_table(self) -> AdaptiveTable:
+    def process_table(self) -> Table:
         """Return a table with a row for each process and resource, in order."""
-        heads = ("RESOURCE", "RANK", "PROCESS", "PID", "WAITED", "NODES")
+        heads = ("RESOURCE", "RANK", "PROCESS", "PID", "WAITED", "NODES", "STATE")
         rows = [
             (
                 one.resource, str(one.rank), one.name, "" if one.pid is None else str(one.pid),
                 format_duration(seconds_since(since)) if (since := in_iso(one.since)) else "",
-                f"{len(one.nodes)} of {self.registered.asked}",
+                f"{len(one.nodes)} of {self.registered.asked}", "waits" if one.listens else "gone",
             )
             for one in self.registered.processes
         ]  # fmt: skip
-        return AdaptiveTable(heads, rows, "No processes are registered as waiters.")
+        is_known = self.registered.is_known
+        none = "No processes are registered as waiters." if is_known else NOTHING_KNOWN
+        return Table(heads, rows, none)
 
-    def table(self) -> AdaptiveTable:
+    def table(self) -> Table:
         """Return a table with a row for each message."""
         heads = ("WAITS FOR", "TASK", "ID", "WORKER", "WAITED", "DEFERRALS", "TRIES IN", "WHY")
         rows = [
@@ -96,19 +110,26 @@ class WaitersView:
             )
             for row in self.waiting
         ]  # fmt: skip
-        return AdaptiveTable(heads, rows, "No tasks wait for a lock.")
+        none = "No tasks wait for a lock." if self.workers else NOTHING_KNOWN
+        return Table(heads, rows, none)
 
     def note(self) -> list[str]:
         """Return a line for whatever is not known: of workers, and of keys on the nodes."""
         lines = []
-        if not self.workers:
+        if self.cause:
+            lines.append(f"the workers cannot be asked who waits: {self.cause}")
+        elif not self.workers:
             lines.append("no worker answered: what waits in the broker is not known")
-        names = dict.fromkeys(one.name for one in self.registered.processes)
-        lines += [
-            f"{name} did not answer: the messages that wait in it are not shown"
-            for name in names
-            if "@" in name and name not in self.workers  # a worker's name; no host has an "@"
-        ]
+        listens = {one.name: one.listens for one in self.registered.processes}
+        for name, is_there in listens.items():
+            if "@" not in name or name in self.workers:  # a worker's name; no host has an "@"
+                continue
+            text = "did not answer: the messages that wait in it are not shown"
+            if not is_there:
+                after = self.visibility
+                when = "now" if after is None else f"within its visibility_timeout of {after:g} s"
+                text = f"is gone: the broker delivers the messages that waited in it again, {when}"
+            lines.append(f"{name} {text}")
         for resource, nodes in self.registered.wrong_type.items():
             text = f"no waiter for {resource} can register on {', '.join(nodes)}"
             lines.append(f"{text}: its key there is of another type")
@@ -142,6 +163,7 @@ def _process_data(process: WaitingProcess) -> dict[str, Any]:
         "waiter": process.waiter,
         "since": in_iso(process.since),
         "nodes": process.nodes,
+        "listens": process.listens,
     }
 
 
@@ -205,7 +227,7 @@ class TaskView:
             next_try=info.get("next_try"),
         )
 
-    def table(self) -> AdaptiveTable:
+    def table(self) -> Table:
         """Return a table of one row, a fact a line."""
         name = self.task and f"{self.task}[{self.task_id}]"
         facts = {
@@ -217,15 +239,16 @@ class TaskView:
             "NEXT TRY": self.next_try or "",
         }
         shown = {head: fact for head, fact in facts.items() if fact}
-        return AdaptiveTable(tuple(shown), [tuple(shown.values())], "", expanded=True)
+        return Table(tuple(shown), [tuple(shown.values())], "", expanded=True)
 
 
 def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
     """Return a task's state and info from its result backend; "" and {} if it has none."""
     try:
-        meta = app.backend.get_task_meta(task_id, cache=False)
-    except NotImplementedError:  # no result backend is configured
-        return "", {}
+        backend = app.backend
+        if isinstance(backend, DisabledBackend):
+            return "", {}
+        meta = within_deadline(lambda: backend.get_task_meta(task_id, cache=False))
     except Exception as error:  # each backend has its own
         print_line(f"the result backend cannot be queried: {error}", err=True)
         return "", {}
