@@ -35,7 +35,7 @@ NEEDED = {
         *("xdist",),
     ),
     "docs": (
-        *("celery", "hiredis", "rich"),
+        *("celery", "hiredis"),
         *("furo", "myst_parser", "sphinx", "sphinx_copybutton", "sphinx_design"),
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import made_once
+from tests.conftest import made_once, unpack
 from tests.pages import ROOT, SITE, blocks
 
 # for work on the repository itself: the environment in which these tests run has them
@@ -145,6 +146,17 @@ def test_the_package_index_takes_both(built: Path) -> None:
     run(sys.executable, "-m", "twine", "check", "--strict", *files, cwd=built)
 
 
+def test_the_index_shows_a_readme_without_dead_links(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]
+        _, _, text = opened.read(name).decode().partition("\n\n")
+    assert text.startswith("# celery_redlock\n\nRun Celery tasks one at a time per order")
+    assert "`take.lock_for(" in text
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert not [link for link in links if not link.startswith("https://")]
+    assert "<!--" not in text
+
+
 def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
@@ -162,7 +174,7 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
 
 def test_the_sdist_has_what_its_tests_need(built: Path, tmp_path: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as opened:
-        opened.extractall(tmp_path, filter="data")
+        unpack(opened, tmp_path)
     (unpacked,) = tmp_path.iterdir()
     pytest_ = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     everything = run(*pytest_, "--collect-only", "tests", cwd=unpacked)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually, see_listening
+from tests.conftest import eventually, see_listening, unpack
 from tests.integration.builds import ARCHIVE, THIS, Build, Caller, see_subscribed, start_worker
 from tests.integration.conftest import Stage, overlaps
 
@@ -37,7 +37,7 @@ BOTH_WAYS = pytest.mark.parametrize("is_upgrade", [True, False], ids=["upgrade",
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Build:
     folder = tmp_path_factory.mktemp("earlier")
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
+        unpack(archive, folder)
     return Build("earlier", folder, hands_off=False)
 
 
