@@ -27,6 +27,7 @@ benchmarks:  ## what a lock costs, with celery_redlock[benchmarks] installed; QU
 	$(PYTHON) -m benchmarks.pair $(QUICK)
 	$(PYTHON) -m benchmarks.task $(QUICK)
 	$(PYTHON) -m benchmarks.refused $(QUICK)
+	$(PYTHON) -m benchmarks.memory $(QUICK)
 	$(PYTHON) -m benchmarks.renewals $(QUICK)
 	$(PYTHON) -m benchmarks.gil $(QUICK)
 	$(PYTHON) -m benchmarks.send $(QUICK)

@@ -69,6 +69,8 @@ def test_a_worker_says_once_at_its_start_what_is_wrong(
     assert "WARNING" in said
     assert len([line for line in lines if "'othre'" in line]) == 1
     assert not [line for line in lines if "acks_late" in line]  # advice is for who asks
+    (open_,) = [line for line in lines if "max_wait, max_hold=None" in line]
+    assert "INFO" in open_
 
 
 def test_no_name_commands_the_operators_terminal(

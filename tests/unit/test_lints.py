@@ -13,7 +13,7 @@ from celery_redlock import LockedTask
 from celery_redlock.operate.lints.app_rules import lint_queues
 from celery_redlock.operate.lints.facts import declared_queues, facts_of, visibility_of
 from celery_redlock.operate.lints.model import Facts, Lint, TaskFacts
-from celery_redlock.operate.lints.rules import lint
+from celery_redlock.operate.lints.rules import left_open, lint
 from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.tasks.settings.task_config import compile_adopted_config, compile_config
 
@@ -530,3 +530,41 @@ def test_the_facts_are_those_of_an_app() -> None:
     )  # fmt: skip
     assert plain == ("plain", "slow", False, False, 50, 40, None)
     assert routed == ("routed", "slow", True, True, 9, 8, 80)
+
+
+def opened(found: Facts) -> list[tuple[str, str, str]]:
+    return [(one.level, one.setting, one.value) for one in left_open(found)]
+
+
+ONE_NODE = {"redlock_nodes": ["redis://a"]}
+
+
+def test_what_the_defaults_leave_open_is_told_in_one_line_each() -> None:
+    assert opened(facts(ONE_NODE, visibility=3600.0)) == [
+        ("advice", "app: redlock_nodes", "1 node"),
+        ("advice", "max_wait, max_hold", "None"),
+        ("advice", "app: broker_transport_options: visibility_timeout", "3600"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("decided", "what"),
+    [
+        (facts(), "app: redlock_nodes"),
+        (facts({**ONE_NODE, "redlock_restart_guard": "strict"}), "app: redlock_nodes"),
+        (facts(lock={"max_wait": 60}), "max_wait, max_hold"),
+        (facts(lock={"max_hold": 60}), "max_wait, max_hold"),
+        (facts(task={"time_limit": 60.0}), "max_wait, max_hold"),
+        (facts(visibility=None), "app: broker_transport_options: visibility_timeout"),
+        (
+            facts(task={"acks_late": False}, visibility=3600.0),
+            "app: broker_transport_options: visibility_timeout",
+        ),
+    ],
+)
+def test_what_the_user_has_decided_is_not_left_open(decided: Facts, what: str) -> None:
+    assert what not in [setting for _, setting, _ in opened(decided)]
+
+
+def test_an_app_without_locked_tasks_leaves_nothing_open() -> None:
+    assert left_open(Facts(read_app(ONE_NODE), visibility=3600.0)) == ()

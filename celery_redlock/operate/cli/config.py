@@ -15,7 +15,7 @@ from celery_redlock.operate.cli.node_views import NodesView
 from celery_redlock.operate.cli.render import as_json, command_error, print_json, print_line
 from celery_redlock.operate.lints.facts import facts_of
 from celery_redlock.operate.lints.model import ADVICE, ERROR, WARNING, Lint
-from celery_redlock.operate.lints.rules import lint
+from celery_redlock.operate.lints.rules import left_open, lint
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.sources import did_you_mean
 from celery_redlock.tasks.startup import locked_tasks
@@ -50,7 +50,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     """
     app = app_from(ctx)
     made, nodes_from = redlock_of(app), settings_of(app).nodes_from
-    lints = (*_differing_settings(made), *lint(facts_of(app)))
+    facts = facts_of(app)
+    lints = (*_differing_settings(made), *lint(facts), *left_open(facts))
     nodes = NodesView.of(made)
     if as_json:
         found = {"from": nodes_from, **nodes.summary()}

@@ -12,7 +12,7 @@ from celery_redlock.errors import SettingsError
 from celery_redlock.operate.lints.app_rules import lint_queues
 from celery_redlock.operate.lints.facts import declared_queues, facts_of
 from celery_redlock.operate.lints.model import ADVICE, ERROR
-from celery_redlock.operate.lints.rules import lint
+from celery_redlock.operate.lints.rules import left_open, lint
 from celery_redlock.tasks.startup import locked_tasks
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ def report_lints(sender: Any = None, **_: Any) -> None:
     if not locked_tasks(app):
         return
     try:
-        found = lint(facts_of(app))
+        facts = facts_of(app)
+        found, unset = lint(facts), left_open(facts)
     except SettingsError:
         return  # the check of the nodes reports it
     for one in found:
@@ -51,3 +52,5 @@ def report_lints(sender: Any = None, **_: Any) -> None:
             level = logging.ERROR if one.level == ERROR else logging.WARNING
             text = anchors.see(str(one), anchors.DOCTOR_REPORTS)
             logger.log(level, "%s", text, extra={"event": "lint"})
+    for one in unset:
+        logger.info("%s", one, extra={"event": "left_open"})
