@@ -448,6 +448,12 @@ class TestWrongSettings:
             "sentinel://:s3cret@a",
             "s3cret@a",
             "redis://a:x?password=s3cret",
+            "redis://:s3cret",
+            "redis://user:s3cret",
+            "redis://:12345s3cret/0",
+            ":s3cret",
+            "redis://a:x?password=@s3cret",
+            "sentinel://:s3cret/locks",
         ],
     )
     def test_no_password_is_shown(self, url: str) -> None:

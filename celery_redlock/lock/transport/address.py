@@ -6,6 +6,7 @@ redis-py makes the connection (URL, TLS, ACL, Sentinel). Its own retries are off
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ from celery_redlock.lock.platform.clock import Platform
 
 T = TypeVar("T")
 URL_SCHEMES = ("redis", "rediss", "unix", "sentinel")
+_HOST = r"(?:\[[\da-fA-F:.]+\]|[\w.-]+)(?::\d{1,5})?(?=[,/]|$)"
+_PLACE = re.compile(rf"(?:{_HOST}(?:,{_HOST})*)?(?:/[\w./-]*$)?")
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,15 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
 
 
 def redact_url(url: str) -> str:
-    """Return a URL without user, password and query, for logs."""
+    """Return scheme, hosts, ports and path of a URL, for logs; "..." for what may be a secret."""
     scheme, separator, rest = url.partition("://")
-    if not separator:
-        return "..." if "@" in url else url
-    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
+    if not separator or not scheme.isidentifier():
+        scheme, separator, rest = "", "", url
+    found = re.fullmatch("([^?#]*)(?:[?#][^@]*)?", rest)  # None: a password with "?" in it
+    place = found[1].rpartition("@")[2] if found else "?"
+    known = _PLACE.match(place)
+    shown = known[0] if known else ""
+    return f"{scheme}{separator}{shown}{'' if shown == place else '...'}"
 
 
 def _address_of(pool: Any) -> Address:
