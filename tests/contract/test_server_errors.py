@@ -27,6 +27,7 @@ import pytest
 import redis
 
 from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
+from celery_redlock.lock.node_status import ask_nodes, look_at_nodes
 from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
 from celery_redlock.lock.server.scripts import GRANT
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
@@ -656,6 +657,97 @@ class TestServersThatAreTooOld:
         words = run_on(nodes[0], *command)
         assert is_misconfigured(words)
         assert "Redis 6.2" in hint_of(words)
+
+
+class SaysWhatItReads(threading.Thread):
+    """A server that repeats AUTH in words of its own, in each way in which one might."""
+
+    def __init__(self, reply: bytes) -> None:
+        super().__init__(daemon=True)
+        self.socket, self._reply = socket.create_server(("127.0.0.1", 0)), reply
+        self.port = int(self.socket.getsockname()[1])
+
+    def run(self) -> None:
+        """Reply to each connection once."""
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self.socket.accept()
+                with client:
+                    secret = client.recv(65536).split(b"\r\n")[-2]
+                    client.sendall(self._reply % secret)
+
+
+class Vault(redis.CredentialProvider):
+    """Keeps a password where no setting shows it."""
+
+    def __init__(self, *words: str) -> None:
+        self._words = words
+
+    def get_credentials(self) -> tuple[str, ...]:
+        """Return user and password, or the password."""
+        return self._words
+
+
+def texts_of(made: Redlock, caplog: pytest.LogCaptureFixture) -> str:
+    """Return all that is said of the one node of a client: errors, log and commands."""
+    cause = cause_with("", made, made.session.node_set.nodes[0].name)
+    eventually(lambda: "gives no vote" in caplog.text)
+    return "\n".join([cause, caplog.text, look_at_nodes(made)[0].error, *ask_nodes(made).failing])
+
+
+class TestPasswords:
+    @pytest.mark.parametrize("secret", ["s3cret-word", "s3cret-word" * 20])
+    @pytest.mark.parametrize("source", ["url", "option", "provider", "user and provider"])
+    def test_none_is_shown_by_a_server_that_repeats_it(
+        self, source: str, secret: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with EmbeddedNode(rename_command='AUTH ""') as node:
+            nodes = {
+                "url": f"redis://:{secret}@127.0.0.1:{node.port}",
+                "option": redis.Redis(port=node.port, username="user", password=secret),
+                "provider": redis.Redis(port=node.port, credential_provider=Vault(secret)),
+                "user and provider": redis.Redis(
+                    port=node.port, credential_provider=Vault("user", secret)
+                ),
+            }
+            with over([nodes[source]]) as made:
+                said = texts_of(made, caplog)
+        assert "s3cret" not in said
+        assert "unknown command 'AUTH" in said
+
+    @pytest.mark.parametrize(
+        "reply",
+        [
+            b"-ERR who is %b?\r\n",
+            b"-%b is wrong\r\n",
+            b"-WRONGPASS '%b' is no password\r\n",
+            b"-ERR unknown command '%b'\r\n",
+            b"+%b\r\n",
+            b"%b\r\n",
+        ],
+    )
+    def test_none_is_shown_in_whatever_words(
+        self, reply: bytes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        server = SaysWhatItReads(reply)
+        server.start()
+        node = redis.Redis(port=server.port, credential_provider=Vault("user", "s3cret-word"))
+        with server.socket, over([node]) as made:
+            said = texts_of(made, caplog)
+            server.socket.shutdown(socket.SHUT_RDWR)
+        assert "s3cret" not in said
+
+    @pytest.mark.parametrize("login", ["user:wrong", "user:e", "default:password"])
+    def test_none_garbles_a_text_or_hides_its_hint(
+        self, login: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with (
+            EmbeddedNode(requirepass="right") as node,
+            over([f"redis://{login}@127.0.0.1:{node.port}"]) as made,
+        ):
+            said = texts_of(made, caplog)
+        assert "invalid username-password pair (correct user and password in its URL)" in said
+        assert "*" not in said
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,15 @@ from celery_redlock.lock.platform.clock import Platform
 
 T = TypeVar("T")
 URL_SCHEMES = ("redis", "rediss", "unix", "sentinel")
+# The start of a server's reply to AUTH. Any other words may repeat the password.
+_REPLY_TO_AUTH = re.compile(
+    "invalid password|invalid username-password pair"
+    "|AUTH <password> called without any password configured for the default user"
+    "|Client sent AUTH, but no password is set|Invalid Username or Password"
+    "|Authentication required|DENIED .{,40}protected mode|max number of clients"
+    "|unknown command .?AUTH|wrong number of arguments for 'auth' command"
+    "|(?:Redis|Valkey) is loading the dataset in memory"
+)
 _HOST = r"(?:\[[\da-fA-F:.]+\]|[\w.-]+)(?::\d{1,5})?(?=[,/]|$)"
 _PLACE = re.compile(rf"(?:{_HOST}(?:,{_HOST})*)?(?:/[\w./-]*$)?")
 
@@ -36,11 +45,31 @@ class Address:
 
     name: str
     server: str
-    pool: redis.ConnectionPool = field(repr=False)
+    pool: Any = field(repr=False)  # redis-py's
     platform: Platform | None = field(default=None, repr=False)  # None: the machine's
 
     def dial(self, timeout: float) -> Any:
         """Return a connected, authenticated redis-py connection; timeout: seconds for each step."""
+        try:
+            connection = self._connect(timeout)
+        except redis.RedisError as error:
+            if type(error) in (redis.ConnectionError, redis.TimeoutError):  # no server's words
+                raise
+            raise redis.ConnectionError(_words_of_refusal(error)) from None
+        given = self.pool.connection_kwargs
+        commands = [("CLIENT", "SETNAME", given.get("client_name")), ("SELECT", given.get("db"))]
+        try:
+            for command in (sent := [words for words in commands if words[-1]]):
+                connection.send_command(*command)
+            for _ in sent:
+                connection.read_response()
+        except BaseException:
+            connection.disconnect()
+            raise
+        return connection
+
+    def _connect(self, timeout: float) -> Any:
+        """Return a connection to which AUTH is all that was sent."""
         options = {
             **self.pool.connection_kwargs,
             "socket_timeout": timeout,
@@ -51,6 +80,8 @@ class Address:
             "health_check_interval": 0,
             "protocol": 2,
             "decode_responses": False,  # a key may be invalid in the client's own encoding
+            "db": 0,
+            "client_name": None,
         }
         connection = self.pool.connection_class(**options)
         # otherwise redis-py sends CLIENT SETINFO, and loses the error of a server that rejects it
@@ -66,12 +97,23 @@ class Address:
         finally:
             connection.disconnect()
 
-    def without_secrets(self, text: str) -> str:
-        """Return a server's text without credentials, which some servers echo."""
-        for name in ("password", "username"):
-            secret = self.pool.connection_kwargs.get(name)
-            text = text.replace(str(secret), "***") if secret else text
-        return text
+    def cause_of(self, error: BaseException, timeout: float) -> str:
+        """Return why the node cannot be connected to.
+
+        error: of `dial`, or of the first commands. timeout: seconds for each step.
+        """
+        return str(error).strip() or type(error).__name__
+
+
+def _words_of_refusal(error: redis.RedisError) -> str:
+    """Return a server's reply to AUTH, as far as it cannot repeat the password."""
+    if isinstance(error, redis.InvalidResponse):
+        return "not a Redis server"
+    known = _REPLY_TO_AUTH.match(str(error))
+    if known:
+        return known[0]
+    is_login = isinstance(error, redis.AuthenticationError)
+    return f"{'invalid password' if is_login else 'refused'}: AUTH failed, in words not shown here"
 
 
 def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:

@@ -441,4 +441,14 @@ MUTANTS = (
         (f"{CONTRACT}/test_unique.py",),
         "the_end_of_an_earlier_run or another_value_stays",
     ),
+    Mutant(
+        "a server's own words about a password are shown",
+        "lock.transport.address:_words_of_refusal",
+        """    if known:
+        return known[0]
+    is_login""",
+        """    return str(error)
+    is_login""",
+        (f"{CONTRACT}/test_server_errors.py::TestPasswords",),
+    ),
 )
