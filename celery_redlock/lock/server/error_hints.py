@@ -35,6 +35,9 @@ _TEMPORARY = {  # costs a vote in this round; some of these errors end only if a
 _MISCONFIGURED = {  # no vote before an operator changes a setting
     "READONLY|read only replica|previous master": _NOT_A_PRIMARY,
     "MASTERDOWN|Link with MASTER": _NOT_A_PRIMARY,
+    r"Sentinel .*(?:Auth\w+ required|invalid (?:password|username)|password configured)": (
+        "correct sentinel_username and sentinel_password in its URL: Sentinels have their own"
+    ),
     "NOAUTH|Authentication required": "name a user and a password in its URL",
     "WRONGPASS|invalid (?:password|username)": "correct user and password in its URL",
     "any password configured|no password is set": "it has no password: name none in its URL",

@@ -451,4 +451,12 @@ MUTANTS = (
     is_login""",
         (f"{CONTRACT}/test_server_errors.py::TestPasswords",),
     ),
+    Mutant(
+        "the same Sentinel is asked first although it is frozen",
+        "lock.transport.address:Address._primary",
+        "self.sentinels[:] = [sentinel, *rest]",
+        "self.sentinels[:] = [*rest, sentinel]",
+        (f"{CONTRACT}/test_server_errors.py::TestSentinel",),
+        "one_of_three",
+    ),
 )
