@@ -753,29 +753,34 @@ class TestPasswords:
 
 @dataclass(frozen=True)
 class Certificates:
-    """Files of a CA of our own and of a server that it vouches for."""
+    """Files of a CA of our own and of servers that it vouches for."""
 
     authority: Path
     certificate: Path
     key: Path
+    expired: Path
+    of_another_host: Path
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Make a CA and the certificate of a server on 127.0.0.1."""
+    """Make a CA and certificates of a server on 127.0.0.1; one is of another host."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs the openssl command")
     folder = tmp_path_factory.mktemp("certificates")
     (folder / "node.ext").write_text("subjectAltName=IP:127.0.0.1\n")
+    (folder / "other.ext").write_text("subjectAltName=DNS:elsewhere\n")
     signed = "x509 -req -in node.csr -CA ca.pem -CAkey ca.key -CAcreateserial"
     for line in (
         f"req -x509 {NEW_KEY} ca.key -out ca.pem -subj /CN=authority -days 2 {SIGNS_OTHERS}",
         f"req -new {NEW_KEY} node.key -out node.csr -subj /CN=node",
         f"{signed} -days 2 -extfile node.ext -out node.pem",
+        f"{signed} -days -1 -extfile node.ext -out expired.pem",
+        f"{signed} -days 2 -extfile other.ext -out other.pem",
     ):
         subprocess.run([openssl, *line.split()], cwd=folder, check=True, capture_output=True)
-    names = ("ca.pem", "node.pem", "node.key")
+    names = ("ca.pem", "node.pem", "node.key", "expired.pem", "other.pem")
     return Certificates(*(folder / name for name in names))
 
 
@@ -868,6 +873,56 @@ class TestTls:
         assert "ssl_ca_certs" in hint_of(cause)
         assert len(lines_of(caplog, name)) == 1
         assert is_free([tls_node.node], "r")
+
+    @pytest.mark.parametrize(
+        ("config", "changes", "hint"),
+        [
+            ("expired", "", "renew its certificate"),
+            ("of_another_host", "&ssl_check_hostname=true", "its certificate names other hosts"),
+            ("client", "", "it asks for a client certificate"),
+            ("plain", "", "no TLS there: name its TLS port"),
+            ("", "?", "name the CA of its certificate"),
+            ("", "?ssl_ca_certs=/nowhere/ca.pem", "correct this path"),
+            ("", "?ssl_ca_certs=/etc", "correct this path"),
+            ("", "&ssl_certfile=/nowhere/c.pem&ssl_keyfile=/nowhere/c.key", "correct this path"),
+            ("", "?ssl_ca_certs=/etc/hostname", "is no PEM file"),
+        ],
+    )
+    def test_each_mistake_has_a_hint_of_its_own(
+        self,
+        config: str,
+        changes: str,
+        hint: str,
+        certificates: Certificates,
+        tls_node: TlsNode,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        wrong: dict[str, dict[str, str]] = {
+            "expired": {"tls_cert_file": str(certificates.expired)},
+            "of_another_host": {"tls_cert_file": str(certificates.of_another_host)},
+            "client": {"tls_auth_clients": "yes"},
+        }
+        with contextlib.ExitStack() as life:
+            node = tls_node
+            if config in wrong:
+                node = life.enter_context(speaking_tls(certificates, **wrong[config]))
+            url = node.url + changes if changes[:1] == "?" else node.trusted_url + changes
+            if config == "plain":
+                url = re.sub(r":\d+", f":{node.node.port}", url, count=1)
+            made = life.enter_context(over([url], node_timeout=NODE_TIMEOUT))
+            said = texts_of(made, caplog)
+        (line,) = [line for line in caplog.messages if "gives no vote" in line]
+        assert hint in line
+        assert len(line) < 350
+        assert hint in said
+        assert is_misconfigured(line)
+
+    def test_a_frozen_node_is_not_taken_for_a_plain_port(self, certificates: Certificates) -> None:
+        with speaking_tls(certificates) as node:
+            node.node.pause()
+            with over([node.trusted_url], node_timeout=NODE_TIMEOUT) as made:
+                cause = cause_with("Timeout", made, made.session.node_set.nodes[0].name)
+        assert not hint_of(cause)
 
     def test_a_port_without_tls_is_one_lost_vote(self, nodes: list[EmbeddedNode]) -> None:
         three = [f"rediss://127.0.0.1:{nodes[2].port}/0", nodes[0].url, nodes[1].url]

@@ -5,13 +5,18 @@ redis-py makes the connection (URL, TLS, ACL). Its own retries are off, for Sent
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
 import ipaddress
+import os
 import re
+import socket
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -36,6 +41,9 @@ _TLS_OPTIONS = [
 ]
 _SENTINEL_LOGIN = {"sentinel_username": "username", "sentinel_password": "password"}
 _QUERY = ["db", "username", "password", "client_name", "ssl", *_TLS_OPTIONS, *_SENTINEL_LOGIN]
+_TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_LOGIN = ("username", "password", "credential_provider", "redis_connect_func")
+_IS_CLOSED = re.compile("EOF occurred|[Cc]losed|[Rr]eset|Broken pipe")
 # The start of a server's reply to AUTH. Any other words may repeat the password.
 _REPLY_TO_AUTH = re.compile(
     "invalid password|invalid username-password pair"
@@ -84,8 +92,8 @@ class Address:
             raise
         return connection
 
-    def _connect(self, timeout: float) -> Any:
-        """Return a connection to which AUTH is all that was sent."""
+    def _connect(self, timeout: float, **changed: Any) -> Any:
+        """Return a connection to which AUTH is all that was sent. changed: options of redis-py."""
         options = {
             **self.pool.connection_kwargs,
             "socket_timeout": timeout,
@@ -98,6 +106,7 @@ class Address:
             "decode_responses": False,  # a key may be invalid in the client's own encoding
             "db": 0,
             "client_name": None,
+            **changed,
         }
         connection = self.pool.connection_class(**options)
         # otherwise redis-py sends CLIENT SETINFO, and loses the error of a server that rejects it
@@ -138,12 +147,49 @@ class Address:
         raise redis.ConnectionError("; ".join(causes))
 
     def cause_of(self, error: BaseException, timeout: float) -> str:
-        """Return why the node cannot be connected to.
+        """Return why the node cannot be connected to. If it is by TLS, look for a known mistake.
 
         error: of `dial`, or of the first commands. timeout: seconds for each step.
         """
         text = str(error).strip() or type(error).__name__
+        if issubclass(self.pool.connection_class, redis.SSLConnection):
+            with contextlib.suppress(Exception):  # the node cannot be asked now
+                return self._tls_mistake(error, text, timeout) or text
         return text
+
+    def _tls_mistake(self, error: BaseException, text: str, timeout: float) -> str:
+        for name in _TLS_FILES:
+            try:
+                Path(self.pool.connection_kwargs.get(name) or os.devnull).open("rb").close()
+            except OSError as unread:
+                if str(unread.strerror) in text:
+                    return f"cannot read {name}: {unread.strerror}"
+        if isinstance(error, redis.TimeoutError) and self._answers_without_tls(timeout):
+            return "it answers without TLS"
+        if isinstance(error, redis.ConnectionError) and _IS_CLOSED.search(text):
+            return self._alert(timeout)
+        return ""
+
+    def _answers_without_tls(self, timeout: float) -> bool:
+        """Return whether the node replies to a plain PING; it never replies to a TLS greeting."""
+        place = self._primary(timeout) if self.sentinels else _place_of(self.pool.connection_kwargs)
+        with socket.create_connection(place, timeout) as plain:
+            plain.sendall(b"PING\r\n")
+            return plain.recv(1) in (b"+", b"-")
+
+    def _alert(self, timeout: float) -> str:
+        """Return the TLS alert of a server that ends a connection after its handshake.
+
+        A write that fails on a closed connection hides it.
+        """
+        connection = self._connect(timeout, **dict.fromkeys(_LOGIN))
+        try:
+            connection._sock.recv(1)
+        except ssl.SSLError as alert:
+            return str(alert)
+        finally:
+            connection.disconnect()
+        return ""
 
 
 def _words_of_refusal(error: redis.RedisError) -> str:
