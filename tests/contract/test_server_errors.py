@@ -44,6 +44,7 @@ from tests.conftest import (
     see_renewal,
     settle,
 )
+from tests.contract.test_greenlets import GEVENT, tell
 
 KEYS = [f"{{redlock}}:{name}" for name in ("lock:r", "run", "quiet", "fence")]  # of a grant
 KEY = KEYS[0]
@@ -923,6 +924,38 @@ class TestTls:
             with over([node.trusted_url], node_timeout=NODE_TIMEOUT) as made:
                 cause = cause_with("Timeout", made, made.session.node_set.nodes[0].name)
         assert not hint_of(cause)
+
+    def test_under_gevent_a_subscriber_gives_up_a_node_that_does_not_read_and_does_not_spin(
+        self, certificates: Certificates
+    ) -> None:
+        with speaking_tls(certificates) as node:
+            story = f"""
+import signal, threading
+from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.lock.transport.address import parse_address
+from celery_redlock.lock.transport.subscriber import Subscriber
+wanted, address = {{"a"}}, parse_address({node.trusted_url!r}, "test", "nodes")
+told_of = lambda channel, message: None
+ear = Subscriber(address, TTL / 4, Platform(SystemClock()), lambda: set(wanted), told_of)
+ear.resubscribe()
+while not ear.confirmed:
+    sleep(0.01)
+os.kill({node.node.pid}, signal.SIGSTOP)
+wanted.update(f"{{number}}".rjust(250, "c") for number in range(40_000))
+begun, used = time.monotonic(), time.process_time()
+ear.resubscribe()
+while ear.confirmed and time.monotonic() - begun < 20:
+    sleep(0.01)
+told = {{
+    "dropped": not ear.confirmed,
+    "busy": (time.process_time() - used) / (time.monotonic() - begun),
+}}
+os.kill({node.node.pid}, signal.SIGCONT)
+ear.close()
+"""
+            told = tell(GEVENT, story, [node.node])
+        assert told["dropped"]
+        assert told["busy"] < 0.3
 
     def test_a_port_without_tls_is_one_lost_vote(self, nodes: list[EmbeddedNode]) -> None:
         three = [f"rediss://127.0.0.1:{nodes[2].port}/0", nodes[0].url, nodes[1].url]
