@@ -74,7 +74,7 @@ class Redlock:
         self.clock_drift = check_drift(level, "clock_drift", clock_drift)
         self.max_ttl = check_seconds(level, "max_ttl", max_ttl)
         self.restart_guard = check_guard(level, "restart_guard", restart_guard)
-        addresses = check_nodes(level, "nodes", nodes, self.node_timeout)
+        addresses = check_nodes(level, "nodes", nodes)
         word = self.restart_guard
         if word == "auto":
             word = "strict" if len(addresses) > 1 else "off"

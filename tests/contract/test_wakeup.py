@@ -351,7 +351,7 @@ def test_an_ear_that_ends_leaves_the_next_one_its_connection(
 ) -> None:
     monkeypatch.setattr(subscriber, "LINGER", 0.1)
     wanted, heard = {"a"}, Counter[str]()
-    address = parse_address(nodes[0].url, "test", "nodes", NODE_TIMEOUT)
+    address = parse_address(nodes[0].url, "test", "nodes")
 
     def hear(channel: str, word: str) -> None:
         heard[channel] += not word  # a subscription begins
@@ -378,7 +378,7 @@ def test_an_ear_that_ends_leaves_the_next_one_its_connection(
 @contextlib.contextmanager
 def listening(node: EmbeddedNode, *channels: str) -> Iterator[Subscriber]:
     """Give an ear that was told to hear these channels."""
-    address = parse_address(node.url, "test", "nodes", NODE_TIMEOUT)
+    address = parse_address(node.url, "test", "nodes")
     wanted = set(channels)
     ear = Subscriber(
         address, NODE_TIMEOUT, Platform(SystemClock()), lambda: set(wanted), lambda *_: None

@@ -469,9 +469,9 @@ class Address(ShippedAddress):
                 raise ConnectionError("Connection refused")
         return Link(self.process, self.node, path)
 
-    def without_secrets(self, text: str) -> str:
-        """Return a text as it is."""
-        return text
+    def cause_of(self, error: BaseException, timeout: float) -> str:
+        """Return the text of an error."""
+        return str(error)
 
 
 class Witness(Observer):

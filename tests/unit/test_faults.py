@@ -92,6 +92,14 @@ CONNECTIONS = [
         True,
         "Error 1 connecting to 127.0.0.1:6379. [SSL: WRONG_VERSION_NUMBER] wrong version number",
     ),
+    (True, "it answers without TLS"),
+    (True, "cannot read ssl_ca_certs: No such file or directory"),
+    (True, "[X509: NO_CERTIFICATE_OR_CRL_FOUND] no certificate or crl found (_ssl.c:4154)"),
+    (True, "[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca (_ssl.c:2580)"),
+    (True, "[SSL: SSLV3_ALERT_HANDSHAKE_FAILURE] sslv3 alert handshake failure (_ssl.c:1006)"),
+    (False, "Sentinel a:1: Error 111 connecting to a:1. Connection refused"),
+    (False, "Sentinel a:1: No master found for 'locks'"),
+    (True, "Sentinel a:1: Timeout connecting to server; Sentinel b:2: Authentication required"),
     (True, "[SSL] record layer failure (_ssl.c:1000) RECORD_LAYER_FAILURE"),
     (True, 'not a Redis server: Protocol error, got "H" as reply type byte'),
 ]
@@ -160,6 +168,13 @@ def test_what_is_unknown_or_ends_by_itself_has_no_hint(text: str) -> None:
         ("ERR max number of clients reached", "maxclients"),
         ("DENIED Redis is running in protected mode", "protected-mode"),
         ("FENCE exhausted", "{prefix}:fence"),
+        ("Sentinel a:1: refused; Sentinel b:1: Authentication required", "sentinel_password"),
+        ("Sentinel a:1: invalid username-password pair", "sentinel_password"),
+        ("certificate verify failed: certificate has expired", "renew its certificate"),
+        ("certificate verify failed: Hostname mismatch, certificate", "names other hosts"),
+        ("certificate verify failed: self-signed certificate", "name the CA"),
+        ("tlsv13 alert certificate required (_ssl.c:2580)", "asks for a client certificate"),
+        ("tlsv1 alert unknown ca (_ssl.c:2580)", "refuses our certificate"),
     ],
 )
 def test_a_hint_names_what_to_change(text: str, clause: str) -> None:

@@ -448,6 +448,14 @@ class TestWrongSettings:
             "sentinel://:s3cret@a",
             "s3cret@a",
             "redis://a:x?password=s3cret",
+            "redis://:s3cret",
+            "redis://user:s3cret",
+            "redis://:12345s3cret/0",
+            ":s3cret",
+            "redis://a:x?password=@s3cret",
+            "sentinel://:pa?s3cret@a:1/locks",
+            "sentinel://a:1/locks?passwort=s3cret",
+            "sentinel://:s3cret/locks",
         ],
     )
     def test_no_password_is_shown(self, url: str) -> None:
@@ -551,9 +559,33 @@ class TestSentinels:
     def test_two_groups_that_use_one_service_name_are_two_nodes(self) -> None:
         groups = ["sentinel://:s3cret@a:1,b:2/locks", "sentinel://c:1/locks"]
         groups.append(Sentinel([("d", 1)]).master_for("locks"))
-        found = check_nodes("app", "redlock_nodes", groups, 0.2)
+        found = check_nodes("app", "redlock_nodes", groups)
         names = ["sentinel://a:1,b:2/locks", "sentinel://c:1/locks", "sentinel://d:1/locks"]
         assert [address.name for address in found] == names
+
+    def test_an_ipv6_address_stands_in_brackets(self) -> None:
+        url = "sentinel://:s3cret@[::1]:26379,b:2,[fe80::1]:1/locks"
+        (found,) = check_nodes("app", "redlock_nodes", [url])
+        assert found.name == "sentinel://[::1]:26379,b:2,[fe80::1]:1/locks"
+        with pytest.raises(SettingsError, match="not a URL of a node"):
+            read_app({"redlock_nodes": ["sentinel://::1:26379/locks"]})
+
+    @pytest.mark.parametrize(
+        ("query", "words"),
+        [
+            ("ssl=true&ssl_ca_cert=/ca.pem", "'ssl_ca_cert'.*did you mean 'ssl_ca_certs'"),
+            ("ssl_ca_certs=/ca.pem", "'ssl_ca_certs' without ssl=true"),
+            ("ssl=false&ssl_cert_reqs=none", "'ssl_cert_reqs' without ssl=true"),
+            ("socket_timeout=3", "'socket_timeout'.*known are db, "),
+            ("password=", "'password' without a value"),
+            ("db=first", "not a URL of a node"),
+            ("true", "not a URL of a node"),
+        ],
+    )
+    def test_what_a_query_names_is_used_or_refused(self, query: str, words: str) -> None:
+        with pytest.raises(SettingsError, match=words) as caught:
+            read_app({"redlock_nodes": [f"sentinel://a:1,b:2/locks?{query}"]})
+        assert "'sentinel://a:1,b:2/locks'" in str(caught.value)
 
     def test_a_group_that_is_named_twice_is_one_server(self) -> None:
         groups = ["sentinel://localhost:1,b:2/locks", "sentinel://b:2,127.0.0.1:1/locks"]

@@ -43,7 +43,7 @@ def ask_each(
         try:
             return address.ask(timeout, ask), ""
         except Exception as error:  # also an error of the user's credential provider
-            return None, with_hint(address.without_secrets(str(error) or type(error).__name__))
+            return None, with_hint(address.cause_of(error, timeout))
 
     with ThreadPoolExecutor(len(addresses) or 1) as pool:
         results = dict(zip((a.name for a in addresses), pool.map(one, addresses), strict=True))

@@ -1,26 +1,60 @@
 """Addresses of nodes, from URLs and redis-py clients, and how to connect to them.
 
-redis-py makes the connection (URL, TLS, ACL, Sentinel). Its own retries are off.
+redis-py makes the connection (URL, TLS, ACL). Its own retries are off, for Sentinels as well.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import functools
+import inspect
 import ipaddress
+import os
+import re
+import socket
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl
 
 import redis
 from redis.backoff import NoBackoff
+from redis.connection import parse_url, to_bool
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.transport.encoding import read_list, text_of
 
 T = TypeVar("T")
 URL_SCHEMES = ("redis", "rediss", "unix", "sentinel")
+# What the query of a sentinel:// URL may name. `ssl_validate_ocsp` is not in it: redis-py ignores
+# its text in a URL.
+_TLS_OPTIONS = [
+    name
+    for name in inspect.signature(redis.SSLConnection).parameters
+    if name.startswith("ssl_") and "ocsp" not in name
+]
+_SENTINEL_LOGIN = {"sentinel_username": "username", "sentinel_password": "password"}
+_QUERY = ["db", "username", "password", "client_name", "ssl", *_TLS_OPTIONS, *_SENTINEL_LOGIN]
+_TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_LOGIN = ("username", "password", "credential_provider", "redis_connect_func")
+_IS_CLOSED = re.compile("EOF occurred|[Cc]losed|[Rr]eset|Broken pipe")
+# The start of a server's reply to AUTH. Any other words may repeat the password.
+_REPLY_TO_AUTH = re.compile(
+    "invalid password|invalid username-password pair"
+    "|AUTH <password> called without any password configured for the default user"
+    "|Client sent AUTH, but no password is set|Invalid Username or Password"
+    "|Authentication required|DENIED .{,40}protected mode|max number of clients"
+    "|unknown command .?AUTH|wrong number of arguments for 'auth' command"
+    "|(?:Redis|Valkey) is loading the dataset in memory"
+)
+_HOST = r"(?:\[[\da-fA-F:.]+\]|[\w.-]+)(?::\d{1,5})?(?=[,/]|$)"
+_PLACE = re.compile(rf"(?:{_HOST}(?:,{_HOST})*)?(?:/[\w./-]*$)?")
 
 
 @dataclass(frozen=True)
@@ -29,15 +63,37 @@ class Address:
 
     name: host and port, or path, for logs and errors; never with credentials.
     server: a canonical spelling, equal for two addresses of one server.
+    sentinels: the Sentinels that know the place of the node; the one to ask first is the first.
     """
 
     name: str
     server: str
-    pool: redis.ConnectionPool = field(repr=False)
+    pool: Any = field(repr=False)  # redis-py's
     platform: Platform | None = field(default=None, repr=False)  # None: the machine's
+    sentinels: list[Address] = field(default_factory=list, repr=False, compare=False, kw_only=True)
 
     def dial(self, timeout: float) -> Any:
         """Return a connected, authenticated redis-py connection; timeout: seconds for each step."""
+        try:
+            connection = self._connect(timeout)
+        except redis.RedisError as error:
+            if type(error) in (redis.ConnectionError, redis.TimeoutError):  # no server's words
+                raise
+            raise redis.ConnectionError(_words_of_refusal(error)) from None
+        given = self.pool.connection_kwargs
+        commands = [("CLIENT", "SETNAME", given.get("client_name")), ("SELECT", given.get("db"))]
+        try:
+            for command in (sent := [words for words in commands if words[-1]]):
+                connection.send_command(*command)
+            for _ in sent:
+                connection.read_response()
+        except BaseException:
+            connection.disconnect()
+            raise
+        return connection
+
+    def _connect(self, timeout: float, **changed: Any) -> Any:
+        """Return a connection to which AUTH is all that was sent. changed: options of redis-py."""
         options = {
             **self.pool.connection_kwargs,
             "socket_timeout": timeout,
@@ -48,11 +104,17 @@ class Address:
             "health_check_interval": 0,
             "protocol": 2,
             "decode_responses": False,  # a key may be invalid in the client's own encoding
+            "db": 0,
+            "client_name": None,
+            **changed,
         }
         connection = self.pool.connection_class(**options)
         # otherwise redis-py sends CLIENT SETINFO, and loses the error of a server that rejects it
         connection.driver_info = connection.lib_name = connection.lib_version = None
-        connection.connect()
+        if self.sentinels:
+            connection.connect_to(self._primary(timeout))
+        else:
+            connection.connect()
         return connection
 
     def ask(self, timeout: float, do: Callable[[Any], T]) -> T:
@@ -63,19 +125,107 @@ class Address:
         finally:
             connection.disconnect()
 
-    def without_secrets(self, text: str) -> str:
-        """Return a server's text without credentials, which some servers echo."""
-        for name in ("password", "username"):
-            secret = self.pool.connection_kwargs.get(name)
-            text = text.replace(str(secret), "***") if secret else text
+    def _primary(self, timeout: float) -> tuple[str, int]:
+        """Return host and port of the primary, as the first Sentinel says that knows it.
+
+        redis-py's own query tries a dead Sentinel many times, and waits for a frozen one without
+        an end if the user's client has no timeout.
+        """
+        manager, errors = self.pool.sentinel_manager, []
+        service, least = self.pool.service_name, manager.min_other_sentinels
+        named = functools.partial(_named_primary, service=service, least=least)
+        for sentinel in tuple(self.sentinels):
+            try:
+                host, port = sentinel.ask(timeout, named)
+            except Exception as error:  # also an error of the user's credential provider
+                errors.append((sentinel, error))
+                continue
+            rest = [one for one in self.sentinels if one is not sentinel]
+            self.sentinels[:] = [sentinel, *rest]  # in one step: other threads read it
+            return getattr(manager, "_force_master_ip", None) or host, port
+        causes = [f"Sentinel {one.name}: {one.cause_of(error, timeout)}" for one, error in errors]
+        raise redis.ConnectionError("; ".join(causes))
+
+    def cause_of(self, error: BaseException, timeout: float) -> str:
+        """Return why the node cannot be connected to. If it is by TLS, look for a known mistake.
+
+        error: of `dial`, or of the first commands. timeout: seconds for each step.
+        """
+        text = str(error).strip() or type(error).__name__
+        if issubclass(self.pool.connection_class, redis.SSLConnection):
+            with contextlib.suppress(Exception):  # the node cannot be asked now
+                return self._tls_mistake(error, text, timeout) or text
         return text
 
+    def _tls_mistake(self, error: BaseException, text: str, timeout: float) -> str:
+        for name in _TLS_FILES:
+            try:
+                Path(self.pool.connection_kwargs.get(name) or os.devnull).open("rb").close()
+            except OSError as unread:
+                if str(unread.strerror) in text:
+                    return f"cannot read {name}: {unread.strerror}"
+        if isinstance(error, redis.TimeoutError) and self._answers_without_tls(timeout):
+            return "it answers without TLS"
+        if isinstance(error, redis.ConnectionError) and _IS_CLOSED.search(text):
+            return self._alert(timeout)
+        return ""
 
-def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
+    def _answers_without_tls(self, timeout: float) -> bool:
+        """Return whether the node replies to a plain PING; it never replies to a TLS greeting."""
+        place = self._primary(timeout) if self.sentinels else _place_of(self.pool.connection_kwargs)
+        with socket.create_connection(place, timeout) as plain:
+            plain.sendall(b"PING\r\n")
+            return plain.recv(1) in (b"+", b"-")
+
+    def _alert(self, timeout: float) -> str:
+        """Return the TLS alert of a server that ends a connection after its handshake.
+
+        A write that fails on a closed connection hides it.
+        """
+        connection = self._connect(timeout, **dict.fromkeys(_LOGIN))
+        try:
+            connection._sock.recv(1)
+        except ssl.SSLError as alert:
+            return str(alert)
+        finally:
+            connection.disconnect()
+        return ""
+
+
+def _words_of_refusal(error: redis.RedisError) -> str:
+    """Return a server's reply to AUTH, as far as it cannot repeat the password."""
+    if isinstance(error, redis.InvalidResponse):
+        return "not a Redis server"
+    known = _REPLY_TO_AUTH.match(str(error))
+    if known:
+        return known[0]
+    is_login = isinstance(error, redis.AuthenticationError)
+    return f"{'invalid password' if is_login else 'refused'}: AUTH failed, in words not shown here"
+
+
+def _named_primary(connection: Any, service: str, least: int) -> tuple[str, int]:
+    """Return host and port of a service's primary, as the Sentinel at this connection says.
+
+    The command is redis-py's own, so the same rights suffice. least: how many other Sentinels it
+    must know. Raises redis.ConnectionError if it names no primary that is up.
+    """
+    connection.send_command("SENTINEL", "MASTERS")
+    reply = connection.read_response()
+    for entry in read_list(reply, len(reply) if isinstance(reply, list) else -1):
+        words = [text_of(word) for word in read_list(entry, len(entry))]
+        state = dict(zip(words[::2], words[1::2], strict=True))
+        flags = state["flags"].split(",")
+        is_up = "master" in flags and not {"s_down", "o_down"}.intersection(flags)
+        if state["name"] == service and is_up and int(state["num-other-sentinels"]) >= least:
+            return state["ip"], int(state["port"])
+    raise redis.ConnectionError(f"No master found for {service!r}")
+
+
+def parse_address(node: Any, level: str, name: str) -> Address:
     """Return the address that a URL or a redis-py client names.
 
-    level, name: of the setting, for the error. timeout: seconds for each query of a Sentinel.
-    Raises SettingsError for anything else, and for an unknown scheme.
+    level, name: of the setting, for the error. Raises SettingsError for anything else, for an
+    unknown scheme, and for a query of Sentinels that names an unknown option.
     """
     if isinstance(node, Address):
         return node
@@ -93,23 +243,30 @@ def parse_address(node: Any, level: str, name: str, timeout: float) -> Address:
         )
     try:
         if scheme == "sentinel":
-            return _sentinel_address(node, timeout)
+            wrong = _wrong_query(node.partition("?")[2])
+            if wrong:
+                raise SettingsError(level, name, repr(redact_url(node)), wrong)
+            return _sentinel_address(node)
         return _address_of(redis.ConnectionPool.from_url(node))
     except (ValueError, TypeError):
         # the text of redis-py's error shows parts of the URL, so maybe of a password
         hint = (
             "is not a URL of a node; in user and password, write special characters with a "
-            "percent sign (%2F for /), and Sentinels as sentinel://host:port,host:port/name"
+            "percent sign (%2F for /), and Sentinels as sentinel://host:port,[::1]:port/name"
         )
         raise SettingsError(level, name, repr(redact_url(node)), hint) from None
 
 
 def redact_url(url: str) -> str:
-    """Return a URL without user, password and query, for logs."""
+    """Return scheme, hosts, ports and path of a URL, for logs; "..." for what may be a secret."""
     scheme, separator, rest = url.partition("://")
-    if not separator:
-        return "..." if "@" in url else url
-    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
+    if not separator or not scheme.isidentifier():
+        scheme, separator, rest = "", "", url
+    found = re.fullmatch("([^?#]*)(?:[?#][^@]*)?", rest)  # None: a password with "?" in it
+    place = found[1].rpartition("@")[2] if found else "?"
+    known = _PLACE.match(place)
+    shown = known[0] if known else ""
+    return f"{scheme}{separator}{shown}{'' if shown == place else '...'}"
 
 
 def _address_of(pool: Any) -> Address:
@@ -119,7 +276,8 @@ def _address_of(pool: Any) -> Address:
     if "path" in options:
         return Address(options["path"], options["path"], pool)
     host, port = _place_of(options)
-    return Address(f"{host}:{port}", f"{_canonical(host)}:{port}", pool)
+    shown = f"[{host}]" if ":" in host else host
+    return Address(f"{shown}:{port}", f"{_canonical(host)}:{port}", pool)
 
 
 def _place_of(options: Mapping[str, Any]) -> tuple[str, int]:
@@ -131,11 +289,10 @@ def _watched_address(pool: Any) -> Address:
 
     The address also names the Sentinels: two groups of them may use the same service name.
     """
-    sentinels = pool.sentinel_manager.sentinels
-    places = [_place_of(one.connection_pool.connection_kwargs) for one in sentinels]
-    name = f"sentinel://{','.join(f'{host}:{port}' for host, port in places)}/{pool.service_name}"
-    each = sorted(f"{_canonical(host)}:{port}" for host, port in places)
-    return Address(name, f"sentinel://{','.join(each)}/{pool.service_name}", pool)
+    sentinels = [_address_of(one.connection_pool) for one in pool.sentinel_manager.sentinels]
+    name = f"sentinel://{','.join(one.name for one in sentinels)}/{pool.service_name}"
+    each = ",".join(sorted(one.server for one in sentinels))
+    return Address(name, f"sentinel://{each}/{pool.service_name}", pool, sentinels=sentinels)
 
 
 def _canonical(host: str) -> str:
@@ -148,19 +305,48 @@ def _canonical(host: str) -> str:
         return host.lower().rstrip(".")
 
 
-def _sentinel_address(url: str, timeout: float) -> Address:
-    parts = urlsplit(url)
-    hosts = [entry.rpartition(":") for entry in parts.netloc.rpartition("@")[2].split(",")]
-    service = parts.path.strip("/")
-    if not service or not all(host and port.isdigit() for host, _, port in hosts):
-        raise ValueError("sentinel://host:port,host:port/name")
-    credentials = {
-        "username": unquote(parts.username or ""),
-        "password": unquote(parts.password or ""),
-    }
-    sentinel = Sentinel(
-        [(host, int(port)) for host, _, port in hosts],
-        sentinel_kwargs={"socket_timeout": timeout},
-        **{key: value for key, value in credentials.items() if value},
-    )
-    return _address_of(sentinel.master_for(service).connection_pool)
+def _wrong_query(query: str) -> str:
+    """Return what is wrong with the query of a sentinel:// URL; "" if all of it is used.
+
+    Raises ValueError for what is no query.
+    """
+    if "@" in query:
+        raise ValueError("the rest of a password")
+    given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) if query else {}
+    for name, value in given.items():
+        if name not in _QUERY:
+            close = difflib.get_close_matches(name, _QUERY, n=1)
+            more = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(_QUERY)}"
+            return f"its query names {name!r}, which is no option of Sentinels; {more}"
+        if not value:
+            return f"its query names {name!r} without a value"
+        if name in _TLS_OPTIONS and not to_bool(given.get("ssl")):
+            return f"its query names {name!r} without ssl=true, so without TLS"
+    return ""
+
+
+def _sentinel_address(url: str) -> Address:
+    """Return the address of a sentinel:// URL; raises ValueError."""
+    # by hand: urlsplit takes the brackets of one IPv6 address, not those of a list
+    place, _, query = url.partition("://")[2].partition("?")
+    netloc, _, service = place.partition("/")
+    login, at, hosts = netloc.rpartition("@")
+    options = parse_url(f"redis://{login}{at}?{query}")
+    options["ssl"] = bool(to_bool(options.get("ssl")))
+    own = {one: options.pop(name) for name, one in _SENTINEL_LOGIN.items() if name in options}
+    own |= {name: value for name, value in options.items() if name.startswith("ssl")}
+    if not service.strip("/"):
+        raise ValueError("no service")
+    places = [_place_in(entry) for entry in hosts.split(",")]
+    sentinel = Sentinel(places, sentinel_kwargs=own, **options)
+    return _address_of(sentinel.master_for(service.strip("/")).connection_pool)
+
+
+def _place_in(entry: str) -> tuple[str, int]:
+    """Return host and port of "host:port" or "[IPv6 address]:port"; raises ValueError."""
+    found = re.fullmatch(r"(?:\[(?P<address>[^][]+)\]|(?P<host>[^][:]+)):(?P<port>[0-9]+)", entry)
+    if found is None:
+        raise ValueError("not host:port")
+    if found["address"]:
+        ipaddress.IPv6Address(found["address"])
+    return found["address"] or found["host"], int(found["port"])

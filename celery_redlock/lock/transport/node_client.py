@@ -104,7 +104,7 @@ class NodeClient(SerialJobs):
             else:
                 connection.read(keeps_gil=keeps_gil)
         except OSError as error:
-            self.drop(connection, self._cause(error))
+            self.drop(connection, _text_of(error))
         if connection.write_buffer:
             self._do(self._flush)
         elif self.jobs:
@@ -158,7 +158,7 @@ class NodeClient(SerialJobs):
                     connection.write(wanted, keeps_gil=keeps_gil)
                     connection.used_at = wanted[-1][1]
             except OSError as error:
-                self._give_up(connection, self._cause(error))
+                self._give_up(connection, _text_of(error))
             else:
                 if connection.write_buffer:
                     self._wake()
@@ -174,7 +174,7 @@ class NodeClient(SerialJobs):
             try:
                 connection.write(())
             except OSError as error:
-                self._give_up(connection, self._cause(error))
+                self._give_up(connection, _text_of(error))
 
     def _give_up(self, connection: Connection, cause: str) -> None:
         if self.connection is not connection:
@@ -289,10 +289,10 @@ class NodeClient(SerialJobs):
             if dialled is not None:
                 dialled.disconnect()
             if not isinstance(error, NodeError):
-                error = NodeError(self.name, self._cause(error))
+                cause = self.address.cause_of(error, self.timeout)
+                error = NodeError(self.name, cause.rstrip("."))
             self._do(functools.partial(self._connect_failed, error))
 
-    def _cause(self, error: BaseException) -> str:
-        """Return the text of an error, without credentials."""
-        text = str(error).strip().rstrip(".") or type(error).__name__
-        return self.address.without_secrets(text)
+
+def _text_of(error: OSError) -> str:
+    return str(error).strip().rstrip(".") or type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import ssl
 from collections import deque
@@ -145,11 +146,13 @@ class Subscriber:
         words = list(words)
         data = encode_command(command, *words) if words else b""
         while data:
-            try:
-                data = data[self._connection._sock.send(data) :]
-            except (BlockingIOError, ssl.SSLWantWriteError):
-                if not _poll([(self._connection._sock.fileno(), select.POLLOUT)], self._timeout):
-                    raise OSError("the node does not read what is sent") from None
+            sent = 0  # that is also what gevent's TLS socket returns if it accepts nothing
+            with contextlib.suppress(BlockingIOError, ssl.SSLWantWriteError):
+                sent = self._connection._sock.send(data)
+            data = data[sent:]
+            awaited = [(self._connection._sock.fileno(), select.POLLOUT)]
+            if data and not sent and not _poll(awaited, self._timeout):
+                raise OSError("the node does not read what is sent")
 
     def _take(self, reply: Any) -> None:
         kind, name = reply[:2] if isinstance(reply, list) else (b"", b"")

@@ -54,8 +54,7 @@ def _key_prefixes(conf: Any) -> dict[str, str]:
 
 def _on_nodes(conf: Any, settings: AppSettings) -> tuple[str, ...]:
     """Return which of the broker's and the result backend's settings name a lock node."""
-    timeout = settings.node_timeout
-    servers = {parse_address(node, "app", "nodes", timeout).server for node in settings.nodes}
+    servers = {parse_address(node, "app", "nodes").server for node in settings.nodes}
     urls = {
         "broker_url": conf.broker_write_url or conf.broker_url,
         "result_backend": conf.result_backend,
@@ -63,7 +62,7 @@ def _on_nodes(conf: Any, settings: AppSettings) -> tuple[str, ...]:
     return tuple(
         name
         for name, url in urls.items()
-        if (one := one_redis(url)) and parse_address(one, "app", name, timeout).server in servers
+        if (one := one_redis(url)) and parse_address(one, "app", name).server in servers
     )
 
 

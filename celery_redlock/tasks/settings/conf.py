@@ -36,16 +36,15 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
     `config_from_object`; its prefix stands before the names that iteration gives.
     """
     check_known_names(conf, namespace)
-    node_timeout = _value(conf, "node_timeout")
     nodes, nodes_from = _nodes(conf, _value(conf, "nodes"))
-    check_nodes("app", nodes_from, nodes, node_timeout)
+    check_nodes("app", nodes_from, nodes)
     done_ttl = _value(conf, "done_ttl")
     if done_ttl is None:  # by then no other delivery of the run's message is expected
         done_ttl = min(_visibility_timeout(conf) + 60.0, LONGEST_DONE_TTL)
     bare = AppSettings(
         nodes=tuple(nodes),
         prefix=_value(conf, "prefix"),
-        node_timeout=node_timeout,
+        node_timeout=_value(conf, "node_timeout"),
         clock_drift=_value(conf, "clock_drift"),
         max_ttl=_value(conf, "max_ttl"),
         restart_guard=_value(conf, "restart_guard"),

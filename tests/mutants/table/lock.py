@@ -441,4 +441,22 @@ MUTANTS = (
         (f"{CONTRACT}/test_unique.py",),
         "the_end_of_an_earlier_run or another_value_stays",
     ),
+    Mutant(
+        "a server's own words about a password are shown",
+        "lock.transport.address:_words_of_refusal",
+        """    if known:
+        return known[0]
+    is_login""",
+        """    return str(error)
+    is_login""",
+        (f"{CONTRACT}/test_server_errors.py::TestPasswords",),
+    ),
+    Mutant(
+        "the same Sentinel is asked first although it is frozen",
+        "lock.transport.address:Address._primary",
+        "self.sentinels[:] = [sentinel, *rest]",
+        "self.sentinels[:] = [*rest, sentinel]",
+        (f"{CONTRACT}/test_server_errors.py::TestSentinel",),
+        "one_of_three",
+    ),
 )

@@ -79,9 +79,9 @@ class PairAddress(Address):
         self.servers.append(server)
         return dialled
 
-    def without_secrets(self, text: str) -> str:
-        """Return the text as it is."""
-        return text
+    def cause_of(self, error: BaseException, timeout: float) -> str:
+        """Return the text of an error."""
+        return str(error)
 
 
 class Kept:
