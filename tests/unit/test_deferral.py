@@ -131,6 +131,22 @@ def test_a_real_retry_starts_counting_anew_and_keeps_the_calls_options() -> None
     assert again == LockHeader({"ttl": 9})
 
 
+DELAY = {"queue": "celery_delayed_2", "reason": "expired", "count": 1}
+PARKED = {"queue": "parked", "reason": "expired", "count": 1}
+
+
+@pytest.mark.parametrize(
+    ("deaths", "begins_anew"),
+    [([PARKED], True), ([DELAY, PARKED], True), ([DELAY], False), ("text", False), ([7], False)],
+)
+def test_a_message_that_was_dead_lettered_begins_anew(deaths: Any, begins_anew: bool) -> None:
+    header = deferred(LockHeader({"ttl": 9}), utc_now(), task_id="1")
+    header = replace(header, redelivery=Redelivery(waits=2))
+    message = request(header.to_message())
+    message.update({"x-death": deaths})
+    assert LockHeader.of(message) == (LockHeader({"ttl": 9}, "1") if begins_anew else header)
+
+
 def test_the_claim_of_a_send_goes_on_through_deferrals_redeliveries_and_retries() -> None:
     carried = {"name": "t:k", "token": "T", "until": "finished"}
     header = LockHeader(id="1", unique=carried)

@@ -10,7 +10,7 @@ from typing import Any
 from celery.app.task import Context
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_redlock.tasks.delivery.header import HEADER, NO_HEADER, LockHeader
+from celery_redlock.tasks.delivery.header import DEATHS, HEADER, NO_HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import (
     CAME_BACK,
     QUEUE,
@@ -27,7 +27,7 @@ RECEIVED = "redlock_received"  # the property of a delivery, never of a message,
 NAMED_AT = "redlock_named_at"
 
 _ON_REQUEST = "_redlock_"  # what our names on a request begin with
-_DEATHS = ("x-death", "x-first-death-", "x-last-death-")  # headers; Source: RabbitMQ, "DLX"
+_OF_DEATHS = (DEATHS, "x-first-death-", "x-last-death-")  # headers; Source: RabbitMQ, "DLX"
 
 
 class Delivery:
@@ -181,7 +181,7 @@ def own_headers(request: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in headers.items()
-        if not name.startswith((*_DEATHS, _ON_REQUEST))
+        if not name.startswith((*_OF_DEATHS, _ON_REQUEST))
     }
 
 

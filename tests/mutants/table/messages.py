@@ -266,8 +266,15 @@ MUTANTS = (
     Mutant(
         "a retry goes on with the wait of the run before it",
         "tasks.delivery.header:LockHeader.of",
-        "if was_republished and header.retries != request.retries:",
-        "if False:",
+        "header.retries != request.retries or ",
+        "",
+        (f"{UNIT}/test_deferral.py",),
+    ),
+    Mutant(
+        "a message that RabbitMQ dead-lettered counts as run once it comes back, and is discarded",
+        "tasks.delivery.header:LockHeader.of",
+        " or _has_died_since(request)",
+        "",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
