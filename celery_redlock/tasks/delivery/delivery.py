@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -52,6 +53,12 @@ class Delivery:
             header = header.redelivered()
         self.header = header
         self.is_plain = header is NO_HEADER and not self.acks_late
+
+    def going_on(self, header: LockHeader) -> Delivery:
+        """Return a delivery that goes on in its slot as if the message had come back."""
+        copied = copy.copy(self)
+        copied.header, copied.is_plain = header, False
+        return copied
 
     @property
     def run_id(self) -> RunId:

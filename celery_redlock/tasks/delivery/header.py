@@ -188,8 +188,8 @@ NO_HEADER = LockHeader()
 def _has_died_since(request: Any) -> bool:
     """Return whether a message was dead-lettered after it was republished, and has come back.
 
-    Source: RabbitMQ, "Dead Letter Exchanges": `x-death` has an entry for each queue. A republication
-    leaves the header out. RabbitMQ's delay adds entries of its own queues.
+    Source: RabbitMQ, "Dead Letter Exchanges": `x-death` has an entry for each queue. It is younger
+    than the last republication, which leaves it out. RabbitMQ's delay adds entries of its own.
     """
     deaths = request.__dict__.get(DEATHS)
     if not isinstance(deaths, (list, tuple)):

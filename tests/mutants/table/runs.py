@@ -167,7 +167,7 @@ MUTANTS = (
     ),
     Mutant(
         "a body runs though another run holds its lock",
-        "tasks.execution.run:LockedRun._acquire_or_end",
+        "tasks.execution.run:LockedRun._try_to_acquire",
         "self._end_refused(refusal)",
         "pass",
         (f"{KIT}/test_as_a_user.py::test_a_run_is_refused_while_another_owner_holds_it",),
@@ -289,7 +289,7 @@ MUTANTS = (
     ),
     Mutant(
         "a run without a lock keeps the lock that it was granted",
-        "tasks.execution.run:LockedRun._acquire_or_end",
+        "tasks.execution.run:LockedRun._try_to_acquire",
         "            release_all(self.lock)  # it may have been granted, and `_begin` failed\n",
         "",
         (
