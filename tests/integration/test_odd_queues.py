@@ -106,30 +106,28 @@ def fill(stage: Stage, queue: str) -> list[Any]:
     return sent
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "warm shutdown"])
-def test_early_acknowledged_what_a_full_queue_refuses_runs_in_its_slot(
-    stage: Stage, ends: bool
+@pytest.mark.slow
+def test_early_acknowledged_what_a_full_queue_refuses_runs_in_its_slot_and_the_worker_ends(
+    stage: Stage,
 ) -> None:
     queue = "odd-bounded"
-    slots = {"queue": queue, "lock": {"wait": 8}}
     worker = stage.worker(concurrency=2, queues=[queue])
     with stage.tasks.work.lock_for("full", wait=60):
-        results = [stage.tasks.work.apply_async(("full",), **slots) for _ in range(2)]
+        slots = {"queue": queue, "lock": {"wait": 8}}
+        held = [stage.tasks.work.apply_async(("full",), **slots) for _ in range(2)]
         eventually(lambda: worker.output().count("received") == 2)
-        results += [stage.tasks.work.apply_async((f"next{n}",), queue=queue) for n in range(2)]
+        others = [stage.tasks.work.apply_async((f"next{n}",), queue=queue) for n in range(2)]
         eventually(lambda: worker.output().count("received") == 4)
-        results += fill(stage, queue)
+        others += fill(stage, queue)
         eventually(lambda: worker.output().count("cannot republish") >= 2)
-        if ends:
-            worker.signal(signal.SIGTERM)
-            eventually(lambda: "Warm shutdown" in worker.output())
-    if ends:
-        worker.wait(timeout=60)
-        see_runs(stage, *results[:2])
-        stage.worker("next", concurrency=2, queues=[queue])
-    see_runs(stage, *results)
+        worker.signal(signal.SIGTERM)
+        eventually(lambda: "Warm shutdown" in worker.output())
+    worker.wait(timeout=60)
+    see_runs(stage, *held)
     assert stage.runs_of("full") == 2
     assert "MessageNacked" in worker.output()
+    stage.worker("next", concurrency=2, queues=[queue])
+    see_runs(stage, *others)
 
 
 def test_a_queue_that_has_gone_is_declared_again_for_a_deferral(stage: Stage) -> None:
@@ -175,6 +173,7 @@ def test_a_message_whose_queue_is_gone_for_good_runs_in_its_slot_or_fails(stage:
     assert [stage.runs_of(key) for key in ("freed", "kept")] == [2, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["quorum"], indirect=True)
 def test_a_queue_that_is_added_beside_quorum_queues_loses_no_deferral(stage: Stage) -> None:
     queue = "quorum-added"

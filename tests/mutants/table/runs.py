@@ -273,6 +273,26 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "a message that ran in its slot runs again, as the copy whose confirm was lost",
+        "tasks.execution.run:LockedRun._acquire_or_end",
+        "self.delivery = self.delivery.going_on(error.header)",
+        "pass",
+        (
+            f"{INTEGRATION}/test_rabbitmq.py::"
+            "test_early_acknowledged_what_runs_in_its_slot_does_not_run_again_as_a_copy",
+        ),
+        "classic",
+    ),
+    Mutant(
+        "a message for a queue that is gone is confirmed, and dropped",
+        "tasks.delivery.republish:_send_to_queue",
+        "send(**options, mandatory=True)",
+        "send(**options)",
+        (
+            f"{INTEGRATION}/test_odd_queues.py::test_a_queue_that_has_gone_is_declared_again_for_a_deferral",
+        ),
+    ),
+    Mutant(
         "a message that stays with the broker ends as FAILURE",
         "tasks.delivery.republish:_republish_or_requeue",
         "raise Requeue(error, requeue=True) from error",
