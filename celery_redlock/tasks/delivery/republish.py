@@ -103,7 +103,7 @@ def _republish_or_requeue(delivery: Delivery, header: LockHeader, countdown: flo
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's text; kombu's has none if RabbitMQ refuses a message, as of a full one."""
+    """Return an error's text; kombu's has none if RabbitMQ refuses, as for a full queue."""
     return str(error) or repr(error.__cause__ or error)
 
 

@@ -218,7 +218,7 @@ def send_options(app: Any, address: Route) -> dict[str, Any]:
     """Return the options of a publish that bring a message back to where it came from, at once.
 
     A queue that goes with its consumer is not declared anew, nor one that the app does not know: it
-    is there, for the message came through it. Source: celery.app.amqp.
+    is there in most cases, for the message came through it. Source: celery.app.amqp.
     """
     key, home = address.routing_key, address.home
     if home is None:
