@@ -75,10 +75,24 @@ def overlapping_queues(kind: str, **options: Any) -> list[Queue]:
     return [left, right, *(Queue(name, twice, routing_key="twice", **options) for name in names)]
 
 
+def odd_queues(kind: str) -> list[Queue]:
+    """Return queues that refuse, pass on or forget messages, or go themselves."""
+    dead = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": f"{kind}-parked"}
+    full = {"x-max-length": 2, "x-overflow": "reject-publish"}
+    return [
+        *(Queue(name) for name in (kind, f"{kind}-deleted")),
+        Queue(f"{kind}-retried", queue_arguments=dead),
+        Queue(f"{kind}-bounded", queue_arguments=full),
+        Queue(f"{kind}-passing", auto_delete=True),
+        Queue(f"{kind}-expiring", expires=1.0),
+    ]
+
+
 QUEUES = {
     "celery": [Queue(name) for name in ("celery", "other", "held", "waiting")],
     "classic": [*topic_queues("classic"), Broadcast("everybody")],
     "quorum": topic_queues("quorum", queue_arguments={"x-queue-type": "quorum"}),
+    "odd": odd_queues("odd"),
 }
 KIND = os.environ.get("TEST_QUEUES", "celery")
 
@@ -181,6 +195,7 @@ def self_soft_limit() -> None:
 locked = functools.partial(task, bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
 early_end = locked(name="tests.early_end")(end_somehow)
 late_end = locked(name="tests.late_end", acks_late=True)(end_somehow)
+plain_end = task(bind=True, name="tests.plain_end", acks_late=True)(end_somehow)
 
 
 def retry_on(self: Any, key: str) -> int:

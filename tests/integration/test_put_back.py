@@ -21,7 +21,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
 from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, LockHeader
-from celery_redlock.tasks.delivery.republish import logger, republish
+from celery_redlock.tasks.delivery.republish import republish
 from celery_redlock.testing import EmbeddedNode, hold
 from tests.conftest import eventually
 from tests.integration.conftest import Stage
@@ -115,7 +115,7 @@ def test_early_acknowledged_what_is_published_twice_runs_once(stage: Stage) -> N
 
 @contextmanager
 def raising(error: BaseException, also: Callable[[], object]) -> Iterator[list[str]]:
-    """Let a signal raise an error as the first failure is logged; gives what was logged."""
+    """Let a signal raise an error as the first failure to republish is logged; gives the texts."""
     said: list[str] = []
 
     class Strike(logging.Handler):
@@ -128,7 +128,9 @@ def raising(error: BaseException, also: Callable[[], object]) -> Iterator[list[s
     def strike(number: int, frame: object) -> None:
         raise error
 
+    logger = logging.getLogger("celery_redlock.tasks")
     before, handler = signal.signal(signal.SIGUSR1, strike), Strike()
+    handler.addFilter(lambda record: record.__dict__.get("event") == "republish_failed")
     logger.addHandler(handler)
     try:
         yield said

@@ -171,16 +171,20 @@ def test_each_worker_runs_its_copy_of_a_broadcast_once(
 
 
 class Chasm(Proxy):
-    """Swallows, once it is open, the first large piece to the server and all that follows."""
+    """Swallows, once it is open, the first large piece to the server and all that follows.
+
+    way: of what it swallows; from the server, the large piece arrives, and no reply comes back.
+    """
 
     is_open = False
+    way = Way.TO_NODE
 
     def _receive(self, link: Link, stream: Stream) -> None:
         before = self.received[Way.TO_NODE]
         super()._receive(link, stream)
         if self.is_open and self.received[Way.TO_NODE] > before + 3000:
             self.is_open = False
-            self._weather = Weather(swallows=frozenset({Way.TO_NODE}))
+            self._weather = Weather(swallows=frozenset({self.way}))
 
 
 @contextmanager
@@ -221,6 +225,32 @@ def test_what_is_put_back_into_a_dead_connection_is_not_lost(stage: Stage, rabbi
             chasm.cut()
             chasm.weather = FAIR
         assert result.get(timeout=120) == 0
+
+
+def test_early_acknowledged_what_runs_in_its_slot_does_not_run_again_as_a_copy(
+    stage: Stage, rabbitmq: str
+) -> None:
+    """The copy arrived, and RabbitMQ's word on it is lost."""
+    queue = f"{stage.tasks.KIND}-copied"
+    far: list[WorkerProcess] = []
+    with far_worker(stage, rabbitmq, queue, far) as chasm:
+        chasm.way = Way.TO_CLIENT
+        with stage.tasks.work.lock_for(queue, wait=60):
+            ballast = {"ballast": "x" * 3000}
+            slot = {"lock": {"wait": 3}}
+            result = stage.tasks.work.apply_async((queue,), queue=queue, headers=ballast, **slot)
+            eventually(lambda: "received" in far[0].output())
+            chasm.is_open = True
+            eventually(lambda: chasm.weather.swallows)
+            chasm.weather = replace(chasm.weather, refuses=True)
+            chasm.cut()
+            eventually(lambda: "it waits in its slot" in far[0].output())
+        assert result.get(timeout=120) == 0
+        chasm.weather = FAIR
+        dropped = f"discarded {stage.tasks.work.name}[{result.id}]"
+        eventually(lambda: dropped in far[0].output() or stage.runs_of(queue) > 1)
+    assert stage.runs_of(queue) == 1
+    assert stage.info(result)["status"] == "SUCCESS"
 
 
 def test_what_is_redelivered_after_a_lost_connection_waits_and_is_dropped(

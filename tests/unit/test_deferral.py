@@ -19,7 +19,7 @@ from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.serialization import dumps, loads
 
-from celery_redlock.tasks.delivery import republish as republish_module
+from celery_redlock.errors import RedlockError
 from celery_redlock.tasks.delivery.delivery import RECEIVED, Delivery, received_at, utc_now
 from celery_redlock.tasks.delivery.header import (
     CLOCKS_DIFFER,
@@ -30,14 +30,16 @@ from celery_redlock.tasks.delivery.header import (
     Redelivery,
     Wait,
 )
-from celery_redlock.tasks.delivery.republish import (
-    LONGEST_PAUSE,
-    Requeue,
-    own_serializer,
-    republish,
+from celery_redlock.tasks.delivery.producer import QueueGoneError
+from celery_redlock.tasks.delivery.republish import NotRepublishedError, Requeue, own_serializer
+from celery_redlock.tasks.delivery.route import (
+    Route,
+    delay_options,
+    send_options,
+    supported_countdown,
 )
-from celery_redlock.tasks.delivery.route import Route, send_options, supported_countdown
-from celery_redlock.tasks.execution.outcomes import Deferred
+from celery_redlock.tasks.execution.deferral import Deferred
+from celery_redlock.tasks.execution.outcomes import LONGEST_PAUSE, WaitInSlot
 
 STRANGE: dict[str, dict[str, Any]] = {
     "deferral": {"count": "3", "since": "yesterday", "delay": "1"},
@@ -131,6 +133,22 @@ def test_a_real_retry_starts_counting_anew_and_keeps_the_calls_options() -> None
     assert again == LockHeader({"ttl": 9})
 
 
+DELAY = {"queue": "celery_delayed_2", "reason": "expired", "count": 1}
+PARKED = {"queue": "parked", "reason": "expired", "count": 1}
+
+
+@pytest.mark.parametrize(
+    ("deaths", "begins_anew"),
+    [([PARKED], True), ([DELAY, PARKED], True), ([DELAY], False), ("text", False), ([7], False)],
+)
+def test_a_message_that_was_dead_lettered_begins_anew(deaths: Any, begins_anew: bool) -> None:
+    header = deferred(LockHeader({"ttl": 9}), utc_now(), task_id="1")
+    header = replace(header, redelivery=Redelivery(waits=2))
+    message = request(header.to_message())
+    message.update({"x-death": deaths})
+    assert LockHeader.of(message) == (LockHeader({"ttl": 9}, "1") if begins_anew else header)
+
+
 def test_the_claim_of_a_send_goes_on_through_deferrals_redeliveries_and_retries() -> None:
     carried = {"name": "t:k", "token": "T", "until": "finished"}
     header = LockHeader(id="1", unique=carried)
@@ -191,7 +209,7 @@ def test_what_ends_a_deferred_run_comes_through_to_the_main_process_as_it_was(
 def test_a_broker_without_delays_of_its_own_takes_any_countdown() -> None:
     app = Celery("t", broker="memory://", set_as_default=False)
     assert supported_countdown(app, 0.05, Route("celery", "celery")) == 0.05
-    home = send_options(app, Route("celery", "celery", queue="celery"), 0.05)
+    home = send_options(app, Route("celery", "celery", queue="celery"))
     assert (home["exchange"], home["routing_key"]) == ("", "celery")
     assert home["declare"] == [app.amqp.queues["celery"]]
 
@@ -216,15 +234,13 @@ def test_a_quorum_queue_takes_whole_seconds_from_one_upwards(quorum_app: Celery)
 def test_what_rabbitmq_would_not_bring_back_waits_in_the_worker(quorum_app: Celery) -> None:
     for where in (Route("direct", "direct"), Route("", "celery"), Route("tasks", "nobody")):
         assert supported_countdown(quorum_app, 0.05, where) == 0.05
-        options = send_options(quorum_app, where, 0.05)
+        options = send_options(quorum_app, where)
         assert (options["exchange"], options["routing_key"]) == (where.exchange, where.routing_key)
-        assert (
-            send_options(quorum_app, replace(where, queue="celery"), 1)["routing_key"] == "celery"
-        )
+        assert send_options(quorum_app, replace(where, queue="celery"))["routing_key"] == "celery"
 
 
-def test_what_rabbitmq_keeps_goes_by_its_own_routing_key_again(quorum_app: Celery) -> None:
-    options = send_options(quorum_app, Route("wide", "wide.a.b"), 2.0)
+def test_what_rabbitmq_keeps_goes_by_its_own_routing_key_again() -> None:
+    options = delay_options(Route("wide", "wide.a.b"), 2.0)
     assert options["exchange"].name == "celery_delayed_27"
     assert options["routing_key"] == f"{'0.' * 26}1.0.wide.a.b"
 
@@ -237,7 +253,7 @@ def test_a_queue_that_goes_with_its_consumer_or_that_nobody_declared_is_not_decl
 ) -> None:
     app = Celery("t", broker="memory://", set_as_default=False)
     app.conf.task_queues = [Queue("lasting"), Queue("passing", auto_delete=True)]
-    home = send_options(app, Route("x", "key", queue), 1.0)
+    home = send_options(app, Route("x", "key", queue))
     assert (home["exchange"], home["routing_key"], home["queue"].name) == ("", queue, queue)
     assert [one.name for one in home["declare"]] == declared
 
@@ -342,30 +358,26 @@ def test_a_body_is_made_again_as_it_was_made() -> None:
     assert own_serializer({}) == {}
 
 
-def test_a_broker_that_is_away_for_long_is_asked_now_and_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_broker_that_is_away_for_long_is_asked_now_and_then() -> None:
     """Neither in a busy loop, nor ever less often: an hour's pause would outlast the outage."""
-    pauses: list[float] = []
-    clock = SimpleNamespace(sleep=pauses.append)
-    monkeypatch.setattr(republish_module, "SystemClock", lambda: clock)
     app = Celery("t", broker="memory://", set_as_default=False)
-
-    @app.task(name="unit.early", shared=False)
-    def early() -> None: ...
-
-    tries: list[str] = []
-
-    def send(producer: Any, name: str, *_: Any, **__: Any) -> None:
-        tries.append(name)
-        if len(tries) <= 12:
-            raise OperationalError("broker away")
-
-    monkeypatch.setattr(app.amqp, "send_task_message", send)
-    where = {"exchange": "", "routing_key": "away for long"}
-    delivery = Delivery(early, request({}, args=(), kwargs={}, delivery_info=where))
-    republish(delivery, LockHeader(), 0.1)
-    assert len(tries) == 13
-    assert len(pauses) == 12
+    delivery = Delivery(app.tasks["celery.backend_cleanup"], request({}))
+    error = NotRepublishedError(LockHeader(), OperationalError("away"))
+    slots = [WaitInSlot(error, None)]
+    for _ in range(12):
+        slots.append(WaitInSlot(error, slots[-1]))
+    pauses = [slot.begin(delivery) for slot in slots]
     assert min(pauses) > 0
     assert max(pauses) == LONGEST_PAUSE
+
+
+def test_a_message_whose_queue_stays_away_waits_for_it_for_a_while() -> None:
+    app = Celery("t", broker="memory://", set_as_default=False)
+    delivery = Delivery(app.tasks["celery.backend_cleanup"], request({}))
+    error = NotRepublishedError(LockHeader(), QueueGoneError("q"))
+    slot, waited = WaitInSlot(error, None), 0.0
+    while waited < 10.0:  # a worker that lost a queue declares it again within seconds
+        waited += slot.begin(delivery)
+        slot = WaitInSlot(error, slot)
+    with pytest.raises(RedlockError, match="queue 'q' is gone"):
+        slot.begin(delivery)

@@ -52,6 +52,13 @@ CASES: list[tuple[str, Facts, Facts, str, str]] = [
         "app: redlock_metrics",
     ),
     (
+        "a queue that drops its oldest message for a deferral",
+        facts(drops_oldest=("bounded",)),
+        facts(),
+        "warning",
+        "app: task_queues",
+    ),
+    (
         "a cap above a quarter of the visibility timeout",
         facts({"broker_transport_options": {"visibility_timeout": 100}}),
         facts({"broker_transport_options": {"visibility_timeout": 120}}),
@@ -395,6 +402,27 @@ def test_where_rabbitmq_has_a_quorum_queue_the_prefetch_is_fixed(
     app.conf.redlock_nodes = NODES
     app.conf.task_queues = [a_queue(*queue) for queue in queues]
     assert facts_of(app).prefetch_is_fixed == fixed
+
+
+@pytest.mark.parametrize(
+    ("broker", "queue", "drops"),
+    [
+        ("amqp://a", {"queue_arguments": {"x-max-length": 9}}, True),
+        ("amqp://a", {"queue_arguments": {"x-max-length-bytes": 9}}, True),
+        ("amqp://a", {"max_length": 9}, True),
+        ("amqp://a", {"max_length": 9, "queue_arguments": {"x-overflow": "drop-head"}}, True),
+        ("amqp://a", {"max_length": 9, "queue_arguments": {"x-overflow": "reject-publish"}}, False),
+        ("amqp://a", {}, False),
+        ("redis://a", {"max_length": 9}, False),
+    ],
+)
+def test_a_bounded_queue_of_rabbitmq_drops_its_oldest_message_unless_it_refuses_new_ones(
+    broker: str, queue: dict[str, Any], drops: bool
+) -> None:
+    app = Celery("bounded", broker=broker, set_as_default=False)
+    app.conf.redlock_nodes = NODES
+    app.conf.task_queues = [Queue("q", **queue)]
+    assert facts_of(app).drops_oldest == (("q",) if drops else ())
 
 
 class TestQueues:

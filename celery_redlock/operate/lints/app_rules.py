@@ -25,6 +25,12 @@ from celery_redlock.tasks.settings.sources import did_you_mean
 def lint_app(facts: Facts) -> Iterator[Lint]:
     """Give the lints of an app, apart from its tasks."""
     yield from lint_queues(facts.settings.queues, facts.queues, creates=facts.creates_queues)
+    for queue in facts.drops_oldest:
+        hint = (
+            "a deferral displaces the oldest message of a full queue: give the queue the argument "
+            "x-overflow='reject-publish', or no x-max-length"
+        )
+        yield Lint(WARNING, "app: task_queues", repr(queue), hint)
     yield from _entries(facts)
     yield from _nodes(facts.settings)
     yield from _prefixes(facts)

@@ -10,7 +10,7 @@ from typing import Any
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.operate.lints.model import TRANSPORT_OPTIONS, Facts, TaskFacts
 from celery_redlock.tasks.declaration import ENTRY, config_of
-from celery_redlock.tasks.delivery.route import has_quorum_queues, queue_of_send
+from celery_redlock.tasks.delivery.route import driver_of, has_quorum_queues, queue_of_send
 from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.settings.app import AppSettings
 from celery_redlock.tasks.settings.conf import one_redis
@@ -33,6 +33,7 @@ def facts_of(app: Any) -> Facts:
         creates_queues=bool(conf.task_create_missing_queues),
         prefetch=conf.worker_prefetch_multiplier,
         prefetch_is_fixed=_queues_of_fixed_prefetch(app),
+        drops_oldest=_queues_that_drop_oldest(app),
         names=tuple(app.tasks),
         tasks=tuple(
             _task_facts(task)
@@ -75,6 +76,23 @@ def _queues_of_fixed_prefetch(app: Any) -> tuple[str, ...]:
     if not has_quorum_queues(app):
         return ()
     return tuple(q.name for q in app.amqp.queues.values() if q.exchange.type == "direct")
+
+
+def _queues_that_drop_oldest(app: Any) -> tuple[str, ...]:
+    """Return the queues of RabbitMQ that drop their oldest message for a new one if they are full.
+
+    Source: RabbitMQ, "Queue Length Limit": so they do by default. A policy is not seen here.
+    """
+    if driver_of(app) != "amqp":
+        return ()
+    found = []
+    for queue in app.amqp.queues.values():
+        given = queue.queue_arguments or {}
+        limits = (queue.max_length, queue.max_length_bytes)
+        is_bounded = limits != (None, None) or {"x-max-length", "x-max-length-bytes"} & {*given}
+        if is_bounded and given.get("x-overflow", "drop-head") == "drop-head":
+            found.append(str(queue.name))
+    return tuple(found)
 
 
 def _task_facts(task: LockedTask) -> TaskFacts:

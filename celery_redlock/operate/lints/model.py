@@ -75,9 +75,9 @@ class Facts:
     visibility: seconds after which the broker delivers an unacknowledged message again, None if
     never. queues: the declared ones; creates_queues: a send may make another one. prefetch:
     `worker_prefetch_multiplier`; prefetch_is_fixed: the queues whose deferred messages use up the
-    prefetch. names: of all tasks. counts: prometheus-client is installed. key_prefixes:
-    `global_keyprefix` by the setting of its Redis; on_nodes: those of these settings whose Redis is
-    a lock node.
+    prefetch. drops_oldest: the queues that drop a message if they are full. names: of all tasks.
+    counts: prometheus-client is installed. key_prefixes: `global_keyprefix` by the setting of its
+    Redis; on_nodes: those of these settings whose Redis is a lock node.
     """
 
     settings: AppSettings
@@ -86,6 +86,7 @@ class Facts:
     creates_queues: bool = True
     prefetch: int = DEFAULT_PREFETCH
     prefetch_is_fixed: Sequence[str] = ()
+    drops_oldest: Sequence[str] = ()
     names: Sequence[str] = ()
     tasks: Sequence[TaskFacts] = field(default=())
     counts: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -10,7 +11,7 @@ from typing import Any
 from celery.app.task import Context
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_redlock.tasks.delivery.header import HEADER, NO_HEADER, LockHeader
+from celery_redlock.tasks.delivery.header import DEATHS, HEADER, NO_HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import (
     CAME_BACK,
     QUEUE,
@@ -27,7 +28,7 @@ RECEIVED = "redlock_received"  # the property of a delivery, never of a message,
 NAMED_AT = "redlock_named_at"
 
 _ON_REQUEST = "_redlock_"  # what our names on a request begin with
-_DEATHS = ("x-death", "x-first-death-", "x-last-death-")  # headers; Source: RabbitMQ, "DLX"
+_OF_DEATHS = (DEATHS, "x-first-death-", "x-last-death-")  # headers; Source: RabbitMQ, "DLX"
 
 
 class Delivery:
@@ -52,6 +53,12 @@ class Delivery:
             header = header.redelivered()
         self.header = header
         self.is_plain = header is NO_HEADER and not self.acks_late
+
+    def going_on(self, header: LockHeader) -> Delivery:
+        """Return a delivery that goes on in its slot as if the message had come back."""
+        copied = copy.copy(self)
+        copied.header, copied.is_plain = header, False
+        return copied
 
     @property
     def run_id(self) -> RunId:
@@ -181,7 +188,7 @@ def own_headers(request: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in headers.items()
-        if not name.startswith((*_DEATHS, _ON_REQUEST))
+        if not name.startswith((*_OF_DEATHS, _ON_REQUEST))
     }
 
 

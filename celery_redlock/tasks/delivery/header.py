@@ -13,6 +13,8 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 HEADER = "redlock"
+DEATHS = "x-death"  # RabbitMQ's header
+DELAY_QUEUES = "celery_delayed_"  # Source: kombu.transport.native_delayed_delivery: level_name
 CLOCKS_DIFFER = 1.0  # s: the largest difference between the clocks of two workers
 
 P = TypeVar("P")
@@ -123,7 +125,7 @@ class LockHeader:
         waits = 0 if header.redelivery is None else header.redelivery.waits
         # `by_broker` alone is no republication: `revoked` writes it, and no count of retries
         was_republished = header.deferral.since is not None or waits > 0
-        if was_republished and header.retries != request.retries:
+        if was_republished and (header.retries != request.retries or _has_died_since(request)):
             # a real retry takes the lock anew: what the run before it waited is not its own
             return LockHeader(header.options, header.id, unique=header.unique)
         return header
@@ -181,6 +183,20 @@ class LockHeader:
 
 
 NO_HEADER = LockHeader()
+
+
+def _has_died_since(request: Any) -> bool:
+    """Return whether a message was dead-lettered after it was republished, and has come back.
+
+    Source: RabbitMQ, "Dead Letter Exchanges": `x-death` has an entry for each queue. It is younger
+    than the last republication, which leaves it out. RabbitMQ's delay adds entries of its own.
+    """
+    deaths = request.__dict__.get(DEATHS)
+    if not isinstance(deaths, (list, tuple)):
+        return False
+    queues = [str(death.get("queue")) for death in deaths if isinstance(death, Mapping)]
+    return any(not queue.startswith(DELAY_QUEUES) for queue in queues)
+
 
 _NUMBER = (int, float)
 _KINDS: Mapping[type, Mapping[str, Any]] = {  # by part: its fields, and their types

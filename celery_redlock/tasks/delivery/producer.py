@@ -1,18 +1,33 @@
-"""A producer whose publish returns once the broker has the message."""
+"""Producers that know whether the broker has a message, and whether a queue took it."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
+from kombu.exceptions import OperationalError
 from kombu.messaging import Producer
 from kombu.pools import producers
 
 from celery_redlock.tasks.delivery.route import driver_of
+
+logger = logging.getLogger(__name__)
+
+
+class QueueGoneError(OperationalError):
+    """RabbitMQ has no queue of this name any more."""
+
+    def __init__(self, queue: str) -> None:
+        super().__init__(queue)
+        self.queue = queue
+
+    def __str__(self) -> str:
+        return f"queue {self.queue!r} is gone, and this worker cannot declare it"
 
 
 @contextlib.contextmanager
@@ -53,3 +68,44 @@ def confirming_producer(app: Any, *, anew: bool = False) -> Iterator[Any]:
         return
     with producers[connection].acquire(block=True) as producer:
         yield producer
+
+
+@contextlib.contextmanager
+def noting_returns(producer: Any) -> Iterator[list[Exception]]:
+    """Give a list of the messages that RabbitMQ returns because no queue takes them.
+
+    It returns those that are published with `mandatory`, and confirms them all the same.
+    Source: kombu.messaging: a channel that is made meanwhile calls `on_return`, too.
+    """
+    returned: list[Exception] = []
+
+    def note(error: Exception, *_: Any) -> None:
+        returned.append(error)
+
+    producer.on_return = note
+    producer.channel.events["basic_return"].add(note)
+    try:
+        yield returned
+    finally:
+        producer.on_return = None
+        producer.channel.events["basic_return"].discard(note)
+
+
+def on_own_channel(app: Any, producer: Any, act: Callable[[Any], None]) -> bool:
+    """Call a function with a channel that an error may close; return whether there was no error.
+
+    Raises OperationalError if the broker is away.
+    """
+
+    def once() -> None:
+        with producer.connection.channel() as channel:
+            act(channel)
+
+    ensured = producer.connection.ensure(producer, once, **app.conf.task_publish_retry_policy)
+    try:
+        ensured()
+    except producer.connection.channel_errors as error:
+        text = "RabbitMQ refuses what a deferral needs, which goes another way: %s"
+        logger.warning(text, error, extra={"event": "republish_refused"})
+        return False
+    return True

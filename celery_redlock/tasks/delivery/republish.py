@@ -4,9 +4,9 @@ Source: Celery's own `Task.retry` and `send_task`, which make their message of t
 they leave out (`argsrepr`, `kwargsrepr`, `compression`, the delivery mode and other properties, and
 on 5.5 and 5.6 `ignore_result`) is passed on here, and the message does not become its own parent.
 
-RabbitMQ needs two things more. What dead-lettering wrote into the headers must not go out again:
-RabbitMQ would take the message for one that runs in a circle, and drop it. And a publish is only
-known to have arrived if the broker confirms it.
+RabbitMQ needs three things more. What dead-lettering wrote into the headers must not go out again:
+RabbitMQ would take the message for one that runs in a circle, and drop it. A publish is only known
+to have arrived if the broker confirms it. And it confirms what it drops, if no queue takes that.
 
 `expires` goes along as a header, which the worker heeds, and not as RabbitMQ's own expiration: the
 broker would drop the message silently, and nothing would store REVOKED.
@@ -15,8 +15,9 @@ broker would drop the message silently, and nothing would store REVOKED.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,17 +25,28 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from kombu.exceptions import OperationalError
 from kombu.serialization import registry
 
-from celery_redlock.errors import RedlockError
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.delivery.delivery import ARGUMENTS, Delivery, own_headers
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader, Origin
-from celery_redlock.tasks.delivery.producer import confirming_producer, without_soft_limit
-from celery_redlock.tasks.delivery.route import driver_of, send_options
+from celery_redlock.tasks.delivery.producer import (
+    QueueGoneError,
+    confirming_producer,
+    noting_returns,
+    on_own_channel,
+    without_soft_limit,
+)
+from celery_redlock.tasks.delivery.route import (
+    Route,
+    bind_to_delay,
+    delay_options,
+    driver_of,
+    is_kept_by_broker,
+    send_options,
+)
 from celery_redlock.tasks.reporting import StateReporter
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to republish while the broker is away
 BEFORE_REQUEUE = 1.0  # s: else a broker that only takes acknowledgements would spin the message
 # properties of a send that its message carries; the last one is SQS' own
 _PROPERTIES = ("app_id", "cluster_id", "correlation_id", "message_id", "timestamp", "type",
@@ -49,68 +61,74 @@ class Requeue(Reject, Ignore):
     """
 
 
+class NotRepublishedError(Exception):
+    """The broker does not take a message, and has no copy of it: only this process has it.
+
+    header: what the message would have carried. reason: for people. is_gone: the message's queue is
+    gone, and this process cannot declare it.
+    """
+
+    def __init__(self, header: LockHeader, cause: Exception) -> None:
+        self.reason = _reason(cause)
+        super().__init__(self.reason)
+        self.header, self.is_gone = header, isinstance(cause, QueueGoneError)
+
+
 def republish(delivery: Delivery, header: LockHeader, countdown: float) -> None:
     """Publish the message again; return once the broker has it.
 
     header: what the new message carries. countdown: seconds until it is to run.
     If that fails and the task acknowledges late, nothing is lost: raises Requeue, which hands the
-    unacknowledged message back. If the task acknowledges early, only this process still has it.
+    unacknowledged message back. If the task acknowledges early, or its queue is gone and took the
+    unacknowledged message along, only this process still has it: raises NotRepublishedError.
     """
     if delivery.task.acks_late:
         _republish_or_requeue(delivery, header, countdown)
     else:
-        _republish_at_last(delivery, header, countdown)
+        _republish_early(delivery, header, countdown)
 
 
 def _republish_or_requeue(delivery: Delivery, header: LockHeader, countdown: float) -> None:
     try:
         _publish(delivery, header, countdown)
+    except QueueGoneError as error:
+        raise NotRepublishedError(header, error) from error
     except Exception as error:
         with contextlib.suppress(SoftTimeLimitExceeded):  # a limit on the body, which has not begun
             text = "cannot republish %s: %s; the message stays with the broker"
             extra = delivery.log_extra("republish_failed")
-            logger.warning(text, delivery, error, extra=extra)
+            logger.warning(text, delivery, _reason(error), extra=extra)
             SystemClock().sleep(BEFORE_REQUEUE)
         raise Requeue(error, requeue=True) from error
 
 
-def _republish_at_last(delivery: Delivery, header: LockHeader, countdown: float) -> None:
-    """Retry until the broker accepts the message.
+def _reason(error: Exception) -> str:
+    """Return an error's text; kombu's has none if RabbitMQ refuses, as for a full queue."""
+    return str(error) or repr(error.__cause__ or error)
 
-    `OperationalError` is retried with backoff. Any other error is retried once on a fresh
-    connection, then raised: kombu's transports raise anything if a connection breaks in the middle
-    of a publish. A soft time limit is one on the body, which has not begun. The hard one, or the
-    worker's end, ends this as FAILURE, so that whoever waits for the result learns of it.
+
+def _republish_early(delivery: Delivery, header: LockHeader, countdown: float) -> None:
+    """Publish once, or twice.
+
+    An error that is not `OperationalError` is retried once on a fresh connection, then raised:
+    kombu's transports raise anything if a connection breaks in the middle of a publish.
     """
-    clock, pause, is_sent, anew = SystemClock(), FIRST_PAUSE, False, False
-    away: Exception | None = None
-    extra = delivery.log_extra("republish_failed")
-    try:
-        while not is_sent:
-            with contextlib.suppress(SoftTimeLimitExceeded):
-                try:
-                    with without_soft_limit():
-                        _publish(delivery, header, countdown, anew=anew)
-                        is_sent = True
-                except OperationalError as error:  # what kombu makes of all errors of connections
-                    away = error
-                    text = "cannot republish %s: %s; trying again soon"
-                    logger.warning(text, delivery, error, extra=extra)
-                    clock.sleep(pause)
-                    pause = min(LONGEST_PAUSE, 2 * pause)
-                except Exception as error:
-                    if anew:
-                        raise
-                    anew = True
-                    text = "cannot republish %s: %r; trying once more on a fresh connection"
-                    logger.warning(text, delivery, error, extra=extra)
-    except Exception:
-        raise
-    except BaseException as end:  # the worker stops, or this greenlet is killed
-        if away is not None and not is_sent:
-            lost = RedlockError(f"republished nowhere: {type(end).__name__}, and {away}")
-            StateReporter(delivery.task, delivery.request).message_lost(lost)
-        raise
+    is_sent, anew = False, False
+    while not is_sent:
+        with contextlib.suppress(SoftTimeLimitExceeded):  # a limit on the body, which has not begun
+            try:
+                with without_soft_limit():
+                    _publish(delivery, header, countdown, anew=anew)
+                    is_sent = True
+            except OperationalError as error:  # what kombu makes of all errors of connections
+                raise NotRepublishedError(header, error) from error
+            except Exception as error:
+                if anew:
+                    raise
+                anew = True
+                text = "cannot republish %s: %r; trying once more on a fresh connection"
+                extra = delivery.log_extra("republish_failed")
+                logger.warning(text, delivery, error, extra=extra)
 
 
 def _publish(
@@ -132,7 +150,8 @@ def _publish(
     properties = request.get("properties") or {}
     carried = replace(header, origin=where).to_message()
     with confirming_producer(app, anew=anew) as producer:
-        app.amqp.send_task_message(
+        send = functools.partial(
+            app.amqp.send_task_message,
             producer,
             task.name,
             message,
@@ -143,8 +162,50 @@ def _publish(
             retry=True,  # else kombu raises errors of connections as the transport's own
             **{"serializer": task.serializer, **own_serializer(properties)},
             **own_properties(properties, app, producer),
-            **send_options(app, route, countdown),
         )
+        if not _send_by_delay(app, route, producer, send, countdown):
+            _send_to_queue(app, route, producer, send)
+
+
+def _send_by_delay(
+    app: Any, route: Route, producer: Any, send: Callable[..., object], countdown: float
+) -> bool:
+    """Let RabbitMQ keep a message for its countdown; return whether RabbitMQ does so.
+
+    Otherwise the message goes to its queue, and waits in a worker, as its `eta` says.
+    """
+    if not is_kept_by_broker(app, route):
+        return False
+    declared = producer.connection.declared_entities  # kombu empties it at each connect
+    if (refused := ("redlock: no delay", route)) in declared:
+        return False
+    if on_own_channel(app, producer, functools.partial(bind_to_delay, app, route)):
+        with contextlib.suppress(producer.connection.channel_errors):  # it may not write there
+            send(**delay_options(route, countdown))
+            return True
+    declared.add(refused)
+    return False
+
+
+def _send_to_queue(app: Any, route: Route, producer: Any, send: Callable[..., object]) -> None:
+    """Send a message to its queue, which is declared again if it is gone.
+
+    Raises QueueGoneError. A queue of the app goes as it does if its last consumer goes, it expires,
+    or an operator deletes it; kombu declares it only once over a connection.
+    """
+    options = send_options(app, route)
+    if route.home is None or driver_of(app) != "amqp":
+        send(**options)
+        return
+    queue = app.amqp.queues.get(route.home)
+    for is_last in (False, True):
+        with noting_returns(producer) as returned:
+            send(**options, mandatory=True)
+        if not returned:
+            return
+        if is_last or queue is None or queue.exclusive:
+            raise QueueGoneError(route.home)
+        on_own_channel(app, producer, lambda channel: queue(channel).declare())
 
 
 def _fields_of_message(task: Any, request: Any) -> dict[str, Any]:

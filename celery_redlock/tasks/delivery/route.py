@@ -142,28 +142,42 @@ def driver_of(app: Any) -> str:
 
 
 def is_kept_by_broker(app: Any, address: Route) -> bool:
-    """Tell whether RabbitMQ keeps a delayed message to here, and brings it back.
+    """Tell whether RabbitMQ can keep a delayed message to here, and bring it back."""
+    return bool(_bindings_of_delay(app, address))
+
+
+def _bindings_of_delay(app: Any, address: Route) -> list[tuple[Queue, Exchange, str]]:
+    """Return the bindings by which RabbitMQ brings a delayed message back to here.
 
     Source: kombu.transport.native_delayed_delivery, celery.worker.consumer.delayed_delivery: a
     queue is bound by its own exchange, else by its other bindings; direct exchanges and broadcasts
     are left out. What fits no queue would be dropped in silence.
     """
     if not address.routing_key or not has_quorum_queues(app):
-        return False
-    queues = app.amqp.queues.values()
-    return any(_is_brought_to(queue, address) for queue in queues)
-
-
-def _is_brought_to(queue: Queue, address: Route) -> bool:
-    if isinstance(queue, Broadcast) or address.queue not in (None, queue.name):
-        return False
-    bindings = list(bindings_of(queue))[: 1 if queue.exchange else None]
-    return any(
-        exchange.type != "direct"
+        return []
+    return [
+        (queue, exchange, key)
+        for queue in app.amqp.queues.values()
+        if not isinstance(queue, Broadcast) and address.queue in (None, queue.name)
+        for exchange, key in list(bindings_of(queue))[: 1 if queue.exchange else None]
+        if exchange.type != "direct"
         and address.exchange in (None, exchange.name)
         and address.has_topic(key)
-        for exchange, key in bindings
-    )
+    ]
+
+
+def bind_to_delay(app: Any, address: Route, channel: Any) -> None:
+    """Bind the queues that a delayed message to here is brought back to.
+
+    A worker does so at its start, but not for a queue that is added later, and not if its user may
+    not. Without a binding RabbitMQ confirms the message, and drops it once its delay has ended.
+    Raises a channel error if a queue or the delay is not there, or may not be bound.
+    Source: kombu.transport.native_delayed_delivery, which leaves its channel open.
+    """
+    for queue, exchange, key in _bindings_of_delay(app, address):
+        topic = key if key.startswith("#") else f"#.{key}"
+        exchange(channel).bind_to(CAME_BACK, routing_key=topic)
+        queue(channel).bind_to(exchange.name, routing_key=topic)
 
 
 def has_way_back(app: Any, address: Route) -> bool:
@@ -190,18 +204,23 @@ def supported_countdown(app: Any, countdown: float, address: Route) -> float:
     return countdown
 
 
-def send_options(app: Any, address: Route, countdown: float) -> dict[str, Any]:
-    """Return the options of a publish that bring a message back to where it came from.
+def delay_options(address: Route, countdown: float) -> dict[str, Any]:
+    """Return the options of a publish that has RabbitMQ keep a message and bring it back.
 
-    countdown: s, as of `supported_countdown`. A queue that goes with its consumer is not declared
-    anew, nor one that the app does not know: it is there, for the message came through it.
-    Source: celery.app.base: Celery.send_task, for what RabbitMQ keeps; celery.app.amqp.
+    countdown: s, as of `supported_countdown`. Source: celery.app.base: Celery.send_task.
+    """
+    kept = calculate_routing_key(int(countdown), address.routing_key)
+    first = Exchange(level_name(MAX_LEVEL), type="topic")
+    return {"exchange": first, "routing_key": kept, "exchange_type": "topic", "declare": []}
+
+
+def send_options(app: Any, address: Route) -> dict[str, Any]:
+    """Return the options of a publish that bring a message back to where it came from, at once.
+
+    A queue that goes with its consumer is not declared anew, nor one that the app does not know: it
+    is there in most cases, for the message came through it. Source: celery.app.amqp.
     """
     key, home = address.routing_key, address.home
-    if is_kept_by_broker(app, address):
-        kept = calculate_routing_key(int(countdown), key)
-        first = Exchange(level_name(MAX_LEVEL), type="topic")
-        return {"exchange": first, "routing_key": kept, "exchange_type": "topic", "declare": []}
     if home is None:
         exchange = CAME_BACK if address.exchange is None else address.exchange
         # said to be a topic: by a direct exchange Celery would take an empty key for none

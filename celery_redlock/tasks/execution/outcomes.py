@@ -12,10 +12,10 @@ from typing import NoReturn
 
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
 
-from celery_redlock.errors import LockTaken, NotAcquired
+from celery_redlock.errors import LockTaken, NotAcquired, RedlockError
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.delivery import Delivery
-from celery_redlock.tasks.delivery.republish import republish
+from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
 from celery_redlock.tasks.delivery.route import supported_countdown
 from celery_redlock.tasks.execution.contention import (
     Defer,
@@ -45,6 +45,37 @@ logger = logging.getLogger(__name__)
 
 # the name on the request of a run that goes on in another delivery, so that its claim stays
 CONTINUES = "_redlock_continues"
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to republish a message in its slot
+
+
+class WaitInSlot:
+    """The wait of a message that the broker did not take back, until the next try to republish it.
+
+    error: of the last try. before: the wait before that try, None for the first.
+    """
+
+    def __init__(self, error: NotRepublishedError, before: WaitInSlot | None) -> None:
+        self._error, self._pause = error, FIRST_PAUSE
+        if before is not None:
+            self._pause = min(LONGEST_PAUSE, 2 * before._pause)
+
+    def begin(self, delivery: Delivery) -> float:
+        """Return for how many seconds the message waits for its lock.
+
+        Raises RedlockError if its queue stays away: only that of a worker comes back.
+        """
+        reason = self._error.reason
+        if self._error.is_gone and self._pause == LONGEST_PAUSE:
+            raise RedlockError(f"cannot be deferred: {reason}") from self._error
+        text = "cannot republish %s: %s; it waits in its slot, and tries again soon"
+        logger.warning(text, delivery, reason, extra=delivery.log_extra("republish_failed"))
+        return self._pause
+
+    def report_lost(self, delivery: Delivery, end: BaseException) -> None:
+        """Store FAILURE, as the worker ends and nobody else has the message."""
+        lost = f"republished nowhere: {type(end).__name__}, and {self._error.reason}"
+        StateReporter(delivery.task, delivery.request).message_lost(RedlockError(lost))
 
 
 def end_refused(delivery: Delivery, refusal: Refusal) -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_redlock.errors import LockLost, NotAcquired, SettingsError
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
@@ -18,6 +18,7 @@ from celery_redlock.lock.release import loss_of, release_all
 from celery_redlock.tasks.body.monitored import MonitoredBody
 from celery_redlock.tasks.declaration import check_finished, config_of
 from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
+from celery_redlock.tasks.delivery.republish import NotRepublishedError
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution import outcomes
 from celery_redlock.tasks.execution.deferral import Refusal
@@ -94,20 +95,50 @@ class LockedRun:
         self.resources = resources if len(resources) < 2 else in_order(resources)
 
     def _acquire_or_end(self) -> None:
-        """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set."""
-        delivery = self.delivery
+        """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
+
+        A message that this process alone has, as the broker does not take it back, stays in its
+        slot: it waits for its lock there between the tries to republish it. A soft time limit is
+        one on the body, which has not begun. If the worker stops, the message ends as FAILURE, so
+        that whoever waits for the result learns of it.
+        """
         if "celery_aio_pool.pool" in sys.modules:
-            refuse_aio_pool(delivery.task)
+            refuse_aio_pool(self.delivery.task)
         if self.token is not None:
-            self.token.mark_superseded(redlock_of(delivery.task.app))
-        marker = None
+            self.token.mark_superseded(redlock_of(self.delivery.task.app))
+        slot: outcomes.WaitInSlot | None = None
+        try:
+            is_over = False
+            while not is_over:
+                try:
+                    self._try_to_acquire(0.0 if slot is None else slot.begin(self.delivery))
+                    is_over = True
+                except NotRepublishedError as error:
+                    slot = outcomes.WaitInSlot(error, slot)
+                    self.delivery = self.delivery.going_on(error.header)
+                except SoftTimeLimitExceeded:
+                    if slot is None:
+                        raise
+        except Exception:
+            raise
+        except BaseException as end:  # the worker stops, or this greenlet is killed
+            if slot is not None:
+                slot.report_lost(self.delivery, end)
+            raise
+
+    def _try_to_acquire(self, wait_in_slot: float) -> None:
+        """Do what `_acquire_or_end` says, once. Raises NotRepublishedError.
+
+        wait_in_slot: seconds, of a message that the broker did not take back.
+        """
+        delivery, marker = self.delivery, None
         if not delivery.is_plain:
             marker = completion_marker(delivery, is_unique=self.token is not None)
         label = delivery.run_id.label(delivery.request.hostname)
         self.lock = lock_of(delivery.task, self.options, self.resources, label, marker=marker)
         self.register()  # before the grant leaves, so that task_postrun finds the lock
         try:
-            self._acquire()
+            self._acquire(wait_in_slot)
             if self.token is not None:
                 self._begin()
         except NotAcquired as refusal:
@@ -128,9 +159,12 @@ class LockedRun:
             outcomes.end_interrupted(delivery, error)
             raise
 
-    def _acquire(self) -> None:
+    def _acquire(self, wait_in_slot: float) -> None:
         """Acquire the lock; do not wait in the slot for another delivery of the same message."""
         delivery = self.delivery
+        if wait_in_slot:
+            self.lock.acquire(wait=wait_in_slot)
+            return
         if self.options.wait > 0 and delivery.acks_late and delivery.can_republish:
             try:
                 self.lock.acquire(wait=0)

@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "a message that a dead sender replaced runs beside the one that replaces it",
         "tasks.execution.run:LockedRun._acquire_or_end",
-        "            self.token.mark_superseded(redlock_of(delivery.task.app))\n",
+        "            self.token.mark_superseded(redlock_of(self.delivery.task.app))\n",
         "            pass\n",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
@@ -175,16 +175,16 @@ MUTANTS = (
     ),
     Mutant(
         "a broker that is away is asked again without a pause",
-        "tasks.delivery.republish:_republish_at_last",
-        "                    clock.sleep(pause)\n",
-        "",
+        "tasks.execution.outcomes:WaitInSlot.__init__",
+        "error, FIRST_PAUSE",
+        "error, 0.0",
         (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
     ),
     Mutant(
         "pauses between tries to republish a message grow without a bound",
-        "tasks.delivery.republish:_republish_at_last",
-        "pause = min(LONGEST_PAUSE, 2 * pause)",
-        "pause = 2 * pause",
+        "tasks.execution.outcomes:WaitInSlot.__init__",
+        "min(LONGEST_PAUSE, 2 * before._pause)",
+        "2 * before._pause",
         (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
     ),
     Mutant(
@@ -237,10 +237,11 @@ MUTANTS = (
     ),
     Mutant(
         "an early message that cannot be republished at once is lost",
-        "tasks.delivery.republish:_republish_at_last",
-        "                    clock.sleep(pause)\n",
-        "                    raise\n",
-        (f"{UNIT}/test_deferral.py::test_a_broker_that_is_away_for_long_is_asked_now_and_then",),
+        "tasks.delivery.republish:_republish_early",
+        "raise NotRepublishedError(header, error) from error",
+        "raise",
+        (f"{INTEGRATION}/test_put_back.py",),
+        "tried_until_the_broker_is_back",
     ),
     Mutant(
         "max_wait is counted from the last deferral, so that it never ends a wait",
@@ -266,8 +267,15 @@ MUTANTS = (
     Mutant(
         "a retry goes on with the wait of the run before it",
         "tasks.delivery.header:LockHeader.of",
-        "if was_republished and header.retries != request.retries:",
-        "if False:",
+        "header.retries != request.retries or ",
+        "",
+        (f"{UNIT}/test_deferral.py",),
+    ),
+    Mutant(
+        "a message that RabbitMQ dead-lettered counts as run once it comes back, and is discarded",
+        "tasks.delivery.header:LockHeader.of",
+        " or _has_died_since(request)",
+        "",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(

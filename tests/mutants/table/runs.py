@@ -167,7 +167,7 @@ MUTANTS = (
     ),
     Mutant(
         "a body runs though another run holds its lock",
-        "tasks.execution.run:LockedRun._acquire_or_end",
+        "tasks.execution.run:LockedRun._try_to_acquire",
         "self._end_refused(refusal)",
         "pass",
         (f"{KIT}/test_as_a_user.py::test_a_run_is_refused_while_another_owner_holds_it",),
@@ -273,6 +273,26 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "a message that ran in its slot runs again, as the copy whose confirm was lost",
+        "tasks.execution.run:LockedRun._acquire_or_end",
+        "self.delivery = self.delivery.going_on(error.header)",
+        "pass",
+        (
+            f"{INTEGRATION}/test_rabbitmq.py::"
+            "test_early_acknowledged_what_runs_in_its_slot_does_not_run_again_as_a_copy",
+        ),
+        "classic",
+    ),
+    Mutant(
+        "a message for a queue that is gone is confirmed, and dropped",
+        "tasks.delivery.republish:_send_to_queue",
+        "send(**options, mandatory=True)",
+        "send(**options)",
+        (
+            f"{INTEGRATION}/test_odd_queues.py::test_a_queue_that_has_gone_is_declared_again_for_a_deferral",
+        ),
+    ),
+    Mutant(
         "a message that stays with the broker ends as FAILURE",
         "tasks.delivery.republish:_republish_or_requeue",
         "raise Requeue(error, requeue=True) from error",
@@ -289,7 +309,7 @@ MUTANTS = (
     ),
     Mutant(
         "a run without a lock keeps the lock that it was granted",
-        "tasks.execution.run:LockedRun._acquire_or_end",
+        "tasks.execution.run:LockedRun._try_to_acquire",
         "            release_all(self.lock)  # it may have been granted, and `_begin` failed\n",
         "",
         (
