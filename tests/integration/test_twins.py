@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import PATIENCE, TTL, eventually
 from tests.integration.conftest import Stage
-from tests.integration.deliveries import deliver, heard, messages_of, see_drained
+from tests.integration.deliveries import QUEUE, deliver, heard, messages_of, see_drained
 
 VISIBILITY = 2  # s
 BODY = 8  # s
@@ -270,3 +271,23 @@ def test_nothing_that_ends_a_wait_ends_that_of_a_twin(
         assert result.get(timeout=120)
     see_drained(stage)
     assert [begun(stage, f"k{number}") for number in range(len(OPTIONS))] == [1] * len(OPTIONS)
+
+
+def test_a_solo_worker_that_loses_its_connection_runs_no_locked_message_twice(stage: Stage) -> None:
+    """kombu hands out one more message as it closes a channel, while Celery handles the loss."""
+    worker = stage.worker(pool="solo", queues=[QUEUE])
+    stage.see_listening()
+    for turn, name in enumerate(("unlocked_late", "late", "once_late", "late", "once_late"), 1):
+        key = f"{name}{turn}"
+        getattr(stage.tasks, name).apply_async((key,), queue="held")
+        message = str(stage.broker.client().rpop("held"))
+        stage.broker.client().client_kill_filter(_type="pubsub")
+        eventually(lambda turn=turn: worker.output().count("Connection to broker lost") == turn)
+        deliver(stage, message.replace('"held"', f'"{QUEUE}"'), flagged=False)
+        eventually(lambda key=key: key in {line.key for line in stage.lines("begin", "once")})
+        see_drained(stage)
+    runs = Counter(line.key for line in stage.lines("begin", "once"))
+    plain = runs.pop("unlocked_late1")
+    assert set(runs.values()) == {1}, f"plain Celery: {plain}"
+    for node in stage.nodes:
+        assert not node.client().keys("{redlock}:unique:*"), "a claim outlives its run"

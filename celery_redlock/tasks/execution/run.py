@@ -34,6 +34,7 @@ from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.token import UniqueToken
 
 RUN = "_redlock_run"  # the name on the request under which its run is registered
+OUTER_ERROR = "_redlock_outer_error"  # that of an error that was handled when the run began
 
 Body = Callable[..., Any]
 
@@ -61,6 +62,9 @@ class LockedRun:
         unique = delivery.header.unique
         self.token = None if unique is None else UniqueToken.of(unique)
         self.unlocked = self.outcome_stored = False
+        outer = sys.exc_info()[1]
+        if outer is not None:  # Celery closes a lost connection, and its solo pool runs this there
+            delivery.request.__dict__[OUTER_ERROR] = outer
 
     def execute(self, body: Body) -> Any:
         """Run the body and return its result, or end this delivery.
