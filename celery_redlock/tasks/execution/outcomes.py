@@ -104,6 +104,12 @@ def defer(delivery: Delivery, refusal: Refusal, decision: Defer) -> NoReturn:
     raise Ignore(f"deferred: {deferral.why}")
 
 
+def end_superseded(delivery: Delivery, resource: str) -> NoReturn:
+    """Skip a run whose message a later send has replaced; its lock shows that no other runs."""
+    _discard_if_ended(delivery, StateReporter(delivery.task, delivery.request))
+    skip(delivery, resource, "a later send of the same took its place")
+
+
 def skip(delivery: Delivery, resource: str, reason: str) -> NoReturn:
     """End a run without its body: REVOKED is stored, SKIPPED sent, and Ignore raised."""
     extra = delivery.log_extra("run_skipped", resource=resource, reason=reason)
@@ -148,6 +154,12 @@ def discard_redelivery(delivery: Delivery) -> NoReturn:
     raise Ignore("done already")
 
 
+def _discard_if_ended(delivery: Delivery, reporter: StateReporter) -> None:
+    """Discard a redelivery whose first delivery died after it had stored its final state."""
+    if delivery.is_redelivered and reporter.has_final_state():
+        discard_redelivery(delivery)
+
+
 def discard_copy(delivery: Delivery) -> NoReturn:
     """Discard a copy of a deferred message that was republished to another queue."""
     delivery.request.__dict__[CONTINUES] = True
@@ -178,8 +190,7 @@ def end_cancelled(delivery: Delivery, reason: str) -> NoReturn:
     reason: "expired" or "revoked". Source: celery.worker.request: Request._announce_revoked.
     """
     reporter = StateReporter(delivery.task, delivery.request)
-    if delivery.is_redelivered and reporter.has_final_state():
-        discard_redelivery(delivery)
+    _discard_if_ended(delivery, reporter)
     extra = delivery.log_extra("run_cancelled", reason=reason)
     logger.info("%s is not run: %s", delivery, reason, extra=extra)
     reporter.revoked(reason)

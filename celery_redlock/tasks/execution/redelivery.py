@@ -42,7 +42,7 @@ def completion_marker(delivery: Delivery, *, is_unique: bool) -> CompletionMarke
     return replace(
         marker,
         asks_since=-math.inf if asked is None else asked,  # a later send may have replaced it
-        # a redelivery does not heed that: the first delivery may run, and has stored its state
+        # a redelivery heeds that under its lock: the first delivery may run, and has stored a state
         heeds_later=not delivery.is_redelivered,
     )
 
@@ -59,13 +59,14 @@ def _marker_of_deliveries(delivery: Delivery, run: str) -> CompletionMarker | No
 
 
 def check_not_superseded(delivery: Delivery) -> None:
-    """Raise SupersededError if a later send has replaced the message of a copy.
+    """Raise SupersededError if a later send has replaced the message of a redelivery or a copy.
 
-    The sender knows no queue, so it marked the run without one, for which a copy does not ask with
-    its lock. Under the lock is not too early: the later send marks before it asks for the lock.
+    Under the lock no first delivery of a redelivery runs. The sender of a copy knows no queue, so
+    it marked the run without one, for which the copy does not ask with its lock. Under the lock is
+    not too early: the later send marks before it asks for the lock.
     """
     run = delivery.run_id
-    if not run.queue or delivery.is_redelivered or run.retries:
+    if not (run.queue or delivery.is_redelivered) or run.retries:
         return
     session = redlock_of(delivery.task.app).session
     sent = str(run.of_all_copies)

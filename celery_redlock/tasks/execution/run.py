@@ -126,7 +126,7 @@ class LockedRun:
             outcomes.discard_redelivery(delivery)
         except SupersededError as newer:
             self.release()
-            outcomes.skip(delivery, str(newer), "a later send of the same took its place")
+            outcomes.end_superseded(delivery, str(newer))
         except BaseException as error:
             self.release()
             outcomes.end_interrupted(delivery, error)

@@ -469,13 +469,13 @@ MUTANTS = (
         "is_a_new_one_from_the_start_of_the_body",
     ),
     Mutant(
-        "a redelivery of a copy that began is skipped for a later send",
+        "a redelivery runs although a later send has replaced it",
         "tasks.execution.redelivery:check_not_superseded",
-        "if not run.queue or delivery.is_redelivered or run.retries:",
+        "if not (run.queue or delivery.is_redelivered) or run.retries:",
         "if not run.queue or run.retries:",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
-            "test_a_second_delivery_of_a_copy_runs_though_a_later_send_replaces_it",
+            "test_a_second_delivery_that_a_later_send_replaces_does_not_run",
         ),
     ),
     Mutant(
