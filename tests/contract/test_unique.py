@@ -315,7 +315,6 @@ class TestSendersThatDie:
         assert found == [id_of(first)]
         assert not sender.published
 
-
     def test_a_send_whose_claim_expires_before_it_is_published_says_so(
         self,
         make_sender: Callable[..., Sender],

@@ -15,6 +15,7 @@ from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from celery_redlock.errors import LockTaken, NotAcquired
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.header import Wait
 from celery_redlock.tasks.delivery.republish import republish
 from celery_redlock.tasks.delivery.route import supported_countdown
 from celery_redlock.tasks.execution.contention import (
@@ -37,8 +38,9 @@ from celery_redlock.tasks.execution.redelivery import (
     is_completed_since,
     is_held_by_own_run,
     is_to_wait_for_first_delivery,
+    ran_since,
 )
-from celery_redlock.tasks.per_app import settings_of
+from celery_redlock.tasks.per_app import settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StateReporter
 
 logger = logging.getLogger(__name__)
@@ -77,8 +79,8 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
     then this one looks again later.
     """
     options = refusal.options
-    since = delivery.header.ran_after() if callable(options.on_conflict) else None
-    if since is not None and is_completed_since(delivery, max(0.0, since)):  # it took its time
+    took_its_time = callable(options.on_conflict) and delivery.may_have_run_elsewhere
+    if took_its_time and is_completed_since(delivery, ran_since(delivery)):
         discard_redelivery(delivery)
     if not delivery.is_redelivered or not delivery.can_republish:
         return
@@ -140,7 +142,8 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
         why = f"runs already, by {first}" if runs else f"has ended already, by {first}"
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)
     logger.info("%s %s: this one looks again in %.2f s", delivery, why, countdown, extra=extra)
-    header = delivery.header.waiting_for_first_delivery(request.retries, request.id)
+    wait = Wait(refused_at=time_of_nodes(task.app).timestamp(), countdown=countdown)
+    header = delivery.header.waiting_for_first_delivery(request.retries, request.id, wait)
     republish(delivery, header, countdown)
     request.__dict__[CONTINUES] = True
     raise Ignore("runs already")

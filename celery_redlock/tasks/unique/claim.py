@@ -168,9 +168,10 @@ class UniqueClaim:
     def confirm(self) -> bool:
         """Set the value to "sent" on the nodes: the message is published. Does not wait.
 
-        Return False if the claim expired before: the nodes do not remember the send. It is not made
-        anew, as its run may be over, and later sends would be dropped for that run. A node that has not replied yet is told to delete the value instead. Otherwise it could
+        A node that has not replied yet is told to delete the value instead. Otherwise it could
         execute both requests after the release of the key, and name a run that is over.
+        Return False if the claim expired before, so that the nodes do not remember the send. It is
+        not made anew: its run may be over, and later sends would be dropped for that run.
         """
         session = self._session
         node_set, every = session.node_set, len(session.node_set.nodes)
