@@ -8,11 +8,13 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.clocks import HOUR, WallClock
 from tests.conftest import PATIENCE, TTL, eventually
 from tests.integration.conftest import Stage
 from tests.integration.deliveries import QUEUE, deliver, heard, messages_of, see_drained
@@ -291,3 +293,39 @@ def test_a_solo_worker_that_loses_its_connection_runs_no_locked_message_twice(st
     assert set(runs.values()) == {1}, f"plain Celery: {plain}"
     for node in stage.nodes:
         assert not node.client().keys("{redlock}:unique:*"), "a claim outlives its run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["ahead", "behind"])
+def test_a_run_is_known_as_done_by_its_age_whatever_its_workers_clock_says(
+    stage: Stage, wall_clock: WallClock, ahead: int
+) -> None:
+    wall_clock.set(ahead)
+    clocked = replace(stage, env={**stage.env, **wall_clock.environment})
+    clocked.worker("w1", queues=["held"], concurrency=1)
+    right = stage.worker("w2", queues=[QUEUE], concurrency=1)
+    stage.tasks.waits.delay("busy")
+    stage.wait_for("begin")
+    sent = stage.tasks.late.apply_async(("twin",), queue="nobody's", task_id="twice")
+    message = str(stage.broker.client().rpop("nobody's"))
+    deliver(stage, message.replace('"nobody\'s"', f'"{QUEUE}"'), flagged=False)
+    eventually(lambda: "tests.late[twice] received" in right.output())
+    see_older_than(time.monotonic(), 1.5)  # for less, it may be an id that is sent again
+    stage.broker.client().lpush("held", message.replace('"nobody\'s"', '"held"'))
+    assert sent.get(timeout=120) == 0
+    stage.see_freed("k:twin")
+    stage.log.with_name("go on").touch()
+    eventually(lambda: DROPPED in right.output() or begun(stage, "twin") > 1)
+    assert begun(stage, "twin") == 1, "a finished twin ran again"
+    stage.tasks.late.apply_async(("sent again",), task_id="twice")
+    eventually(lambda: begun(stage, "sent again") or right.output().count(DROPPED) > 1)
+    assert begun(stage, "sent again") == 1
+    first = stage.tasks.late.apply_async(("there",), queue="held", task_id="thrice")
+    assert first.get(timeout=120) == 0
+    stage.see_freed("k:there")
+    see_older_than(time.monotonic(), 1.5)
+    with stage.tasks.late.lock_for("deferred", wait=60):
+        stage.tasks.late.apply_async(("deferred",), task_id="thrice")
+        eventually(lambda: "tests.late[thrice] deferred" in right.output())
+    eventually(lambda: begun(stage, "deferred") or right.output().count(DROPPED) > 1)
+    assert begun(stage, "deferred") == 1
