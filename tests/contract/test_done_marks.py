@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from celery_redlock import Lock, LockTaken, Redlock
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.release import release_all
+from celery_redlock.tasks.execution.redelivery import read_markers
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, TTL, eventually, keys_on, settle
 
@@ -19,6 +21,7 @@ RUN = "1:shop.settle:0:0"
 DONE = "{redlock}:done:" + RUN
 KEPT = 500.0  # s
 ANY = -math.inf
+AWAY = 2.0  # s
 
 
 def lock_of(
@@ -266,6 +269,10 @@ def test_the_mark_is_owed_with_its_release_to_a_node_that_is_away(
         settle(redlock)
         mortal_nodes[0].kill()
         release_all(lock, ended=True)
+        released = time.monotonic()
         eventually(lambda: marks_on(mortal_nodes[1:]) == [True] * 2)
+        eventually(lambda: time.monotonic() - released > AWAY)
         mortal_nodes[0].start()
         eventually(lambda: marks_on(mortal_nodes) == [True] * 3)
+        ages = read_markers(redlock.session, RUN)
+    assert max(ages) - min(ages) < AWAY / 2, "the run seems to have ended when the node came back"

@@ -441,4 +441,20 @@ MUTANTS = (
         (f"{CONTRACT}/test_unique.py",),
         "the_end_of_an_earlier_run or another_value_stays",
     ),
+    Mutant(
+        "the wall clock of a worker decides how long a message has waited",
+        "lock.server.restart_guard:GuardedNodeSet.wall",
+        "if not known:",
+        "if True:",
+        (f"{SIMULATION}/test_properties.py",),
+        "agree_about_the_time",
+    ),
+    Mutant(
+        "a node that a release reaches late takes the run for one that has just ended",
+        "lock.engine.releaser:KeyRelease.command",
+        "self._releaser.clock.now() - self._ended_at",
+        "0.0",
+        (f"{CONTRACT}/test_done_marks.py",),
+        "owed_with_its_release",
+    ),
 )

@@ -494,4 +494,14 @@ MUTANTS = (
         (f"{INTEGRATION}/test_untried.py",),
         "is_killed_loses_no_message",
     ),
+    Mutant(
+        "an error that Celery handles as a run begins keeps the run from being marked as done",
+        "tasks.execution.completion:end_run",
+        "if error is None or error is request.__dict__.get(OUTER_ERROR):",
+        "if error is None:",
+        (
+            f"{INTEGRATION}/test_twins.py::"
+            "test_a_solo_worker_that_loses_its_connection_runs_no_locked_message_twice",
+        ),
+    ),
 )
