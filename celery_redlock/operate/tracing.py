@@ -14,9 +14,9 @@ from celery.signals import task_prerun
 
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.tasks import signals
-from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import LockHeader
 from celery_redlock.tasks.execution.run import run_of
+from celery_redlock.tasks.per_app import time_of_nodes
 from celery_redlock.tasks.signals import SignalObserver
 
 TRACE, SDK = "opentelemetry.trace", "opentelemetry.sdk.trace"
@@ -114,8 +114,8 @@ def _write_to_span(sender: Any, event: Any, outcome: str) -> None:
         return
     if outcome == "acquired":
         deferral = LockHeader.of(sender.request).deferral
-        waited = {"redlock.waited": deferral.waited(utc_now()), "redlock.deferrals": deferral.count}
-        attributes |= waited
+        waited = deferral.waited(time_of_nodes(sender.app))
+        attributes |= {"redlock.waited": waited, "redlock.deferrals": deferral.count}
     span.set_attributes({**attributes, "redlock.outcome": outcome})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from datetime import datetime, timezone
 from types import ModuleType
 from typing import Any
 
@@ -52,6 +53,14 @@ def redlock_of(app: Any) -> Redlock:
                 made.session.warns = False  # of not being closed: the app keeps it
                 redlock = _redlocks.setdefault(app, made)  # an interrupting call may have made one
     return redlock
+
+
+def time_of_nodes(app: Any) -> datetime:
+    """Return the present time by the clocks of an app's lock nodes, which all its processes share.
+
+    By the own clock if this process has not reached any node.
+    """
+    return datetime.fromtimestamp(redlock_of(app).session.node_set.wall(), timezone.utc)
 
 
 def note_worker(**_: Any) -> None:

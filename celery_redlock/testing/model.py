@@ -16,6 +16,7 @@ from celery_redlock.lock.server.scripts import (
     BREAK,
     GRANT,
     GUARD,
+    MARKER,
     REGISTER,
     RELEASE,
     RENEW,
@@ -25,7 +26,7 @@ from celery_redlock.lock.transport.encoding import encode_bulk
 from celery_redlock.lock.transport.script import Script
 from celery_redlock.tasks.unique.rounds import UNIQUE
 
-SCRIPTS = (GRANT, RENEW, RELEASE, REGISTER, GUARD, TRUST, BREAK, UNIQUE)
+SCRIPTS = (GRANT, RENEW, RELEASE, REGISTER, GUARD, TRUST, BREAK, UNIQUE, MARKER)
 NOSCRIPT = b"-NOSCRIPT No matching script. Please use EVAL.\r\n"
 FOREIGN_SCRIPT = b"-ERR this node is a fake: it runs the scripts of celery_redlock alone\r\n"
 
@@ -203,6 +204,7 @@ class Server:
             "redis_version": "7.2.4",
             "run_id": self.run_id,
             "uptime_in_seconds": int(self.uptime),
+            "server_time_usec": self.wall_ms * 1000,
             "maxmemory": 0,
             "maxmemory_policy": "noeviction",
             "role": "master",

@@ -13,7 +13,7 @@ from celery_redlock.lock.held_locks import look_at_locks
 from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.node_status import ask_nodes, look_at_nodes, look_at_shared_settings
 from celery_redlock.lock.release import acquisitions_of
-from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW
+from celery_redlock.lock.server.scripts import GRANT, MARKER, RELEASE, RENEW
 from celery_redlock.tasks.execution.redelivery import read_markers
 from celery_redlock.tasks.unique.rounds import UNIQUE
 from celery_redlock.tasks.unique.token import UniqueToken
@@ -45,6 +45,7 @@ NONSENSE = {
 # what another script replies, or the same one to another request
 NO_GRANT = NONSENSE | {"0": b":0\r\n", "a token": b"*2\r\n:1\r\n:5\r\n"}
 NO_ANSWER = {"1": b":1\r\n", "no mark": b"*2\r\n:0\r\n:0\r\n", "a text": b"*2\r\n:1\r\n$1\r\nx\r\n"}
+NO_MARK = {name: reply for name, reply in NONSENSE.items() if not reply.startswith(b":")}
 NO_TOKEN = {
     "1": b":1\r\n",
     "a text": b"*2\r\n:1\r\n$1\r\nx\r\n",
@@ -219,15 +220,15 @@ class TestUnique:
 
 
 class TestQuestions:
-    @each(NONSENSE)
+    @each(NO_MARK)
     def test_a_node_that_answers_so_does_not_say_that_a_run_is_done(
         self, three: Redlock, lies: Liar, nodes: list[EmbeddedNode], reply: bytes
     ) -> None:
         settle(three)
-        lies.lie(b"GET", reply)
-        assert set(read_markers(three.session, "1:t:0:0")) == {None}
-        nodes[1].client().set(completion_key("redlock", "1:t:0:0"), "5000")
-        assert {*read_markers(three.session, "1:t:0:0")} == {None, 5.0}
+        lies.lie(MARKER, reply)
+        assert set(read_markers(three.session, "1:t:0:0")) == {0.0}
+        nodes[1].client().set(completion_key("redlock", "1:t:0:0"), "-5000")
+        assert {*read_markers(three.session, "1:t:0:0")} == {0.0, -5.0}
 
     @each(NONSENSE)
     def test_people_are_told_which_node_answers_what(

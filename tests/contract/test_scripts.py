@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from celery_redlock.lock.server.scripts import (
     BREAK,
     GRANT,
     GUARD,
+    MARKER,
     REGISTER,
     RELEASE,
     RENEW,
@@ -33,6 +35,7 @@ from celery_redlock.lock.server.scripts import (
 from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
 from celery_redlock.lock.transport.script import Script
 from celery_redlock.testing import EmbeddedNode
+from tests.clocks import HOUR
 from tests.conftest import eventually
 
 KEY = lock_key("redlock", "r")
@@ -45,7 +48,7 @@ OTHER = lock_key("redlock", "other")
 CHANNEL = "{redlock}:wake:r"
 WAITING, INBOX = waiting_key("redlock", "r"), inbox_channel("redlock", "")
 LIMIT = 9007199254740990
-ENDED = "1700000000000", "500000"  # ms since 1970; ms
+ENDED = "600000", "500000"  # ms from the end of a run to that of its marker, and from now on
 NO_GUARD = SAY_NOTHING * 3  # what a grant ends with if the restart guard is off
 
 
@@ -107,14 +110,15 @@ class TestGrant:
 
     def test_it_refuses_and_says_who_and_for_how_long(self, client: Redis) -> None:
         client.set(KEY, "theirs:label", px=20_000)
-        code, left, value = grant(client)
+        code, left, value, now_ms = grant(client)
         assert (code, value) == (0, "theirs:label")
+        assert abs(now_ms / 1000 - time.time()) < HOUR
         assert 0 < left <= 20_000
         assert client.get(KEY) == "theirs:label"
 
     def test_of_a_key_without_expiry_it_says_that_its_end_is_not_known(self, client: Redis) -> None:
         client.set(KEY, "theirs")
-        assert grant(client) == [0, -1, "theirs"]
+        assert grant(client)[:3] == [0, -1, "theirs"]
 
 
 class TestBreak:
@@ -444,29 +448,33 @@ class TestRegistration:
 
 
 class TestDoneMark:
-    """The end of a run: each answer to one that asks ends with when it was marked, or 0."""
+    """The end of a run: each answer to one that asks ends with how long ago that was, or 0."""
 
     def test_a_release_marks_for_as_long_as_it_is_told(self, client: Redis) -> None:
         client.set(KEY, "mine")
         assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", CHANNEL, INBOX, *ENDED) == 1
-        assert client.get(DONE) == "1700000000000"
+        assert client.get(DONE) == "600000"
         assert 100_000 < client.pttl(DONE) <= 500_000
         assert not client.exists(KEY)
 
     def test_a_release_of_what_is_anothers_marks_all_the_same(self, client: Redis) -> None:
         client.set(KEY, "theirs")
         assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", CHANNEL, INBOX, *ENDED) == 0
-        assert client.get(DONE) == "1700000000000"
+        assert client.get(DONE) == "600000"
         assert client.get(KEY) == "theirs"
 
-    @pytest.mark.parametrize(("mark", "told"), [(None, 0), ("1700000000000", 1700000000000)])
+    @pytest.mark.parametrize(
+        ("mark", "told"), [(None, 0), ("0", 0), ("-7", -7), ("600000", 600001)]
+    )
     def test_each_answer_ends_with_the_mark(
         self, client: Redis, mark: str | None, told: int
     ) -> None:
         if mark:
-            client.set(DONE, mark)
+            client.set(DONE, mark)  # it does not expire, so it is as old as it can be
+        assert client.eval(MARKER.source.decode(), 1, DONE) == told
         assert grant(client, asks=True) == [1, 0, told]
-        assert grant(client, "theirs", asks=True)[2:] == ["mine", told]
+        refused = grant(client, "theirs", asks=True)
+        assert [refused[2], *refused[4:]] == ["mine", told]
         assert grant(client, asks=True, least="7") == [1, 0, told]
         client.delete(KEY)
         assert grant(client, asks=True, least="7") == [1, 7, told]
@@ -474,10 +482,16 @@ class TestDoneMark:
         client.set(QUIET, "1", px=50_000)
         assert grant(client, asks=True)[2:] == [told]
 
+    def test_a_mark_is_as_old_as_what_has_passed_of_its_time(self, client: Redis) -> None:
+        client.set(DONE, "600000", px=500_000)
+        assert 100_000 <= grant(client, asks=True)[2] < 200_000
+        client.set(DONE, "600000", px=700_000)  # where the node's clock was set back
+        assert grant(client, asks=True)[2] == 1
+
     def test_who_does_not_ask_is_not_answered(self, client: Redis) -> None:
-        client.set(DONE, "1700000000000")
+        client.set(DONE, "600000")
         assert grant(client) == 1
-        assert len(grant(client, "theirs")) == 3
+        assert len(grant(client, "theirs")) == 4
 
     def test_a_mark_that_is_no_number_is_none(self, client: Redis) -> None:
         client.set(DONE, "garbage")
@@ -520,13 +534,14 @@ class TestRequests:
     def test_a_grant_that_asks_and_a_release_that_marks(self, client: Redis) -> None:
         words, mark = self.WORDS, encode_text(DONE)
         assert self.sent(client, self.REQUESTS.ask(*words, None, mark) + NO_GUARD) == [1, 0, 0]
-        end = EndMarker(mark, 1700000000000, 500000)
+        end = EndMarker(mark, kept_ms=600_000, age_ms=100_000)
         last = self.REQUESTS.release_done(
             words[0], encode_text(WAITING), words[1], encode_text(CHANNEL), end
         )
         assert self.sent(client, last) == 1
-        told = [1, 7, 1700000000000]
-        assert self.sent(client, self.REQUESTS.ask(*words, 7, mark) + NO_GUARD) == told
+        granted, token, age = self.sent(client, self.REQUESTS.ask(*words, 7, mark) + NO_GUARD)
+        assert (granted, token) == (1, 7)
+        assert 100_000 <= age < 200_000
 
     def test_a_renewal(self, client: Redis) -> None:
         words = self.REQUESTS.renewal(*self.WORDS[1:])

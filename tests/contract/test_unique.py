@@ -315,6 +315,24 @@ class TestSendersThatDie:
         assert found == [id_of(first)]
         assert not sender.published
 
+    def test_a_send_whose_claim_expires_before_it_is_published_says_so(
+        self,
+        make_sender: Callable[..., Sender],
+        nodes: list[EmbeddedNode],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        redlock = make_sender(nodes, node_timeout=1.0).redlock
+
+        def publish(ticket: Any) -> None:
+            eventually(lambda: values(nodes) == [None] * 3)
+
+        with caplog.at_level(logging.WARNING):
+            send_once(redlock, a_send(), publish)
+            assert "too slowly to be remembered" in caplog.text
+            caplog.clear()
+            send_once(redlock, a_send(unique_for=0.5), publish)  # by then no send is a duplicate
+        assert not caplog.text
+
 
 class TestManySenders:
     def test_of_many_at_once_one_is_sent_and_the_others_learn_its_id(

@@ -40,6 +40,7 @@ from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting.room import WaitingRoom, admit_received
 from celery_redlock.tasks.waiting.times import WaitingTimes
 from celery_redlock.testing import EmbeddedNode
+from tests.clocks import HOUR
 from tests.conftest import PATIENCE, eventually
 
 NEVER = 600.0  # s: longer than a test
@@ -142,19 +143,24 @@ class Stage:
         heard = [node.client().pubsub_channels(channel) for node in self.nodes]
         assert all(heard)
 
-    def receive(self, wait: Wait, late: float) -> float:
-        """Let a message of a task come in, late by so many seconds; return those to its ETA."""
+    def receive(self, wait: Wait, ago: float, ahead: float = 0.0) -> float:
+        """Let a message of a task come in; return the seconds to its ETA.
 
-        @self.app.task(base=LockedTask, lock_key="a", shared=False)
+        ago: seconds since it was refused. ahead: those by which its sender's clock is ahead.
+        """
+
+        name = uuid.uuid4().hex  # of a queue, too: the memory of all tests is one broker
+
+        @self.app.task(base=LockedTask, lock_key="a", shared=False, name=name)
         def body() -> None: ...
 
-        name = uuid.uuid4().hex  # else of all tests of this process: its memory is the broker
-        body.apply_async(countdown=-late, queue=name)
+        body.apply_async(countdown=wait.countdown - ago + ahead, queue=name)
         with self.app.connection_for_read() as connection:
             queue = connection.SimpleQueue(name)
             message = queue.get(timeout=PATIENCE)
             message.ack()
             queue.close()
+        wait = replace(wait, refused_at=utc_now().timestamp() - ago)
         message.headers[HEADER] = LockHeader(id=message.headers["id"], wait=wait).to_message()
         request = symbol_by_name(body.Request)(
             message, app=self.app, task=self.app.tasks[body.name], hostname="host"
@@ -710,16 +716,23 @@ class TestNoQuorum:
 
 class TestCountdown:
     WAIT = Wait(("a",), "a", waits_for_release=True, countdown=NEVER)
+    WITH_BUDGET = replace(WAIT, waits_for_release=False)
 
     def test_a_message_that_comes_later_than_it_begins_it_anew(self, stage: Stage) -> None:
-        assert NEVER / 2 < stage.receive(self.WAIT, late=60.0) <= NEVER
+        assert NEVER / 2 < stage.receive(self.WAIT, ago=NEVER + 60) <= NEVER
 
     def test_a_message_that_comes_in_time_goes_on_with_it(self, stage: Stage) -> None:
-        assert stage.receive(self.WAIT, late=-60.0) <= 60.0
+        assert stage.receive(self.WAIT, ago=NEVER - 60) <= 60.0
 
     def test_a_message_with_a_budget_keeps_its_time(self, stage: Stage) -> None:
-        with_budget = replace(self.WAIT, waits_for_release=False)
-        assert stage.receive(with_budget, late=60.0) <= -60.0
+        assert stage.receive(self.WITH_BUDGET, ago=NEVER + 60) <= 0.0
+
+    @pytest.mark.parametrize("ahead", [HOUR, -HOUR])
+    def test_it_does_not_go_by_the_clock_of_the_sender(self, stage: Stage, ahead: int) -> None:
+        assert stage.receive(self.WAIT, NEVER + 60, ahead) > NEVER / 2
+        assert stage.receive(self.WITH_BUDGET, NEVER + 60, ahead) <= 0.0
+        for wait in (self.WAIT, self.WITH_BUDGET, Wait(countdown=NEVER)):  # that of a redelivery
+            assert NEVER / 2 < stage.receive(wait, 60, ahead) < NEVER - 30
 
 
 def test_a_worker_does_not_listen_for_ever_for_what_nobody_waits_for(

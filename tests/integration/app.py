@@ -145,6 +145,11 @@ late = task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, 
                 max_retries=0, name="tests.late")(work.run.__func__)  # fmt: skip
 
 
+@task(acks_late=True)
+def unlocked_late(key: str) -> None:
+    write("begin", key)
+
+
 keyed = task(bind=True, base=LockedTask, lock_key=lambda task, args, kwargs: f"k:{args[0]}",
              lock_backoff=QUICK, name="tests.keyed")(work.run.__func__)  # fmt: skip
 

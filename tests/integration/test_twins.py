@@ -6,15 +6,18 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.clocks import HOUR, WallClock
 from tests.conftest import PATIENCE, TTL, eventually
 from tests.integration.conftest import Stage
-from tests.integration.deliveries import deliver, heard, messages_of, see_drained
+from tests.integration.deliveries import QUEUE, deliver, heard, messages_of, see_drained
 
 VISIBILITY = 2  # s
 BODY = 8  # s
@@ -270,3 +273,59 @@ def test_nothing_that_ends_a_wait_ends_that_of_a_twin(
         assert result.get(timeout=120)
     see_drained(stage)
     assert [begun(stage, f"k{number}") for number in range(len(OPTIONS))] == [1] * len(OPTIONS)
+
+
+def test_a_solo_worker_that_loses_its_connection_runs_no_locked_message_twice(stage: Stage) -> None:
+    """kombu hands out one more message as it closes a channel, while Celery handles the loss."""
+    worker = stage.worker(pool="solo", queues=[QUEUE])
+    stage.see_listening()
+    for turn, name in enumerate(("unlocked_late", "late", "once_late", "late", "once_late"), 1):
+        key = f"{name}{turn}"
+        getattr(stage.tasks, name).apply_async((key,), queue="held")
+        message = str(stage.broker.client().rpop("held"))
+        stage.broker.client().client_kill_filter(_type="pubsub")
+        eventually(lambda turn=turn: worker.output().count("Connection to broker lost") == turn)
+        deliver(stage, message.replace('"held"', f'"{QUEUE}"'), flagged=False)
+        eventually(lambda key=key: key in {line.key for line in stage.lines("begin", "once")})
+        see_drained(stage)
+    runs = Counter(line.key for line in stage.lines("begin", "once"))
+    plain = runs.pop("unlocked_late1")
+    assert set(runs.values()) == {1}, f"plain Celery: {plain}"
+    for node in stage.nodes:
+        assert not node.client().keys("{redlock}:unique:*"), "a claim outlives its run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["ahead", "behind"])
+def test_a_run_is_known_as_done_by_its_age_whatever_its_workers_clock_says(
+    stage: Stage, wall_clock: WallClock, ahead: int
+) -> None:
+    wall_clock.set(ahead)
+    clocked = replace(stage, env={**stage.env, **wall_clock.environment})
+    clocked.worker("w1", queues=["held"], concurrency=1)
+    right = stage.worker("w2", queues=[QUEUE], concurrency=1)
+    stage.tasks.waits.delay("busy")
+    stage.wait_for("begin")
+    sent = stage.tasks.late.apply_async(("twin",), queue="nobody's", task_id="twice")
+    message = str(stage.broker.client().rpop("nobody's"))
+    deliver(stage, message.replace('"nobody\'s"', f'"{QUEUE}"'), flagged=False)
+    eventually(lambda: "tests.late[twice] received" in right.output())
+    see_older_than(time.monotonic(), 1.5)  # for less, it may be an id that is sent again
+    stage.broker.client().lpush("held", message.replace('"nobody\'s"', '"held"'))
+    assert sent.get(timeout=120) == 0
+    stage.see_freed("k:twin")
+    stage.log.with_name("go on").touch()
+    eventually(lambda: DROPPED in right.output() or begun(stage, "twin") > 1)
+    assert begun(stage, "twin") == 1, "a finished twin ran again"
+    stage.tasks.late.apply_async(("sent again",), task_id="twice")
+    eventually(lambda: begun(stage, "sent again") or right.output().count(DROPPED) > 1)
+    assert begun(stage, "sent again") == 1
+    first = stage.tasks.late.apply_async(("there",), queue="held", task_id="thrice")
+    assert first.get(timeout=120) == 0
+    stage.see_freed("k:there")
+    see_older_than(time.monotonic(), 1.5)
+    with stage.tasks.late.lock_for("deferred", wait=60):
+        stage.tasks.late.apply_async(("deferred",), task_id="thrice")
+        eventually(lambda: "tests.late[thrice] deferred" in right.output())
+    eventually(lambda: begun(stage, "deferred") or right.output().count(DROPPED) > 1)
+    assert begun(stage, "deferred") == 1

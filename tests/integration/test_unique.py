@@ -37,7 +37,7 @@ from celery_redlock.tasks.unique.token import UniqueToken
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, PATIENCE, eventually, is_free
 from tests.integration.conftest import ROOT, Stage, slow_but
-from tests.integration.deliveries import run_here
+from tests.integration.deliveries import run_here, see_drained
 
 FORKS = """
 import os, sys
@@ -352,6 +352,20 @@ class TestReplace:
         eventually(lambda: status(stage, first) == "RETRY")
         stage.log.with_name(f"{key} again").touch()
         assert {first.get(timeout=60), second.get(timeout=60)} == {"first", "second"}
+
+
+def test_ten_sends_and_a_restart_of_their_worker_are_one_run(own_stage: Stage, key: str) -> None:
+    """Each message comes back redelivered; plain Celery runs ten bodies."""
+    stage, task = own_stage, own_stage.tasks.latest_late
+    first = stage.worker("w1")
+    sent = [task.apply_async((key,), {"value": value}, countdown=5) for value in "abcdefghij"]
+    eventually(lambda: first.output().count("received") == len(sent))
+    first.stop()
+    stage.worker("w2")
+    assert sent[-1].get(timeout=120) == "j"
+    see_drained(stage)
+    assert ran(stage, key) == ["j"]
+    assert [status(stage, one) for one in sent[:-1]] == ["REVOKED"] * 9
 
 
 class TestByArgs:

@@ -7,6 +7,7 @@ import socket
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.clocks import HOUR, WallClock
 from tests.conftest import NODE_TIMEOUT, TTL, eventually
 from tests.integration.conftest import Stage, slow_but
 
@@ -432,3 +434,27 @@ def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
     with SlowRedlock([node.url for node in stage.nodes], max_ttl=200) as rival:
         assert not rival.lock([f"k:{key}", f"k:z-{key}"], ttl=200).try_acquire()
         assert waits[0].get(timeout=WOKEN) == "one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["ahead", "behind"])
+def test_a_wait_that_began_at_a_worker_with_another_clock_goes_on_in_time(
+    stage: Stage, wall_clock: WallClock, ahead: int
+) -> None:
+    wall_clock.set(ahead)
+    clocked = replace(stage, env={**stage.env, **wall_clock.environment}).worker("w1")
+    for node in stage.nodes:
+        node.client().set("{redlock}:lock:k:left", "of a dead holder", px=15_000)
+    budget = {"max_wait": 10}
+    with stage.tasks.work.lock_for("held", wait=60):
+        timed = stage.tasks.work.apply_async(("held",), lock=budget)
+        freed = stage.tasks.work.delay("left")
+        freed_in_time = stage.tasks.work.apply_async(("left",), lock={"max_wait": 600})
+        for one in (timed, freed, freed_in_time):
+            stage.see_deferred(one)
+        clocked.stop()
+        stage.worker("w2")
+        assert [freed.get(timeout=60), freed_in_time.get(timeout=60)] == [0, 0]
+        with pytest.raises(LockTaken) as caught:
+            timed.get(timeout=60)
+    assert 10 <= caught.value.waited < HOUR / 2

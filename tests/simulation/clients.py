@@ -131,7 +131,7 @@ class Process:
         Without the handshake itself: that is faster, for many worlds.
         """
         guard, servers = self.redlock.session.options.guard, [one.node for one in self.addresses]
-        run_id = servers[node].run_id
+        run_id, wall = servers[node].run_id, servers[node].wall_ms / 1000
         notes = None
         if guard.word != "off":
             servers.insert(0, servers.pop(node))  # its own tenure is named first
@@ -139,7 +139,7 @@ class Process:
             own, *others = map(tenure_of, texts)
             notes = Notes((texts[0], str(KEPT_MS), *texts[1:]), 0.0, own, others)
         arguments = guard.arguments(run_id, 0.0)
-        return ServerInfo(run_id, encode_words(arguments), arguments, notes=notes)
+        return ServerInfo(run_id, encode_words(arguments), arguments, notes=notes, wall=wall)
 
     def thread(self, run: Callable[[], object]) -> Thread:
         """Start a thread."""

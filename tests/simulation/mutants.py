@@ -258,9 +258,9 @@ def release_before_done() -> Iterator[None]:
     write = Releaser._write
 
     def release_and_mark(self: Releaser, release: KeyRelease) -> None:
-        ended_at, release._ended_at = release._ended_at, 0.0
+        ended_at, release._ended_at = release._ended_at, None
         write(self, release)
-        if ended_at:
+        if ended_at is not None:
             release._ended_at = ended_at
             write(self, release)
 
@@ -274,9 +274,9 @@ def done_by_a_majority() -> Iterator[None]:
     has_ended = AcquireRound._has_ended
     said: dict[Lease, int] = {}
 
-    def counted(self: AcquireRound, at_ms: int) -> bool:
+    def counted(self: AcquireRound, age_ms: int, sent: float) -> bool:
         lease = self._key_lease.lease
-        said[lease] = said.get(lease, 0) + has_ended(self, at_ms)
+        said[lease] = said.get(lease, 0) + has_ended(self, age_ms, sent)
         return said[lease] > 1
 
     with patched(AcquireRound, _has_ended=counted):

@@ -13,9 +13,12 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import LockLost, NotAcquired
+from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.grace_period import grace_period
 from celery_redlock.lock.model.keys import waiting_key
+from celery_redlock.lock.model.options import CompletionMarker, LockOptions
+from celery_redlock.lock.release import release_all
 from tests.simulation.clients import Process, SoftTimeLimit, Subscriber
 from tests.simulation.invariants import Witness
 from tests.simulation.network import Chunk, Link, Path
@@ -98,7 +101,7 @@ class Actor:
             self.began, self.error = self._stage.world.now, None
             try:
                 task()
-            except (LockLost, NotAcquired, SoftTimeLimit) as error:
+            except (AlreadyCompletedError, LockLost, NotAcquired, SoftTimeLimit) as error:
                 self.error = error
             self.ended = self._stage.world.now
 
@@ -114,6 +117,18 @@ class Actor:
                 self._stage.witness.fenced([lock.resource], lock.fencing_token)
 
         return self._timed(task)
+
+    def delivers(self, run: str, since: float) -> Actor:
+        """Try to take the lock of a run, which must not have ended since a s of its clock."""
+        marker = CompletionMarker(run, kept_for=1000.0, asks_since=since)
+        ttl = self._stage.ttl
+        options = LockOptions(("a",), ttl, 0.0, False, None, f"{run} here", marker=marker)
+        self.locks.append(Lock(self.process.redlock, options))
+        return self._timed(self.lock.acquire)
+
+    def ends(self) -> Actor:
+        """Release what it has acquired last, as the end of its run."""
+        return self._timed(lambda: release_all(self.lock, ended=True))
 
     def extends(self) -> Actor:
         """Renew what it has acquired last."""

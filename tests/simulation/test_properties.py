@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 
 from celery_redlock.errors import LockLost, LockTaken, QuorumUnreachable
+from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.retry_schedule import FIRST_SPIN, LONGEST_SPIN
+from tests.clocks import HOUR
 from tests.simulation.clients import simulated_system
 from tests.simulation.network import Path
 from tests.simulation.stage import A_LITTLE, Actor, Stage
@@ -270,3 +273,50 @@ def test_those_that_one_release_wakes_come_to_terms_before_they_would_try_by_the
     stage.at(stage.world.now + LONGEST_SPIN)
     assert any(actor.turns for actor in contenders)
     assert stage.world.counts["claims"] - tried <= 10 * len(contenders)
+
+
+def apart(stage: Stage, seed: int) -> list[Actor]:
+    """Return three processes; their clocks, and those of the nodes, have nothing in common."""
+    draw = random.Random(seed)
+    for node in stage.nodes:
+        node.offset = draw.uniform(1.0, 2.0) * HOUR
+    errors = draw.sample([-HOUR, 0.0, HOUR], 3)
+    actors = [
+        stage.actor(name, wall_error=error, offset=draw.uniform(0.0, 1e6))
+        for name, error in zip("ABC", errors, strict=True)
+    ]
+    for actor in actors:
+        steady(actor, [draw.uniform(0.001, 0.1) for _ in stage.nodes])
+    return actors
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_has_ended_as_long_ago_as_it_has_by_any_clock(seed: int) -> None:
+    stage = Stage(ttl=TTL)
+    a, b, c = apart(stage, seed)
+    a.delivers("run", math.inf)
+    stage.at(5)
+    a.ends()
+    stage.at(20)
+    b.delivers("run", b.process.clock.now() - 16)
+    stage.at(21)
+    assert isinstance(b.error, AlreadyCompletedError), "a finished twin runs again"
+    c.delivers("run", c.process.clock.now() - 15)
+    stage.at(22)
+    assert c.holds, "a task id that is sent again does not run"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_processes_that_were_refused_agree_about_the_time(seed: int) -> None:
+    stage = Stage(ttl=TTL)
+    a, b, c = apart(stage, seed)
+    a.tries()
+    stage.at(5)
+    b.tries()
+    stage.at(10)
+    c.tries()
+    stage.at(15)
+    first, second = (actor.process.redlock.session.node_set.wall() for actor in (b, c))
+    assert first == pytest.approx(second, abs=0.3)
+    stage.at(25)
+    assert b.process.redlock.session.node_set.wall() == pytest.approx(first + 10)

@@ -171,6 +171,7 @@ class Acquirer:
 
     def _failed(self, round_: AcquireRound, key_lease: KeyLease, *, time_is_up: bool) -> Failure:
         for node, other in round_.held_by.items():
+            self._servers.nodes.learn_time(node, other.wall, key_lease.sent)
             self._releaser.release_late_grant(node, other.value)
         resource, nodes = key_lease.key.resource, self._servers.nodes
         if round_.tally.taken(time_is_up=time_is_up):

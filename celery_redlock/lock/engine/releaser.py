@@ -234,9 +234,8 @@ class KeyRelease:
     def command(self) -> Command:
         """Return the command to send. Not kept, because it refers to this object."""
         requests, options = self._releaser.servers.requests, self.acquisition.options
-        request = requests.release_ended(
-            self.key_lease, options, self._ended_at, publish=self._publish
-        )
+        ended_for = None if self._ended_at is None else self._releaser.clock.now() - self._ended_at
+        request = requests.release_ended(self.key_lease, options, ended_for, publish=self._publish)
         return Command(request, self, RELEASE)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:

@@ -74,7 +74,7 @@ class AcquireRound(Round):
         """Count one node's vote. Raises UnexpectedReplyError."""
         key_lease = self._key_lease
         is_granted = reply == 1 and type(reply) is int and self._is_plain
-        vote = GRANTED if is_granted else self._vote(node, reply)
+        vote = GRANTED if is_granted else self._vote(node, sent, reply)
         if vote is None:
             self.completed = True
             self.decide()
@@ -93,17 +93,17 @@ class AcquireRound(Round):
             if self.tally.add(vote):
                 self.decide()
 
-    def _vote(self, node: int, reply: Any) -> Vote | None:
+    def _vote(self, node: int, sent: float, reply: Any) -> Vote | None:
         """Return the vote in a reply; None if the run has ended or is superseded."""
         if type(reply) is hiredis.ReplyError:
             self.errors[node] = NodeError("", strip_args(str(reply)))
             return FAILED
         vote, words = self._parsed(reply)
-        if self._marker is not None and self._has_ended(words[-1]):
+        if self._marker is not None and self._has_ended(words[-1], sent):
             return None
         if vote is REFUSED:
             expires_in = words[1] / 1000 if words[1] >= 0 else math.inf
-            self._held_by[node] = HeldByOther(text_of(words[2]), expires_in)
+            self._held_by[node] = HeldByOther(text_of(words[2]), expires_in, words[3] / 1000)
         elif vote is ABSTAINED:
             self.abstaining[node] = max(0, words[1]) / 1000
         elif self._key_lease.fence is not None:
@@ -119,7 +119,7 @@ class AcquireRound(Round):
             kinds.pop()
         elif asks:
             kinds = []
-        if kinds == [int, int, bytes] and words[0] == 0:
+        if kinds == [int, int, bytes, int] and words[0] == 0:
             return REFUSED, words
         if kinds == [int, int] and words[0] == -1:
             return ABSTAINED, words
@@ -128,18 +128,19 @@ class AcquireRound(Round):
             return GRANTED, words
         raise UnexpectedReplyError(reply)
 
-    def _has_ended(self, at_ms: int) -> bool:
+    def _has_ended(self, age_ms: int, sent: float) -> bool:
         """Return whether a completion marker says that this run must not begin.
 
-        at_ms: milliseconds since 1970; below 0 if a later send has superseded the run.
+        age_ms: as of lua/marker.lua, when the node executed the request. sent: monotonic seconds
+        before that, so the run ended a little later than they tell.
         """
         marker = self._marker
         if marker is None or marker.asks_since is None:
             return False
-        if at_ms < 0 and marker.heeds_later:
+        if age_ms < 0 and marker.heeds_later:
             self.superseded = True
             return True
-        return at_ms > 0 and at_ms / 1000 >= marker.asks_since
+        return age_ms > 0 and sent - age_ms / 1000 >= marker.asks_since
 
     def withdraw_replaced(self, replaced_at: dict[int, float]) -> None:
         """Withdraw the votes of nodes whose server was replaced by another server for a while."""

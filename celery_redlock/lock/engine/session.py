@@ -221,8 +221,8 @@ class Session:
 
     def mark_ended(self, acquisition: Acquisition) -> None:
         """Let the release of an acquisition record that its run has ended, even if it is lost."""
-        if not acquisition.ended_at:
-            acquisition.ended_at = self.clock.wall_us() / 1e6
+        if acquisition.ended_at is None:
+            acquisition.ended_at = self.clock.now()
 
     def check_distinct(self) -> None:
         """Raise SettingsError if two nodes are one server, which would vote twice."""

@@ -46,7 +46,7 @@ class Acquisition:
         self.renew_at = self._reclaim_at = math.inf
         self.acquired_at = 0.0
         self._last_renewal = -math.inf  # monotonic seconds up to which it may be renewed
-        self.ended_at = 0.0  # seconds since 1970, set once the run under the lock has ended
+        self.ended_at: float | None = None  # monotonic seconds: the end of the run under the lock
         self._at_risk_told = self._loss_told = False
         self.releases: list[Any] = []  # of its keys, while they are written
         self.was_split = False  # it was refused, although no other client got a quorum either

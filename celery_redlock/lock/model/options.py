@@ -11,9 +11,9 @@ from celery_redlock.lock.model.grace_period import Guard
 class CompletionMarker:
     """A record on the nodes that a run has ended, for a message that may be delivered again.
 
-    run: the name of the run. kept_for: seconds until the marker expires. asks_since: seconds since
-    1970. A run reads its marker before it begins, and does not begin if the marker is newer. None:
-    the run does not read the marker. heeds_later: the run does not begin if a later send has
+    run: the name of the run. kept_for: seconds until the marker expires. asks_since: monotonic
+    seconds. A run reads its marker before it begins, and does not begin if the marker is newer.
+    None: the run does not read the marker. heeds_later: the run does not begin if a later send has
     superseded it. is_redelivered: the first delivery may still run, perhaps with another limit.
     """
 

@@ -90,8 +90,10 @@ class Tally:
 class HeldByOther:
     """A node's reply that another client holds the lock.
 
-    value: the key's value on the node. expires_in: seconds, inf if the key never expires.
+    value: the key's value on the node. expires_in: seconds, inf if the key never expires. wall:
+    seconds since 1970 by the node's clock.
     """
 
     value: str
     expires_in: float
+    wall: float

@@ -49,11 +49,13 @@ class ServerInfo(Peer):
 
     arguments: the result of `Guard.arguments`, which is also the suffix of each grant. evicts: the
     server's eviction policy, "" if it evicts nothing. notes: what the server recorded of tenures.
+    wall: seconds since 1970 by the server's clock, None if it does not tell.
     """
 
     arguments: tuple[str, ...] = ("", "", "")
     evicts: str = ""
     notes: Notes | None = None
+    wall: float | None = None
 
 
 def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> ServerInfo:
@@ -80,12 +82,14 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
         )
     arguments = guard.arguments(run_id, float(facts.get("uptime_in_seconds", 0)))
     evicts = facts.get("maxmemory_policy", "noeviction")
+    time_us = facts.get("server_time_usec", "")
     return ServerInfo(
         run_id,
         encode_words(arguments),
         arguments,
         evicts if facts.get("maxmemory", "0") != "0" and evicts != "noeviction" else "",
         None if guard.word == "off" else _note_run(connection, guard, arguments, tenures, node),
+        int(time_us) / 1e6 if time_us.isdecimal() else None,
     )
 
 

@@ -74,22 +74,22 @@ class KeyRequests:
         return self._requests.release(key.packed_name, key.waiting, value, SAY_NOTHING)
 
     def release_ended(
-        self, key_lease: KeyLease, options: LockOptions, ended_at: float, *, publish: bool
+        self, key_lease: KeyLease, options: LockOptions, ended_for: float | None, *, publish: bool
     ) -> bytes:
         """Return the request that records the end of a run and releases its key.
 
-        ended_at: seconds since 1970; 0 if the run has not ended. publish: whether to notify the
-        waiters. Without a marker, or before the run's end, the request only releases.
+        ended_for: seconds since the end; None if the run has not ended. publish: whether to notify
+        the waiters. Without a marker, or before the run's end, the request only releases.
         """
         marker = options.marker
-        if marker is None or not ended_at:
+        if marker is None or ended_for is None:
             return self.release(key_lease) if publish else self.release_quietly(key_lease)
         key, value = key_lease.key, key_lease.packed_value
         channel = key.channel if publish else SAY_NOTHING
         end = EndMarker(
             encode_text(completion_key(self._prefix, marker.run)),
-            int(ended_at * 1000),
             math.ceil(marker.kept_for * 1000),
+            int(ended_for * 1000),
         )
         return self._requests.release_done(key.packed_name, key.waiting, value, channel, end)
 

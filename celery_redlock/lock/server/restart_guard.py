@@ -96,6 +96,8 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             options = TransportOptions(timeout)
         else:
             options = TransportOptions(timeout, LONGEST_IDLE * guard.grace_period)
+        # by node: seconds since 1970 by its clock, less the monotonic seconds; stays over a fork
+        self._ahead: dict[int, float] = {}
         super().__init__(addresses, options, platform, events.changed)
         self.needed = self.size = quorum_of(len(self.nodes))
 
@@ -112,6 +114,20 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         """Also exchange tenures with every node without an exchange for this many seconds."""
         self._introduce(idle)
         super().keep_alive(idle)
+
+    def learn_time(self, node: int, wall: float, at: float) -> None:
+        """Note a node's time. wall: seconds since 1970 by its clock; at: monotonic seconds."""
+        self._ahead[node] = wall - at
+
+    def wall(self) -> float:
+        """Return seconds since 1970 by the nodes' clocks: the median of the nodes that are known.
+
+        By the own wall clock if none is known.
+        """
+        known = sorted(self._ahead.copy().values())
+        if not known:
+            return self.clock.wall_us() / 1e6
+        return self.clock.now() + known[(len(known) - 1) // 2]
 
     # extension methods of `NodeSet`
 
@@ -161,6 +177,8 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         before = self._known[index]
         # before `use`: a reply of the connection must be from a server whose tenure is known
         self._known[index] = KnownServer(info, self.clock.now())
+        if info.wall is not None:
+            self.learn_time(index, info.wall, self.clock.now())
         try:
             use()
         except NodeError:

@@ -20,7 +20,7 @@ def load_script(name: str, *before: str) -> Script:
 
 GRANT, RENEW, REGISTER = map(load_script, ("grant", "renew", "register"))
 RELEASE, BREAK = (load_script(name, "announce") for name in ("release", "break"))
-GUARD, TRUST = map(load_script, ("guard", "trust"))
+GUARD, TRUST, MARKER = map(load_script, ("guard", "trust", "marker"))
 
 
 class Requests:
@@ -84,9 +84,9 @@ class Requests:
         self, key: bytes, waiting: bytes, value: bytes, channel: bytes, marker: EndMarker
     ) -> bytes:
         """Return the request that writes a completion marker and releases the lock."""
-        at = encode_bulk(b"%d" % marker.at_ms)
         kept = encode_bulk(b"%d" % marker.kept_ms)
-        return self._last % (key, waiting, marker.key, value, channel, at, kept)
+        left = encode_bulk(b"%d" % max(1, marker.kept_ms - marker.age_ms))
+        return self._last % (key, waiting, marker.key, value, channel, kept, left)
 
     def register(self, waiting: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> bytes:
         """Return the request that registers a waiter.
@@ -107,12 +107,14 @@ class Requests:
 class EndMarker(NamedTuple):
     """What records that a run has ended. key: encoded.
 
-    at_ms: milliseconds since 1970, the end of the run. kept_ms: milliseconds until it expires.
+    kept_ms: milliseconds from the end of the run until the marker expires. On a node this is the
+    marker's value, and its remaining ttl tells how old it is, by the node's own clock. age_ms:
+    milliseconds since the end.
     """
 
     key: bytes
-    at_ms: int
     kept_ms: int
+    age_ms: int
 
 
 _NOTHING = encode_bulk(b"")

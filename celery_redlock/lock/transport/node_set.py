@@ -26,6 +26,7 @@ from celery_redlock.lock.transport.command import (
 from celery_redlock.lock.transport.connection import Peer, TransportOptions
 from celery_redlock.lock.transport.dispatcher import Dispatcher
 from celery_redlock.lock.transport.node_client import PAUSES, NodeClient
+from celery_redlock.lock.transport.script import Script
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Peer)
@@ -118,14 +119,15 @@ class NodeSet(Dispatcher, Generic[P]):
         read: Callable[[Any], T],
         *,
         nodes: Collection[int] | None = None,
+        script: Script | None = None,
     ) -> Mapping[int, T]:
         """Return the replies that come within one node timeout, by node. Errors are left out.
 
-        read: as in `Question`. nodes: indexes; None for all.
+        read: as in `Question`. nodes: indexes; None for all. script: that of the request.
         """
         asked, sent = range(len(self.nodes)) if nodes is None else nodes, self.clock.now()
         question = Question(asked, read)
-        command = Command(request, question)
+        command = Command(request, question, script)
         if nodes is None:
             self.broadcast(command, sent)
         for node in nodes or ():

@@ -8,6 +8,7 @@ from typing import Any
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
 from celery_redlock.tasks.delivery.header import LockHeader
+from celery_redlock.tasks.per_app import time_of_nodes
 
 # seconds: from one round trip, over backoffs, to long jobs
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
@@ -73,7 +74,7 @@ class Metrics:
         request = getattr(sender, "request", None)
         if request is not None and not request.called_directly:
             deferral = LockHeader.of(request).deferral
-            self.waited.labels(_task(sender)).observe(deferral.waited(utc_now()))
+            self.waited.labels(_task(sender)).observe(deferral.waited(time_of_nodes(sender.app)))
             self._observe_handoff(sender, event.resource)
 
     def _observe_handoff(self, task: Any, resource: str) -> None:

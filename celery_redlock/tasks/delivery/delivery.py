@@ -11,6 +11,7 @@ from typing import Any
 from celery.app.task import Context
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.delivery.header import DEATHS, HEADER, NO_HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import (
     CAME_BACK,
@@ -27,6 +28,7 @@ RECEIVED = "redlock_received"  # the property of a delivery, never of a message,
 # the property of a delivery, never of a message: when a release was announced that dispatched it
 NAMED_AT = "redlock_named_at"
 
+clock = SystemClock()  # of `Delivery.received_at`
 _ON_REQUEST = "_redlock_"  # what our names on a request begin with
 _OF_DEATHS = (DEATHS, "x-first-death-", "x-last-death-")  # headers; Source: RabbitMQ, "DLX"
 
@@ -145,7 +147,7 @@ class Delivery:
 
     @property
     def received_at(self) -> float | None:
-        """Seconds since 1970 at which the run could have begun here; None if nobody noted it.
+        """Monotonic seconds at which the run could have begun here; None if nobody noted it.
 
         That is when the worker received the message, or when its countdown was over.
         """
@@ -193,9 +195,9 @@ def own_headers(request: Any) -> dict[str, Any]:
 
 
 def received_at(eta: datetime | None) -> float:
-    """Return when a run could begin of a message that is received now, in seconds since 1970.
+    """Return when a run could begin of a message that is received now, in monotonic seconds.
 
-    eta: when its countdown is over.
+    eta: when its countdown is over. All processes of a worker share the clock.
     """
-    now = utc_now()
-    return (now if eta is None else max(now, eta)).timestamp()
+    left = 0.0 if eta is None else max(0.0, (eta - utc_now()).total_seconds())
+    return clock.now() + left

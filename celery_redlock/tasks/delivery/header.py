@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 HEADER = "redlock"
 DEATHS = "x-death"  # RabbitMQ's header
 DELAY_QUEUES = "celery_delayed_"  # Source: kombu.transport.native_delayed_delivery: level_name
-CLOCKS_DIFFER = 1.0  # s: the largest difference between the clocks of two workers
+CLOCKS_DIFFER = 1.0  # s: by which two processes may differ in what they know of the nodes' time
 
 P = TypeVar("P")
 
@@ -24,7 +24,8 @@ P = TypeVar("P")
 class Deferral:
     """How often a message was deferred. `NEVER_DEFERRED` is that of a first try.
 
-    count: deferrals so far. since: time of the first try, ISO 8601 with its zone. delay: seconds,
+    count: deferrals so far. since: time of the first try by the clocks of the lock nodes, ISO 8601
+    with its zone: the clocks of two workers may be an hour apart. delay: seconds,
     the last one that the backoff gave, before it was cut; None before the first.
     """
 
@@ -33,7 +34,7 @@ class Deferral:
     delay: float | None = None
 
     def waited(self, now: datetime) -> float:
-        """Return the seconds since the first try, 0.0 if there was none."""
+        """Return the seconds since the first try, 0.0 if there was none. now: as `since`."""
         if self.since is None:
             return 0.0
         return max(0.0, (now - datetime.fromisoformat(self.since)).total_seconds())
@@ -60,10 +61,10 @@ class Wait:
     """For what a deferred message waits.
 
     resources: those of its lock. refused_by: the one that was taken, None if no quorum voted.
-    refused_at: seconds since 1970. limit: the `limit` by which it asked. waits_for_release: the
-    message has no budget and no callable to ask, so it may wait for longer than its countdown.
-    reason: why no quorum voted, "" if the lock was taken. countdown: seconds; a message that comes
-    later than that begins it anew, as its queue is longer.
+    refused_at: seconds since 1970, by the clocks of the nodes. limit: the `limit` by which it
+    asked. waits_for_release: the message has no budget and no callable to ask, so it may wait for
+    longer than its countdown. reason: why no quorum voted, "" if the lock was taken. countdown:
+    seconds from the refusal on. A redelivery that waits for its first delivery has only the times.
     """
 
     resources: tuple[str, ...] = ()
@@ -75,8 +76,12 @@ class Wait:
     countdown: float = 0.0
 
     def seconds_since_refusal(self, now: datetime) -> float:
-        """Return the seconds since the refusal, by the clocks of two workers."""
+        """Return the seconds since the refusal. now: by the clocks of the nodes."""
         return max(0.0, now.timestamp() - self.refused_at)
+
+    def countdown_left(self, now: datetime) -> float:
+        """Return the seconds that are left of the countdown. now: by the clocks of the nodes."""
+        return max(0.0, self.countdown - self.seconds_since_refusal(now))
 
 
 @dataclass(frozen=True)
@@ -140,17 +145,13 @@ class LockHeader:
         """Whether another delivery of this message may be running, or have run."""
         return self.redelivery is not None or self.deferral.since is not None
 
-    def ran_after(self) -> float | None:
-        """Return the time after which a completion marker is one of this message's own runs.
+    def ran_within(self, now: datetime) -> float:
+        """Return the age up to which a completion marker is one of this message's own runs.
 
-        Seconds since 1970. -inf: any marker is. None: nobody else can have run it, and a task id
-        that is used again is to run again.
+        Seconds; inf: any marker is. An older one is that of an earlier message with the same task
+        id. now: by the clocks of the nodes.
         """
-        if self.redelivery is not None:
-            return -math.inf
-        if self.deferral.since is None:
-            return None
-        return datetime.fromisoformat(self.deferral.since).timestamp() - CLOCKS_DIFFER
+        return math.inf if self.is_redelivered else self.deferral.waited(now) + CLOCKS_DIFFER
 
     def redelivered(self) -> LockHeader:
         """Return the header of a delivery of which the broker says that it is not the first."""
@@ -161,11 +162,11 @@ class LockHeader:
         """Return the header of a delivery that was revoked; the run acts on it."""
         return replace(self, is_revoked=True)
 
-    def waiting_for_first_delivery(self, retries: int, task_id: str) -> LockHeader:
+    def waiting_for_first_delivery(self, retries: int, task_id: str, wait: Wait) -> LockHeader:
         """Return the header of a redelivery that is republished; its own deferrals begin anew."""
         known = self.redelivery or Redelivery()
         again = replace(known, waits=known.waits + 1)
-        begun_anew = replace(self, deferral=NEVER_DEFERRED, wait=None)
+        begun_anew = replace(self, deferral=NEVER_DEFERRED, wait=wait)
         return replace(begun_anew, id=task_id, retries=retries, redelivery=again)
 
     def to_message(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from celery_redlock.tasks.children.forks import is_end_announced
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.run_id import RunId
 from celery_redlock.tasks.execution.outcomes import CONTINUES
-from celery_redlock.tasks.execution.run import run_of
+from celery_redlock.tasks.execution.run import OUTER_ERROR, run_of
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.token import UniqueToken
 
@@ -70,13 +70,13 @@ def release_after_run(sender: Any = None, retval: Any = None, state: Any = None,
 def end_run(task: Any, retval: Any, state: str | None, error: BaseException | None) -> None:
     """End a send's claim, mark the run as completed, and release its lock; twice does no harm.
 
-    error: the exception that passes Celery's tracer.
+    error: the exception that passes Celery's tracer, or one that was handled around the run.
     """
     request = task.request
     run = run_of(request)
     if run is None and HEADER not in request.__dict__:
         return  # released already, and no claim to end
-    if error is None:
+    if error is None or error is request.__dict__.get(OUTER_ERROR):
         completed = is_completed(state, retval)
     else:
         run_id = str(RunId.of(task.name, request))

@@ -26,7 +26,7 @@ from celery_redlock.tasks.execution.contention import (
     decide,
     describe_refusal,
 )
-from celery_redlock.tasks.per_app import settings_of
+from celery_redlock.tasks.per_app import settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import DeferredInfo, StateReporter, in_iso
 from celery_redlock.tasks.settings.options import TaskLockOptions
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Refusal:
-    """That a run did not get its lock. at: seconds since 1970. resources: all that it asked for."""
+    """That a run did not get its lock. at: as of `Wait`. resources: all that it asked for."""
 
     error: NotAcquired
     at: float
@@ -104,7 +104,7 @@ def decide_refused(delivery: Delivery, refusal: Refusal) -> tuple[Decision, Cont
         refusal.error.resource,
         refusal.holder,
         deferral.count,
-        deferral.waited(utc_now()),
+        deferral.waited(time_of_nodes(delivery.task.app)),
         delivery.task,
         refusal.args,
         refusal.kwargs,
@@ -133,7 +133,8 @@ class PlannedDeferral:
 
 def plan(delivery: Delivery, refusal: Refusal, decision: Defer) -> PlannedDeferral:
     """Return the next deferral of a message."""
-    request, error, now, before = delivery.request, refusal.error, utc_now(), delivery.header
+    request, error, before = delivery.request, refusal.error, delivery.header
+    now = time_of_nodes(delivery.task.app)
     deferral = before.deferral.next(now, decision.delay)
     countdown = supported_countdown(delivery.task.app, decision.countdown, delivery.route)
     header = replace(
@@ -143,7 +144,7 @@ def plan(delivery: Delivery, refusal: Refusal, decision: Defer) -> PlannedDeferr
         deferral=deferral,
         wait=refusal.to_wait(countdown),
     )
-    waited, next_try = before.deferral.waited(now), in_iso(now, countdown)
+    waited, next_try = before.deferral.waited(now), in_iso(utc_now(), countdown)
     info = DeferredInfo(error.resource, refusal.holder, deferral.count, waited, next_try)
     return PlannedDeferral(header, countdown, info, describe_refusal(error), refusal.is_taken)
 

@@ -15,6 +15,7 @@ from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from celery_redlock.errors import LockTaken, NotAcquired, RedlockError
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.header import Wait
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
 from celery_redlock.tasks.delivery.route import supported_countdown
 from celery_redlock.tasks.execution.contention import (
@@ -37,8 +38,9 @@ from celery_redlock.tasks.execution.redelivery import (
     is_completed_since,
     is_held_by_own_run,
     is_to_wait_for_first_delivery,
+    ran_since,
 )
-from celery_redlock.tasks.per_app import settings_of
+from celery_redlock.tasks.per_app import settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StateReporter
 
 logger = logging.getLogger(__name__)
@@ -108,8 +110,8 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
     then this one looks again later.
     """
     options = refusal.options
-    since = delivery.header.ran_after() if callable(options.on_conflict) else None
-    if since is not None and is_completed_since(delivery, max(0.0, since)):  # it took its time
+    took_its_time = callable(options.on_conflict) and delivery.may_have_run_elsewhere
+    if took_its_time and is_completed_since(delivery, ran_since(delivery)):
         discard_redelivery(delivery)
     if not delivery.is_redelivered or not delivery.can_republish:
         return
@@ -133,6 +135,12 @@ def defer(delivery: Delivery, refusal: Refusal, decision: Defer) -> NoReturn:
         limit = refusal.options.limit
         raise Deferred(error.resource, error.holder, error.expires_in, limit)
     raise Ignore(f"deferred: {deferral.why}")
+
+
+def end_superseded(delivery: Delivery, resource: str) -> NoReturn:
+    """Skip a run whose message a later send has replaced; its lock shows that no other runs."""
+    _discard_if_ended(delivery, StateReporter(delivery.task, delivery.request))
+    skip(delivery, resource, "a later send of the same took its place")
 
 
 def skip(delivery: Delivery, resource: str, reason: str) -> NoReturn:
@@ -165,7 +173,8 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
         why = f"runs already, by {first}" if runs else f"has ended already, by {first}"
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)
     logger.info("%s %s: this one looks again in %.2f s", delivery, why, countdown, extra=extra)
-    header = delivery.header.waiting_for_first_delivery(request.retries, request.id)
+    wait = Wait(refused_at=time_of_nodes(task.app).timestamp(), countdown=countdown)
+    header = delivery.header.waiting_for_first_delivery(request.retries, request.id, wait)
     republish(delivery, header, countdown)
     request.__dict__[CONTINUES] = True
     raise Ignore("runs already")
@@ -177,6 +186,12 @@ def discard_redelivery(delivery: Delivery) -> NoReturn:
     extra = delivery.log_extra("redelivery_discarded")
     logger.info("discarded %s: another delivery of its message is done", delivery, extra=extra)
     raise Ignore("done already")
+
+
+def _discard_if_ended(delivery: Delivery, reporter: StateReporter) -> None:
+    """Discard a redelivery whose first delivery died after it had stored its final state."""
+    if delivery.is_redelivered and reporter.has_final_state():
+        discard_redelivery(delivery)
 
 
 def discard_copy(delivery: Delivery) -> NoReturn:
@@ -209,8 +224,7 @@ def end_cancelled(delivery: Delivery, reason: str) -> NoReturn:
     reason: "expired" or "revoked". Source: celery.worker.request: Request._announce_revoked.
     """
     reporter = StateReporter(delivery.task, delivery.request)
-    if delivery.is_redelivered and reporter.has_final_state():
-        discard_redelivery(delivery)
+    _discard_if_ended(delivery, reporter)
     extra = delivery.log_extra("run_cancelled", reason=reason)
     logger.info("%s is not run: %s", delivery, reason, extra=extra)
     reporter.revoked(reason)

@@ -7,22 +7,20 @@ lock. A redelivery reads the marker with its own grant, and does not run if it f
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
-from typing import Any
 
 from celery_redlock.errors import LockTaken, NotAcquired
 from celery_redlock.lock.engine.acquirer import SupersededError
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key, is_of_run
 from celery_redlock.lock.model.options import CompletionMarker
-from celery_redlock.lock.transport.encoding import encode_command, read_text
-from celery_redlock.tasks.delivery.delivery import Delivery
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER
-from celery_redlock.tasks.per_app import redlock_of, settings_of
+from celery_redlock.lock.server.scripts import MARKER
+from celery_redlock.lock.transport.encoding import read_number
+from celery_redlock.tasks.delivery.delivery import Delivery, clock
+from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StateReporter
 
-_IS_A_MARKER = re.compile(r"-?[0-9]{1,18}")
+LATER_MARKED = 1.0  # s: for which a run may go on after its result is stored
 
 
 def completion_marker(delivery: Delivery, *, is_unique: bool) -> CompletionMarker | None:
@@ -42,65 +40,73 @@ def completion_marker(delivery: Delivery, *, is_unique: bool) -> CompletionMarke
     return replace(
         marker,
         asks_since=-math.inf if asked is None else asked,  # a later send may have replaced it
-        # a redelivery does not heed that: the first delivery may run, and has stored its state
+        # a redelivery heeds that under its lock: the first delivery may run, and has stored a state
         heeds_later=not delivery.is_redelivered,
     )
 
 
 def _marker_of_deliveries(delivery: Delivery, run: str) -> CompletionMarker | None:
-    since = delivery.header.ran_after()
-    if (since is None and not delivery.acks_late) or not delivery.can_republish:
+    may_have_run = delivery.may_have_run_elsewhere
+    if not (may_have_run or delivery.acks_late) or not delivery.can_republish:
         return None
-    came = delivery.received_at
-    if since is None and came is not None:  # a copy may have run while this one waited here
-        since = came + CLOCKS_DIFFER
+    since, came = None, delivery.received_at
+    if may_have_run:
+        since = ran_since(delivery)
+    elif came is not None:  # a copy may have run while this one waited here
+        here_for = clock.now() - came
+        # later: an id may be sent again once its result is stored, just before its run is marked
+        since = redlock_of(delivery.task.app).session.clock.now() - here_for + LATER_MARKED
     kept_for = settings_of(delivery.task.app).done_ttl
     return CompletionMarker(run, kept_for, since, is_redelivered=delivery.is_redelivered)
 
 
-def check_not_superseded(delivery: Delivery) -> None:
-    """Raise SupersededError if a later send has replaced the message of a copy.
+def ran_since(delivery: Delivery) -> float:
+    """Return since when another delivery of this message may have run, in monotonic seconds."""
+    app = delivery.task.app
+    return redlock_of(app).session.clock.now() - delivery.header.ran_within(time_of_nodes(app))
 
-    The sender knows no queue, so it marked the run without one, for which a copy does not ask with
-    its lock. Under the lock is not too early: the later send marks before it asks for the lock.
+
+def check_not_superseded(delivery: Delivery) -> None:
+    """Raise SupersededError if a later send has replaced the message of a redelivery or a copy.
+
+    Under the lock no first delivery of a redelivery runs. The sender of a copy knows no queue, so
+    it marked the run without one, for which the copy does not ask with its lock. Under the lock is
+    not too early: the later send marks before it asks for the lock.
     """
     run = delivery.run_id
-    if not run.queue or delivery.is_redelivered or run.retries:
+    if not (run.queue or delivery.is_redelivered) or run.retries:
         return
     session = redlock_of(delivery.task.app).session
     sent = str(run.of_all_copies)
-    if any(at is not None and at < 0 for at in read_markers(session, sent)):
+    if any(age < 0 for age in read_markers(session, sent)):
         raise SupersededError(sent)
 
 
-def read_markers(session: Session, run: str) -> list[float | None]:
-    """Return the completion marker of each node that answers within one node timeout.
+def read_markers(session: Session, run: str) -> list[float]:
+    """Return how old the completion marker is on each node that answers within one node timeout.
 
-    Seconds since 1970, below 0 if a later send has replaced the run; None: the node has none.
+    Seconds; 0 if the node has none, below 0 if a later send has replaced the run.
     """
-    request = encode_command("GET", completion_key(session.options.prefix, run))
-    return list(session.node_set.query(request, _read_marker).values())
-
-
-def _read_marker(reply: Any) -> float | None:
-    """Return when a run ended; raises UnexpectedReplyError. Another program's text is no marker."""
-    text = "" if reply is None else read_text(reply)
-    return int(text) / 1000 if _IS_A_MARKER.fullmatch(text) else None
+    request = MARKER.call([completion_key(session.options.prefix, run)])
+    ages = session.node_set.query(request, read_number, script=MARKER).values()
+    return [age / 1000 for age in ages]
 
 
 def is_completed_since(delivery: Delivery, since: float) -> bool:
-    """Return whether a node knows that the run was completed after that, seconds since 1970."""
-    markers = read_markers(redlock_of(delivery.task.app).session, str(delivery.run_id))
-    return any(at is not None and at > since for at in markers)
+    """Return whether a node knows that the run was completed after that, in monotonic seconds."""
+    session = redlock_of(delivery.task.app).session
+    ages = read_markers(session, str(delivery.run_id))
+    now = session.clock.now()
+    return any(age > 0 and now - age >= since for age in ages)
 
 
 def is_completed_elsewhere(delivery: Delivery, began: float) -> bool:
     """Return whether another delivery came to its end since the body of this one began.
 
-    began: seconds since 1970. False if no node can tell, and if no final state is stored: this body
+    began: monotonic seconds. False if no node can tell, and if no final state is stored: this body
     may have stored a state of its own over it, and then a final one is to be stored again.
     """
-    if not is_completed_since(delivery, began - CLOCKS_DIFFER):
+    if not is_completed_since(delivery, began):
         return False
     return StateReporter(delivery.task, delivery.request).has_final_state_if_wanted()
 

@@ -17,7 +17,7 @@ from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.release import loss_of, release_all
 from celery_redlock.tasks.body.monitored import MonitoredBody
 from celery_redlock.tasks.declaration import check_finished, config_of
-from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
+from celery_redlock.tasks.delivery.delivery import Delivery
 from celery_redlock.tasks.delivery.republish import NotRepublishedError
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution import outcomes
@@ -28,13 +28,14 @@ from celery_redlock.tasks.execution.redelivery import (
     is_completed_elsewhere,
     is_held_by_own_run,
 )
-from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.token import UniqueToken
 
 RUN = "_redlock_run"  # the name on the request under which its run is registered
+OUTER_ERROR = "_redlock_outer_error"  # that of an error that was handled when the run began
 
 Body = Callable[..., Any]
 
@@ -62,6 +63,9 @@ class LockedRun:
         unique = delivery.header.unique
         self.token = None if unique is None else UniqueToken.of(unique)
         self.unlocked = self.outcome_stored = False
+        outer = sys.exc_info()[1]
+        if outer is not None:  # Celery closes a lost connection, and its solo pool runs this there
+            delivery.request.__dict__[OUTER_ERROR] = outer
 
     def execute(self, body: Body) -> Any:
         """Run the body and return its result, or end this delivery.
@@ -153,7 +157,7 @@ class LockedRun:
             outcomes.discard_redelivery(delivery)
         except SupersededError as newer:
             self.release()
-            outcomes.skip(delivery, str(newer), "a later send of the same took its place")
+            outcomes.end_superseded(delivery, str(newer))
         except BaseException as error:
             self.release()
             outcomes.end_interrupted(delivery, error)
@@ -190,7 +194,7 @@ class LockedRun:
 
     def _end_refused(self, error: NotAcquired) -> None:
         """End this delivery without its lock; return only if it is to run unlocked."""
-        at = utc_now().timestamp()
+        at = time_of_nodes(self.delivery.task.app).timestamp()
         outcomes.end_cancelled_if_refused(self.delivery, self.cancelled, error)
         args, kwargs = tuple(self.args), dict(self.kwargs)
         refusal = Refusal(error, at, self.options, self.resources, args, kwargs)
@@ -228,7 +232,7 @@ class LockedRun:
         that delivery has ended, then its outcome stands and this one is discarded.
         """
         aborts, acks_late = self.options.on_lost == "abort", self.delivery.acks_late
-        began = utc_now().timestamp() if acks_late else 0.0
+        began = redlock_of(self.delivery.task.app).session.clock.now() if acks_late else 0.0
         monitored = MonitoredBody(self.lock, abort=aborts, report=self._report_lock_lost)
         try:
             try:

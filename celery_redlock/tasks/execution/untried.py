@@ -32,6 +32,7 @@ from celery_redlock.tasks.execution.deferral import (
     report,
     send_signal,
 )
+from celery_redlock.tasks.per_app import time_of_nodes
 from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.waiting.room import WaitingRoom, room_of, rooms_of
@@ -88,7 +89,7 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
         known = room.refusal_of(resource, options.limit)
         if known is not None:
             error = LockTaken(resource, known.holder, known.expires_in)
-            now = utc_now().timestamp()
+            now = time_of_nodes(delivery.task.app).timestamp()
             return Refusal(error, now, options, tuple(resources), args, kwargs)
     return None
 

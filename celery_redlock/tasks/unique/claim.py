@@ -165,11 +165,13 @@ class UniqueClaim:
         return max(MIN_MARKER_TTL, earlier.gone_by - self._session.clock.wall_us() / 1e6)
 
     @uninterruptible
-    def confirm(self) -> None:
+    def confirm(self) -> bool:
         """Set the value to "sent" on the nodes: the message is published. Does not wait.
 
         A node that has not replied yet is told to delete the value instead. Otherwise it could
         execute both requests after the release of the key, and name a run that is over.
+        Return False if the claim expired before, so that the nodes do not remember the send. It is
+        not made anew: its run may be over, and later sends would be dropped for that run.
         """
         session = self._session
         node_set, every = session.node_set, len(session.node_set.nodes)
@@ -193,6 +195,7 @@ class UniqueClaim:
             kept_for = self._kept_for(self.replaced)
             node_set.broadcast(supersede(session, self.replaced.run_id, kept_for), now)
         session.watchdog.run_maintenance_by(now + session.options.node_timeout)
+        return now < self._opened_at + self._sending_ttl or left <= 0
 
     @property
     def _changed(self) -> set[int]:

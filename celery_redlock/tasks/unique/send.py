@@ -176,7 +176,10 @@ def send_once(
     except BaseException:  # also if it was interrupted in `open`: the key must not stay claimed
         claim.give_up()
         raise
-    claim.confirm()
+    if not claim.confirm():
+        extra = {"event": "send_not_remembered", "resource": send.name}
+        text = "%s was published too slowly to be remembered: a later send is no duplicate of it"
+        logger.warning(text, send.run_id, extra=extra)
     return result
 
 

@@ -34,7 +34,7 @@ from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import LockHeader, Wait
 from celery_redlock.tasks.delivery.route import CAME_BACK
-from celery_redlock.tasks.per_app import redlock_of, settings_of
+from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.waiting.capacity import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
 from celery_redlock.tasks.waiting.queues import QueueKey, Waiter
@@ -119,7 +119,8 @@ class WaitingRoom(bootsteps.StartStopStep):
             return  # it goes through a queue of Celery's first
         self._connect()
         waiter = self._waiter_of(request, wait, since)
-        refused_at = self._clock.now() - wait.seconds_since_refusal(utc_now())
+        now = time_of_nodes(consumer.app)
+        refused_at = self._clock.now() - wait.seconds_since_refusal(now)
         with self._dispatcher.mutex:
             has_missed = bool(wait.reason) and self._quorum_history.claim(
                 request.id, refused_at - self._times.clocks_differ
@@ -278,23 +279,28 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
         return
     header = LockHeader.of(request._context)
     delivery = request.delivery_info or {}
-    wait = header.wait
-    if wait is not None and wait.resources and delivery.get("exchange") != CAME_BACK:
-        _begin_countdown_anew(request, wait)
-        try:
+    wait, came_back = header.wait, delivery.get("exchange") == CAME_BACK
+    if wait is None:
+        return
+    try:
+        _set_eta(sender.app, request, wait, came_back=came_back)
+        if wait.resources and not came_back:
             room.admit(request, wait, str(header.deferral.since))
-        except RedlockError as error:
-            extra = {"event": "not_woken", "task": request.name, "task_id": request.id}
-            text = "%s[%s] is not woken: %s"
-            logger.warning(text, request.name, request.id, error, extra=extra)
+    except RedlockError as error:
+        extra = {"event": "not_woken", "task": request.name, "task_id": request.id}
+        text = "%s[%s] is not woken: %s"
+        logger.warning(text, request.name, request.id, error, extra=extra)
 
 
-def _begin_countdown_anew(request: Any, wait: Wait) -> None:
-    """Let a message that has come later than its countdown wait as long from now on.
+def _set_eta(app: Any, request: Any, wait: Wait, *, came_back: bool) -> None:
+    """Let a message run at the end of its countdown, whatever the clock of its sender says.
 
-    Its queue takes longer than the countdown, and at each turn of the queue it would only be
-    refused again. Messages with a budget keep their ETA.
+    came_back: the broker has delayed it. Otherwise one that has come later than its countdown waits
+    as long from now on, if it may: its queue takes longer than the countdown, and at each turn of
+    the queue it would only be refused again.
     Source: celery.worker.strategy reads `Request.eta` after task_received.
     """
-    if wait.waits_for_release and request.eta <= utc_now():
-        request._eta = utc_now() + timedelta(seconds=wait.countdown)
+    left = 0.0 if came_back else wait.countdown_left(time_of_nodes(app))
+    if not left and wait.waits_for_release and not came_back:
+        left = wait.countdown
+    request._eta = utc_now() + timedelta(seconds=left)

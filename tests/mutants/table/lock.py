@@ -316,7 +316,7 @@ MUTANTS = (
     Mutant(
         "a redelivery of a run that is done runs again",
         "lock.engine.rounds:AcquireRound._has_ended",
-        "return at_ms > 0 and at_ms / 1000 >= marker.asks_since",
+        "return age_ms > 0 and sent - age_ms / 1000 >= marker.asks_since",
         "return False",
         (f"{CONTRACT}/test_done_marks.py",),
         "a_delivery_that_asks_is_told",
@@ -324,7 +324,7 @@ MUTANTS = (
     Mutant(
         "a task id that is used again is taken for a run that is done",
         "lock.engine.rounds:AcquireRound._has_ended",
-        " and at_ms / 1000 >= marker.asks_since",
+        " and sent - age_ms / 1000 >= marker.asks_since",
         "",
         (f"{CONTRACT}/test_done_marks.py",),
         "a_mark_from_before_the_first_try",
@@ -458,5 +458,21 @@ MUTANTS = (
         "self.sentinels[:] = [*rest, sentinel]",
         (f"{CONTRACT}/test_server_errors.py::TestSentinel",),
         "one_of_three",
+    ),
+    Mutant(
+        "the wall clock of a worker decides how long a message has waited",
+        "lock.server.restart_guard:GuardedNodeSet.wall",
+        "if not known:",
+        "if True:",
+        (f"{SIMULATION}/test_properties.py",),
+        "agree_about_the_time",
+    ),
+    Mutant(
+        "a node that a release reaches late takes the run for one that has just ended",
+        "lock.engine.releaser:KeyRelease.command",
+        "self._releaser.clock.now() - self._ended_at",
+        "0.0",
+        (f"{CONTRACT}/test_done_marks.py",),
+        "owed_with_its_release",
     ),
 )

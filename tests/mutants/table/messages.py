@@ -38,8 +38,8 @@ MUTANTS = (
     Mutant(
         "a redelivery that waits forgets the claim of its send",
         "tasks.delivery.header:LockHeader.waiting_for_first_delivery",
-        "deferral=NEVER_DEFERRED, wait=None",
-        "deferral=NEVER_DEFERRED, wait=None, unique=None",
+        "deferral=NEVER_DEFERRED, wait=wait",
+        "deferral=NEVER_DEFERRED, wait=wait, unique=None",
         (
             f"{UNIT}/test_deferral.py::test_the_claim_of_a_send_goes_on_through_deferrals_"
             "redeliveries_and_retries",
@@ -423,8 +423,8 @@ MUTANTS = (
     Mutant(
         "a send whose publish failed holds up later ones",
         "tasks.unique.send:send_once",
-        "        claim.give_up()\n        raise\n    claim.confirm()",
-        "        raise\n    claim.confirm()",
+        "        claim.give_up()\n        raise\n",
+        "        raise\n",
         (f"{CONTRACT}/test_unique.py",),
         "a_publish_that_fails_ends_the_window",
     ),
@@ -477,13 +477,13 @@ MUTANTS = (
         "is_a_new_one_from_the_start_of_the_body",
     ),
     Mutant(
-        "a redelivery of a copy that began is skipped for a later send",
+        "a redelivery runs although a later send has replaced it",
         "tasks.execution.redelivery:check_not_superseded",
-        "if not run.queue or delivery.is_redelivered or run.retries:",
+        "if not (run.queue or delivery.is_redelivered) or run.retries:",
         "if not run.queue or run.retries:",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
-            "test_a_second_delivery_of_a_copy_runs_though_a_later_send_replaces_it",
+            "test_a_second_delivery_that_a_later_send_replaces_does_not_run",
         ),
     ),
     Mutant(
@@ -501,5 +501,15 @@ MUTANTS = (
         "    send_signal(delivery, deferral)\n    request.acknowledge()\n",
         (f"{INTEGRATION}/test_untried.py",),
         "is_killed_loses_no_message",
+    ),
+    Mutant(
+        "an error that Celery handles as a run begins keeps the run from being marked as done",
+        "tasks.execution.completion:end_run",
+        "if error is None or error is request.__dict__.get(OUTER_ERROR):",
+        "if error is None:",
+        (
+            f"{INTEGRATION}/test_twins.py::"
+            "test_a_solo_worker_that_loses_its_connection_runs_no_locked_message_twice",
+        ),
     ),
 )

@@ -7,10 +7,11 @@
 --       5 grace period in ms if the node knows no run id   6 if the node knows another run id
 -- Returns  1                     granted, or already ours; the ttl counts from now
 --          {1, token}            the same with fencing: the node's fencing counter
---          {0, pttl_ms, value}   the key has another client's value; pttl -1: it never expires
+--          {0, pttl_ms, value, ms}  the key has another client's value; pttl -1: it never expires;
+--                                the ms since 1970 by the node's clock
 --          {-1, pttl_ms}         the node lost its data and abstains; pttl: of its grace period
--- With KEYS[5], each reply is a list with one more number at its end: the ms since 1970 of the
--- completion marker, 0 if there is none. Then {1, token} has the token 0 without fencing.
+-- With KEYS[5], each reply is a list with one more number at its end: as of lua/marker.lua. Then
+-- {1, token} has the token 0 without fencing.
 local current = redis.call('GET', KEYS[1])
 if ARGV[4] ~= '' then
   local known = redis.call('GET', KEYS[2])
@@ -25,9 +26,14 @@ end
 local done  -- nil without KEYS[5]: a Lua list ends before a nil, so the reply has no such number
 if KEYS[5] then
   done = tonumber(redis.call('GET', KEYS[5]) or 0) or 0
+  if done > 0 then
+    done = math.max(1, done - redis.call('PTTL', KEYS[5]))
+  end
 end
 if current and current ~= ARGV[1] then
-  return {0, redis.call('PTTL', KEYS[1]), current, done}
+  local time = redis.call('TIME')
+  local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  return {0, redis.call('PTTL', KEYS[1]), current, now, done}
 end
 if not current and redis.call('EXISTS', KEYS[3]) == 1 then
   return {-1, redis.call('PTTL', KEYS[3]), done}

@@ -4,7 +4,7 @@
 --       3 the run's completion marker; absent if the run has not ended
 -- ARGV  1 the value: token:since:label   2 the common channel of the lock's waiters, '' to announce
 --       nothing   3 the beginning of the waiters' own channels
---       4 the marker: ms since 1970   5 ttl of the marker in ms
+--       4 the marker: ms from the end of the run to the end of the marker   5 ms to that end now
 -- Returns  1  deleted, even if the server refuses to publish
 --          0  the key does not have our value and stays unchanged; the marker is written anyway
 if KEYS[3] then
