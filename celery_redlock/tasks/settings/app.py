@@ -18,7 +18,7 @@ from celery_redlock.tasks.settings.sources import OptionSource
 DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # seconds
 DEFAULT_PREFIX = "redlock"
 CELERY_PREFIX = "celery."  # the start of the names of Celery's own tasks
-ALL_INTERFACES = "0.0.0.0"  # noqa: S104 - an exporter is for others; the setting may name a host
+LOOPBACK = "127.0.0.1"  # metrics have no password: others see them only if a host is named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +108,14 @@ def _seconds_or_none(source: OptionSource, value: Any) -> float | None:
 
 
 def _listen_address(source: OptionSource, value: Any) -> tuple[str, int] | None:
-    """Return the host and port to listen on: a port alone means all interfaces."""
+    """Return the host and port to listen on: a port alone means this machine alone."""
     if value is None:
         return None
     host, _, port = str(value).rpartition(":")
     if isinstance(value, bool) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         hint = 'must be a port, or "host:port", 0 for any that is free; None for no metrics'
         raise source.wrong(value, hint)
-    return host.strip("[]") or ALL_INTERFACES, int(port)
+    return host.strip("[]") or LOOPBACK, int(port)
 
 
 APP_SETTINGS = (
@@ -205,8 +205,8 @@ APP_SETTINGS = (
         values='a port, `"host:port"`, or `None` for no metrics',
         doc="Where a worker serves its Prometheus [metrics](docs/operations/monitoring.md).",
         details=(
-            "A port alone listens on all interfaces, and port 0 is any free port. It needs the "
-            "extra `celery_redlock[metrics]`."
+            'A port alone is for this machine. `"0.0.0.0:9808"` listens on all interfaces, without '
+            "a password. Port 0 is any free port. It needs the extra `celery_redlock[metrics]`."
         ),
         check=_listen_address,
     ),
