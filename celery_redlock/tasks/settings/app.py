@@ -55,8 +55,8 @@ class AppSettings:
     """The settings of a whole app. Times in seconds.
 
     options: for all tasks; queues, tasks: options by name or glob. countdown_cap: the longest delay
-    of a deferral. metrics: host and port at which a worker serves them. nodes_from: the setting
-    that names the nodes, as "broker_url".
+    of a deferral. metrics: host and port at which a worker serves them. call_options: those that a
+    message may carry, None for all. nodes_from: the setting that names the nodes, as "broker_url".
     """
 
     nodes: tuple[Any, ...] = field(repr=False)  # URLs may hold passwords
@@ -71,12 +71,17 @@ class AppSettings:
     tasks: Mapping[str, Mapping[str, Any]]
     countdown_cap: float
     metrics: tuple[str, int] | None = None
+    call_options: frozenset[str] | None = None
     nodes_from: str = "redlock_nodes"
 
     @property
     def built_in_ttl(self) -> float:
         """The ttl in seconds if no level sets one."""
         return min(DEFAULT_TTL, self.max_ttl)
+
+    def may_carry(self, option: str) -> bool:
+        """Return whether a message may set an option."""
+        return self.call_options is None or option in self.call_options
 
     def for_queue(self, queue: str) -> Mapping[str, Any]:
         """Return the options of a queue: of its exact name, else of the first glob that matches."""
@@ -209,6 +214,18 @@ APP_SETTINGS = (
             "a password. Port 0 is any free port. It needs the extra `celery_redlock[metrics]`."
         ),
         check=_listen_address,
+    ),
+    AppSetting(
+        name="call_options",
+        default=None,
+        shown_default="all",
+        values="a list of [options](docs/reference/options.md#options), `[]`, or `None` for all",
+        doc="The options that a call may set in its message.",
+        details=(
+            "Each client that may send to the broker can set them. A send with another option "
+            "raises a `SettingsError`. A run ignores another option of a message, with a WARNING. "
+            "See [messages](docs/operations/security.md#messages)."
+        ),
     ),
     AppSetting(
         name="queues",
