@@ -39,6 +39,8 @@ _NOT_HELD = {
 }
 
 
+LONGEST_VALUE = 200  # characters of a wrong value that an error shows
+
 # the label of a run on the nodes: task id, task name, retries and nesting; then the worker
 RUN = re.compile(r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+(?:@[^@\s]+)?(?: (?P<worker>\S+))?")
 _ABSTAINS = re.compile(r"(?P<node>.+): grants no lock for (?P<seconds>\d+) s more .restart guard.")
@@ -90,13 +92,15 @@ class SettingsError(RedlockError, ImproperlyConfigured):
     """A setting, an option or an argument is invalid. Celery handles it as ImproperlyConfigured.
 
     level: where it is set ("app", "queue 'imports'", "task 'shop.settle'", "call", "Redlock").
-    name: as the user wrote it. value: its text, without passwords.
+    name: as the user wrote it. value: its text, without passwords, cut to `LONGEST_VALUE`.
     hint: what is allowed, as a sentence that follows "must be" or stands alone.
     """
 
     _anchor = anchors.SETTINGS_ERROR
 
     def __init__(self, level: str, name: str, value: str, hint: str) -> None:
+        if len(value) > LONGEST_VALUE:  # a message may bring any
+            value = f"{value[: LONGEST_VALUE - 3]}..."
         super().__init__(level, name, value, hint)
         self.level, self.name, self.value, self.hint = level, name, value, hint
 

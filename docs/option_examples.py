@@ -164,6 +164,9 @@ SETTINGS = {
     "restart_guard": Shown("`str`", '"strict"', ("redlock_max_ttl", "redlock_nodes")),
     "done_ttl": Shown("`float`, seconds, or `None`", "900", ("backoff",)),
     "metrics": Shown("`int`, `str` or `None`", "9808"),
+    "call_options": Shown(
+        "`list` of `str`, or `None`", '["max_wait", "on_conflict"]', ("redlock_queues",)
+    ),
     "queues": Shown(
         "`dict[str, dict]`",
         '{\n    "imports": {"ttl": 50, "max_wait": 600},\n    "partner-*": {"limit": 2},\n}',

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,21 +13,30 @@ from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.transport.address import parse_address, redact_url
+from celery_redlock.lock.transport.encoding import encoded
 
 RESTART_GUARDS = ("auto", "strict", "on", "off")
+LONGEST = 366 * 86_400.0  # seconds; no clock, timer or node counts wrong up to there
+MOST_PERMITS = 1000  # of a lock: each one is a key, and a try may look at all of them
+MOST_BYTES = 1024  # of a resource's name, which is in keys, channels, errors and log lines
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a finite number; a bool is not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a value is a finite number; a bool is not, nor an int beyond all floats."""
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+def is_too_long(resource: str) -> bool:
+    """Return whether a resource's name has more than `MOST_BYTES`."""
+    return len(resource) > MOST_BYTES // 4 and len(encoded(resource)) > MOST_BYTES
 
 
 def check_seconds(level: str, name: str, value: object, *, above: float = 0.0) -> float:
     """Return a number of seconds above a bound; raises SettingsError for anything else."""
-    if not is_number(value) or value <= above:  # type: ignore[operator]
-        raise SettingsError(
-            level, name, repr(value), f"must be a number of seconds above {above:g}"
-        )
+    if not is_number(value) or not above < value <= LONGEST:  # type: ignore[operator]
+        hint = f"must be a number of seconds above {above:g}, at most {LONGEST:.0f}"
+        raise SettingsError(level, name, repr(value), hint)
     return float(value)  # type: ignore[arg-type]
 
 
@@ -97,20 +106,26 @@ def check_resources(level: str, resources: object) -> tuple[str, ...]:
     if not found or not all(isinstance(name, str) and name for name in found):
         hint = "must be a text, or a list of texts, none of them empty"
         raise SettingsError(level, "resource", repr(resources), hint)
+    if any(map(is_too_long, found)):
+        hint = f"a resource has at most {MOST_BYTES} bytes: use a digest of a longer name"
+        raise SettingsError(level, "resource", repr(resources), hint)
     return in_order(found)
 
 
-def check_wait(level: str, name: str, wait: object) -> float:
-    """Return a number of seconds, 0 or more; raises SettingsError."""
-    if not is_number(wait) or wait < 0:  # type: ignore[operator]
-        raise SettingsError(level, name, repr(wait), "must be a number of seconds, 0 or more")
+def check_wait(level: str, name: str, wait: object, *, most: float = LONGEST) -> float:
+    """Return a number of seconds from 0 to `most`; raises SettingsError."""
+    if not is_number(wait) or not 0 <= wait <= most:  # type: ignore[operator]
+        hint = f"must be a number of seconds from 0 to {most:.0f}"
+        raise SettingsError(level, name, repr(wait), hint)
     return float(wait)  # type: ignore[arg-type]
 
 
 def check_limit(level: str, name: str, limit: object) -> int:
-    """Return a number of permits, 1 or more; raises SettingsError."""
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise SettingsError(level, name, repr(limit), "must be a whole number, 1 or more")
+    """Return a number of permits, from 1 to `MOST_PERMITS`; raises SettingsError."""
+    if type(limit) is not int or not 1 <= limit <= MOST_PERMITS:
+        raise SettingsError(
+            level, name, repr(limit), f"must be a whole number from 1 to {MOST_PERMITS}"
+        )
     return limit
 
 

@@ -11,6 +11,8 @@ Celery decides three things there with too little knowledge:
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import celery.worker.request
@@ -19,12 +21,21 @@ from billiard.exceptions import TimeLimitExceeded
 from celery.utils.functional import noop
 from celery.worker import state
 
+from celery_redlock import anchors
 from celery_redlock.tasks.children.forks import announce_end
-from celery_redlock.tasks.delivery.delivery import NESTED, RECEIVED, Delivery, received_at
+from celery_redlock.tasks.delivery.delivery import (
+    NAMED_AT,
+    NESTED,
+    RECEIVED,
+    Delivery,
+    received_at,
+)
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
 from celery_redlock.tasks.execution.deferral import Deferred
 from celery_redlock.tasks.execution.untried import note_deferred
+
+logger = logging.getLogger(__name__)
 
 
 class Request(celery.worker.request.Request):
@@ -41,24 +52,43 @@ class Request(celery.worker.request.Request):
         """Note what only this process sees of a delivery, and where its message was sent to."""
         super().__init__(message, **options)
         carried, info = self._request_dict, message.delivery_info or {}
-        seen_here: dict[str, Any] = {RECEIVED: received_at(self.eta)}
-        if QUEUE in info:
-            seen_here[QUEUE] = info[QUEUE]
+        seen_here: dict[str, Any] = {  # each of them, for a sender may write these names as well
+            RECEIVED: received_at(self.eta),
+            QUEUE: info.get(QUEUE),
+            NAMED_AT: None,
+            NESTED: "headers" in carried and not options.get("decoded"),
+        }
         if self.content_type is not None:  # most brokers' properties leave it out
             seen_here["content_type"] = self.content_type
-        if "headers" in carried and not options.get("decoded"):
-            seen_here[NESTED] = True
         carried["properties"] = {**carried["properties"], **seen_here}
         if HEADER in carried:
-            self._restore_route()
+            self._ask(self._restore_route)
 
-    def _restore_route(self) -> None:
-        """Let the run see the exchange and routing key that its message was sent to."""
+    def _restore_route(self) -> bool:
+        """Let the run see the exchange and routing key that its message was sent to, if noted."""
         origin, info = LockHeader.of(self._context).origin, self.delivery_info
         if origin is None or not origin.exchange or not origin.queue:
-            return
-        if not info["exchange"] and info["routing_key"] == origin.queue:
+            return False
+        is_back = not info["exchange"] and info["routing_key"] == origin.queue
+        if is_back:
             info.update(exchange=origin.exchange, routing_key=origin.routing_key)
+        return is_back
+
+    def _ask(self, question: Callable[[], bool]) -> bool:
+        """Return an answer from the lock header; after an error the message goes on without it.
+
+        Celery handles no error here: the worker would end, and the broker would give the message to
+        the next worker, which would end as well.
+        """
+        try:
+            return question()
+        except Exception:
+            extra = {"event": "header_unread", "task": self.name, "task_id": self.id}
+            text = "cannot read the lock header of %s[%s], which goes on without it. See %s"
+            logger.exception(text, self.name, self.id, anchors.UNEXPECTED, extra=extra)
+            self._request_dict.pop(HEADER, None)
+            self.__dict__.pop("_context", None)  # made from that
+            return False
 
     @property
     def delivery(self) -> Delivery:
@@ -68,12 +98,14 @@ class Request(celery.worker.request.Request):
     @property
     def _is_for_another_queue(self) -> bool:
         # the exchange first, for it is at hand: of most deliveries nothing else needs to be read
-        return self.delivery_info["exchange"] == CAME_BACK and self.delivery.is_for_another_queue
+        return self.delivery_info["exchange"] == CAME_BACK and self._ask(
+            lambda: self.delivery.is_for_another_queue
+        )
 
     @property
     def _is_left_to_run(self) -> bool:
         """Whether the run itself decides what becomes of an expired or revoked message."""
-        return bool(self.task.acks_late) and self.delivery.may_have_run_elsewhere
+        return bool(self.task.acks_late) and self._ask(lambda: self.delivery.may_have_run_elsewhere)
 
     def maybe_expire(self) -> bool:
         """Return whether the message has expired, if this process decides that; else the run does.

@@ -415,9 +415,27 @@ class TestReplace:
         second = sender.send(on_duplicate="replace")
         for node in nodes:
             node.client().flushall()
-        sender.ticket(second).mark_superseded(sender.redlock)
+        sender.ticket(second).mark_superseded(sender.redlock, "shop.settle")
         settle(sender.redlock)
         assert superseded(nodes, first)
+
+    @pytest.mark.parametrize("other", ["1:shop.other:0:0", "1:shop.settle:1:0", "1", "x" * 9999])
+    def test_a_message_takes_the_place_of_no_run_but_a_first_one_of_its_own_task(
+        self, sender: Sender, nodes: list[EmbeddedNode], other: str
+    ) -> None:
+        forged = replace(sender.ticket(sender.send()), replaces=other)
+        forged.mark_superseded(sender.redlock, "shop.settle")
+        settle(sender.redlock)
+        assert not nodes[0].client().keys("*:done:*")
+
+    def test_a_message_takes_the_place_of_another_for_a_year_at_most(
+        self, sender: Sender, nodes: list[EmbeddedNode]
+    ) -> None:
+        first, year = sender.send(), 366 * 86_400
+        forged = replace(sender.ticket(first), replaces="1:shop.settle:0:0", kept_for=1e10)
+        forged.mark_superseded(sender.redlock, "shop.settle")
+        settle(sender.redlock)
+        assert 0 < nodes[0].client().ttl("{redlock}:done:1:shop.settle:0:0") <= year
 
     def test_where_it_cannot_be_published_the_earlier_one_stays(
         self, sender: Sender, nodes: list[EmbeddedNode]

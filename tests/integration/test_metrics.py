@@ -337,9 +337,14 @@ def test_a_wrong_address_is_refused_by_name_and_value(value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("value", "address"),
-    [(9808, ("0.0.0.0", 9808)), ("[::1]:9808", ("::1", 9808)), (None, None)],
-)
-def test_an_address_is_a_port_or_a_host_and_its_port(value: Any, address: Any) -> None:
+    [
+        (9808, ("127.0.0.1", 9808)), ("0.0.0.0:9808", ("0.0.0.0", 9808)),
+        ("[::1]:9808", ("::1", 9808)), (None, None),
+    ],
+)  # fmt: skip
+def test_an_address_is_a_port_of_this_machine_or_a_host_and_its_port(
+    value: Any, address: Any
+) -> None:
     conf = {"redlock_nodes": ["redis://a"], "redlock_metrics": value}
     assert read_app(conf).metrics == address
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -43,6 +44,13 @@ def test_decorrelated_jitter_draws_up_to_three_times_the_delay_before() -> None:
     assert backoff.delay(0, lambda low, high: high) == 1.5
 
 
+@pytest.mark.parametrize("first", [1, 0.5])
+def test_no_number_of_deferrals_takes_time(first: float) -> None:
+    began = time.process_time()
+    assert Backoff(first, 30, 3, "none").delay(10_000_000, random.uniform) == 30
+    assert time.process_time() - began < 1.0  # the power of an int takes many seconds
+
+
 @given(attempts)
 def test_it_comes_through_a_message(attempt: int) -> None:
     backoff = Backoff(0.5, 7, 3, "none")
@@ -56,6 +64,9 @@ def test_it_comes_through_a_message(attempt: int) -> None:
         ({"first": 5, "cap": 1}, "cap"),
         ({"first": "1"}, "first"),
         ({"cap": float("inf")}, "cap"),
+        ({"first": 10**400, "cap": 10**400}, "first"),
+        ({"factor": float("nan")}, "factor"),
+        ({"factor": 10**400}, "factor"),
         ({"factor": 0.5}, "factor"),
         ({"factor": True}, "factor"),
         ({"jitter": "some"}, "jitter"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import time
 from dataclasses import replace
 from datetime import datetime, timedelta
 from types import SimpleNamespace
@@ -21,7 +22,14 @@ from kombu.serialization import dumps, loads
 
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.tasks.delivery.delivery import RECEIVED, Delivery, received_at, utc_now
+from celery_redlock.lock.validation import MOST_PERMITS
+from celery_redlock.tasks.delivery.delivery import (
+    RECEIVED,
+    Delivery,
+    own_headers,
+    received_at,
+    utc_now,
+)
 from celery_redlock.tasks.delivery.header import (
     CLOCKS_DIFFER,
     NEVER_DEFERRED,
@@ -100,6 +108,41 @@ def test_a_field_of_a_part_that_a_stranger_wrote_counts_as_absent(
         header = LockHeader.of(request({part: {name: written}}))
         assert getattr(header, part) in (getattr(LockHeader(), part), PARTS[part]())
         assert not header.may_have_run_elsewhere
+
+
+@pytest.mark.parametrize(
+    "value",
+    [-1, 1e11, 10**400, math.nan, math.inf, True],
+    ids=["-1", "1e11", "10^400", "nan", "inf", "true"],
+)
+@pytest.mark.parametrize(
+    "field",
+    [
+        "retries", "deferral.count", "deferral.delay", "redelivery.waits", "wait.limit",
+        "wait.refused_at", "wait.countdown",
+    ],
+)  # fmt: skip
+def test_a_number_that_no_worker_writes_counts_as_absent(field: str, value: Any) -> None:
+    part, _, name = field.rpartition(".")
+    plain = {"deferral": {"since": "2026-01-01T00:00:00+00:00"}, "wait": {}, "redelivery": {}}
+    strange = {**plain, name: value}
+    if part:
+        strange = {**plain, part: {**plain[part], name: value}}
+    assert LockHeader.of(request(strange)) == LockHeader.of(request(plain))
+
+
+@pytest.mark.parametrize("limit", [0, MOST_PERMITS + 1])
+def test_a_message_waits_for_no_lock_with_a_limit_that_no_lock_has(limit: int) -> None:
+    wait = LockHeader.of(request({"wait": {"limit": limit}})).wait
+    assert wait is not None
+    assert wait.limit == 1
+
+
+@pytest.mark.parametrize("headers", [["x"], "redlock", 7, {"redlock": None}])
+def test_headers_that_no_celery_writes_hold_no_lock_header(headers: Any) -> None:
+    odd = Context({"id": "1", "redlock": None, "headers": headers}, called_directly=False)
+    assert LockHeader.of(odd) == LockHeader()
+    assert set(own_headers(odd)) <= {"redlock"}
 
 
 @pytest.mark.parametrize("serializer", ["json", "pickle"])
@@ -268,6 +311,8 @@ def test_a_queue_that_goes_with_its_consumer_or_that_nobody_declared_is_not_decl
         ("a.b", "a.b", True), ("a.b", "a.c", False), ("a.b", "axb", False),
         ("a.*", "a.b", True), ("a.*", "a", False), ("a.*", "a.b.c", False),
         ("a.#", "a", True), ("a.#", "a.b.c", True), ("a.#", "ab", False), ("#", "a.b", True),
+        ("#", "", True), ("*", "", False), ("a.*.b", "a..b", True), ("#.b.#.d", "a.b.c.d", True),
+        ("#.#.d.*", "a.b.c.d", False),
     ],
 )  # fmt: skip
 def test_a_topic_fits_as_rabbitmq_says(binding: str, key: str, fits: bool) -> None:
@@ -275,6 +320,13 @@ def test_a_topic_fits_as_rabbitmq_says(binding: str, key: str, fits: bool) -> No
     assert Route("x", key).reaches(queue) is fits
     assert Route(None, key).reaches(queue) is fits
     assert not Route("y", key).reaches(queue)
+
+
+def test_a_long_routing_key_takes_no_time_against_many_wildcards() -> None:
+    route, rounds = Route("x", ".".join("a" * 200)), range(3)
+    began = time.process_time()
+    assert not any(route.has_topic("#.a." * 5 + "#.b") for _ in rounds)
+    assert time.process_time() - began < 1.0  # a pattern with backtracking takes minutes
 
 
 def test_a_message_that_rabbitmq_kept_back_still_knows_where_it_was_sent() -> None:

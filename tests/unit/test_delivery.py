@@ -13,13 +13,14 @@ from celery.app.task import Context
 from celery.utils.imports import symbol_by_name
 from freezegun import freeze_time
 
-from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.delivery import NAMED_AT, NESTED, RECEIVED, Delivery
 from celery_redlock.tasks.delivery.header import (
     NO_HEADER,
     Deferral,
     LockHeader,
     Origin,
 )
+from celery_redlock.tasks.delivery.route import QUEUE
 from celery_redlock.tasks.task import REQUEST
 from celery_redlock.tasks.worker_request import Request
 
@@ -115,6 +116,41 @@ def test_an_eager_run_has_no_message_to_republish() -> None:
 
 def test_the_name_by_which_workers_import_the_request_is_that_of_our_class() -> None:
     assert symbol_by_name(REQUEST) is Request
+
+
+class Broken(dict[str, Any]):
+    """A header that an error of ours could not read."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        raise RuntimeError(name)
+
+
+def test_a_message_whose_header_cannot_be_read_goes_on_without_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    request = request_of({"redlock": Broken(options={"key": False})})
+    assert "cannot read the lock header of t[1]" in caplog.text
+    assert "redlock" not in request.request_dict
+    assert request.delivery.header is NO_HEADER
+    assert not request.revoked()
+
+
+@pytest.mark.parametrize("name", [QUEUE, RECEIVED, NESTED, NAMED_AT])
+@pytest.mark.parametrize("value", [["x"], "elsewhere", 5.0, True])
+def test_what_a_worker_notes_of_a_delivery_comes_from_no_message(name: str, value: Any) -> None:
+    properties = request_of({}, {name: value}).request_dict["properties"]
+    assert properties[name] != value
+
+
+def request_of(headers: dict[str, Any], properties: dict[str, Any] | None = None) -> Request:
+    """Return a worker's request of a message to an early task."""
+    app = Celery("unit", broker="memory://", set_as_default=False)
+    task = SimpleNamespace(name="t", acks_late=False, ignore_result=False, app=app)
+    message = SimpleNamespace(
+        headers={"id": "1", "task": "t", "eta": PAST, **headers}, properties=properties or {},
+        delivery_info={}, body=b"", payload=((), {}, {}), content_type="", content_encoding="",
+    )  # fmt: skip
+    return Request(message, app=app, task=task)
 
 
 def test_a_revocation_that_is_left_to_the_run_survives_in_a_retry_that_is_redelivered() -> None:

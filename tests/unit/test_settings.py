@@ -6,6 +6,7 @@ import enum
 import inspect
 import re
 import sys
+import tracemalloc
 import uuid
 from collections.abc import Callable
 from decimal import Decimal
@@ -197,6 +198,40 @@ class TestEveryOptionAtEveryLevel:
         assert "app: redlock_ttl" in lines[3]
 
 
+class TestOptionsThatAMessageMayCarry:
+    def test_all_options_are_by_default(self) -> None:
+        carried = {"key": False, "limit": 2}
+        assert plan().heeded(carried) == carried
+        assert plan().options_for("q", carried).key is False
+
+    @pytest.mark.parametrize("named", [["wait"], {"wait"}, []])
+    def test_another_one_is_refused_at_a_send_and_ignored_in_a_message(self, named: Any) -> None:
+        made = plan({"redlock_call_options": named})
+        with pytest.raises(SettingsError, match=r"lock=\{'key'\}=False.*redlock_call_options"):
+            made.check_call({"key": False})
+        assert set(made.heeded({"key": False, "limit": 9, "wait": 3})) == set(named)
+
+    def test_an_option_that_does_not_exist_stays_an_error(self) -> None:
+        made = plan({"redlock_call_options": ["ttl"]})
+        with pytest.raises(SettingsError, match="is not an option; did you mean 'ttl'"):
+            made.options_for("q", made.heeded({"tll": 3}))
+
+    @pytest.mark.parametrize("value", ["wait", 7, True, [7], {"wait": 1}, ["wiat"], [["wait"]]])
+    def test_a_wrong_list_is_refused_by_name(self, value: Any) -> None:
+        with pytest.raises(SettingsError, match="app: redlock_call_options="):
+            plan({"redlock_call_options": value})
+
+    def test_what_a_call_changes_of_key_args_or_limit_is_told(self) -> None:
+        made = plan(key="k:{a}")
+        for carried, changed in (
+            ({"key": False}, {"key": False}),
+            ({"args": ["a"]}, {"key": None, "args": ("a",)}),
+            ({"limit": 3, "wait": 9}, {"limit": 3}),
+            ({"key": "k:{a}", "limit": 1, "ttl": 9}, {}),
+        ):
+            assert made.overridden("q", made.options_for("q", carried)) == changed
+
+
 class TestTasksOfOthers:
     def others(self, entries: dict[str, Any], pattern: str) -> TaskLockConfig:
         app = read_app({"redlock_nodes": NODES, "redlock_ttl": 11, "redlock_tasks": entries})
@@ -285,6 +320,17 @@ class TestWrongSettings:
             ("args", ["nope"]),
             ("args", ["a", "task"]),
             ("args", lambda task, args, kwargs: ["a"]),
+            ("ttl", float("inf")),
+            ("wait", float("inf")),
+            ("wait", 3601),
+            ("max_hold", float("nan")),
+            ("max_wait", 367 * 86_400),
+            ("unique_for", 1e300),
+            ("limit", 1001),
+            ("key", "{a:>1000}"),
+            ("key", "{a:.1000f}"),
+            ("key", "{a:{b:>1000}}"),
+            ("key", "{a:>\u0661\u0661\u0661\u0661}"),  # digits, too
         ],
     )
     def test_a_wrong_value_names_level_name_and_value(self, name: str, value: Any) -> None:
@@ -294,6 +340,21 @@ class TestWrongSettings:
         assert (error.level, error.name) == ("task 'shop.f'", f"lock_{name}")
         assert error.value == repr(list(value) if isinstance(value, tuple) else value)
         assert error.hint
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *((name, 10**400) for name in ("ttl", "wait", "max_hold", "max_wait", "limit")),
+            ("key", "x" * 1025),
+            ("key", ["x", "\u20ac" * 342]),
+            ("backoff", {"first": 10**400}),
+            ("x" * 5000, 1),
+        ],
+    )
+    def test_a_long_value_is_refused_and_cut_in_the_error(self, name: str, value: Any) -> None:
+        with pytest.raises(SettingsError) as caught:
+            plan().options_for("q", {name: value})
+        assert len(caught.value.value) <= 200
 
     @pytest.mark.parametrize(
         ("conf", "lock", "named"),
@@ -770,6 +831,33 @@ class TestKeys:
         def body(task: str) -> None: ...
 
         assert resource(plan(body=body, key="{task}"), "mine") == "mine"
+
+    @pytest.mark.parametrize(
+        ("key", "args"),
+        [
+            ("{a:{b}}", ("x", ">100000000")),
+            ("{a:{b}f}", (1.5, ".100000000")),
+            ("{a:.2f}", (Decimal("1e100000000"),)),
+            ("{a:.2f}", (10**400,)),
+            ("{a}", ("x" * 1025,)),
+            ("{a}{b}", ("x" * 1000, "x" * 1000)),
+            ("{a:>999}" * 100, ("x",)),
+        ],
+    )
+    def test_a_resource_is_short_whatever_a_message_brings(
+        self, key: str, args: tuple[Any, ...]
+    ) -> None:
+        made, most = plan(key=key), 10_000_000  # bytes
+        tracemalloc.start()
+        with pytest.raises(SettingsError):
+            resource(made, *args)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < most
+
+    def test_a_callable_that_returns_a_long_resource_is_an_error(self) -> None:
+        with pytest.raises(SettingsError, match="at most 1024 bytes"):
+            resource(plan(key=lambda task, args, kwargs: ["r", "x" * 1025]), 1)
 
     def test_none_in_a_template_is_an_error_not_a_shared_key(self) -> None:
         with pytest.raises(SettingsError, match="a is None"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from celery_redlock.errors import LockTaken, QuorumUnreachable, RedlockError
 from celery_redlock.lock.engine.events import Events
@@ -107,10 +108,12 @@ class Acquirer:
         A redelivery begins at the plain lock's key, because a first delivery with a limit of 1
         holds that key.
         """
-        first, soonest = random.randrange(acquisition.options.limit), None  # noqa: S311 - no secret
+        options, prefix = acquisition.options, self._servers.options.prefix
+        first, soonest = random.randrange(options.limit), None  # noqa: S311 - no secret
         if acquisition.is_redelivery:
             first = 0
-        for key in [*acquisition.keys[first:], *acquisition.keys[:first]]:
+        for permit in chain(range(first, options.limit), range(first)):
+            key = LockKey(prefix, acquisition.keys[0].resource, permit, options.ttl)
             failure = self._lock_key(acquisition, key)
             if not isinstance(failure, LockTaken) or acquisition.is_own_run(failure.holder):
                 return failure

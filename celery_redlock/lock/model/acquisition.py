@@ -26,10 +26,9 @@ _numbers = itertools.count(1)
 class Acquisition:
     """One acquisition, from its first request to its end.
 
-    keys: one for each resource, in the order of `keys.in_order`; or one for each permit of one
-    resource. owner: the process, thread or greenlet, and task that acquires. The watchdog uses
-    `renew_at`, the monotonic second of the next renewal (inf: none). It may renew up to `leeway`
-    seconds earlier, in one batch with others.
+    keys: one for each resource, in the order of `keys.in_order`. owner: the process, thread or
+    greenlet, and task that acquires. The watchdog uses `renew_at`, the monotonic second of the next
+    renewal (inf: none). It may renew up to `leeway` seconds earlier, in one batch with others.
     """
 
     __slots__ = ("_at_risk_told", "_last_renewal", "_loss_told", "_reclaim_at", "_users",

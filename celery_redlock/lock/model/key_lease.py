@@ -35,12 +35,8 @@ def _encode_ttl(ttl: float) -> bytes:
 
 
 def lock_keys(prefix: str, options: LockOptions) -> list[LockKey]:
-    """Return the keys that a lock may take: one for each resource, or for each permit."""
-    return [
-        LockKey(prefix, resource, permit, options.ttl)
-        for resource in options.resources
-        for permit in range(options.limit)
-    ]
+    """Return the keys of a lock's resources, without those of a semaphore's further permits."""
+    return [LockKey(prefix, resource, 0, options.ttl) for resource in options.resources]
 
 
 class KeyLease:

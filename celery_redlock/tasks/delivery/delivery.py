@@ -183,7 +183,9 @@ def own_headers(request: Any) -> dict[str, Any]:
 
     Source: celery.app.task.Context takes a header called "headers" for all of them.
     """
-    headers: Mapping[str, Any] = request.headers or {}
+    headers = request.headers
+    if not isinstance(headers, Mapping):  # a sender may write any type
+        headers = {}
     if (request.get("properties") or {}).get(NESTED):
         rest = {name: value for name, value in request.__dict__.items() if name != "headers"}
         headers = {**(Context(rest).headers or {}), "headers": headers}

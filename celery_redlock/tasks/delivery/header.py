@@ -1,7 +1,8 @@
 """The message header `redlock`: all that a message carries of its lock.
 
 Each part is absent until it is needed, so that a plain send with `lock=` carries its options and
-nothing else. A header that another program wrote, and a part with a wrong type, count as absent.
+nothing else. A header that another program wrote, and a field with a wrong type or a number out of
+range, count as absent.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeVar
 
+from celery_redlock.lock.validation import MOST_PERMITS
+
 HEADER = "redlock"
 DEATHS = "x-death"  # RabbitMQ's header
 DELAY_QUEUES = "celery_delayed_"  # Source: kombu.transport.native_delayed_delivery: level_name
 CLOCKS_DIFFER = 1.0  # s: by which two processes may differ in what they know of the nodes' time
+LAST_MOMENT = 1e10  # s: in the year 2286; no number of a header is larger, so none overflows
 
 P = TypeVar("P")
 
@@ -120,8 +124,8 @@ class LockHeader:
     def of(cls, request: Any) -> LockHeader:
         """Return the header of a request, `NO_HEADER` if it has none of its own."""
         carried = request.__dict__.get(HEADER)
-        if carried is None:
-            carried = (request.headers or {}).get(HEADER)
+        if carried is None and isinstance(request.headers, Mapping):  # a sender may write any type
+            carried = request.headers.get(HEADER)
         if not isinstance(carried, Mapping):
             return NO_HEADER
         header = _parse(carried)
@@ -199,17 +203,17 @@ def _has_died_since(request: Any) -> bool:
     return any(not queue.startswith(DELAY_QUEUES) for queue in queues)
 
 
-_NUMBER = (int, float)
-_KINDS: Mapping[type, Mapping[str, Any]] = {  # by part: its fields, and their types
-    Deferral: {"count": int, "since": str, "delay": _NUMBER},
-    Redelivery: {"by_broker": bool, "waits": int},
+_COUNT, _LIMIT = range(10**9), range(1, MOST_PERMITS + 1)
+_KINDS: Mapping[type, Mapping[str, Any]] = {  # by part: its fields, and their types or ranges
+    Deferral: {"count": _COUNT, "since": str, "delay": float},
+    Redelivery: {"by_broker": bool, "waits": _COUNT},
     Wait: {
-        "resources": (list, tuple), "refused_by": str, "refused_at": _NUMBER,
-        "limit": int, "waits_for_release": bool, "reason": str, "countdown": _NUMBER,
+        "resources": (list, tuple), "refused_by": str, "refused_at": float,
+        "limit": _LIMIT, "waits_for_release": bool, "reason": str, "countdown": float,
     },
     Origin: {"exchange": str, "routing_key": str, "queue": str},
     LockHeader: {
-        "options": Mapping, "id": str, "retries": int, "is_revoked": bool, "unique": Mapping,
+        "options": Mapping, "id": str, "retries": _COUNT, "is_revoked": bool, "unique": Mapping,
     },
 }  # fmt: skip
 
@@ -234,9 +238,21 @@ def _part(kind: type[P], carried: object) -> P | None:
 
 
 def _known(kind: type, carried: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a part carries with the right type."""
+    """Return the fields that a part carries with the right type, and in their range."""
     types = _KINDS[kind]
-    return {name: carried[name] for name in types if isinstance(carried.get(name), types[name])}
+    return {name: carried[name] for name in types if _fits(carried.get(name), types[name])}
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Return whether a value is of a field's kind; a float stands for seconds, 0 or more."""
+    if isinstance(kind, range):
+        return type(value) is int and value in kind
+    return is_moment(value) if kind is float else isinstance(value, kind)
+
+
+def is_moment(value: object) -> bool:
+    """Return whether a value is a number of seconds from 0 on, or such a second since 1970."""
+    return type(value) in (int, float) and 0 <= value <= LAST_MOMENT  # type: ignore[operator]
 
 
 def _is_time(text: object) -> bool:

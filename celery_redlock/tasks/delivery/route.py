@@ -75,10 +75,18 @@ class Route:
         return (exchange.type == "fanout" and self.exchange is not None) or self.has_topic(binding)
 
     def has_topic(self, binding: str) -> bool:
-        """Tell whether its routing key fits a binding of a topic exchange."""
-        words = {"*": r"[^.]+\.", "#": r"(?:[^.]+\.)*"}
-        pattern = "".join(words.get(word, re.escape(word) + r"\.") for word in binding.split("."))
-        return re.fullmatch(pattern, f"{self.routing_key}.") is not None
+        """Tell whether its routing key fits a binding of a topic exchange.
+
+        Word by word: a pattern with several "#" would try each way to part the words among them.
+        """
+        words, parts = (key.split(".") if key else [] for key in (self.routing_key, binding))
+        begun = {0}  # how many words the binding may have taken so far
+        for part in parts:
+            if part == "#":
+                begun = set(range(min(begun, default=len(words) + 1), len(words) + 1))
+            else:
+                begun = {i + 1 for i in begun if i < len(words) and part in ("*", words[i])}
+        return len(words) in begun
 
 
 def bindings_of(queue: Queue) -> Iterator[tuple[Exchange, str]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
-from celery_redlock.errors import LockLost, NotAcquired, SettingsError
+from celery_redlock.errors import LONGEST_VALUE, LockLost, NotAcquired, SettingsError
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import in_order
@@ -33,6 +34,8 @@ from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.token import UniqueToken
+
+logger = logging.getLogger(__name__)
 
 RUN = "_redlock_run"  # the name on the request under which its run is registered
 OUTER_ERROR = "_redlock_outer_error"  # that of an error that was handled when the run began
@@ -93,7 +96,11 @@ class LockedRun:
             queue = queue_of_send(task, args, kwargs)
         else:
             queue = delivery.queue(config.queues)
-        self.options = config.options_for(queue, delivery.header.options)
+        carried = config.heeded(delivery.header.options)
+        self.options = config.options_for(queue, carried)
+        if delivery.header.options:
+            changed = config.overridden(queue, self.options)
+            log_call_options(delivery, carried, changed)
         call = TaskCall(task, args, kwargs, queue)
         resources = config.resources(self.options, call)
         self.resources = resources if len(resources) < 2 else in_order(resources)
@@ -109,7 +116,8 @@ class LockedRun:
         if "celery_aio_pool.pool" in sys.modules:
             refuse_aio_pool(self.delivery.task)
         if self.token is not None:
-            self.token.mark_superseded(redlock_of(self.delivery.task.app))
+            task = self.delivery.task
+            self.token.mark_superseded(redlock_of(task.app), task.name)
         slot: outcomes.WaitInSlot | None = None
         try:
             is_over = False
@@ -282,6 +290,27 @@ class LockedRun:
         if RUN in self.delivery.request.__dict__:
             release_all(self.lock, ended=completed)
             self.unregister()  # last: if this is cut before, task_postrun releases again
+
+
+def log_call_options(
+    delivery: Delivery, heeded: Mapping[str, Any], changed: Mapping[str, Any]
+) -> None:
+    """Log what a sender changes of what the task's author has set.
+
+    heeded: the options of the message without those that no message may carry. changed: what they
+    change of what is excluded.
+    """
+    ignored = [name for name in delivery.header.options if name not in heeded]
+    if ignored:
+        extra = delivery.log_extra("call_options_ignored", options=ignored)
+        text = "%s: options of its message that redlock_call_options does not name are ignored: %s"
+        logger.warning(text, delivery, ", ".join(ignored), extra=extra)
+    if changed:
+        shown = ", ".join(
+            f"{name}={repr(value)[:LONGEST_VALUE]}" for name, value in changed.items()
+        )
+        extra = delivery.log_extra("call_options_used", options=list(changed))
+        logger.info("%s: its message changes the lock: %s", delivery, shown, extra=extra)
 
 
 def run_of(request: Any) -> LockedRun | None:

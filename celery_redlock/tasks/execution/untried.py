@@ -80,7 +80,7 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
     """Return the refusal that a run would get; None if that is not known. Raises RedlockError."""
     config = config_of(delivery.task)
     queue = delivery.queue(config.queues)
-    options = config.options_for(queue, delivery.header.options)
+    options = config.options_for(queue, config.heeded(delivery.header.options))
     if options.on_conflict != "defer" or options.wait > 0 or callable(options.key):
         return None
     args, kwargs = tuple(request.args), dict(request.kwargs)

@@ -18,7 +18,7 @@ from celery_redlock.tasks.settings.sources import OptionSource
 DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # seconds
 DEFAULT_PREFIX = "redlock"
 CELERY_PREFIX = "celery."  # the start of the names of Celery's own tasks
-ALL_INTERFACES = "0.0.0.0"  # noqa: S104 - an exporter is for others; the setting may name a host
+LOOPBACK = "127.0.0.1"  # metrics have no password: others see them only if a host is named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ class AppSettings:
     """The settings of a whole app. Times in seconds.
 
     options: for all tasks; queues, tasks: options by name or glob. countdown_cap: the longest delay
-    of a deferral. metrics: host and port at which a worker serves them. nodes_from: the setting
-    that names the nodes, as "broker_url".
+    of a deferral. metrics: host and port at which a worker serves them. call_options: those that a
+    message may carry, None for all. nodes_from: the setting that names the nodes, as "broker_url".
     """
 
     nodes: tuple[Any, ...] = field(repr=False)  # URLs may hold passwords
@@ -71,12 +71,17 @@ class AppSettings:
     tasks: Mapping[str, Mapping[str, Any]]
     countdown_cap: float
     metrics: tuple[str, int] | None = None
+    call_options: frozenset[str] | None = None
     nodes_from: str = "redlock_nodes"
 
     @property
     def built_in_ttl(self) -> float:
         """The ttl in seconds if no level sets one."""
         return min(DEFAULT_TTL, self.max_ttl)
+
+    def may_carry(self, option: str) -> bool:
+        """Return whether a message may set an option."""
+        return self.call_options is None or option in self.call_options
 
     def for_queue(self, queue: str) -> Mapping[str, Any]:
         """Return the options of a queue: of its exact name, else of the first glob that matches."""
@@ -108,14 +113,14 @@ def _seconds_or_none(source: OptionSource, value: Any) -> float | None:
 
 
 def _listen_address(source: OptionSource, value: Any) -> tuple[str, int] | None:
-    """Return the host and port to listen on: a port alone means all interfaces."""
+    """Return the host and port to listen on: a port alone means this machine alone."""
     if value is None:
         return None
     host, _, port = str(value).rpartition(":")
     if isinstance(value, bool) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         hint = 'must be a port, or "host:port", 0 for any that is free; None for no metrics'
         raise source.wrong(value, hint)
-    return host.strip("[]") or ALL_INTERFACES, int(port)
+    return host.strip("[]") or LOOPBACK, int(port)
 
 
 APP_SETTINGS = (
@@ -205,10 +210,22 @@ APP_SETTINGS = (
         values='a port, `"host:port"`, or `None` for no metrics',
         doc="Where a worker serves its Prometheus [metrics](docs/operations/monitoring.md).",
         details=(
-            "A port alone listens on all interfaces, and port 0 is any free port. It needs the "
-            "extra `celery_redlock[metrics]`."
+            'A port alone is for this machine. `"0.0.0.0:9808"` listens on all interfaces, without '
+            "a password. Port 0 is any free port. It needs the extra `celery_redlock[metrics]`."
         ),
         check=_listen_address,
+    ),
+    AppSetting(
+        name="call_options",
+        default=None,
+        shown_default="all",
+        values="a list of [options](docs/reference/options.md#options), `[]`, or `None` for all",
+        doc="The options that a call may set in its message.",
+        details=(
+            "Each client that may send to the broker can set them. A send with another option "
+            "raises a `SettingsError`. A run ignores another option of a message, with a WARNING. "
+            "See [messages](docs/operations/security.md#messages)."
+        ),
     ),
     AppSetting(
         name="queues",

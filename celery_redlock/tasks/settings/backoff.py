@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from celery_redlock.errors import SettingsError
+from celery_redlock.lock.validation import LONGEST, is_number
 from celery_redlock.tasks.settings.sources import OptionSource
 
 Jitter = Literal["full", "decorrelated", "none"]
@@ -32,12 +33,12 @@ class Backoff:
     def __post_init__(self) -> None:
         for name in ("first", "cap", "factor"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise SettingsError("Backoff", name, repr(value), "must be a number")
-        if not 0 < self.first <= self.cap < float("inf"):
-            hint = "must be above 0 s and at most cap, and cap finite"
+            if not is_number(value):
+                raise SettingsError("Backoff", name, repr(value), "must be a finite number")
+        if not 0 < self.first <= self.cap <= LONGEST:
+            hint = f"must be above 0 s and at most cap, and cap at most {LONGEST:.0f} s"
             raise SettingsError("Backoff", "first, cap", f"{self.first!r}, {self.cap!r}", hint)
-        if not 1 <= self.factor < float("inf"):
+        if self.factor < 1:
             raise SettingsError("Backoff", "factor", repr(self.factor), "must be 1 or more")
         if self.jitter not in get_args(Jitter):
             hint = f"must be one of {', '.join(get_args(Jitter))}"
@@ -54,7 +55,8 @@ class Backoff:
         if self.jitter == "decorrelated":
             return min(self.cap, uniform(self.first, 3 * (previous or self.first)))
         try:
-            grown = min(self.cap, self.first * self.factor**attempt)
+            # as floats: a power of large ints would keep the interpreter's lock for seconds
+            grown = min(self.cap, self.first * float(self.factor) ** float(attempt))
         except OverflowError:
             grown = self.cap
         return grown if self.jitter == "none" else uniform(0.0, grown)

@@ -15,7 +15,7 @@ from celery_redlock.tasks.settings.app import (
     CELERY_PREFIX,
     AppSettings,
 )
-from celery_redlock.tasks.settings.levels import check_options
+from celery_redlock.tasks.settings.levels import check_options, option_meant
 from celery_redlock.tasks.settings.options import OPTION
 from celery_redlock.tasks.settings.sources import (
     OptionSource,
@@ -55,6 +55,7 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
         # so that a redelivery that waits asks again before the marker of the first one expires
         countdown_cap=min(_visibility_timeout(conf) / 4, done_ttl / 2),
         metrics=_value(conf, "metrics"),
+        call_options=_call_options(app_source("call_options"), _value(conf, "call_options")),
         nodes_from=nodes_from,
     )
     queues = _by_pattern("queue", _value(conf, "queues") or {}, bare, travels=True)
@@ -71,6 +72,18 @@ def _value(conf: Mapping[str, Any], name: str) -> Any:
     setting = APP_SETTING[name]
     value = conf.get(f"redlock_{name}", setting.default)
     return value if setting.check is None else setting.check(app_source(name), value)
+
+
+def _call_options(source: OptionSource, value: Any) -> frozenset[str] | None:
+    """Return the names of the options that a message may carry; raises SettingsError."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise source.wrong(value, 'must be a list of option names, as ["max_wait"], or None')
+    unknown = [name for name in value if name not in list(OPTION)]  # a list: it may be unhashable
+    if unknown:
+        raise source.wrong(value, f"{unknown[0]!r} is not an option{option_meant(unknown[0])}")
+    return frozenset(value)
 
 
 def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> None:

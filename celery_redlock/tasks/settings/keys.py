@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from celery_redlock.errors import ArgumentsError
 from celery_redlock.lock.model.keys import in_order
-from celery_redlock.lock.validation import check_permits
+from celery_redlock.lock.validation import MOST_BYTES, check_permits, is_too_long
 from celery_redlock.tasks.settings.app import AppSettings, pattern_for
 from celery_redlock.tasks.settings.digest import canonical, digest, unstable
 from celery_redlock.tasks.settings.levels import decides_key
@@ -33,6 +33,7 @@ from celery_redlock.tasks.settings.templates import (
 
 # The names of all parameters, how many of them may stand by position, and the defaults.
 SimpleParameters = tuple[tuple[str, ...], int, Mapping[str, Any]]
+_TOO_LONG = f"a resource has at most {MOST_BYTES} bytes"
 ANY_ARGUMENTS = "any-arguments"  # instead of a digest, if no argument is part of the key
 
 
@@ -180,6 +181,8 @@ class TaskKeys:
         if not found or not all(isinstance(resource, str) and resource for resource in found):
             got = f"got {type(returned).__name__}"
             raise source.wrong(key, f"must return a text or a list of texts, not empty; {got}")
+        if any(map(is_too_long, found)):
+            raise source.wrong(key, f"{_TOO_LONG}; a callable returned more")
         found = in_order(found)
         check_permits(source.level, limit=options.limit, fencing=options.fencing, resources=found)
         return found
@@ -187,11 +190,13 @@ class TaskKeys:
     def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
         try:
             text = fill(template, arguments, self.task_name, queue)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             hint = f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
             raise self.source("key").wrong(template, hint) from error
         if not text:
             raise self.source("key").wrong(template, "gives an empty text for these arguments")
+        if is_too_long(text):
+            raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
         return text
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

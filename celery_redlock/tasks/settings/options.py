@@ -16,6 +16,8 @@ from celery_redlock.tasks.settings.backoff import Backoff, check_backoff
 from celery_redlock.tasks.settings.sources import OptionSource
 from celery_redlock.tasks.settings.templates import check_args, check_key
 
+LONGEST_WAIT = 3600.0  # seconds in a worker slot; after that most brokers deliver a message again
+
 Check = Callable[[OptionSource, Any, AppSettings], Any]
 
 
@@ -90,7 +92,7 @@ def _ttl(source: OptionSource, value: Any, app: AppSettings) -> float:
 
 
 def _wait(source: OptionSource, value: Any, app: AppSettings) -> float:
-    return check_wait(source.level, source.name, value)
+    return check_wait(source.level, source.name, value, most=LONGEST_WAIT)
 
 
 def _limit(source: OptionSource, value: Any, app: AppSettings) -> int:
@@ -152,7 +154,7 @@ OPTIONS = (
     ),
     Option(
         name="wait", check=_wait, default=0.0, unit="s",
-        values="seconds, 0 or more",
+        values="seconds, from 0 to 3,600",
         doc="How long a run waits for its lock in its worker slot, before `on_conflict` applies.",
         details="A release wakes the run. The wait blocks the slot, so keep it short.",
     ),
@@ -224,7 +226,7 @@ OPTIONS = (
     ),
     Option(
         name="limit", check=_limit, default=1,
-        values="a whole number, 1 or more",
+        values="a whole number, from 1 to 1,000",
         doc="How many runs may hold the lock at once: a semaphore.",
         details=(
             "If clients set different limits for a resource, the largest one is never exceeded. A "

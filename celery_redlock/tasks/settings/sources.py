@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from celery_redlock.errors import SettingsError
+from celery_redlock.errors import LONGEST_VALUE, SettingsError
 
 
 @dataclass(frozen=True)
@@ -101,5 +101,5 @@ def _shown(value: Any) -> str:
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" for a name close to a known one, else all known names."""
     known = list(known)
-    close = difflib.get_close_matches(str(name), known, n=1)
+    close = difflib.get_close_matches(str(name)[:LONGEST_VALUE], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"

@@ -99,6 +99,21 @@ class TaskLockConfig:
             options = self._by_queue[queue] = self._merge(queue, {})
         return options
 
+    def heeded(self, carried: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options of a message without those that no message may carry."""
+        if not carried or self.app.call_options is None:
+            return carried
+        return {n: v for n, v in carried.items() if n not in OPTION or self.app.may_carry(n)}
+
+    def overridden(self, queue: str, options: TaskLockOptions) -> dict[str, Any]:
+        """Return what a call has changed of what is excluded: its `key`, `args` or `limit`.
+
+        options: those in force for the call.
+        """
+        usual = self.options_for(queue)
+        changed = {name: getattr(options, name) for name in (*KEY_OPTIONS, "limit")}
+        return {name: value for name, value in changed.items() if value != getattr(usual, name)}
+
     def _levels(
         self, queue: str, call: Mapping[str, Any]
     ) -> Iterator[tuple[Mapping[str, Any], SourceOf]]:
@@ -142,6 +157,10 @@ class TaskLockConfig:
         Raises SettingsError.
         """
         valid = check_options(options, self.app, call_source, travels=True)
+        for name in valid:
+            if not self.app.may_carry(name):
+                hint = "is not in redlock_call_options, so no call may set it: set it at the task"
+                raise call_source(name).wrong(options[name], hint)
         self.keys.check(valid, call_source)
         check_together("call", merged(self._of_task, valid))
         return valid

@@ -6,8 +6,10 @@ import functools
 import re
 import string
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
+from celery_redlock.lock.validation import MOST_BYTES, is_too_long
 from celery_redlock.tasks.settings.digest import (
     BY_TEXT,
     CONTAINERS,
@@ -24,6 +26,9 @@ TEMPLATE_NAMES = ("task", "queue", "digest")  # beside the arguments, whose name
 
 _QUEUE = re.compile(r"\{queue[}!:\[]")
 _FIELD = re.compile(r"[^.\[\]]*(\[[^\[\]]*\])*")
+# A width or a precision of a format: a few bytes of a message would become a text of gigabytes.
+_WIDE = re.compile(r"\d{4}")
+_WIDEST_DECIMAL = 1000  # digits; Decimal("1e999999999") is short until a format writes its zeros
 
 
 def check_key(source: OptionSource, value: Any, app: object) -> Any:
@@ -35,6 +40,8 @@ def check_key(source: OptionSource, value: Any, app: object) -> Any:
         raise source.wrong(value, "must be a template, a list of templates, a callable or False")
     if not all(isinstance(entry, str) and entry for entry in entries):
         raise source.wrong(value, "a list holds templates only, none of them empty")
+    if any(map(is_too_long, entries)):
+        raise source.wrong(value, f"a template has at most {MOST_BYTES} bytes")
     return entries[0] if len(entries) == 1 else tuple(entries)
 
 
@@ -85,6 +92,7 @@ def template_fields(template: str, source: OptionSource) -> Iterator[str]:
     try:
         for _, name, form, _ in FORMATTER.parse(template):
             if name is not None:
+                _check_format(form or "")
                 yield name
                 yield from template_fields(form or "", source)
     except ValueError as error:
@@ -182,6 +190,12 @@ def formattable(value: Any) -> Any:
     return value
 
 
+def _check_format(form: str) -> None:
+    """Raise ValueError for a format with a width or a precision of four digits and more."""
+    if _WIDE.search(form):
+        raise ValueError("a width or a precision has at most three digits")
+
+
 class _Formatter(string.Formatter):
     """str.format, without attributes, which no message keeps, and without None."""
 
@@ -200,6 +214,12 @@ class _Formatter(string.Formatter):
         if value is None:
             raise ValueError(f"{field_name} is None")
         return formattable(value), field_name
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        _check_format(format_spec)  # again, for an argument may be a part of it
+        if isinstance(value, Decimal) and abs(value.adjusted()) > _WIDEST_DECIMAL:
+            raise ValueError(f"a number has at most {_WIDEST_DECIMAL} digits")
+        return super().format_field(value, format_spec)
 
 
 FORMATTER = _Formatter()

@@ -12,6 +12,7 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
+from celery_redlock.lock.validation import LONGEST
 from celery_redlock.tasks.unique.rounds import (
     SENDING,
     SENT,
@@ -21,7 +22,7 @@ from celery_redlock.tasks.unique.rounds import (
     UniqueKey,
     encode_ttl,
 )
-from celery_redlock.tasks.unique.token import MAX_TTL, MIN_MARKER_TTL, UniqueRelease, supersede
+from celery_redlock.tasks.unique.token import MIN_MARKER_TTL, UniqueRelease, supersede
 
 SENDING_TTL = 5.0  # seconds for which others wait for an unconfirmed send: it may be slow, or dead
 MIN_ROUNDS = 4  # node timeouts that SENDING_TTL leaves time for at least
@@ -216,7 +217,7 @@ class UniqueClaim:
         fresh = self._rounds[0].changed
         before = {node: one for node, one in self._before.items() if node not in fresh}
         for node, earlier in before.items():
-            request = self._key.set(self._token, earlier.value, min(earlier.expires_in, MAX_TTL))
+            request = self._key.set(self._token, earlier.value, min(earlier.expires_in, LONGEST))
             session.node_set.send_to(node, Command(request, IGNORE_REPLY, UNIQUE), now)
         elsewhere = set(self._rounds[-1].earlier) | set(before)
         nodes = set(range(len(session.node_set.nodes))) - elsewhere

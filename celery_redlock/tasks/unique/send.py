@@ -15,6 +15,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery_redlock.errors import DuplicateTask, QuorumUnreachable, SettingsError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.model.keys import name_of_all
+from celery_redlock.lock.validation import check_resources
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.delivery.run_id import RunId
@@ -52,6 +53,7 @@ def send_unique(
     given = check_options(given, settings, lambda option: OptionSource(level, option), travels=True)
     if not isinstance(resource, str) or not resource:
         raise SettingsError(level, "resource", repr(resource), "must be a text, not empty")
+    check_resources(level, resource)
     if given["unique_for"] is None or is_awaited(options) or app.conf.task_always_eager:
         return app.send_task(name, args, kwargs, **options)
     options["task_id"] = uuid()

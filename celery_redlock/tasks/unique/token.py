@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,17 @@ from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round
 from celery_redlock.lock.transport.encoding import encode_command, text_of
+from celery_redlock.lock.validation import LONGEST
+from celery_redlock.tasks.delivery.header import is_moment
+from celery_redlock.tasks.delivery.run_id import RunId
 from celery_redlock.tasks.unique.rounds import UNIQUE, EarlierSend, UniqueKey, check_reply
 
 logger = logging.getLogger(__name__)
 
 DELIVER_FOR = 60.0  # seconds for which a release is repeated to a node that is away
 MIN_MARKER_TTL = 60.0  # seconds
-MAX_TTL = 366 * 86_400.0  # seconds; for a key that another program left without a ttl
+_ENDS = ("started", "finished", "expired")
+_IS_A_TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
 class UniqueRelease(Round):
@@ -137,21 +142,24 @@ class UniqueToken:
             return None
         known = {name: carried[name] for name in cls.__dataclass_fields__ if name in carried}
         texts = [known.get(name, "") for name in ("name", "token", "until", "replaces")]
-        if not all(isinstance(text, str) for text in texts) or not all(texts[:3]):
+        if not all(isinstance(text, str) for text in texts) or not texts[0]:
             return None
-        numbers = [known.get(name, 0.0) for name in ("kept_for", "ends_at")]
-        if not all(isinstance(number, (int, float)) for number in numbers):
+        # a part of a token would begin the value of any send, and end its claim
+        if not _IS_A_TOKEN.fullmatch(texts[1]) or texts[2] not in _ENDS:
+            return None
+        if not all(is_moment(known.get(name, 0.0)) for name in ("kept_for", "ends_at")):
             return None
         return cls(**known)
 
-    def mark_superseded(self, redlock: Redlock) -> None:
+    def mark_superseded(self, redlock: Redlock, task_name: str) -> None:
         """Mark the run that this one replaces, in case its sender died before. Does not wait.
 
         Later commands on the same connections are executed after it: the grant of this run's lock.
+        task_name: of this run; a message can replace a first try of the same task alone.
         """
-        if self.replaces:
+        if self.replaces.endswith(str(RunId("", task_name))):
             session = redlock.session
-            mark = supersede(session, self.replaces, self.kept_for)
+            mark = supersede(session, self.replaces, min(self.kept_for, LONGEST))
             session.node_set.broadcast(mark, session.clock.now())
 
     def release_at_start(self, redlock: Redlock) -> None:
@@ -174,7 +182,7 @@ class UniqueToken:
         """Release the key now, and return the round. Does not wait."""
         session = redlock.session
         key = UniqueKey(session.options.prefix, self.name)
-        expires_in = min(self.ends_at - session.clock.wall_us() / 1e6, MAX_TTL)
+        expires_in = min(self.ends_at - session.clock.wall_us() / 1e6, LONGEST)
         release = UniqueRelease(session, key.delete(self.token), expires_in)
         release.send()
         return release

@@ -187,9 +187,9 @@ MUTANTS = (
     ),
     Mutant(
         "one more than the limit hold permits at once",
-        "lock.model.key_lease:lock_keys",
-        "for permit in range(options.limit)",
-        "for permit in range(options.limit + (options.limit > 1))",
+        "lock.engine.acquirer:Acquirer._lock_permit",
+        "range(first, options.limit)",
+        "range(first, options.limit + 1)",
         (f"{CONTRACT}/test_several.py",),
         "so_many_hold_at_once_and_no_more",
     ),

@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "a message that a dead sender replaced runs beside the one that replaces it",
         "tasks.execution.run:LockedRun._acquire_or_end",
-        "            self.token.mark_superseded(redlock_of(self.delivery.task.app))\n",
+        "            self.token.mark_superseded(redlock_of(task.app), task.name)\n",
         "            pass\n",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
@@ -337,8 +337,8 @@ MUTANTS = (
     Mutant(
         "a backoff grows past its cap",
         "tasks.settings.backoff:Backoff.delay",
-        "grown = min(self.cap, self.first * self.factor**attempt)",
-        "grown = self.first * self.factor**attempt",
+        "grown = min(self.cap, self.first * float(self.factor) ** float(attempt))",
+        "grown = self.first * float(self.factor) ** float(attempt)",
         (f"{UNIT}/test_backoff.py",),
     ),
     Mutant(
