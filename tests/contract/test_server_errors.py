@@ -42,6 +42,7 @@ from tests.conftest import (
     see_renewal,
     settle,
 )
+from tests.contract.proxy import Weather, proxies
 
 KEYS = [f"{{redlock}}:{name}" for name in ("lock:r", "run", "quiet", "fence")]  # of a grant
 KEY = KEYS[0]
@@ -870,6 +871,15 @@ class TestSentinel:
         sentinel, primary, _ = watched
         with over([sentinel.of_locks]) as made, made.lock("r", wait=30):
             assert not is_free([primary], "r")
+
+    def test_to_ask_it_takes_one_round_trip(
+        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+    ) -> None:
+        with proxies([watched[0]]) as [proxy]:
+            proxy.weather = Weather(delay=(0.01, 0.01))  # else two answers might seem to be one
+            url = f"sentinel://127.0.0.1:{proxy.port}/locks"
+            with over([url]) as made, made.lock("r"):
+                assert proxy.round_trips == 1
 
     @pytest.mark.slow
     @pytest.mark.parametrize("end", ["death", "command"])

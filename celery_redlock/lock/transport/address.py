@@ -148,6 +148,11 @@ def _canonical(host: str) -> str:
         return host.lower().rstrip(".")
 
 
+def _say_nothing_of_client(options: dict[str, Any]) -> None:
+    """Keep redis-py from CLIENT SETINFO, which takes two round trips; versions differ in names."""
+    options.update(dict.fromkeys({"driver_info", "lib_name", "lib_version"} & options.keys()))
+
+
 def _sentinel_address(url: str, timeout: float) -> Address:
     parts = urlsplit(url)
     hosts = [entry.rpartition(":") for entry in parts.netloc.rpartition("@")[2].split(",")]
@@ -160,7 +165,9 @@ def _sentinel_address(url: str, timeout: float) -> Address:
     }
     sentinel = Sentinel(
         [(host, int(port)) for host, _, port in hosts],
-        sentinel_kwargs={"socket_timeout": timeout},
+        sentinel_kwargs={"socket_timeout": timeout, "protocol": 2},
         **{key: value for key, value in credentials.items() if value},
     )
+    for one in sentinel.sentinels:
+        _say_nothing_of_client(one.connection_pool.connection_kwargs)
     return _address_of(sentinel.master_for(service).connection_pool)
