@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -116,7 +115,7 @@ class Redlock:
             wait=check_wait(level, "wait", wait),
             renew=bool(renew),
             max_hold=None if max_hold is None else check_seconds(level, "max_hold", max_hold),
-            label=f"pid {os.getpid()} on {socket.gethostname()}",
+            label="",  # of the process that acquires it, which may be a forked child
         )
         return Lock(self, options)
 
@@ -150,7 +149,8 @@ class Redlock:
     def close(self) -> None:
         """Close the connections and end the threads. Held locks expire within their ttl.
 
-        A `Redlock` that is garbage collected without `close` closes itself, with a ResourceWarning.
+        Each caller that waits for a lock gets a QuorumUnreachable that says so. A `Redlock` that is
+        garbage collected without `close` closes itself, with a ResourceWarning.
         """
         self._dropped.detach()
         self.session.close()

@@ -7,7 +7,10 @@ new value. A release goes to every node, on the connection that the request used
 
 from __future__ import annotations
 
+import functools
+import os
 import random
+import socket
 from collections.abc import Callable, Sequence
 
 from celery_redlock.errors import LockTaken, QuorumUnreachable, RedlockError
@@ -138,7 +141,8 @@ class Acquirer:
         lease = Lease(nodes, quorum, options.ttl, drift, self._margin, self._guarded)
         if not value:
             since_ms = self._clock.wall_us() // 1000
-            value = value_of(self._platform.new_token(), since_ms, options.label)
+            label = options.label or _process_label(os.getpid())
+            value = value_of(self._platform.new_token(), since_ms, label)
         return KeyLease(key, value, lease, Fence(quorum) if options.fencing else None)
 
     def _run(
@@ -201,6 +205,11 @@ class Acquirer:
 
 def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
     """Return the failure whose lease ends first. Unknown ends come last."""
+@functools.lru_cache(maxsize=1)
+def _process_label(pid: int) -> str:
+    return f"pid {pid} on {socket.gethostname()}"
+
+
     if one is None or one.expires_in is None:
         return other
     return other if other.expires_in is not None and other.expires_in < one.expires_in else one

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import ref
 
-from celery_redlock.errors import SettingsError
+from celery_redlock.errors import CLOSED, QuorumUnreachable, SettingsError
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.events import Events, Observer
 from celery_redlock.lock.engine.reentrancy import Reentrancy
@@ -65,6 +65,7 @@ class Session:
     client: the `Redlock`; neither the session nor its threads keep it alive. options: common to all
     its locks. warns: whether to warn if the `Redlock` is garbage collected without `close`.
     """
+    is_closed: whether it was closed.
 
     warns = True
 
@@ -115,7 +116,7 @@ class Session:
     def is_used(self) -> bool:
         """Whether the session has connections or threads."""
         is_used = any(node.is_used for node in self.node_set.nodes)
-        return not self._closed and (is_used or self.watchdog.is_started)
+        return not self.is_closed and (is_used or self.watchdog.is_started)
 
     @functools.cached_property
     def identity(self) -> bytes:
@@ -138,7 +139,7 @@ class Session:
 
     def _forget_own(self) -> None:
         self._hurried_at = -math.inf
-        self._is_ending = self._closed = False
+        self._is_ending = self.is_closed = False
 
     def end(self) -> None:
         """Release abandoned locks, and close once every reachable node has got the releases.
@@ -151,8 +152,8 @@ class Session:
         self.watchdog.run_maintenance_by(self.clock.now())
 
     def close(self) -> None:
-        """Close the connections and end the threads."""
-        self._closed = True
+        """Close the connections, and end the threads and the waits."""
+        self.is_closed = True  # first: a caller that begins to wait later does not wait
         self.watchdog.stop()
         self.wait_queue.close()
         self.threads.close()
@@ -176,6 +177,8 @@ class Session:
         if failure is None:
             self._begin(acquisition, started)
         return failure
+        elif self.is_closed:
+            failure = QuorumUnreachable(acquisition.resource, [CLOSED], self.node_set.size)
 
     def _begin(self, acquisition: Acquisition, started: float) -> None:
         acquisition.acquired_at = started

@@ -87,8 +87,8 @@ MUTANTS = (
     Mutant(
         "all tries of a client have one token, so that a late release frees a later lock",
         "lock.engine.acquirer:Acquirer.new_key_lease",
-        "value_of(self._platform.new_token(), since_ms, options.label)",
-        'value_of("0" * 32, 0, options.label)',
+        "value_of(self._platform.new_token(), since_ms, label)",
+        'value_of("0" * 32, 0, label)',
         (f"{CONTRACT}/test_redlock.py",),
         "each_attempt_has_a_token",
     ),
