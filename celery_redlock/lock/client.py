@@ -42,8 +42,9 @@ class Redlock:
 
     nodes: URLs (redis://, rediss://, unix://, sentinel://host:port,host:port/name), or redis-py
     clients, whose connection settings are used. prefix: the start of all names on the nodes.
-    node_timeout: seconds for one node to answer. clock_drift: fraction by which clocks may differ
-    in speed. max_ttl: seconds, the longest ttl of any client of the prefix.
+    node_timeout: seconds for one node to answer; an acquire that has to connect may take 2 s.
+    clock_drift: fraction by which clocks may differ in speed. max_ttl: seconds, the longest ttl of
+    any client of the prefix.
     restart_guard: which new or restarted nodes wait before they vote. "strict": a node waits for
     max_ttl and a second, unless it is trusted (`trust`). "on": the node votes at once if it has
     been up for longer than that. "off": every node votes. "auto": "strict" with two nodes or more,

@@ -158,8 +158,10 @@ class Acquirer:
         command = Command(request, round_, GRANT, is_suffixed, is_dated)
         nodes.broadcast(command, sent)
         servers.requests.release(key_lease)  # encoded now, while the nodes work
-        until = sent + min(servers.options.node_timeout, lease.ttl / ROUNDS_IN_TTL)
-        nodes.wait(round_, until)
+        longest = lease.ttl / ROUNDS_IN_TTL
+        nodes.wait(round_, sent + min(servers.options.node_timeout, longest))
+        if not round_.decided:
+            nodes.wait_for_connects(round_, sent, longest=longest)
         time_is_up, round_.decided = not round_.decided, True
         if nodes.same_server is not None:
             self._check_distinct()
@@ -203,13 +205,13 @@ class Acquirer:
         return QuorumUnreachable(acquisition.resource, (), self._servers.nodes.size)
 
 
-def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
-    """Return the failure whose lease ends first. Unknown ends come last."""
 @functools.lru_cache(maxsize=1)
 def _process_label(pid: int) -> str:
     return f"pid {pid} on {socket.gethostname()}"
 
 
+def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
+    """Return the failure whose lease ends first. Unknown ends come last."""
     if one is None or one.expires_in is None:
         return other
     return other if other.expires_in is not None and other.expires_in < one.expires_in else one

@@ -31,6 +31,7 @@ from celery_redlock.lock.server.key_requests import KeyRequests, Servers
 from celery_redlock.lock.server.outbox import Outbox
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
 from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.connection import connect_budget
 from celery_redlock.lock.transport.encoding import encoded
 from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, NodeClient
 
@@ -64,8 +65,8 @@ class Session:
 
     client: the `Redlock`; neither the session nor its threads keep it alive. options: common to all
     its locks. warns: whether to warn if the `Redlock` is garbage collected without `close`.
-    """
     is_closed: whether it was closed.
+    """
 
     warns = True
 
@@ -176,9 +177,9 @@ class Session:
         failure = self.acquirer.try_acquire(acquisition)
         if failure is None:
             self._begin(acquisition, started)
-        return failure
         elif self.is_closed:
             failure = QuorumUnreachable(acquisition.resource, [CLOSED], self.node_set.size)
+        return failure
 
     def _begin(self, acquisition: Acquisition, started: float) -> None:
         acquisition.acquired_at = started
@@ -221,6 +222,12 @@ class Session:
             self.mark_ended(acquisition)
         self.releaser.release_orphans(acquisition)
         return acquisition
+
+    def connect_soon(self) -> None:
+        """Begin to connect to every node, and keep the connections alive. Never waits."""
+        self.node_set.reconnect()
+        budget = connect_budget(self.options.node_timeout)
+        self.watchdog.run_maintenance_by(self.clock.now() + budget)
 
     def mark_ended(self, acquisition: Acquisition) -> None:
         """Let the release of an acquisition record that its run has ended, even if it is lost."""
