@@ -29,6 +29,7 @@ __all__ = [
 NEVER_ACQUIRED = "it was never acquired"
 RELEASED = "it was released"
 HELD_BY_PARENT = "it belongs to the process that this one was forked from"
+CLOSED = "its Redlock is closed"  # the only cause of a `QuorumUnreachable`: no node is asked
 _NOT_HELD = {
     NEVER_ACQUIRED: (
         "Acquire it first, by `with` or acquire(); a run that on_unreachable='run' lets through "
@@ -193,8 +194,8 @@ class LockTaken(NotAcquired):
 class QuorumUnreachable(NotAcquired):
     """Fewer nodes than a quorum voted, so it is unknown whether the lock is free.
 
-    causes: "address: cause" for each node that gave no vote. quorum: number of votes needed.
-    waited, deferrals: as in `LockTaken`.
+    causes: "address: cause" for each node that gave no vote; of a closed `Redlock` just that it is
+    closed. quorum: number of votes needed. waited, deferrals: as in `LockTaken`.
     """
 
     _anchor = anchors.NO_QUORUM
@@ -216,6 +217,9 @@ class QuorumUnreachable(NotAcquired):
         return QuorumUnreachable(self.resource, self.causes, self.quorum, waited, self.deferrals)
 
     def _text(self) -> str:
+        if self.causes == [CLOSED]:
+            waited = _waited(self.waited, self.deferrals)
+            return f"{self.resource!r} is not acquired: {CLOSED}; {waited}. Make another Redlock"
         text = (
             f"no quorum of {self.quorum} nodes voted on {self.resource!r}; "
             f"{_waited(self.waited, self.deferrals)}."

@@ -85,6 +85,7 @@ CONNECTIONS = (
     Connection(celery_signals.task_failure, completion.end_claim_of_killed),
     # a process that runs bodies
     Connection(celery_signals.worker_process_init, per_app.note_worker),
+    Connection(celery_signals.worker_process_init, startup.connect_child),
     Connection(celery_signals.worker_process_init, tracing.look_again),
     Connection(celery_signals.worker_process_init, wrapping.keep_tracebacks),
     Connection(celery_signals.task_prerun, tracing.connect_at_first_run),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -43,8 +42,9 @@ class Redlock:
 
     nodes: URLs (redis://, rediss://, unix://, sentinel://host:port,host:port/name), or redis-py
     clients, whose connection settings are used. prefix: the start of all names on the nodes.
-    node_timeout: seconds for one node to answer. clock_drift: fraction by which clocks may differ
-    in speed. max_ttl: seconds, the longest ttl of any client of the prefix.
+    node_timeout: seconds for one node to answer; an acquire that has to connect may take 2 s.
+    clock_drift: fraction by which clocks may differ in speed. max_ttl: seconds, the longest ttl of
+    any client of the prefix.
     restart_guard: which new or restarted nodes wait before they vote. "strict": a node waits for
     max_ttl and a second, unless it is trusted (`trust`). "on": the node votes at once if it has
     been up for longer than that. "off": every node votes. "auto": "strict" with two nodes or more,
@@ -116,7 +116,7 @@ class Redlock:
             wait=check_wait(level, "wait", wait),
             renew=bool(renew),
             max_hold=None if max_hold is None else check_seconds(level, "max_hold", max_hold),
-            label=f"pid {os.getpid()} on {socket.gethostname()}",
+            label="",  # of the process that acquires it, which may be a forked child
         )
         return Lock(self, options)
 
@@ -150,7 +150,8 @@ class Redlock:
     def close(self) -> None:
         """Close the connections and end the threads. Held locks expire within their ttl.
 
-        A `Redlock` that is garbage collected without `close` closes itself, with a ResourceWarning.
+        Each caller that waits for a lock gets a QuorumUnreachable that says so. A `Redlock` that is
+        garbage collected without `close` closes itself, with a ResourceWarning.
         """
         self._dropped.detach()
         self.session.close()

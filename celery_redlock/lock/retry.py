@@ -66,7 +66,7 @@ class Attempts:
             return
         failure = self._try()
         if failure is not None:
-            if timeout > 0:
+            if timeout > 0 and not self._session.is_closed:
                 failure = self._wait(failure, self._started + timeout)
             else:
                 failure = self._try_while_split(failure)
@@ -80,7 +80,7 @@ class Attempts:
         if not self._keys:
             return
         failure = await runner.do(self._try)
-        if failure is not None and timeout > 0:
+        if failure is not None and timeout > 0 and not self._session.is_closed:
             failure = await self._wait_async(failure, self._started + timeout, runner)
         while failure is not None and timeout <= 0:
             pause = self._hold.pause_of_split()

@@ -44,7 +44,7 @@ class RetrySchedule:
         Monotonic seconds.
         """
         session, waiter, now = self._session, self._waiter, self._session.clock.now()
-        if now >= self._until:
+        if now >= self._until or session.is_closed:
             return None
         if not self._is_hopeless(failure):
             self._hopeless_at = now + HOPELESS

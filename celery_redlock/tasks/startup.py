@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import suppress
 from typing import Any
 
-from celery import bootsteps
+from celery import bootsteps, current_app
 
 from celery_redlock import anchors
 from celery_redlock.errors import SettingsError
@@ -94,6 +95,18 @@ def locked_tasks(app: Any) -> list[LockedTask]:
     """Return an app's LockedTasks, without Celery's own tasks."""
     own = (task for name, task in app.tasks.items() if not name.startswith(CELERY_PREFIX))
     return [task for task in own if isinstance(task, LockedTask)]
+
+
+def connect_child(**_: Any) -> None:
+    """Begin to connect to the nodes in a new child of a pool, so that its first task need not.
+
+    Waits for nothing: Celery kills a child that is not up within 4 s. An app that has not finalized
+    is not the one of this child. Source: celery.concurrency.prefork; celery.concurrency.asynpool.
+    """
+    app = current_app._get_current_object()
+    if app.finalized and locked_tasks(app):
+        with suppress(SettingsError):  # logged by the main process, and raised by each run
+            redlock_of(app).session.connect_soon()
 
 
 def report_nodes(sender: Any = None, **_: Any) -> None:

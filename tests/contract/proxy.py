@@ -36,6 +36,7 @@ class Weather:
     """What happens to all that passes; fair where nothing is said.
 
     delay: s, least and greatest, drawn anew for each piece; the order within a connection stays.
+    connects: s that a connect takes. The kernel connects at once, so the first bytes come later.
     rate: bytes per s that a direction of a connection takes. cuts: the chance that a piece resets
     its connection instead of passing. swallows: directions in which nothing passes: it is kept, and
     delivered when the weather is fair again, also what a client has long given up, as by TCP.
@@ -43,6 +44,7 @@ class Weather:
     """
 
     delay: tuple[float, float] = (0.0, 0.0)
+    connects: float = 0.0
     rate: float = math.inf
     cuts: float = 0.0
     swallows: frozenset[Way] = field(default_factory=frozenset)
@@ -52,18 +54,25 @@ class Weather:
 FAIR = Weather()
 
 
+def slow_line(round_trip: float) -> Weather:
+    """Return the weather of a distant node; a connect takes a round trip (s), too."""
+    return Weather(delay=(round_trip / 2, round_trip / 2), connects=round_trip)
+
+
 class Stream:
     """One direction of one connection: what has come and is not delivered yet, in order."""
 
     def __init__(self, way: Way, source: socket.socket, sink: socket.socket) -> None:
         self.way, self.source, self.sink = way, source, sink
+        self.opens_at = 0.0  # monotonic s at which the connect is over
         self.ended = self.passed_on = False  # the source is at its end; the sink knows
         self._pieces: deque[tuple[float, bytes]] = deque()  # with the monotonic s they are due at
         self._free_at = 0.0  # monotonic s at which what came before has passed
 
     def take(self, data: bytes, weather: Weather, now: float) -> None:
         """Keep what came until it is due."""
-        due = max(self._free_at, now + random.uniform(*weather.delay)) + len(data) / weather.rate
+        passes = max(now, self.opens_at) + random.uniform(*weather.delay)
+        due = max(self._free_at, passes) + len(data) / weather.rate
         self._free_at = due
         self._pieces.append((due, data))
 
@@ -98,6 +107,7 @@ class Link:
     def __init__(self, client: socket.socket, node: socket.socket) -> None:
         self.client, self.node = client, node
         self.streams = (Stream(Way.TO_NODE, client, node), Stream(Way.TO_CLIENT, node, client))
+        self.answered = True  # whether the node was the last to send
 
     @property
     def over(self) -> bool:
@@ -116,11 +126,13 @@ class Proxy:
     """Listens on a port of its own for one node, in a thread of its own.
 
     Each change is in force when its call returns. received: bytes that came so far, a direction.
+    round_trips: how often a client sent after a reply, or as the first.
     """
 
     def __init__(self, node: EmbeddedNode) -> None:
         self._node, self._weather = node, FAIR
         self.received: Counter[Way] = Counter()
+        self.round_trips = 0
         self._links: set[Link] = set()
         self._errands: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
@@ -250,6 +262,7 @@ class Proxy:
         link = Link(client, node)
         self._links.add(link)
         for stream in link.streams:
+            stream.opens_at = time.monotonic() + self._weather.connects
             stream.source.setblocking(False)
             stream.source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._selector.register(stream.source, selectors.EVENT_READ, (link, stream))
@@ -268,6 +281,8 @@ class Proxy:
             stream.ended = True
             return
         self.received[stream.way] += len(data)
+        self.round_trips += link.answered and stream.way is Way.TO_NODE
+        link.answered = stream.way is Way.TO_CLIENT
         if random.random() < self._weather.cuts:
             self._close(link, reset=True)
         else:

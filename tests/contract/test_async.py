@@ -557,6 +557,20 @@ class TestThreads:
             run(body)
             assert redlock.session.threads.count > FEW_THREADS
 
+    def test_end_with_an_error_that_says_so_if_the_redlock_is_closed(
+        self, redlock: Redlock, rival: Redlock
+    ) -> None:
+        async def body() -> None:
+            waiting = asyncio.create_task(rival.lock("r", wait=WAIT).acquire_async())
+            await come_true(lambda: rival.session.wait_queue.hears(CHANNEL))
+            rival.close()
+            with pytest.raises(QuorumUnreachable, match="is closed") as caught:
+                await waiting
+            assert caught.value.waited < WAIT / 2
+
+        with redlock.lock("r"):
+            run(body)
+
     def test_of_a_forked_child_are_its_own(
         self, redlock: Redlock, nodes: list[EmbeddedNode]
     ) -> None:

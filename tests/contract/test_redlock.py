@@ -903,6 +903,45 @@ class TestOneProcess:
         eventually(lambda: keys_on(nodes) == [[KEY]] * 3)
         lock.release()
 
+    def test_a_lock_made_before_a_fork_names_the_child_that_acquires_it(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        lock = redlock.lock("r", wait=60)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException), lock:
+                settle(redlock)
+                holders = [str(node.client().get(KEY)) for node in nodes]
+                status = 0 if all(f"pid {os.getpid()} on " in one for one in holders) else 2
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def test_a_caller_that_waits_is_told_at_once_that_its_redlock_is_closed(
+        self, redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                closed.lock("r", wait=4 * WAIT).acquire()
+            except RedlockError as error:
+                errors.append(error)
+
+        with redlock.lock("r"), over(nodes) as closed:
+            thread = threading.Thread(target=wait)
+            thread.start()
+            eventually(lambda: closed.session.wait_queue.hears(wake_channel("redlock", "r")))
+            closed.close()
+            thread.join(WAIT)
+            with pytest.raises(QuorumUnreachable, match="closed"):
+                closed.lock("r", wait=4 * WAIT).acquire()
+        (error,) = errors
+        assert isinstance(error, QuorumUnreachable)
+        assert "is closed" in str(error)
+        assert "Bring" not in str(error)
+        assert error.waited < WAIT
+
     def test_a_closed_redlock_keeps_no_thread_and_no_descriptor(
         self, nodes: list[EmbeddedNode]
     ) -> None:

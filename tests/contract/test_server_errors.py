@@ -31,6 +31,7 @@ from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.node_status import ask_nodes, look_at_nodes
 from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
 from celery_redlock.lock.server.scripts import GRANT
+from celery_redlock.lock.transport.connection import CONNECT_BUDGET
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from celery_redlock.testing.servers import claim_port
 from tests.conftest import (
@@ -44,6 +45,7 @@ from tests.conftest import (
     see_renewal,
     settle,
 )
+from tests.contract.proxy import Weather, proxies
 from tests.contract.test_greenlets import GEVENT, tell
 
 KEYS = [f"{{redlock}}:{name}" for name in ("lock:r", "run", "quiet", "fence")]  # of a grant
@@ -1124,6 +1126,18 @@ class TestSentinel:
         assert took[0] < (3 if end == "dead" else 6) * NODE_TIMEOUT
         assert took[1] < 2.5 * NODE_TIMEOUT  # the one that answered is asked first
 
+    def test_a_frozen_one_costs_no_connect_budget(
+        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+    ) -> None:
+        second, primary, _ = watched
+        with SentinelNode(primary) as first:
+            places = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
+            first.pause()
+            with over([f"sentinel://{places}/locks"], node_timeout=0.2) as made:
+                begun = time.monotonic()
+                with made.lock("r", wait=30):
+                    assert time.monotonic() - begun < CONNECT_BUDGET
+
     def test_if_none_answers_the_error_is_short_and_names_each(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -1138,6 +1152,15 @@ class TestSentinel:
         ]
         assert len(line) < 500
         assert PASSWORD not in said
+
+    def test_to_ask_it_takes_one_round_trip(
+        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+    ) -> None:
+        with proxies([watched[0]]) as [proxy]:
+            proxy.weather = Weather(delay=(0.01, 0.01))  # else two answers might seem to be one
+            url = f"sentinel://127.0.0.1:{proxy.port}/locks"
+            with over([url]) as made, made.lock("r"):
+                assert proxy.round_trips == 1
 
     @pytest.mark.slow
     @pytest.mark.parametrize("end", ["death", "command"])

@@ -41,7 +41,7 @@ from celery_redlock.tasks.waiting.room import WaitingRoom, admit_received
 from celery_redlock.tasks.waiting.times import WaitingTimes
 from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR
-from tests.conftest import PATIENCE, eventually
+from tests.conftest import PATIENCE, eventually, settle
 
 NEVER = 600.0  # s: longer than a test
 STILL = WaitingTimes(retry_next_after=NEVER, sweep_interval=NEVER)  # nothing happens by the clock
@@ -596,6 +596,19 @@ class TestHandOff:
             node.kill()
         stage.admit("waits", countdown=0.05)
         stage.turn_until(lambda: stage.handed_on == ["waits"])
+
+    def test_a_header_that_asks_for_no_permit_costs_no_connection(
+        self, stage: Stage, redlock: Redlock
+    ) -> None:
+        own = redlock_of(stage.app)
+        settle(own)
+        before = [node.connection for node in own.session.node_set.nodes]
+        with lock_of(redlock):
+            stage.receive(replace(TestCountdown.WAIT, limit=0), late=-NEVER)
+            stage.see_registered()
+        stage.turn_until(lambda: stage.handed_on)
+        settle(own)
+        assert [node.connection for node in own.session.node_set.nodes] == before
 
     def test_a_release_of_an_earlier_version_is_heard(
         self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock

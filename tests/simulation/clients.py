@@ -457,7 +457,7 @@ class Address(ShippedAddress):
     node: Any = None
     path: Any = None
 
-    def dial(self, timeout: float) -> Link:
+    def dial(self, timeout: float, sentinel_timeout: float | None = None) -> Link:
         """Return a connection, after the time that takes."""
         thread, path, world = running(), self.path, self.process.world
         if thread is not None:

@@ -88,6 +88,13 @@ class Link:
     def _sock(self) -> Link:
         return self
 
+    def send_packed_command(self, requests: list[bytes]) -> None:
+        """Ask several things in the handshake."""
+        reader = hiredis.Reader()
+        reader.feed(b"".join(requests))
+        while words := reader.gets():
+            self._handshake.append(words)
+
     def send_command(self, *words: Any) -> None:
         """Ask something in the handshake."""
         self._handshake.append([w if isinstance(w, bytes) else str(w).encode() for w in words])

@@ -145,6 +145,12 @@ def test_headers_that_no_celery_writes_hold_no_lock_header(headers: Any) -> None
     assert set(own_headers(odd)) <= {"redlock"}
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_no_lock_can_have_counts_as_absent(limit: int) -> None:
+    wait = LockHeader.of(request({"wait": {"resources": ["a"], "limit": limit}})).wait
+    assert wait == Wait(("a",))
+
+
 @pytest.mark.parametrize("serializer", ["json", "pickle"])
 def test_the_header_comes_through_a_message(serializer: str) -> None:
     wait = Wait(("a", "b"), "a", 17.5, 2, True)

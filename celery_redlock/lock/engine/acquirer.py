@@ -7,7 +7,10 @@ new value. A release goes to every node, on the connection that the request used
 
 from __future__ import annotations
 
+import functools
+import os
 import random
+import socket
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -141,8 +144,9 @@ class Acquirer:
         lease = Lease(nodes, quorum, options.ttl, drift, self._margin, self._guarded)
         if not value:
             since_ms = self._clock.wall_us() // 1000
+            label = options.label or _process_label(os.getpid())
             token = self._platform.new_token()
-            value = value_of(token, since_ms, options.label, options.ttl)
+            value = value_of(token, since_ms, label, options.ttl)
         return KeyLease(key, value, lease, Fence(quorum) if options.fencing else None)
 
     def _run(
@@ -158,8 +162,10 @@ class Acquirer:
         command = Command(request, round_, GRANT, is_suffixed, is_dated)
         nodes.broadcast(command, sent)
         servers.requests.release(key_lease)  # encoded now, while the nodes work
-        until = sent + min(servers.options.node_timeout, lease.ttl / ROUNDS_IN_TTL)
-        nodes.wait(round_, until)
+        longest = lease.ttl / ROUNDS_IN_TTL
+        nodes.wait(round_, sent + min(servers.options.node_timeout, longest))
+        if not round_.decided:
+            nodes.wait_for_connects(round_, sent, longest=longest)
         time_is_up, round_.decided = not round_.decided, True
         if nodes.same_server is not None:
             self._check_distinct()
@@ -202,6 +208,11 @@ class Acquirer:
         if acquisition.held(self._clock.now()):
             return None
         return QuorumUnreachable(acquisition.resource, (), self._servers.nodes.size)
+
+
+@functools.lru_cache(maxsize=1)
+def _process_label(pid: int) -> str:
+    return f"pid {pid} on {socket.gethostname()}"
 
 
 def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:

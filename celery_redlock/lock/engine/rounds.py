@@ -167,6 +167,11 @@ class AcquireRound(Round):
             self._count(node, FAILED)
 
     @property
+    def voted(self) -> int:
+        """How many nodes granted or refused the key."""
+        return self.tally.granted + self.tally.refused
+
+    @property
     def held_by(self) -> dict[int, HeldByOther]:
         """A copy of the refusals so far, by node index: any thread may add a late refusal."""
         return self._held_by.copy()

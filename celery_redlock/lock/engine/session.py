@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import ref
 
-from celery_redlock.errors import SettingsError
+from celery_redlock.errors import CLOSED, QuorumUnreachable, SettingsError
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.events import Events, Observer
 from celery_redlock.lock.engine.reentrancy import Reentrancy
@@ -31,6 +31,7 @@ from celery_redlock.lock.server.key_requests import KeyRequests, Servers
 from celery_redlock.lock.server.outbox import Outbox
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
 from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.connection import connect_budget
 from celery_redlock.lock.transport.encoding import encoded
 from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, NodeClient
 
@@ -64,6 +65,7 @@ class Session:
 
     client: the `Redlock`; neither the session nor its threads keep it alive. options: common to all
     its locks. warns: whether to warn if the `Redlock` is garbage collected without `close`.
+    is_closed: whether it was closed.
     """
 
     warns = True
@@ -115,7 +117,7 @@ class Session:
     def is_used(self) -> bool:
         """Whether the session has connections or threads."""
         is_used = any(node.is_used for node in self.node_set.nodes)
-        return not self._closed and (is_used or self.watchdog.is_started)
+        return not self.is_closed and (is_used or self.watchdog.is_started)
 
     @functools.cached_property
     def identity(self) -> bytes:
@@ -138,7 +140,7 @@ class Session:
 
     def _forget_own(self) -> None:
         self._hurried_at = -math.inf
-        self._is_ending = self._closed = False
+        self._is_ending = self.is_closed = False
 
     def end(self) -> None:
         """Release abandoned locks, and close once every reachable node has got the releases.
@@ -151,8 +153,8 @@ class Session:
         self.watchdog.run_maintenance_by(self.clock.now())
 
     def close(self) -> None:
-        """Close the connections and end the threads."""
-        self._closed = True
+        """Close the connections, and end the threads and the waits."""
+        self.is_closed = True  # first: a caller that begins to wait later does not wait
         self.watchdog.stop()
         self.wait_queue.close()
         self.threads.close()
@@ -175,6 +177,8 @@ class Session:
         failure = self.acquirer.try_acquire(acquisition)
         if failure is None:
             self._begin(acquisition, started)
+        elif self.is_closed:
+            failure = QuorumUnreachable(acquisition.resource, [CLOSED], self.node_set.size)
         return failure
 
     def _begin(self, acquisition: Acquisition, started: float) -> None:
@@ -218,6 +222,12 @@ class Session:
             self.mark_ended(acquisition)
         self.releaser.release_orphans(acquisition)
         return acquisition
+
+    def connect_soon(self) -> None:
+        """Begin to connect to every node, and keep the connections alive. Never waits."""
+        self.node_set.reconnect()
+        budget = connect_budget(self.options.node_timeout)
+        self.watchdog.run_maintenance_by(self.clock.now() + budget)
 
     def mark_ended(self, acquisition: Acquisition) -> None:
         """Let the release of an acquisition record that its run has ended, even if it is lost."""

@@ -249,7 +249,9 @@ class WaitQueue:
                 first.wake_for(turn, turns, named.release)
 
     def close(self) -> None:
-        """Close the connections for ever."""
+        """Close the connections for ever, and wake all waiters."""
+        for waiter in list(self._waiters.values()):
+            waiter.decide()
         for subscriber in self._subscribers:
             subscriber.close()
 

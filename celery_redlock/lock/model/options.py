@@ -28,9 +28,10 @@ class CompletionMarker:
 class LockOptions:
     """The options of one lock.
 
-    resources: in the order of `keys.in_order`. label: the holder, for people. sender: of signals,
-    None for the `Redlock` itself. marker: of the run that takes the lock. With a limit above 1 such
-    a run also locks its own name, because another delivery would just take another permit.
+    resources: in the order of `keys.in_order`. label: the holder, for people; "" for the process
+    that acquires. sender: of signals, None for the `Redlock` itself. marker: of the run that takes
+    the lock. With a limit above 1 such a run also locks its own name, because another delivery
+    would just take another permit.
     """
 
     resources: tuple[str, ...]

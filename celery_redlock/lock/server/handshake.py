@@ -6,7 +6,6 @@ grace period to the server, which records both before its first vote.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,10 @@ from celery_redlock.lock.model.grace_period import Guard
 from celery_redlock.lock.model.keys import guard_keys, tenure_key
 from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenure, Tenures, tenure_of
+from celery_redlock.lock.transport.command import PING
 from celery_redlock.lock.transport.connection import Peer
 from celery_redlock.lock.transport.encoding import (
+    encode_command,
     encode_words,
     encoded,
     read_list,
@@ -61,19 +62,11 @@ class ServerInfo(Peer):
 def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> ServerInfo:
     """Load the scripts on a new connection, and let the server record its run id.
 
-    tenures: of all nodes. Raises redis.ResponseError if the guard needs the run id and the server
-    does not report it.
+    Takes one round trip, and a second one with the guard. tenures: of all nodes. Raises
+    redis.ResponseError if the guard needs the run id and the server does not report it.
     """
-    connection.send_command("PING")
-    with contextlib.suppress(redis.exceptions.NoPermissionError):
-        connection.read_response()  # first: a server that refuses the client closes the connection
-    scripts = (GRANT, RENEW, RELEASE)
-    for script in scripts:
-        connection.send_command("SCRIPT", "LOAD", script.source)
-    for _ in scripts:
-        with contextlib.suppress(redis.ResponseError):  # refused by an ACL: EVAL sends the text
-            connection.read_response()
-    facts = read_info(connection)
+    # an ACL may refuse PING, which changes nothing, and SCRIPT: then EVAL sends the text
+    facts = read_info(connection, before=(PING, GRANT.load, RENEW.load, RELEASE.load))
     run_id = facts.get("run_id", "")
     if guard.word != "off" and not run_id:
         raise redis.ResponseError(
@@ -93,18 +86,43 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
     )
 
 
-def read_info(connection: Any, sections: Sequence[str] = ("server", "memory")) -> dict[str, str]:
-    """Return the fields of some sections of INFO. If the server refuses, return only "error"."""
+def read_info(
+    connection: Any,
+    sections: Sequence[str] = ("server", "memory"),
+    *,
+    before: Sequence[bytes] = (),
+) -> dict[str, str]:
+    """Return the fields of some sections of INFO. If the server refuses, return only "error".
+
+    before: requests that are sent in the same write; an error reply to them is ignored.
+    """
+    requests = [*before, *(encode_command("INFO", section) for section in sections)]
     facts: dict[str, str] = {}
-    for section in sections:
-        try:
-            connection.send_command("INFO", section)
-            reply = connection.read_response()
-        except redis.ResponseError as error:
-            return {"error": str(error)}
+    for reply in _ask(connection, requests)[len(before) :]:
+        if isinstance(reply, redis.ResponseError):
+            return {"error": str(reply)}
         pairs = (line.partition(":") for line in text_of(reply).splitlines())
         facts |= {name: value.strip() for name, colon, value in pairs if colon}
     return facts
+
+
+def _ask(connection: Any, requests: Sequence[bytes]) -> list[Any]:
+    """Write requests in one go, and return their replies; an error reply as an exception.
+
+    A server that refuses a client sends one error and closes the connection: raises that error.
+    """
+    connection.send_packed_command([b"".join(requests)])  # a second write might fail
+    replies: list[Any] = []
+    for _ in requests:
+        try:
+            replies.append(connection.read_response())
+        except redis.ResponseError as error:
+            replies.append(error)
+        except redis.ConnectionError:
+            if replies and isinstance(replies[0], redis.ResponseError):
+                raise replies[0] from None
+            raise
+    return replies
 
 
 def _note_run(

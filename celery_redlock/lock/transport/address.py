@@ -72,10 +72,14 @@ class Address:
     platform: Platform | None = field(default=None, repr=False)  # None: the machine's
     sentinels: list[Address] = field(default_factory=list, repr=False, compare=False, kw_only=True)
 
-    def dial(self, timeout: float) -> Any:
-        """Return a connected, authenticated redis-py connection; timeout: seconds for each step."""
+    def dial(self, timeout: float, sentinel_timeout: float | None = None) -> Any:
+        """Return a connected, authenticated redis-py connection.
+
+        timeout: seconds for each step. sentinel_timeout: for each step with a Sentinel, as another
+        Sentinel may answer; None for `timeout`.
+        """
         try:
-            connection = self._connect(timeout)
+            connection = self._connect(timeout, sentinel_timeout)
         except redis.RedisError as error:
             if type(error) in (redis.ConnectionError, redis.TimeoutError):  # no server's words
                 raise
@@ -92,7 +96,9 @@ class Address:
             raise
         return connection
 
-    def _connect(self, timeout: float, **changed: Any) -> Any:
+    def _connect(
+        self, timeout: float, sentinel_timeout: float | None = None, **changed: Any
+    ) -> Any:
         """Return a connection to which AUTH is all that was sent. changed: options of redis-py."""
         options = {
             **self.pool.connection_kwargs,
@@ -112,7 +118,7 @@ class Address:
         # otherwise redis-py sends CLIENT SETINFO, and loses the error of a server that rejects it
         connection.driver_info = connection.lib_name = connection.lib_version = None
         if self.sentinels:
-            connection.connect_to(self._primary(timeout))
+            connection.connect_to(self._primary(sentinel_timeout or timeout))
         else:
             connection.connect()
         return connection

@@ -91,6 +91,11 @@ class Round:
         self.decided = False
         self.wake = None
 
+    @property
+    def voted(self) -> int:
+        """How many nodes gave a reply that counts; 0 if the round does not count them."""
+        return 0
+
     def decide(self) -> None:
         """Mark the round as decided, and wake its waiter."""
         self.decided = True
@@ -118,6 +123,11 @@ class Question(Round):
     def replies(self) -> dict[int, Any]:
         """A copy of the replies so far, by node, because another thread may add a late reply."""
         return self._replies.copy()
+
+    @property
+    def voted(self) -> int:
+        """How many nodes have replied."""
+        return len(self._replies)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Store the reply."""

@@ -171,12 +171,22 @@ def _ended() -> NoReturn:
     raise OSError("connection closed by the server")
 
 
+# Seconds for each step of a connect, and in all for an acquire that has to connect. A first acquire
+# takes four round trips, and up to twelve with TLS, a password, a database and Sentinels.
+CONNECT_BUDGET = 2.0
+
+
+def connect_budget(timeout: float) -> float:
+    """Return the seconds for a connect. timeout: for a reply."""
+    return max(CONNECT_BUDGET, timeout)
+
+
 @dataclass(frozen=True)
 class TransportOptions:
     """Times in seconds.
 
-    timeout: for a connect and for a reply. longest_idle: a connection without a write for that long
-    is replaced before it is used again.
+    timeout: for a reply. longest_idle: a connection without a write for that long is replaced
+    before it is used again.
     """
 
     timeout: float

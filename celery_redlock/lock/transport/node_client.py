@@ -18,7 +18,12 @@ from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.platform.turns import SerialJobs
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Entry, still_wanted
-from celery_redlock.lock.transport.connection import Connection, NodeOwner, TransportOptions
+from celery_redlock.lock.transport.connection import (
+    Connection,
+    NodeOwner,
+    TransportOptions,
+    connect_budget,
+)
 
 LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
@@ -43,6 +48,7 @@ class NodeClient(SerialJobs):
         owner: NodeOwner,
     ) -> None:
         self.index, self.address, self.timeout = index, address, options.timeout
+        self.connect_budget = connect_budget(options.timeout)
         self._longest_idle = options.longest_idle
         self._platform, self._clock = platform, platform.clock
         self._owner, self._report = owner, owner.report
@@ -57,7 +63,9 @@ class NodeClient(SerialJobs):
         self.error: NodeError | None = None
         self._connecting = self._closed = False
         self._connector: DeadlineTimer | None = None  # of the connecting thread, if it runs
-        self._tries, self._retry_at = 0, 0.0
+        # connects that failed, and connections without an answer in time, since the last connect
+        self._failures, self._retry_at = 0, 0.0
+        self._connect_by = 0.0  # monotonic seconds until which callers wait for the connect
         self._queued: list[Entry] = []
 
     @property
@@ -122,6 +130,18 @@ class NodeClient(SerialJobs):
         except IndexError:  # another thread has read the reply meanwhile
             return False
 
+    @property
+    def awaited_until(self) -> float:
+        """The monotonic second until which a caller waits for this node, as it is connected to.
+
+        0 for a node that failed before: it costs no caller more than a node timeout.
+        """
+        connection = self.connection
+        if connection is not None:
+            return connection.opened_at + self.timeout
+        is_awaited = self._connecting and not self._failures and not self._closed
+        return self._connect_by if is_awaited else 0.0
+
     def drop(self, connection: Connection, cause: str) -> None:
         """Give a connection up, and report every command in flight."""
         self._do(functools.partial(self._give_up, connection, cause))
@@ -180,6 +200,8 @@ class NodeClient(SerialJobs):
         if self.connection is not connection:
             return
         error = NodeError(self.name, cause, lost=True)
+        if self.overdue(self._clock.now()):
+            self._failures = 1  # callers do not wait for the next connect
         # Emptied and closed in the turn of reading. Otherwise a thread that has read a reply would
         # match it with the next command, or a thread at the socket would read another file.
         # Reported first: after an exception it is reported twice, but no command is lost.
@@ -211,18 +233,20 @@ class NodeClient(SerialJobs):
             self._start_connecting()
 
     def _start_connecting(self) -> bool:
-        if self._closed or self._clock.now() < self._retry_at:
+        now = self._clock.now()
+        if self._closed or now < self._retry_at:
             return False
         if self._connector is None:
             connector = self._platform.deadline_timer()
             self._platform.start_thread(functools.partial(self._serve_connects, connector))
             self._connector = connector
         self._connector.wake()  # first: an exception in between must not lose the wake-up
+        self._connect_by = now + self.connect_budget
         self._connecting = True
         return True
 
     def _use(self, connection: Connection) -> None:
-        self._connecting, self._tries, self.error = False, 0, None
+        self._connecting, self._failures, self.error = False, 0, None
         if self._closed:
             connection.close(reset=False)
             return
@@ -234,11 +258,11 @@ class NodeClient(SerialJobs):
         self._wake()
 
     def _connect_failed(self, error: NodeError) -> None:
-        rest = RECONNECT.compute(self._tries)
+        rest = RECONNECT.compute(self._failures)
         self._report(self.index, deque(self._queued), error, None)
         self._queued = []
         self._connecting, self.error = False, error
-        self._tries, self._retry_at = min(self._tries + 1, 16), self._clock.now() + rest
+        self._failures, self._retry_at = min(self._failures + 1, 16), self._clock.now() + rest
 
     def _end_connector(self, connector: DeadlineTimer) -> None:
         if self._connector is connector:
@@ -283,7 +307,7 @@ class NodeClient(SerialJobs):
         """Connect, and send the commands that were queued meanwhile."""
         dialled = None
         try:
-            dialled = self.address.dial(self.timeout)
+            dialled = self.address.dial(self.connect_budget, self.timeout)
             self.adopt(dialled, self._owner.handshake(dialled, self.index))
         except Exception as error:  # also an error of the user's credential provider
             if dialled is not None:

@@ -5,6 +5,7 @@ Only `wait` blocks, and each of its callers polls for itself.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
@@ -23,7 +24,7 @@ from celery_redlock.lock.transport.command import (
     Question,
     Round,
 )
-from celery_redlock.lock.transport.connection import Peer, TransportOptions
+from celery_redlock.lock.transport.connection import Peer, TransportOptions, connect_budget
 from celery_redlock.lock.transport.dispatcher import Dispatcher
 from celery_redlock.lock.transport.node_client import PAUSES, NodeClient
 from celery_redlock.lock.transport.script import Script
@@ -123,6 +124,7 @@ class NodeSet(Dispatcher, Generic[P]):
     ) -> Mapping[int, T]:
         """Return the replies that come within one node timeout, by node. Errors are left out.
 
+        Waits longer if it has to connect to so many nodes that fewer than `needed` could reply.
         read: as in `Question`. nodes: indexes; None for all. script: that of the request.
         """
         asked, sent = range(len(self.nodes)) if nodes is None else nodes, self.clock.now()
@@ -134,6 +136,7 @@ class NodeSet(Dispatcher, Generic[P]):
             self.send_to(node, command, sent)
         if asked:
             self.wait(question, sent + self.timeout)
+            self.wait_for_connects(question, sent)
         replies = question.replies.items()
         return {node: reply for node, reply in replies if type(reply) is not hiredis.ReplyError}
 
@@ -176,6 +179,23 @@ class NodeSet(Dispatcher, Generic[P]):
             pollers.taken.pop(id(poller), None)  # first: an exception may strike at the next call
             pollers.put_back(poller)
 
+    def wait_for_connects(
+        self, round_: Round, sent: float, *, longest: float = math.inf, needed: int = 0
+    ) -> None:
+        """After `wait`, wait on for nodes that are being connected to, within a connect's budget.
+
+        sent: monotonic seconds. longest: seconds since then. needed: how many votes are enough; 0:
+        as many as `self.needed`. So a node that is away delays nobody if the others answer.
+        """
+        until, end = sent + min(connect_budget(self.timeout), longest), 0.0
+        while not round_.decided and round_.voted < (needed or self.needed):
+            now = self.clock.now()
+            latest = min(until, max(node.awaited_until for node in self.nodes))
+            if now < end or latest <= now:  # the former: `wait` returned, the round cannot end
+                return
+            end = min(latest, now + self.timeout)
+            self.wait(round_, end)
+
     def wait_keeping_gil(self, round_: Round) -> None:
         """Return when a round is decided, or after a few ms in which no other Python thread runs.
 
@@ -201,10 +221,15 @@ class NodeSet(Dispatcher, Generic[P]):
         return self.pollers.drop_spare(self.clock.now())
 
     def connect(self, until: float) -> set[int]:
-        """Connect to every node; return those that answer by the monotonic second `until`."""
+        """Connect to every node; return those that answer by the monotonic second `until`.
+
+        Waits longer for nodes that no connect has failed to yet.
+        """
         pinged = Question(range(len(self.nodes)), lambda reply: reply)
-        self.broadcast(Command(PING, pinged), self.clock.now())
+        sent = self.clock.now()
+        self.broadcast(Command(PING, pinged), sent)
         self.wait(pinged, until)
+        self.wait_for_connects(pinged, sent, needed=len(self.nodes))
         return set(pinged.replies)
 
     def close(self) -> None:

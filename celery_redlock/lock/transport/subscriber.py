@@ -14,7 +14,7 @@ import hiredis
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.greenlets import original
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.connection import receive
+from celery_redlock.lock.transport.connection import connect_budget, receive
 from celery_redlock.lock.transport.encoding import encode_command, text_of
 from celery_redlock.lock.transport.node_client import RECONNECT
 
@@ -107,7 +107,7 @@ class Subscriber:
         """Subscribe to the wanted channels and handle messages; return False after a timeout."""
         wanted = self._channels()
         if wanted and self._connection is None:
-            self._connection = self._address.dial(self._timeout)
+            self._connection = self._address.dial(connect_budget(self._timeout), self._timeout)
             self._connection._sock.setblocking(False)
             self._reader = hiredis.Reader()
             self._pinged, self._spoke_at = False, self._clock.now()

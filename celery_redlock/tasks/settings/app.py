@@ -157,6 +157,8 @@ APP_SETTINGS = (
         details=(
             "Every `ttl` must be at least four times this value, the built-in one too. So "
             "`redlock_node_timeout = 60` requires a `redlock_ttl` and a `redlock_max_ttl` of 240 s."
+            " An acquire that has to connect may take 2 s, unless a quorum answers sooner. A node "
+            "that a connect has failed to costs later acquires no more than this value."
         ),
         check=_seconds,
     ),

@@ -132,6 +132,7 @@ class UniqueClaim:
         value = self._value(SENT, gone_by + MAX_PUBLISH)
         self._confirmation = self._key.begin(self._token, value)
         session.node_set.wait(round_, sent + session.options.node_timeout)
+        session.node_set.wait_for_connects(round_, sent)
         round_.decided = True
         session.check_distinct()
         return round_

@@ -87,10 +87,26 @@ MUTANTS = (
     Mutant(
         "all tries of a client have one token, so that a late release frees a later lock",
         "lock.engine.acquirer:Acquirer.new_key_lease",
-        "value_of(token, since_ms, options.label, options.ttl)",
-        'value_of("0" * 32, 0, options.label, options.ttl)',
+        "value_of(token, since_ms, label, options.ttl)",
+        'value_of("0" * 32, 0, label, options.ttl)',
         (f"{CONTRACT}/test_redlock.py",),
         "each_attempt_has_a_token",
+    ),
+    Mutant(
+        "every acquire waits for the connect to a node that is down",
+        "lock.transport.node_client:NodeClient.awaited_until",
+        "self._connecting and not self._failures and not self._closed",
+        "self._connecting and not self._closed",
+        (
+            f"{CONTRACT}/test_slow_line.py::test_dead_nodes_cost_a_node_timeout_once_a_connect_has_failed",
+        ),
+    ),
+    Mutant(
+        "two nodes that answer wait for the first connect to the third",
+        "lock.transport.node_set:NodeSet.wait_for_connects",
+        "round_.voted < (needed or self.needed)",
+        "round_.voted < len(self.nodes)",
+        (f"{CONTRACT}/test_slow_line.py::test_two_nodes_that_disagree_do_not_wait_for_the_third",),
     ),
     Mutant(
         "a release goes only to the nodes that had granted by then",

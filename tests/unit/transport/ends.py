@@ -73,7 +73,7 @@ class PairAddress(Address):
     pool: Any = None
     servers: list[ServerEnd] = field(default_factory=list)
 
-    def dial(self, timeout: float) -> Dialled:
+    def dial(self, timeout: float, sentinel_timeout: float | None = None) -> Dialled:
         """Return a new connection."""
         dialled, server = ends()
         self.servers.append(server)
