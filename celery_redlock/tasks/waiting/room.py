@@ -281,6 +281,8 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     wait = header.wait
     if wait is not None and wait.resources and delivery.get("exchange") != CAME_BACK:
         _begin_countdown_anew(request, wait)
+        if request.eta <= utc_now():
+            return  # Celery runs it now, maybe without its timer: from here it would run once more
         try:
             room.admit(request, wait, str(header.deferral.since))
         except RedlockError as error:
