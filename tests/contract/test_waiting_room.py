@@ -604,7 +604,7 @@ class TestHandOff:
         settle(own)
         before = [node.connection for node in own.session.node_set.nodes]
         with lock_of(redlock):
-            stage.receive(replace(TestCountdown.WAIT, limit=0), late=-NEVER)
+            stage.receive(replace(TestCountdown.WAIT, limit=0, countdown=NEVER), ago=0.0)
             stage.see_registered()
         stage.turn_until(lambda: stage.handed_on)
         settle(own)

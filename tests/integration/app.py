@@ -1023,3 +1023,8 @@ def once_returns(self: Any, key: str) -> str:
     """Run as a part of a canvas."""
     write("once", key, value="", retries=self.request.retries)
     return key
+
+
+@task(name="tests.plain")
+def plain(key: str) -> None:
+    write("begin", key)

@@ -284,7 +284,8 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
         return
     try:
         _set_eta(sender.app, request, wait, came_back=came_back)
-        if wait.resources and not came_back:
+        # one that is due is run by Celery now; from here it would run once more
+        if wait.resources and not came_back and request.eta > utc_now():
             room.admit(request, wait, str(header.deferral.since))
     except RedlockError as error:
         extra = {"event": "not_woken", "task": request.name, "task_id": request.id}

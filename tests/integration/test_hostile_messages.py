@@ -1,0 +1,202 @@
+"""What a sender may write into a message: no field of it ends a worker, or takes it for itself.
+
+Plain Celery gets the same messages. Its own fields, on which it ends a worker itself, are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_redlock import SettingsError
+from celery_redlock.tasks.settings.options import OPTION
+from celery_redlock.testing import WorkerProcess
+from tests.conftest import eventually
+from tests.integration.conftest import Stage
+from tests.integration.hostile import STRANGE, changed, encoded, message, paths
+
+SEED = 5
+MOST_MEMORY = 200_000_000  # bytes that a process of a worker has for itself, at any time
+# kombu or Celery raises an error for some value of these, which ends the worker of any task
+ENDS_CELERY = {
+    *(("body",), ("body", 2), ("body", 2, "chain"), ("headers",), ("properties",)),
+    *(("content-encoding",), ("content-type",)),
+    *(("headers", name) for name in ("task", "id", "shadow", "eta", "expires", "timelimit")),
+    *(("headers", "timelimit", place) for place in (0, 1)),
+    ("headers", "stamped_headers"),
+    *(("properties", name) for name in ("delivery_info", "body_encoding", "delivery_tag")),
+}
+EARLY, LATE, PLAIN = "tests.integration.app.work", "tests.late", "tests.plain"
+POOLS = {"celery": "prefork", "other": "threads", "waiting": "prefork"}  # by queue; the last: plain
+
+Workers = dict[str, WorkerProcess]
+
+
+@pytest.fixture(scope="module")
+def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+    return set_standing_stage(redlock_call_options=sorted(set(OPTION) - {"args"}))
+
+
+@pytest.fixture(scope="module")
+def workers(stage: Stage) -> Iterator[Workers]:
+    found: Workers = {}
+    for queue, pool in POOLS.items():
+        made = WorkerProcess(
+            "tests.integration.app", name=queue, pool=pool, queues=[queue], env=stage.env,
+            cwd=Path(__file__).resolve().parents[2],
+        )  # fmt: skip
+        found[queue] = made
+        stage.stack.push(made)
+        stage.stack.callback(made.kill)
+        made.launch()
+    for made in found.values():
+        made.wait_ready()
+    return found
+
+
+def strange_values(rng: random.Random) -> list[Any]:
+    """Return one value of each JSON type."""
+    by_type: dict[type, list[Any]] = {}
+    for value in STRANGE:
+        by_type.setdefault(type(value), []).append(value)
+    return [rng.choice(values) for values in by_type.values()]
+
+
+def fields(whole: dict[str, Any], header: str) -> list[tuple[str | int, ...]]:
+    """Return the places of a message's fields; header: of those in this header alone."""
+    found = set(paths(whole)) - ENDS_CELERY
+    return sorted((p for p in found if not header or p[:2] == ("headers", header)), key=repr)
+
+
+def test_a_message_that_was_due_before_the_machine_started_is_given_to_the_pool_once(
+    stage: Stage, workers: Workers, key: str
+) -> None:
+    """By Celery alone, which sets no timer for it: twice, each would lower the prefetch by one.
+
+    It comes first here: while other messages wait, the prefetch changes.
+    """
+    where = stage.see_listening("celery")
+
+    def prefetch() -> int:
+        (stats,) = stage.app.control.inspect(where).stats().values()
+        return int(stats["prefetch_count"])
+
+    before = prefetch()
+    for number in range(5):
+        own = f"{key} {number}"
+        whole = message(stage.app, EARLY, own, with_header=True)
+        whole["headers"]["eta"] = "1990-01-01T00:00:00+00:00"
+        whole["headers"]["redlock"]["wait"]["waits_for_release"] = False
+        send(stage, whole, ("celery",))
+        eventually(functools.partial(stage.runs_of, own))
+    see_a_good_message_run(stage, workers, f"after {key}")
+    assert prefetch() == before
+
+
+@pytest.mark.slow
+def test_no_field_of_a_message_ends_a_worker(stage: Stage, workers: Workers) -> None:
+    rng = random.Random(SEED)
+    added = [("headers", n) for n in ("headers", "redlock", "stamps", "replaced_task_nesting")]
+    added += [("properties", f"redlock_{n}") for n in ("queue", "nested", "received", "named_at")]
+    with stage.tasks.work.lock_for("held", wait=60):
+        for task, header in ((EARLY, ""), (EARLY, "redlock"), (LATE, "redlock")):
+            usual = message(stage.app, task, "held", with_header=bool(header))
+            for path in [*fields(usual, header), *(() if header else added)]:
+                for value in strange_values(rng):
+                    key = rng.choice(["held", "free"])
+                    whole = message(stage.app, task, key, with_header=bool(header))
+                    send(stage, changed(whole, path, value))
+        see_a_good_message_run(stage, workers, "while the lock is held")
+    see_a_good_message_run(stage, workers, "held")
+    for worker in workers.values():
+        assert most_memory(worker) < MOST_MEMORY
+
+
+def test_a_message_without_a_lock_header_and_with_headers_that_are_a_list_runs(
+    stage: Stage, workers: Workers, key: str
+) -> None:
+    whole = message(stage.app, EARLY, key, with_header=False)
+    whole["headers"] |= {"redlock": None, "headers": ["x"]}
+    send(stage, whole)
+    eventually(lambda: stage.runs_of(key) == len(POOLS))
+    assert all(worker.runs for worker in workers.values())
+
+
+BOMBS: tuple[dict[str, Any], ...] = (
+    {"options": {"key": "{key:>300000000}"}},
+    {"options": {"key": ["{key:.300000000}"]}},
+    {"options": {"limit": 20_000_000}},
+    {
+        "options": {"backoff": {"first": 1, "cap": 30, "factor": 3, "jitter": "none"}},
+        "deferral": {"count": 3_000_000_000, "since": "2026-01-01T00:00:00+00:00", "delay": 1},
+    },
+)
+
+
+def test_a_short_message_takes_no_memory(stage: Stage, workers: Workers, key: str) -> None:
+    with stage.tasks.work.lock_for(key, wait=60):
+        for bomb in BOMBS:
+            whole = message(stage.app, EARLY, key, with_header=False)
+            whole["headers"]["redlock"] = {"id": whole["headers"]["id"], **bomb}
+            send(stage, whole)
+        see_a_good_message_run(stage, workers, f"after {key}")
+    for worker in workers.values():
+        assert most_memory(worker) < MOST_MEMORY
+
+
+def test_an_option_that_no_message_may_carry_is_ignored_and_another_is_logged(
+    stage: Stage, workers: Workers, key: str
+) -> None:
+    with pytest.raises(SettingsError, match="redlock_call_options"):
+        stage.tasks.work.apply_async((key,), lock={"args": []})
+    with stage.tasks.work.lock_for(key, wait=60):
+        held = stage.app.send_task(EARLY, (key,), queue="celery", lock={"args": []})
+        stage.see_deferred(held)
+        other = stage.app.send_task(EARLY, (key,), queue="celery", lock={"key": f"other {key}"})
+        assert other.get(timeout=60) == 0
+        assert stage.deferrals(held)
+    assert held.get(timeout=60) == 0
+    log = workers["celery"].output()
+    told = "[{}]: options of its message that redlock_call_options does not name are ignored: args"
+    assert told.format(held.id) in log
+    changes = f"[{other.id}]: its message changes the lock: key='other {key}'"
+    assert changes in log
+
+
+def send(stage: Stage, whole: dict[str, Any], queues: tuple[str, ...] = tuple(POOLS)) -> None:
+    """Send a message to each worker; the plain one gets it for a plain task."""
+    for queue in queues:
+        own = whole
+        if queue == "waiting" and isinstance(whole["headers"], dict):
+            own = changed(whole, ("headers", "task"), PLAIN)
+        stage.broker.client().lpush(queue, encoded(own))
+
+
+def see_a_good_message_run(stage: Stage, workers: Workers, key: str) -> None:
+    """Return when a message that came after all others has run in each worker."""
+    for queue in workers:
+        task = PLAIN if queue == "waiting" else EARLY
+        stage.app.send_task(task, (f"{key} {queue}",), queue=queue)
+    for queue, worker in workers.items():
+        has_run = functools.partial(stage.runs_of, f"{key} {queue}")
+        eventually(lambda worker=worker, has_run=has_run: has_run() or not worker.runs)
+        assert worker.runs, worker.output()[-3000:]
+
+
+def most_memory(worker: WorkerProcess) -> int:
+    """Return the most bytes that one process of a worker has had for itself so far."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            group = int(status.with_name("stat").read_text().rpartition(")")[2].split()[2])
+            if group == worker.pid:
+                found.append(int(re.findall(r"VmHWM:\s*(\d+)", status.read_text())[0]) * 1024)
+        except (OSError, IndexError):  # it has ended
+            continue
+    return max(found)
