@@ -29,6 +29,7 @@ from celery_redlock.lock.transport.node_set import NodeSet
 
 REPLACED = "another server has served under its address since"
 LONGEST_IDLE = 0.9  # of the grace period: after that, another server may have granted; clocks drift
+AGREES = 0.25  # s: the least difference for which a wall clock of our own is not used
 MOST_REFUSALS = 100  # error texts that are remembered, so that each is logged once
 
 
@@ -122,12 +123,14 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
     def wall(self) -> float:
         """Return seconds since 1970 by the nodes' clocks: the median of the nodes that are known.
 
-        By the own wall clock if none is known.
+        By the own wall clock if that agrees, so that the processes of a machine have one order; or
+        if no node is known.
         """
-        known = sorted(self._ahead.copy().values())
+        known, own = sorted(self._ahead.copy().values()), self.clock.wall_us() / 1e6
         if not known:
-            return self.clock.wall_us() / 1e6
-        return self.clock.now() + known[(len(known) - 1) // 2]
+            return own
+        wall = self.clock.now() + known[(len(known) - 1) // 2]
+        return own if abs(own - wall) < AGREES else wall
 
     # extension methods of `NodeSet`
 
