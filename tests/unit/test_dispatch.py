@@ -110,6 +110,7 @@ class Worker:
         self.apply: Callable[[Message], object] = lambda message: None
         state = SimpleNamespace(revoked=self.revoked, successful_requests=set[str]())
         self.consumer = SimpleNamespace(
+            app=None,
             timer=self.timer,
             hub=None,
             pool=None,

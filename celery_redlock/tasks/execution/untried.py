@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import Any
 
 from celery_redlock.errors import LockTaken, RedlockError
-from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
 from celery_redlock.tasks.delivery.header import HEADER
@@ -35,10 +34,6 @@ from celery_redlock.tasks.execution.deferral import (
 from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.waiting.room import WaitingRoom, room_of, rooms_of
-
-_clock = SystemClock()
-SLOW = 1.0  # seconds for a state in the result backend, after which new messages try again
-TRIES_FOR = 60.0  # seconds for which they do: meanwhile no write blocks the event loop
 
 
 def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
@@ -99,11 +94,8 @@ def _defer(room: WaitingRoom, delivery: Delivery, request: Any, deferral: Planne
     Source: celery.worker.request: `Request.eta` is what the worker goes by, and `request_dict` is
     what a pool gets of the message.
     """
-    began = _clock.now()
-    reporter = StateReporter(delivery.task, delivery.request, request.send_event)
+    reporter = StateReporter(delivery.task, delivery.request, request.send_event, room.states)
     report(delivery, deferral, reporter)
-    if _clock.now() - began > SLOW:
-        room.pause_untried(TRIES_FOR)
     send_signal(delivery, deferral)
     request.request_dict[HEADER] = deferral.header.to_message()
     request.__dict__.pop("_context", None)  # made from that

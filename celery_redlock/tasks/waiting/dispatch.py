@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 from celery_redlock import anchors
 from celery_redlock.lock.platform.clock import Clock
+from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.capacity import CAPACITY, Overflow
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import Waiter, WaitQueues
@@ -35,9 +37,9 @@ class Dispatcher:
     """The queues of one worker, the timers of their waiters, and the way to Celery.
 
     `dispatch` is for a release, `on_eta` for the end of a countdown. Both give a message to Celery
-    once. heads: learns of heads that change or are due. mutex: of `queues`; a greenlet that has it
-    may give way to others. capacity: how many may wait after the next `forget`. All methods but
-    `waiting` run in the event loop.
+    once. heads: learns of heads that change or are due. states: stores those of the messages.
+    mutex: of `queues`; a greenlet that has it may give way to others. capacity: how many may wait
+    after the next `forget`. All methods but `waiting` run in the event loop.
     """
 
     def __init__(
@@ -46,13 +48,15 @@ class Dispatcher:
         self._consumer, self._loop, self._clock, self._times = consumer, loop, clock, times
         self._heads = heads
         self._apply_eta_task: Callable[[Any], object] = consumer.apply_eta_task
+        self.states = StoringThread(consumer.app)
         self.mutex = threading.RLock()
         self._eviction: Any = None  # the timer's entry, while one is due
         self.capacity = CAPACITY
         self.forget()
 
     def forget(self) -> None:
-        """Forget all waiters."""
+        """Forget all waiters, and the states of theirs that are not stored yet."""
+        self.states.forget()
         self._loop.cancel(self._eviction)
         self._eviction = None
         self.queues = WaitQueues(self._times)
@@ -175,9 +179,19 @@ class Dispatcher:
                     self._arm(following)
         if waiter is not None and was_head:
             self._heads.on_head(waiter.queue.channel)
+        self._pass_on(request)
+
+    def _pass_on(self, request: Any) -> None:
+        """Let Celery run a message; first its DEFERRED is stored, else it could stay for ever."""
+        again = functools.partial(self._loop.call_soon, self._pass_on_later, request)
+        if request not in self._dispatched or not self.states.withdraw(str(request.id), again):
+            return  # the room was closed, or a result backend is slow
         self._apply_eta_task(request)
         with self.mutex:  # after: Celery lowers its prefetch there, and never adds at its limit
             self._update_prefetch()
+
+    def _pass_on_later(self, request: Any) -> None:
+        self._loop.call_after(0.0, self._pass_on, request)  # whose errors the timer survives
 
     def _arm(self, waiter: Waiter) -> None:
         """Set the timer for a waiter's own try, if its ETA has passed; before, Celery's is set."""

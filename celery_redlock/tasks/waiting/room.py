@@ -35,6 +35,7 @@ from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import LockHeader, Wait
 from celery_redlock.tasks.delivery.route import CAME_BACK
 from celery_redlock.tasks.per_app import redlock_of, settings_of
+from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.capacity import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
 from celery_redlock.tasks.waiting.queues import QueueKey, Waiter
@@ -51,8 +52,8 @@ TIMES = WaitingTimes()
 class WaitingRoom(bootsteps.StartStopStep):
     """The consumer's step that keeps the messages that have come back to this worker.
 
-    Other parts use `admit`, `waiting`, `refusal_of`, `note_refusal`, `subscriptions` and, in the
-    subscribers' threads, `on_message`. Everything else runs in the worker's event loop.
+    Other parts use `states`, `admit`, `waiting`, `refusal_of`, `note_refusal`, `subscriptions` and,
+    in the subscribers' threads, `on_message`. Everything else runs in the worker's event loop.
     Source: celery.worker.strategy binds `consumer.apply_eta_task` when the consumer starts, which
     is after its steps are made; the timer calls that at the end of a message's countdown.
     """
@@ -72,6 +73,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._loop = EventLoop(parent, platform)
         self._successor = Successor(parent, self._loop, platform, times)
         self._dispatcher = self._successor.dispatcher
+        self.states = self._dispatcher.states
         parent.apply_eta_task = self._dispatcher.on_eta
         self._counting = platform.new_mutex()  # of the announcements; real threads compete for it
         self._subscribers: list[Subscriber] = []
@@ -104,7 +106,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._forget()
 
     def shutdown(self, parent: Any) -> None:
-        """Close the subscriptions."""
+        """Close the subscriptions, and have the last states stored."""
+        self.states.flush()
         for subscriber in self._subscribers:
             subscriber.close()
 
@@ -158,10 +161,6 @@ class WaitingRoom(bootsteps.StartStopStep):
         with self._dispatcher.mutex:
             waits = self._dispatcher.queues.has(queue)
         return self._refusals.of(queue, waits=waits)
-
-    def pause_untried(self, seconds: float) -> None:
-        """Let each new message try for a while."""
-        self._refusals.ignore_for(seconds)
 
     def _queue_of(self, resource: str, limit: int) -> QueueKey:
         prefix = settings_of(self._consumer.app).prefix
@@ -264,6 +263,11 @@ def waiters_of(consumer: Any) -> list[Waiter]:
 def rooms_of(app: Any) -> Iterator[WaitingRoom]:
     """Yield the rooms of an app's workers in this process."""
     return (room for consumer, room in list(_rooms.items()) if consumer.app is app)
+
+
+def thread_of(app: Any) -> StoringThread | None:
+    """Return what stores the states that an app's worker reports; None in other processes."""
+    return next((room.states for room in rooms_of(app)), None)
 
 
 def room_of(consumer: Any) -> WaitingRoom | None:

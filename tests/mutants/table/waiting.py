@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import CONTRACT, UNIT, Mutant
+from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
 
 SUCCESSOR = "tasks.waiting.successor:Successor"
 DISPATCHER = "tasks.waiting.dispatch:Dispatcher"
@@ -446,14 +446,6 @@ MUTANTS = (
         "of_the_next_moment",
     ),
     Mutant(
-        "a slow result backend blocks the worker's event loop for each new message",
-        f"{REFUSALS}.ignore_for",
-        "self._ignored_until = self._clock.now() + seconds",
-        "pass",
-        (f"{UNIT}/test_refusals.py",),
-        "for_a_while",
-    ),
-    Mutant(
         "a message that did not try waits past the lease that refused the one before it",
         f"{REFUSALS}.of",
         "max(0.0, known.at + known.expires_in - now)",
@@ -476,6 +468,44 @@ MUTANTS = (
         "",
         (f"{UNIT}/test_refusals.py",),
         "is_kept",
+    ),
+    # the states that the main process stores
+    *(
+        Mutant(name, f"tasks.reporting:StoringThread.{function}", old, new, (test,), keyword)
+        for name, function, old, new, test, keyword in (
+            (
+                "a message runs while its DEFERRED is being stored",
+                "withdraw",
+                "if self._stored != id_:",
+                "if True:",
+                f"{UNIT}/test_states.py",
+                "runs_once_the_store",
+            ),
+            (
+                "DEFERRED of a message that runs is stored later, for ever",
+                "withdraw",
+                "del self._pending[id_]",
+                "pass",
+                f"{UNIT}/test_states.py",
+                "runs_meanwhile",
+            ),
+            (
+                "a message waits for a result backend that never answers",
+                "_run",
+                "self._limit_waits(self._app.backend)",
+                "pass",
+                f"{INTEGRATION}/test_hanging.py",
+                "never_answers",
+            ),
+        )
+    ),
+    Mutant(
+        "a result backend that hangs stops the worker's event loop",
+        "tasks.execution.untried:_defer",
+        "request.send_event, room.states)",
+        "request.send_event)",
+        (f"{INTEGRATION}/test_hanging.py",),
+        "frozen_backend",
     ),
     # messages that wait without a try
     *(
@@ -543,13 +573,6 @@ MUTANTS = (
                 " or callable(options.key)",
                 "",
                 "which_a_run_decides",
-            ),
-            (
-                "each message that waits without a try may block the worker's event loop",
-                "_defer",
-                "room.pause_untried(TRIES_FOR)",
-                "pass",
-                "after_a_slow_write",
             ),
             (
                 "a message that waits without a try does not carry that it waits",
