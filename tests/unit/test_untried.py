@@ -74,6 +74,7 @@ class Worker:
             task_buckets=defaultdict(lambda: None),
             disable_rate_limits=False,
             apply_eta_task=str,
+            _limit_move_to_pool=str,
         )
         self.room = WaitingRoom(self.consumer, platform=Platform(self.clock))
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -261,14 +262,20 @@ def task_state(request: Any) -> str:
     return str(request.task.AsyncResult(request.id).status)
 
 
-def test_a_message_of_a_task_with_a_rate_limit_tries_while_limits_are_heeded(
+def test_of_a_task_with_a_rate_limit_one_message_of_each_lock_waits_for_its_rate(
     worker: Worker,
 ) -> None:
     task = worker.task()
     worker.consumer.task_buckets[task.name] = object()
-    assert worker.receive(task).eta is None
-    worker.consumer.disable_rate_limits = True
     assert worker.receive(task).eta is not None
+    first = worker.receive(task, args=("other",))
+    assert first.eta is None
+    assert worker.receive(task, args=("other",)).eta is not None
+    assert worker.receive(worker.task(), args=("other",)).eta is None  # of a task without a limit
+    permits = {"lock": {"limit": 2}}
+    assert [worker.receive(task, args=("free",), **permits).eta for _ in "12"] == [None, None]
+    worker.consumer._limit_move_to_pool(first)
+    assert worker.receive(task, args=("other",)).eta is None
 
 
 def test_a_budget_of_waiting_goes_into_the_countdown(worker: Worker) -> None:

@@ -6,9 +6,10 @@ waits in the worker's memory from the start, unacknowledged as a message with a 
 it may lead to is what the run would have done: DEFERRED, its event, its signal and its log line.
 
 A message tries as before if only a run can say what becomes of it: its key or `on_conflict` is a
-callable, it waits in its slot (`wait`), it may have run elsewhere, its budget is spent, or its task
-has a rate limit. So does each message of an app with quorum queues: for it Celery cannot raise the
-prefetch, so messages that wait would keep out all others.
+callable, it waits in its slot (`wait`), it may have run elsewhere, or its budget is spent. So does
+each message of an app with quorum queues: for it Celery cannot raise the prefetch, so messages that
+wait would keep out all others. If its task has a rate limit, a try that is refused would use up a
+token, so of each lock one message waits for its rate, and the others wait for that one.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
     """
     room = room_of(sender)
     delivery: Delivery | None = getattr(request, "delivery", None)
-    if room is None or delivery is None or request.eta is not None or not room.may_refuse:
-        return  # most messages
-    if not _is_eligible(sender, delivery):
+    if room is None or delivery is None or request.eta is not None:
         return
+    if not room.may_refuse(request.name) or not _is_eligible(sender, delivery):
+        return  # most messages
     try:
         refusal = _known_refusal(room, delivery, request)
     except RedlockError:  # the run reports it
@@ -61,9 +62,8 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
 
 def _is_eligible(consumer: Any, delivery: Delivery) -> bool:
     """Return whether nothing but the lock decides what becomes of a message."""
-    name, header = delivery.task.name, delivery.header
-    has_rate_limit = consumer.task_buckets[name] is not None and not consumer.disable_rate_limits
-    if has_rate_limit or header.unique is not None or header.wait is not None:
+    header = delivery.header
+    if header.unique is not None or header.wait is not None:
         return False
     if has_quorum_queues(consumer.app):  # Source: celery.worker.consumer.tasks: Tasks.qos_global
         return False
@@ -79,13 +79,12 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
         return None
     args, kwargs = tuple(request.args), dict(request.kwargs)
     resources = config.resources(options, TaskCall(delivery.task, args, kwargs, queue))
-    for resource in resources:
-        known = room.refusal_of(resource, options.limit)
-        if known is not None:
-            error = LockTaken(resource, known.holder, known.expires_in)
-            now = utc_now().timestamp()
-            return Refusal(error, now, options, tuple(resources), args, kwargs)
-    return None
+    known = room.refusal_of(request, resources, options.limit)
+    if known is None:
+        return None
+    resource, refusal = known
+    error, now = LockTaken(resource, refusal.holder, refusal.expires_in), utc_now().timestamp()
+    return Refusal(error, now, options, tuple(resources), args, kwargs)
 
 
 def _defer(room: WaitingRoom, delivery: Delivery, request: Any, deferral: PlannedDeferral) -> None:

@@ -351,7 +351,7 @@ MUTANTS = (
     Mutant(
         "a message waits for one with another limit, to which the lock is taken",
         f"{QUEUES}.has",
-        ".get(key.limit)\n        return queue is not None and bool(queue.waiters)",
+        ".get(key)\n        return queue is not None and bool(queue.waiters)",
         ".values()\n        return any(each.waiters for each in queue)",
         (f"{UNIT}/test_wait_queues.py",),
         "one_of_its_limit",
@@ -469,6 +469,22 @@ MUTANTS = (
         (f"{UNIT}/test_refusals.py",),
         "is_kept",
     ),
+    Mutant(
+        "a release wakes a message past its rate limit",
+        f"{DISPATCHER}._pass_on",
+        "if bucket is None:",
+        "if True:",
+        (DISPATCH,),
+        "waits_for_its_rate",
+    ),
+    Mutant(
+        "while a message waits for its rate, the next one follows it, and is refused",
+        f"{DISPATCHER}.heads_to_run",
+        " if not self.has_dispatched(head.queue)",
+        "",
+        (DISPATCH,),
+        "waits_for_its_rate",
+    ),
     # the states that the main process stores
     *(
         Mutant(name, f"tasks.reporting:StoringThread.{function}", old, new, (test,), keyword)
@@ -512,18 +528,11 @@ MUTANTS = (
         Mutant(name, f"{UNTRIED}:{function}", old, new, (f"{UNIT}/test_untried.py",), keyword)
         for name, function, old, new, keyword in (
             (
-                "a message of a task with a rate limit waits without a try, and past the limit",
-                "_is_eligible",
-                "if has_rate_limit or ",
-                "if ",
-                "rate_limit",
-            ),
-            (
-                "a message of a task whose rate limit is disabled tries in vain",
-                "_is_eligible",
-                " and not consumer.disable_rate_limits",
-                "",
-                "rate_limit",
+                "a second message of a lock waits for its rate, and is refused then",
+                "_known_refusal",
+                "known = room.refusal_of(request, resources, options.limit)",
+                "known = room.refusal_of(request, (), options.limit)",
+                "waits_for_its_rate",
             ),
             (
                 "a deduplicated send waits without a try, and ends its window too late",
