@@ -75,6 +75,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
     "contract/test_interleavings.py": ("_counters _give_up _reading", POINT),
     "contract/test_redlock.py": ("_key_lease _leases", "tells which lock a request is of"),
     "contract/test_server_errors.py": ("_connect", "is redis-py's, not ours"),
+    "contract/test_waiting_room.py": ("_limit_move_to_pool", "is Celery's, not ours"),
     "contract/test_wakeup.py": ("_ends _run", POINT),
     "integration/test_call_styles.py": (
         "_redlock_track_started",
@@ -93,7 +94,8 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
     ),
     "simulation/nodes.py": ("_engine _loaded _run _scripts", "is a fake node, with other faults"),
     "simulation/schedules.py": ("_options", "draws what a worker decides by a message"),
-    "unit/test_dispatch.py": ("_eta_timer_entry", "is Celery's, not ours"),
+    "unit/test_dispatch.py": ("_eta_timer_entry _limit_move_to_pool", "is Celery's, not ours"),
+    "unit/test_untried.py": ("_limit_move_to_pool", "is Celery's, not ours"),
 }
 BANNED = {"utils", "helpers", "manager", "base", "common", "misc"}
 MODULES = sorted(

@@ -9,8 +9,12 @@ fields of an event that celery.events.state.Task names.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import math
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -22,10 +26,15 @@ from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
 from celery.signals import task_revoked
 
 from celery_redlock.errors import LockLost
+from celery_redlock.lock.platform.clock import SystemClock
 
 logger = logging.getLogger(__name__)
 
 DEFERRED = "DEFERRED"
+MOST_PENDING = 1000  # states that wait to be stored; as many messages wait in a worker's memory
+DEADLINE = 5.0  # seconds after which a store is given up, and its message may run
+PATIENCE = 120.0  # seconds for which a final state is tried again: as long as Celery waits
+LINGER = 30.0  # seconds that the storing thread, and its connection, wait for the next state
 
 
 @dataclass(frozen=True)
@@ -52,20 +61,158 @@ def in_iso(now: datetime, seconds: float) -> str:
     return (now + timedelta(seconds=seconds)).isoformat()
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A state that waits to be stored.
+
+    store: raises what the result backend raises. lost: called with why it is not stored. until:
+    monotonic seconds; a final state is tried again until then, other states once.
+    """
+
+    store: Callable[[], object]
+    lost: Callable[[object], object]
+    until: float = -math.inf
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the message does not run after that."""
+        return self.until > -math.inf
+
+
+class StoringThread:
+    """Stores the states that a worker's main process reports, in one thread; one of each message.
+
+    A result backend that hangs blocks this thread, and not the event loop. Some states are lost
+    then: those of messages that go on meanwhile, and those above `MOST_PENDING`. Under gevent the
+    thread is a greenlet.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app, self._clock = app, SystemClock()
+        self._changed = threading.Condition()
+        self._pending: dict[str, _Pending] = {}  # by task id
+        self._stored, self._began = "", 0.0  # whose state is being stored; monotonic seconds
+        self._then: list[Callable[[], object]] = []  # what waits for the end of that
+        self._runs = False
+
+    def put(
+        self,
+        id_: str,
+        store: Callable[[], object],
+        lost: Callable[[object], object],
+        *,
+        is_final: bool,
+    ) -> None:
+        """Have a state stored, in place of one that waits. lost: called with why it is not."""
+        until = self._clock.now() + PATIENCE if is_final else -math.inf
+        with self._changed:
+            self._pending.pop(id_, None)
+            is_full = len(self._pending) >= MOST_PENDING
+            if not is_full:
+                self._pending[id_] = _Pending(store, lost, until)
+                self._changed.notify_all()
+                if not self._runs:
+                    threading.Thread(target=self._run, daemon=True).start()
+                    self._runs = True
+        if is_full:
+            lost("the result backend does not keep up")
+
+    def withdraw(self, id_: str, then: Callable[[], object]) -> bool:
+        """Forget the state of a message that is about to run: it would be stored over a later one.
+
+        Return whether no state of the message is being stored; else `then` is called after that.
+        """
+        if not self._runs:
+            return True
+        with self._changed:
+            if id_ in self._pending and not self._pending[id_].is_final:
+                del self._pending[id_]
+            if self._stored != id_:
+                return True
+            self._then.append(then)
+            return False
+
+    def forget(self) -> None:
+        """Forget the states of messages that wait: these come anew, to this worker or another."""
+        with self._changed:
+            self._pending = {id_: one for id_, one in self._pending.items() if one.is_final}
+
+    def flush(self) -> None:
+        """Wait until all states are stored, for `DEADLINE` at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending and not self._stored, DEADLINE)
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):  # of a backend that cannot be made: the store says why
+            self._limit_waits(self._app.backend)
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._pending, LINGER):
+                    self._runs = False
+                    return
+                self._stored = next(iter(self._pending))
+                pending = self._pending.pop(self._stored)
+                self._began = self._clock.now()
+            is_again = not self._is_done(pending)
+            with self._changed:
+                if is_again:  # last, unless the message has another state by now
+                    self._pending.setdefault(self._stored, pending)
+                self._stored, then, self._then = "", self._then, []
+                self._changed.notify_all()
+            for call in then:
+                call()
+            if is_again:
+                self._clock.sleep(1.0)
+
+    def _is_done(self, pending: _Pending) -> bool:
+        """Store a state; return False if it is to be tried again."""
+        try:
+            pending.store()
+        except Exception as error:
+            if self._clock.now() < pending.until:
+                return False
+            pending.lost(error)
+        return True
+
+    def _limit_waits(self, backend: Any) -> None:
+        """Let each wait for a Redis end by the deadline; other result backends have their own.
+
+        Source: celery.backends.redis waits for two minutes, and tries twenty times again.
+        """
+        params = getattr(backend, "connparams", None)
+        if params is None or backend.thread_safe:  # then other threads use it, too
+            return
+        for name in {"socket_timeout", "socket_connect_timeout"} & params.keys():
+            params[name] = min(params[name] or DEADLINE, DEADLINE)
+        tries_again = backend.on_connection_error
+
+        def on_connection_error(most: Any, error: Exception, *how: Any) -> Any:
+            if self._clock.now() - self._began >= DEADLINE:
+                raise error  # the connection is closed, and the message may run
+            return tries_again(most, error, *how)
+
+        backend.on_connection_error = on_connection_error
+
+
 class StateReporter:
     """Stores the states of one run in its result backend, and sends its events.
 
-    task, request: Celery's. send_event: sends an event of the task; None: the task's own. A result
-    backend or broker that is away is logged, and does not keep a message from being republished.
+    task, request: Celery's. send_event: sends an event of the task; None: the task's own. thread:
+    stores the states, in a worker's main process. A result backend or broker that is away is
+    logged, and does not keep a message from being republished.
     """
 
-    __slots__ = ("_request", "_send_event", "_task")
+    __slots__ = ("_request", "_send_event", "_task", "_thread")
 
     def __init__(
-        self, task: Any, request: Any, send_event: Callable[..., object] | None = None
+        self,
+        task: Any,
+        request: Any,
+        send_event: Callable[..., object] | None = None,
+        thread: StoringThread | None = None,
     ) -> None:
         self._task, self._request = task, request
-        self._send_event = send_event or task.send_event
+        self._send_event, self._thread = send_event or task.send_event, thread
 
     @property
     def ignores_result(self) -> bool:
@@ -124,11 +271,28 @@ class StateReporter:
 
     def deferred(self, info: DeferredInfo, why: str) -> None:
         """Store and send DEFERRED. why: as of `DeferredInfo.describe`."""
-        task, request, fields = self._task, self._request, asdict(info)
-        if self._may_store():
-            store = task.backend.store_result
-            self._attempt(lambda: store(request.id, fields, DEFERRED, request=request))
+        fields = asdict(info)
+        if self.stores:
+            self._store(functools.partial(self._store_deferred, fields))
         self._send("task-deferred", result=info.describe(why), **fields)
+
+    def _store_deferred(self, fields: Mapping[str, Any]) -> None:
+        task, request = self._task, self._request
+        if self._may_store():
+            task.backend.store_result(request.id, fields, DEFERRED, request=request)
+
+    def revoked_untried(self, reason: str, *, store_result: bool) -> None:
+        """Store REVOKED for a message that no run has seen, as Celery does.
+
+        Source: celery.worker.request: Request._announce_revoked.
+        """
+        task, request = self._task, self._request
+        self._store(
+            lambda: task.backend.mark_as_revoked(
+                request.id, reason, request=request, store_result=store_result
+            ),
+            is_final=True,
+        )
 
     def started(self, *, was_deferred: bool) -> None:
         """Store STARTED once the lock is held, and let monitors leave DEFERRED.
@@ -204,6 +368,13 @@ class StateReporter:
         finally:
             task.request_stack.pop()
 
+    def _store(self, store: Callable[[], object], *, is_final: bool = False) -> None:
+        if self._thread is None:
+            self._attempt(store)
+        else:
+            id_, lost = str(self._request.id), self._warn_not_shown
+            self._thread.put(id_, store, lost, is_final=is_final)
+
     def _send(self, event: str, **fields: Any) -> None:
         self._attempt(lambda: self._send_event(event, **fields))
 
@@ -216,9 +387,12 @@ class StateReporter:
         except let_through:
             raise
         except Exception as error:
-            self._warn("state_not_shown", "cannot report the state of %s[%s]: %s", error)
+            self._warn_not_shown(error)
 
-    def _warn(self, event: str, text: str, error: Exception) -> None:
+    def _warn_not_shown(self, cause: object) -> None:
+        self._warn("state_not_shown", "cannot report the state of %s[%s]: %s", cause)
+
+    def _warn(self, event: str, text: str, cause: object) -> None:
         name, task_id = self._task.name, self._request.id
         extra: Mapping[str, Any] = {"event": event, "task": name, "task_id": task_id}
-        logger.warning(text, name, task_id, error, extra=extra)
+        logger.warning(text, name, task_id, cause, extra=extra)

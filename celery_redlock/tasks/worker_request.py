@@ -18,6 +18,7 @@ from typing import Any
 import celery.worker.request
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import TimeLimitExceeded
+from celery.signals import task_revoked
 from celery.utils.functional import noop
 from celery.worker import state
 
@@ -34,6 +35,8 @@ from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
 from celery_redlock.tasks.execution.deferral import Deferred
 from celery_redlock.tasks.execution.untried import note_deferred
+from celery_redlock.tasks.reporting import StateReporter
+from celery_redlock.tasks.waiting.room import thread_of
 
 logger = logging.getLogger(__name__)
 
@@ -126,15 +129,23 @@ class Request(celery.worker.request.Request):
         return bool(super().revoked()) and not self.is_revoked
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
-        """Store REVOKED; if the message may have run elsewhere, leave that to the run.
+        """Have REVOKED stored; if the message may have run elsewhere, leave that to the run.
 
-        Source: celery.worker.request: Request.revoked calls it with what it has found out.
+        Source: celery.worker.request: Request.revoked calls it with what it has found out. Celery's
+        own method stores REVOKED in the event loop, which a result backend that hangs would stop.
         """
-        if terminated or expired or not self._is_left_to_run:
-            super()._announce_revoked(reason, terminated, signum, expired)
+        if not (terminated or expired) and self._is_left_to_run:
+            self.is_revoked = True
+            self.request_dict[HEADER] = self.delivery.header.revoked().to_message()
             return
-        self.is_revoked = True
-        self.request_dict[HEADER] = self.delivery.header.revoked().to_message()
+        state.task_ready(self)
+        how = {"terminated": terminated, "signum": signum, "expired": expired}
+        self.send_event("task-revoked", **how)
+        reporter = StateReporter(self.task, self._context, self.send_event, thread_of(self.app))
+        reporter.revoked_untried(reason, store_result=self.store_errors)
+        self.acknowledge()
+        self._already_revoked = True
+        task_revoked.send(self.task, request=self._context, **how)
 
     def reject(self, requeue: bool = False) -> None:
         """Hand the message back, or drop it."""

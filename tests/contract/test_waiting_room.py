@@ -89,6 +89,8 @@ class Stage:
                 state=SimpleNamespace(revoked=self.revoked, successful_requests=self.succeeded)
             ),
             apply_eta_task=self._hand_on,
+            disable_rate_limits=False,
+            _limit_move_to_pool=self._hand_on,
         )
         self.clock = ClockAhead()
         self.room = WaitingRoom(self.consumer, times, Platform(self.clock))
@@ -804,7 +806,9 @@ def test_of_a_room_that_opens_anew_no_sweep_is_left_over(gevent_hub: Any) -> Non
     timers = pytest.importorskip("celery.concurrency.gevent")
     timer, app = timers.Timer(), SimpleNamespace(conf={})
     parent = {"initial_prefetch_count": 1, "hub": None, "pool": None}
-    consumer = Consumer(apply_eta_task=fail, app=app, timer=timer, **parent)
+    consumer = Consumer(
+        apply_eta_task=fail, _limit_move_to_pool=fail, app=app, timer=timer, **parent
+    )
     room = WaitingRoom(consumer, WaitingTimes(sweep_interval=0.01))
 
     def calls() -> set[Any]:

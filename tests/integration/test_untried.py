@@ -6,6 +6,7 @@ after that, and must wait at once, in the memory of the worker's main process.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -204,20 +205,6 @@ class TestAMessageOfWhichOnlyARunDecides:
         waiting.append(getattr(shared_stage.tasks, name).apply_async((key,), **how))
         eventually(lambda: refusals(shared_stage, shared_worker, key)["run"] >= 2)
 
-    def test_waits_once_that_has_refused_it_as_its_rate_allows(
-        self,
-        shared_stage: Stage,
-        shared_worker: WorkerProcess,
-        key: str,
-        waiting: list[Any],
-    ) -> None:
-        task, where = shared_stage.tasks.step, shared_stage.see_listening()
-        limit = shared_stage.app.control.rate_limit
-        limit(task.name, "1000/s", destination=where, reply=True, timeout=60)
-        waiting.append(task.delay(key))
-        eventually(lambda: refusals(shared_stage, shared_worker, key)["run"] >= 2)
-        limit(task.name, "0", destination=where, reply=True, timeout=60)
-
     @pytest.mark.parametrize("options", [{"on_conflict": "fail"}, {"max_deferrals": 0}], ids=str)
     def test_fails_if_it_may_not_wait(
         self, shared_stage: Stage, key: str, options: dict[str, Any]
@@ -228,6 +215,34 @@ class TestAMessageOfWhichOnlyARunDecides:
     def test_is_skipped_if_it_says_so(self, shared_stage: Stage, key: str) -> None:
         result = shared_stage.tasks.work.apply_async((key,), lock={"on_conflict": "skip"})
         eventually(lambda: shared_stage.info(result)["status"] == "REVOKED")
+
+
+def test_messages_that_wait_use_up_no_token_of_their_tasks_rate(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    """Messages of free keys run at the rate of plain Celery, and the others once they may."""
+    rate = 20  # per second
+    stage = make_stage(nodes, worker_prefetch_multiplier=50)
+    stage.log.with_name("signals").touch()
+    worker, where = stage.worker(concurrency=2), stage.see_listening()
+    limited, plain = stage.tasks.work, stage.tasks.add
+    for task in (limited, plain):
+        stage.app.control.rate_limit(task.name, f"{rate}/s", destination=where, reply=True)
+
+    def seconds(*results: Any) -> float:
+        began = time.monotonic()
+        for result in results:
+            result.get(timeout=120)
+        return time.monotonic() - began
+
+    usual = seconds(*(plain.delay() for _ in range(rate)))
+    with limited.lock_for("held", wait=60):
+        held = [limited.delay("held") for _ in range(3 * rate)]
+        assert seconds(*(limited.delay(f"free{n}") for n in range(rate))) < 2 * usual
+        assert refusals(stage, worker, "held")["run"] <= 2
+    see_each_run_once(stage, "held", held)
+    begun_at = sorted(line.at for line in stage.lines("begin"))
+    assert begun_at[-1] - begun_at[0] >= (len(begun_at) - 2) / rate
 
 
 @pytest.mark.parametrize("budget", [{"max_wait": 0.5}, {"max_deferrals": 1}], ids=str)

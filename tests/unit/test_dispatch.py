@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -99,23 +100,29 @@ class Heads:
 class Worker:
     """A dispatcher, and as much of a worker as it needs.
 
-    applied: the messages that Celery got, and when. apply: what happens as it gets one. A head that
-    is due finds its lock free.
+    applied: the messages that Celery got, and when. in_bucket: those that wait for their rate.
+    apply: what happens as it gets one. A head that is due finds its lock free.
     """
 
     def __init__(self, *, names_timer: bool = True, capacity: int = 1000) -> None:
         self.clock, self.revoked = StoppedClock(), set[str]()
         self.timer, self.qos, self.names_timer = Timer(self.clock), Prefetch(), names_timer
         self.applied: list[tuple[str, float]] = []
+        self.in_bucket: list[Message] = []
         self.apply: Callable[[Message], object] = lambda message: None
         state = SimpleNamespace(revoked=self.revoked, successful_requests=set[str]())
         self.consumer = SimpleNamespace(
+            app=None,
             timer=self.timer,
             hub=None,
             pool=None,
             qos=self.qos,
             controller=SimpleNamespace(state=state),
             apply_eta_task=self._apply,
+            disable_rate_limits=False,
+            task_buckets=defaultdict(lambda: None),
+            _limit_task=lambda message, bucket, tokens: self.in_bucket.append(message),
+            _limit_move_to_pool=self._apply,
         )
         loop = EventLoop(self.consumer, Platform(self.clock))
         self.heads = Heads()
@@ -373,3 +380,15 @@ def test_every_message_goes_on_exactly_once_and_in_time_with_or_without_a_releas
     assert all(at <= latest[id_] + 1e-6 for id_, at in worker.applied)
     assert worker.dispatcher.waiting() == []
     assert worker.qos.value == PREFETCH + len(broken)  # Celery had not lowered it for those
+
+
+def test_a_message_of_a_task_with_a_rate_limit_waits_for_its_rate_and_the_next_one_for_it() -> None:
+    worker = Worker()
+    worker.consumer.task_buckets["task"] = object()
+    first, second = worker.admit("first", 1), worker.admit("second", 2)
+    worker.dispatcher.dispatch(first)
+    assert worker.in_bucket == [first.request]
+    assert worker.dispatcher.heads_to_run("a") == []
+    worker.dispatcher.on_token(first.request)
+    assert worker.applied == [("first", 0.0)]
+    assert worker.dispatcher.heads_to_run("a") == [second]

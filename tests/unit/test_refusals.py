@@ -51,15 +51,6 @@ def test_while_a_message_waits_the_next_one_is_refused_by_the_last_known_holder(
     assert known.of(QUEUE, waits=True) == KnownRefusal(160.0, "holder")
 
 
-def test_for_a_while_nothing_counts() -> None:
-    known, clock = refusals()
-    known.note(QUEUE, "holder", 30.0)
-    known.ignore_for(0.5)
-    assert known.of(QUEUE, waits=True) is None
-    clock.time += 0.5
-    assert known.of(QUEUE, waits=True) is not None
-
-
 def test_only_what_is_new_or_waited_for_is_kept() -> None:
     known, clock = refusals()
     known.note(QUEUE, "holder", 30.0)

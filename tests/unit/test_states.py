@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from celery.backends.base import KeyValueStoreBackend
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import task_revoked
 
-from celery_redlock.tasks.reporting import StateReporter
+from celery_redlock.tasks.reporting import MOST_PENDING, StateReporter, StoringThread
+from tests.conftest import eventually
 
 
 class Backend(KeyValueStoreBackend):
@@ -89,3 +92,87 @@ def test_receivers_hear_of_what_the_gate_revokes_as_of_what_celery_does(make_tas
     for reason in ("expired", "revoked"):
         StateReporter(task, request).revoked(reason)
     assert told == [(task, request, False, True), (task, request, False, False)]
+
+
+class Storing:
+    """A thread that stores states in a result backend that hangs until a test says.
+
+    stored, lost: the names of the states, in order. failing: those that fail once.
+    """
+
+    def __init__(self) -> None:
+        self.thread = StoringThread(SimpleNamespace(backend=None))
+        self.stored, self.lost, self.failing = list[str](), list[str](), set[str]()
+        self.answers = threading.Event()
+        self.put("1", "first")
+        eventually(lambda: self.stored)
+
+    def put(self, id_: str, name: str, *, is_final: bool = False) -> None:
+        def store() -> None:
+            self.stored.append(name)
+            assert self.answers.wait(60)
+            if name in self.failing:
+                self.failing.remove(name)
+                raise OSError("backend")
+
+        self.thread.put(id_, store, lambda cause: self.lost.append(name), is_final=is_final)
+
+
+@pytest.fixture
+def storing() -> Iterator[Storing]:
+    made = Storing()
+    yield made
+    made.answers.set()
+
+
+def test_a_message_runs_once_the_store_of_its_state_has_ended(storing: Storing) -> None:
+    ended, others = threading.Event(), list[str]()
+    assert not storing.thread.withdraw("1", ended.set)
+    assert storing.thread.withdraw("2", lambda: others.append("2"))
+    assert not ended.is_set()
+    storing.answers.set()
+    assert ended.wait(60)
+    assert storing.thread.withdraw("1", ended.clear)
+    assert others == []
+
+
+def test_of_a_message_that_runs_meanwhile_no_state_is_stored_but_a_final_one(
+    storing: Storing,
+) -> None:
+    storing.put("2", "second")
+    storing.put("3", "third")
+    storing.put("3", "revoked", is_final=True)
+    storing.put("4", "fourth")
+    for id_ in "23":
+        assert storing.thread.withdraw(id_, str)
+    storing.answers.set()
+    eventually(lambda: storing.stored == ["first", "revoked", "fourth"])
+    assert storing.lost == []
+
+
+def test_of_messages_that_the_broker_delivers_anew_only_final_states_are_stored(
+    storing: Storing,
+) -> None:
+    storing.put("2", "second")
+    storing.put("3", "revoked", is_final=True)
+    storing.thread.forget()
+    storing.answers.set()
+    storing.thread.flush()
+    assert storing.stored == ["first", "revoked"]
+
+
+def test_a_final_state_that_cannot_be_stored_is_stored_later(storing: Storing) -> None:
+    storing.put("2", "second")
+    storing.put("3", "revoked", is_final=True)
+    storing.failing = {"second", "revoked"}
+    storing.answers.set()
+    eventually(lambda: storing.stored == ["first", "second", "revoked", "revoked"])
+    assert storing.lost == ["second"]
+
+
+def test_states_above_a_bound_are_lost(storing: Storing) -> None:
+    for number in range(MOST_PENDING):
+        storing.put(f"m{number}", "kept")
+    storing.put("one more", "dropped")
+    storing.put("m0", "newer")
+    assert storing.lost == ["dropped"]

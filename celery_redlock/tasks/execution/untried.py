@@ -6,9 +6,10 @@ waits in the worker's memory from the start, unacknowledged as a message with a 
 it may lead to is what the run would have done: DEFERRED, its event, its signal and its log line.
 
 A message tries as before if only a run can say what becomes of it: its key or `on_conflict` is a
-callable, it waits in its slot (`wait`), it may have run elsewhere, its budget is spent, or its task
-has a rate limit. So does each message of an app with quorum queues: for it Celery cannot raise the
-prefetch, so messages that wait would keep out all others.
+callable, it waits in its slot (`wait`), it may have run elsewhere, or its budget is spent. So does
+each message of an app with quorum queues: for it Celery cannot raise the prefetch, so messages that
+wait would keep out all others. If its task has a rate limit, a try that is refused would use up a
+token, so of each lock one message waits for its rate, and the others wait for that one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from datetime import timedelta
 from typing import Any
 
 from celery_redlock.errors import LockTaken, RedlockError
-from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
 from celery_redlock.tasks.delivery.header import HEADER
@@ -37,10 +37,6 @@ from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.waiting.room import WaitingRoom, room_of, rooms_of
 
-_clock = SystemClock()
-SLOW = 1.0  # seconds for a state in the result backend, after which new messages try again
-TRIES_FOR = 60.0  # seconds for which they do: meanwhile no write blocks the event loop
-
 
 def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
     """Give a message that would be refused a countdown before Celery looks for one.
@@ -50,10 +46,10 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
     """
     room = room_of(sender)
     delivery: Delivery | None = getattr(request, "delivery", None)
-    if room is None or delivery is None or request.eta is not None or not room.may_refuse:
-        return  # most messages
-    if not _is_eligible(sender, delivery):
+    if room is None or delivery is None or request.eta is not None:
         return
+    if not room.may_refuse(request.name) or not _is_eligible(sender, delivery):
+        return  # most messages
     try:
         refusal = _known_refusal(room, delivery, request)
     except RedlockError:  # the run reports it
@@ -67,9 +63,8 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
 
 def _is_eligible(consumer: Any, delivery: Delivery) -> bool:
     """Return whether nothing but the lock decides what becomes of a message."""
-    name, header = delivery.task.name, delivery.header
-    has_rate_limit = consumer.task_buckets[name] is not None and not consumer.disable_rate_limits
-    if has_rate_limit or header.unique is not None or header.wait is not None:
+    header = delivery.header
+    if header.unique is not None or header.wait is not None:
         return False
     if has_quorum_queues(consumer.app):  # Source: celery.worker.consumer.tasks: Tasks.qos_global
         return False
@@ -85,13 +80,13 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
         return None
     args, kwargs = tuple(request.args), dict(request.kwargs)
     resources = config.resources(options, TaskCall(delivery.task, args, kwargs, queue))
-    for resource in resources:
-        known = room.refusal_of(resource, options.limit)
-        if known is not None:
-            error = LockTaken(resource, known.holder, known.expires_in)
-            now = time_of_nodes(delivery.task.app).timestamp()
-            return Refusal(error, now, options, tuple(resources), args, kwargs)
-    return None
+    known = room.refusal_of(request, resources, options.limit)
+    if known is None:
+        return None
+    resource, refusal = known
+    error = LockTaken(resource, refusal.holder, refusal.expires_in)
+    now = time_of_nodes(delivery.task.app).timestamp()
+    return Refusal(error, now, options, tuple(resources), args, kwargs)
 
 
 def _defer(room: WaitingRoom, delivery: Delivery, request: Any, deferral: PlannedDeferral) -> None:
@@ -100,11 +95,8 @@ def _defer(room: WaitingRoom, delivery: Delivery, request: Any, deferral: Planne
     Source: celery.worker.request: `Request.eta` is what the worker goes by, and `request_dict` is
     what a pool gets of the message.
     """
-    began = _clock.now()
-    reporter = StateReporter(delivery.task, delivery.request, request.send_event)
+    reporter = StateReporter(delivery.task, delivery.request, request.send_event, room.states)
     report(delivery, deferral, reporter)
-    if _clock.now() - began > SLOW:
-        room.pause_untried(TRIES_FOR)
     send_signal(delivery, deferral)
     request.request_dict[HEADER] = deferral.header.to_message()
     request.__dict__.pop("_context", None)  # made from that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -11,9 +12,10 @@ from typing import Any, Protocol
 
 from celery_redlock import anchors
 from celery_redlock.lock.platform.clock import Clock
+from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.capacity import CAPACITY, Overflow
 from celery_redlock.tasks.waiting.loop import EventLoop
-from celery_redlock.tasks.waiting.queues import Waiter, WaitQueues
+from celery_redlock.tasks.waiting.queues import QueueKey, Waiter, WaitQueues
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
 logger = logging.getLogger(__name__)
@@ -35,9 +37,9 @@ class Dispatcher:
     """The queues of one worker, the timers of their waiters, and the way to Celery.
 
     `dispatch` is for a release, `on_eta` for the end of a countdown. Both give a message to Celery
-    once. heads: learns of heads that change or are due. mutex: of `queues`; a greenlet that has it
-    may give way to others. capacity: how many may wait after the next `forget`. All methods but
-    `waiting` run in the event loop.
+    once. heads: learns of heads that change or are due. states: stores those of the messages.
+    mutex: of `queues`; a greenlet that has it may give way to others. capacity: how many may wait
+    after the next `forget`. All methods but `waiting` run in the event loop.
     """
 
     def __init__(
@@ -46,18 +48,23 @@ class Dispatcher:
         self._consumer, self._loop, self._clock, self._times = consumer, loop, clock, times
         self._heads = heads
         self._apply_eta_task: Callable[[Any], object] = consumer.apply_eta_task
+        self._leave_bucket: Callable[[Any], object] = consumer._limit_move_to_pool
+        self.states = StoringThread(consumer.app)
         self.mutex = threading.RLock()
         self._eviction: Any = None  # the timer's entry, while one is due
         self.capacity = CAPACITY
         self.forget()
 
     def forget(self) -> None:
-        """Forget all waiters."""
+        """Forget all waiters, and the states of theirs that are not stored yet."""
+        self.states.forget()
         self._loop.cancel(self._eviction)
         self._eviction = None
         self.queues = WaitQueues(self._times)
         self._overflow = Overflow(self.capacity)
         self._dispatched: weakref.WeakSet[Any] = weakref.WeakSet()  # requests
+        self._in_buckets: dict[Any, list[QueueKey]] = {}  # by request, which waits for its rate
+        self._dispatched_of: set[QueueKey] = set()  # of all these requests
 
     def waiting(self) -> list[Waiter]:
         """Return the waiters in order of first deferral; called by any thread."""
@@ -86,7 +93,7 @@ class Dispatcher:
             with self.mutex:
                 heads = self.queues.heads(channel)
             if not self._dispatch_cancelled(heads):
-                return heads
+                return [head for head in heads if not self.has_dispatched(head.queue)]
 
     def dispatch_cancelled(self) -> None:
         """Dispatch all cancelled messages, for Celery to end them."""
@@ -117,6 +124,35 @@ class Dispatcher:
             extra = {"event": "dispatch_failed", "task": request.name, "task_id": request.id}
             text, see = "cannot dispatch %s[%s]. See %s", anchors.UNEXPECTED
             logger.exception(text, request.name, request.id, see, extra=extra)
+
+    def bucket_of(self, task_name: str) -> Any:
+        """Return Celery's token bucket of a task with a rate limit, None without one."""
+        consumer = self._consumer
+        return None if consumer.disable_rate_limits else consumer.task_buckets[task_name]
+
+    def note_in_bucket(self, request: Any, queues: list[QueueKey]) -> None:
+        """Note which locks a message is to ask for as soon as its rate allows.
+
+        Of a lock with more permits than one the next message may run as well.
+        """
+        self._in_buckets[request] = [queue for queue in queues if queue.limit == 1]
+        self._dispatched_of.update(self._in_buckets[request])
+
+    def _note_left_bucket(self, request: Any) -> None:
+        self._dispatched_of.difference_update(self._in_buckets.pop(request, ()))
+
+    def has_dispatched(self, queue: QueueKey) -> bool:
+        """Return whether a message of a queue waits for its rate: the next one would be refused."""
+        return queue in self._dispatched_of
+
+    def on_token(self, request: Any) -> None:
+        """Let a message run as its rate allows it."""
+        self._note_left_bucket(request)
+        self._leave_bucket(request)
+
+    def on_limited_eta(self, request: Any, bucket: Any, tokens: int) -> None:
+        """Do what `on_eta` does, for a message of a task that had a rate limit as it came."""
+        self.on_eta(request)
 
     def has_succeeded(self, id_: str) -> bool:
         """Return whether the run of a message has ended with success in this worker.
@@ -169,15 +205,33 @@ class Dispatcher:
                 return  # another thread was first, or the room was closed: the message comes again
             self._dispatched.add(request)
             if waiter is not None:
+                if self.bucket_of(request.name) is not None:
+                    self.note_in_bucket(request, [waiter.queue])
                 was_head = self.queues.is_head(waiter)
                 following = self.queues.remove(waiter, self._clock.now(), is_named=is_named)
                 if following is not None:
                     self._arm(following)
         if waiter is not None and was_head:
             self._heads.on_head(waiter.queue.channel)
-        self._apply_eta_task(request)
+        self._pass_on(request)
+
+    def _pass_on(self, request: Any) -> None:
+        """Let Celery run a message; first its DEFERRED is stored, else it could stay for ever."""
+        again = functools.partial(self._loop.call_soon, self._pass_on_later, request)
+        if request not in self._dispatched or not self.states.withdraw(str(request.id), again):
+            return  # the room was closed, or a result backend is slow
+        bucket = self.bucket_of(request.name)
+        if bucket is None:
+            self._note_left_bucket(request)
+            self._apply_eta_task(request)
+        else:
+            self._consumer.qos.decrement_eventually()
+            self._consumer._limit_task(request, bucket, 1)
         with self.mutex:  # after: Celery lowers its prefetch there, and never adds at its limit
             self._update_prefetch()
+
+    def _pass_on_later(self, request: Any) -> None:
+        self._loop.call_after(0.0, self._pass_on, request)  # whose errors the timer survives
 
     def _arm(self, waiter: Waiter) -> None:
         """Set the timer for a waiter's own try, if its ETA has passed; before, Celery's is set."""

@@ -1,6 +1,7 @@
 """Deferred messages in order of first deferral: one queue for each channel and limit. Pure.
 
 A resource that is taken to a lock of one limit may be free to another, so each limit has a queue.
+So has each task with a `rate_limit`, whose head may wait for its rate while others run.
 Only the head of a queue tries again by itself. The waiters behind it cost memory and no commands
 until they are the head, or until their deadline, before the broker takes them for lost.
 """
@@ -19,10 +20,14 @@ FIRST_PAUSE = 1.0  # seconds between two looks of a head whether its lock is fre
 
 
 class QueueKey(NamedTuple):
-    """A queue: the channel that announces the releases, and the limit of the lock refused."""
+    """A queue: the channel that announces the releases, and the limit of the lock refused.
+
+    task: the name of a task with a rate limit, "" for all other tasks.
+    """
 
     channel: str
     limit: int
+    task: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +120,7 @@ class WaitQueues:
 
     def __init__(self, times: WaitingTimes) -> None:
         self._times = times
-        self._queues: dict[str, dict[int, WaitQueue]] = {}  # by channel, then by limit
+        self._queues: dict[str, dict[QueueKey, WaitQueue]] = {}  # by channel
         self._emptied_at: dict[str, float] = {}  # monotonic seconds, of channels without waiters
         self._by_request: dict[Any, Waiter] = {}
         self.waiting_for_release = 0  # how many waiters may wait past their ETA
@@ -147,9 +152,9 @@ class WaitQueues:
         """Queue a waiter; return the head that it displaced, if any."""
         self._by_request[waiter.request] = waiter
         self.waiting_for_release += waiter.waits_for_release
-        channel, limit = waiter.queue
+        channel = waiter.queue.channel
         self._emptied_at.pop(channel, None)
-        queue = self._queues.setdefault(channel, {}).setdefault(limit, WaitQueue())
+        queue = self._queues.setdefault(channel, {}).setdefault(waiter.queue, WaitQueue())
         return queue.add(waiter)
 
     def remove(self, waiter: Waiter, now: float, *, is_named: bool = False) -> Waiter | None:
@@ -159,8 +164,8 @@ class WaitQueues:
         """
         del self._by_request[waiter.request]
         self.waiting_for_release -= waiter.waits_for_release
-        channel, limit = waiter.queue
-        following = self._queues[channel][limit].remove(waiter, now, is_named=is_named)
+        channel = waiter.queue.channel
+        following = self._queues[channel][waiter.queue].remove(waiter, now, is_named=is_named)
         if not any(queue.waiters for queue in self._of_channel(channel)):
             self._emptied_at[channel] = now
         return following
@@ -173,13 +178,12 @@ class WaitQueues:
         """
         if not waiter.waits_for_release or (waiter.eta > now and not waiter.is_postponed):
             return None
-        channel, limit = waiter.queue
-        turn = self._queues[channel][limit].turn_of(waiter, self._times)
+        turn = self._queues[waiter.queue.channel][waiter.queue].turn_of(waiter, self._times)
         return max(0.0, min(max(turn, waiter.eta), waiter.deadline) - now)
 
     def has(self, key: QueueKey) -> bool:
         """Return whether a message waits in this queue."""
-        queue = self._queues.get(key.channel, {}).get(key.limit)
+        queue = self._queues.get(key.channel, {}).get(key)
         return queue is not None and bool(queue.waiters)
 
     def is_head(self, waiter: Waiter) -> bool:
@@ -190,11 +194,11 @@ class WaitQueues:
         """Return the head of a waiter's queue; None if the waiter is not here any more."""
         if self.of(waiter.request) is not waiter:
             return None
-        return self._queues[waiter.queue.channel][waiter.queue.limit].waiters[0]
+        return self._queues[waiter.queue.channel][waiter.queue].waiters[0]
 
     def last_of_longest(self) -> Waiter | None:
         """Return the waiter that is dispatched last: of the longest queue, if it may be evicted."""
-        queues = [queue for by_limit in self._queues.values() for queue in by_limit.values()]
+        queues = [queue for by_key in self._queues.values() for queue in by_key.values()]
         for queue in sorted(queues, key=lambda queue: len(queue.waiters), reverse=True):
             for waiter in reversed(queue.waiters):
                 if waiter.waits_for_release:

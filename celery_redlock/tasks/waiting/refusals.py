@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -32,7 +31,6 @@ class Refusals:
     def __init__(self, clock: Clock, remembered: float) -> None:
         self._clock, self._remembered = clock, remembered
         self._known: dict[QueueKey, KnownRefusal] = {}
-        self._ignored_until = -math.inf  # monotonic seconds
 
     @property
     def is_known(self) -> bool:
@@ -50,17 +48,11 @@ class Refusals:
         """
         now = self._clock.now()
         known = self._known.get(queue)
-        if now < self._ignored_until:
-            return None
         if known is not None and now < known.at + self._remembered:
             if known.expires_in is None:
                 return known
             return replace(known, at=now, expires_in=max(0.0, known.at + known.expires_in - now))
         return KnownRefusal(now, "" if known is None else known.holder) if waits else None
-
-    def ignore_for(self, seconds: float) -> None:
-        """Let each new message try for a while."""
-        self._ignored_until = self._clock.now() + seconds
 
     def keep(self, waits: Callable[[QueueKey], bool]) -> None:
         """Forget the refusals that are old, of locks for which no message waits."""

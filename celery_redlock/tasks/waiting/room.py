@@ -35,6 +35,7 @@ from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import LockHeader, Wait
 from celery_redlock.tasks.delivery.route import CAME_BACK
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
+from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.capacity import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
 from celery_redlock.tasks.waiting.queues import QueueKey, Waiter
@@ -51,8 +52,8 @@ TIMES = WaitingTimes()
 class WaitingRoom(bootsteps.StartStopStep):
     """The consumer's step that keeps the messages that have come back to this worker.
 
-    Other parts use `admit`, `waiting`, `refusal_of`, `note_refusal`, `subscriptions` and, in the
-    subscribers' threads, `on_message`. Everything else runs in the worker's event loop.
+    Other parts use `states`, `admit`, `waiting`, `refusal_of`, `note_refusal`, `subscriptions` and,
+    in the subscribers' threads, `on_message`. Everything else runs in the worker's event loop.
     Source: celery.worker.strategy binds `consumer.apply_eta_task` when the consumer starts, which
     is after its steps are made; the timer calls that at the end of a message's countdown.
     """
@@ -72,7 +73,10 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._loop = EventLoop(parent, platform)
         self._successor = Successor(parent, self._loop, platform, times)
         self._dispatcher = self._successor.dispatcher
+        self.states = self._dispatcher.states
         parent.apply_eta_task = self._dispatcher.on_eta
+        parent._limit_post_eta = self._dispatcher.on_limited_eta
+        parent._limit_move_to_pool = self._dispatcher.on_token
         self._counting = platform.new_mutex()  # of the announcements; real threads compete for it
         self._subscribers: list[Subscriber] = []
         self._quorum_channel = ""  # of the waiters for which no quorum voted
@@ -104,7 +108,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._forget()
 
     def shutdown(self, parent: Any) -> None:
-        """Close the subscriptions."""
+        """Close the subscriptions, and have the last states stored."""
+        self.states.flush()
         for subscriber in self._subscribers:
             subscriber.close()
 
@@ -114,12 +119,9 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def admit(self, request: Any, wait: Wait, since: str) -> None:
         """Queue a message whose countdown is about to begin."""
-        consumer = self._consumer
-        if consumer.task_buckets[request.name] is not None and not consumer.disable_rate_limits:
-            return  # it goes through a queue of Celery's first
         self._connect()
         waiter = self._waiter_of(request, wait, since)
-        now = time_of_nodes(consumer.app)
+        now = time_of_nodes(self._consumer.app)
         refused_at = self._clock.now() - wait.seconds_since_refusal(now)
         with self._dispatcher.mutex:
             has_missed = bool(wait.reason) and self._quorum_history.claim(
@@ -145,33 +147,40 @@ class WaitingRoom(bootsteps.StartStopStep):
         """
         self._refusals.note(self._queue_of(resource, limit), holder, expires_in)
 
-    @property
-    def may_refuse(self) -> bool:
-        """Whether `refusal_of` may know of any refusal."""
-        return self._refusals.is_known or self._dispatcher.queues.waiting_for_release > 0
+    def may_refuse(self, task_name: str) -> bool:
+        """Return whether `refusal_of` may know of any refusal, or is to note a message."""
+        if self._refusals.is_known or self._dispatcher.queues.waiting_for_release > 0:
+            return True
+        return self._dispatcher.bucket_of(task_name) is not None
 
-    def refusal_of(self, resource: str, limit: int) -> KnownRefusal | None:
-        """Return the refusal that a new message may take for its own; None: it is to try.
+    def refusal_of(
+        self, request: Any, resources: tuple[str, ...], limit: int
+    ) -> tuple[str, KnownRefusal] | None:
+        """Return the resource and refusal that a new message may take for its own; None: it tries.
 
-        That is if another message waits here for the same lock, or was refused just now.
+        That is if another message waits here for the same lock, or was refused just now. Of a task
+        with a rate limit one message of each lock waits for its rate, and the others for that one.
         """
-        queue = self._queue_of(resource, limit)
-        with self._dispatcher.mutex:
-            waits = self._dispatcher.queues.has(queue)
-        return self._refusals.of(queue, waits=waits)
+        queues = [self._queue_of(resource, limit, request.name) for resource in resources]
+        for resource, queue in zip(resources, queues, strict=True):
+            with self._dispatcher.mutex:
+                waits = self._dispatcher.queues.has(queue) or self._dispatcher.has_dispatched(queue)
+            known = self._refusals.of(QueueKey(queue.channel, limit), waits=waits)
+            if known is not None:
+                return resource, known
+        if self._dispatcher.bucket_of(request.name) is not None:
+            self._dispatcher.note_in_bucket(request, queues)
+        return None
 
-    def pause_untried(self, seconds: float) -> None:
-        """Let each new message try for a while."""
-        self._refusals.ignore_for(seconds)
-
-    def _queue_of(self, resource: str, limit: int) -> QueueKey:
+    def _queue_of(self, resource: str, limit: int, task_name: str = "") -> QueueKey:
+        """Return the queue of a lock. task_name: of one that may have a rate limit."""
         prefix = settings_of(self._consumer.app).prefix
-        return QueueKey(wake_channel(prefix, resource), limit)
+        has_rate = bool(task_name) and self._dispatcher.bucket_of(task_name) is not None
+        return QueueKey(wake_channel(prefix, resource), limit, task_name if has_rate else "")
 
     def _waiter_of(self, request: Any, wait: Wait, since: str) -> Waiter:
         settings, now = settings_of(self._consumer.app), self._clock.now()
-        resource = wait.refused_by or wait.resources[0]
-        queue = QueueKey(wake_channel(settings.prefix, resource), wait.limit)
+        queue = self._queue_of(wait.refused_by or wait.resources[0], wait.limit, request.name)
         if wait.reason:
             queue = QueueKey(votes_channel(settings.prefix), 1)
         return Waiter(
@@ -265,6 +274,11 @@ def waiters_of(consumer: Any) -> list[Waiter]:
 def rooms_of(app: Any) -> Iterator[WaitingRoom]:
     """Yield the rooms of an app's workers in this process."""
     return (room for consumer, room in list(_rooms.items()) if consumer.app is app)
+
+
+def thread_of(app: Any) -> StoringThread | None:
+    """Return what stores the states that an app's worker reports; None in other processes."""
+    return next((room.states for room in rooms_of(app)), None)
 
 
 def room_of(consumer: Any) -> WaitingRoom | None:

@@ -170,10 +170,12 @@ class Successor:
 
     def ask(self, head: Waiter, turn: Turn) -> None:
         """Register a head, and ask the nodes how it stands."""
+        if self.dispatcher.has_dispatched(head.queue):
+            return
         if self._registrar is None:
             self._dispatch(head, turn)
             return
-        channel, limit = head.queue
+        channel, limit = head.queue.channel, head.queue.limit
         since = self._since(channel)
         if since is None:
             return  # it has gone to Celery meanwhile

@@ -198,13 +198,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "a release wakes a message past its rate limit",
-        "tasks.waiting.room:WaitingRoom.admit",
-        "if consumer.task_buckets[request.name] is not None and not consumer.disable_rate_limits:",
-        "if False:",
-        (f"{INTEGRATION}/test_waiting.py::test_a_release_wakes_nothing_past_its_rate_limit",),
-    ),
-    Mutant(
         "a deferred message never expires",
         "tasks.delivery.republish:_fields_of_message",
         '"expires": request.expires,',

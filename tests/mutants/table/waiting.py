@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import CONTRACT, UNIT, Mutant
+from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
 
 SUCCESSOR = "tasks.waiting.successor:Successor"
 DISPATCHER = "tasks.waiting.dispatch:Dispatcher"
@@ -360,7 +360,7 @@ MUTANTS = (
     Mutant(
         "a message waits for one with another limit, to which the lock is taken",
         f"{QUEUES}.has",
-        ".get(key.limit)\n        return queue is not None and bool(queue.waiters)",
+        ".get(key)\n        return queue is not None and bool(queue.waiters)",
         ".values()\n        return any(each.waiters for each in queue)",
         (f"{UNIT}/test_wait_queues.py",),
         "one_of_its_limit",
@@ -455,14 +455,6 @@ MUTANTS = (
         "of_the_next_moment",
     ),
     Mutant(
-        "a slow result backend blocks the worker's event loop for each new message",
-        f"{REFUSALS}.ignore_for",
-        "self._ignored_until = self._clock.now() + seconds",
-        "pass",
-        (f"{UNIT}/test_refusals.py",),
-        "for_a_while",
-    ),
-    Mutant(
         "a message that did not try waits past the lease that refused the one before it",
         f"{REFUSALS}.of",
         "max(0.0, known.at + known.expires_in - now)",
@@ -486,23 +478,70 @@ MUTANTS = (
         (f"{UNIT}/test_refusals.py",),
         "is_kept",
     ),
+    Mutant(
+        "a release wakes a message past its rate limit",
+        f"{DISPATCHER}._pass_on",
+        "if bucket is None:",
+        "if True:",
+        (DISPATCH,),
+        "waits_for_its_rate",
+    ),
+    Mutant(
+        "while a message waits for its rate, the next one follows it, and is refused",
+        f"{DISPATCHER}.heads_to_run",
+        " if not self.has_dispatched(head.queue)",
+        "",
+        (DISPATCH,),
+        "waits_for_its_rate",
+    ),
+    # the states that the main process stores
+    *(
+        Mutant(name, f"tasks.reporting:StoringThread.{function}", old, new, (test,), keyword)
+        for name, function, old, new, test, keyword in (
+            (
+                "a message runs while its DEFERRED is being stored",
+                "withdraw",
+                "if self._stored != id_:",
+                "if True:",
+                f"{UNIT}/test_states.py",
+                "runs_once_the_store",
+            ),
+            (
+                "DEFERRED of a message that runs is stored later, for ever",
+                "withdraw",
+                "del self._pending[id_]",
+                "pass",
+                f"{UNIT}/test_states.py",
+                "runs_meanwhile",
+            ),
+            (
+                "a message waits for a result backend that never answers",
+                "_run",
+                "self._limit_waits(self._app.backend)",
+                "pass",
+                f"{INTEGRATION}/test_hanging.py",
+                "never_answers",
+            ),
+        )
+    ),
+    Mutant(
+        "a result backend that hangs stops the worker's event loop",
+        "tasks.execution.untried:_defer",
+        "request.send_event, room.states)",
+        "request.send_event)",
+        (f"{INTEGRATION}/test_hanging.py",),
+        "frozen_backend",
+    ),
     # messages that wait without a try
     *(
         Mutant(name, f"{UNTRIED}:{function}", old, new, (f"{UNIT}/test_untried.py",), keyword)
         for name, function, old, new, keyword in (
             (
-                "a message of a task with a rate limit waits without a try, and past the limit",
-                "_is_eligible",
-                "if has_rate_limit or ",
-                "if ",
-                "rate_limit",
-            ),
-            (
-                "a message of a task whose rate limit is disabled tries in vain",
-                "_is_eligible",
-                " and not consumer.disable_rate_limits",
-                "",
-                "rate_limit",
+                "a second message of a lock waits for its rate, and is refused then",
+                "_known_refusal",
+                "known = room.refusal_of(request, resources, options.limit)",
+                "known = room.refusal_of(request, (), options.limit)",
+                "waits_for_its_rate",
             ),
             (
                 "a deduplicated send waits without a try, and ends its window too late",
@@ -552,13 +591,6 @@ MUTANTS = (
                 " or callable(options.key)",
                 "",
                 "which_a_run_decides",
-            ),
-            (
-                "each message that waits without a try may block the worker's event loop",
-                "_defer",
-                "room.pause_untried(TRIES_FOR)",
-                "pass",
-                "after_a_slow_write",
             ),
             (
                 "a message that waits without a try does not carry that it waits",

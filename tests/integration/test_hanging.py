@@ -1,0 +1,93 @@
+"""A result backend and a lock node hang: a worker's main process goes on, as plain Celery's."""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import eventually, trust_nodes
+from tests.integration.conftest import Stage, slow_but
+from tests.integration.test_untried import LONG, see_each_run_once, wait_behind
+
+PINGS = 25
+COUNT = 6  # messages that wait for one lock
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[EmbeddedNode]]:
+    """Give three nodes, of which the test may freeze one."""
+    with EmbeddedNode() as first, EmbeddedNode() as second, EmbeddedNode() as third:
+        trust_nodes([first, second, third])
+        yield [first, second, third]
+
+
+@pytest.fixture
+def backend() -> Iterator[EmbeddedNode]:
+    with EmbeddedNode() as server:
+        yield server
+        gc.collect()  # a result unsubscribes when it is forgotten, and its server must be there
+
+
+def answered(stage: Stage, where: list[str]) -> int:
+    """Return how many pings a worker answers; a worker that does not answer one gets no other."""
+    for number in range(PINGS):
+        if not stage.app.control.ping(where, timeout=5.0, limit=1):
+            return number
+    return PINGS
+
+
+@pytest.mark.parametrize("pool", slow_but(("prefork", "gevent"), ("prefork", "threads", "gevent")))
+def test_a_frozen_backend_and_a_frozen_node_keep_no_worker_from_its_commands(
+    nodes: list[EmbeddedNode],
+    backend: EmbeddedNode,
+    make_stage: Callable[..., Stage],
+    pool: str,
+) -> None:
+    """And no state lands over a later one, once the result backend goes on."""
+    stage = make_stage(nodes, result_backend=backend.url)
+    worker, where = stage.worker(pool=pool, concurrency=2), stage.see_listening()
+    work, plain = stage.tasks.work, stage.tasks.add
+    with work.lock_for("k", wait=60):
+        waiting = wait_behind(stage, worker, work, "k", 2)
+        backend.pause()
+        nodes[2].pause()
+        plain.delay()
+        assert answered(stage, where) == PINGS  # plain Celery's, with a child that stores
+
+        ids = [work.delay("k").id for _ in range(COUNT - 1)]
+        ids.append(work.apply_async(("k",), expires=3, lock=LONG).id)
+        assert answered(stage, where) == PINGS
+        eventually(lambda: all(f"{id_}] deferred for" in worker.output() for id_ in ids))
+        eventually(lambda: f"Discarding revoked task: {work.name}[{ids[-1]}]" in worker.output())
+        assert answered(stage, where) == PINGS
+    results = [work.AsyncResult(id_) for id_ in ids]
+    assert answered(stage, where) == PINGS  # while they begin to run
+    backend.resume()
+    nodes[2].resume()
+    eventually(lambda: stage.info(results[-1])["status"] == "REVOKED")
+    see_each_run_once(stage, "k", [*waiting, *results[:-1]])
+    assert {stage.info(one)["status"] for one in results[:-1]} == {"SUCCESS"}
+
+
+@pytest.mark.slow
+def test_a_backend_that_never_answers_keeps_no_message_from_its_lock(stage: Stage) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        backend = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        conf = json.loads(stage.env["TEST_CONF"])  # of the worker; the sender waits for its backend
+        stage.env["TEST_CONF"] = json.dumps({**conf, "result_backend": backend})
+        stage.log.with_name("signals").touch()
+        worker, where = stage.worker(concurrency=2), stage.see_listening()
+        with stage.tasks.work.lock_for("k", wait=60):
+            refused = stage.tasks.crowded.delay("k")  # it stores no state
+            eventually(lambda: worker.output().count(f"{refused.id}] received") == 2)
+            untried = stage.tasks.work.delay("k")
+            eventually(lambda: f"{untried.id}] deferred for" in worker.output())
+            assert answered(stage, where) == PINGS
+        # its state was being stored when its lock became free
+        stage.wait_for("lock_acquired", 3, within=60)  # that of this process first
+        assert answered(stage, where) == PINGS
