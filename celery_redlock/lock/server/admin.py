@@ -75,9 +75,9 @@ def trust_node(connection: Any, prefix: str) -> str:
     facts = read_info(connection)
     if "run_id" not in facts:
         raise redis.ResponseError(facts.get("error", "INFO names no run_id"))
-    names = (*guard_keys(prefix), tenure_key(prefix))
-    keys = map(encoded, names)
-    connection.send_command("EVAL", TRUST.source, str(len(names)), *keys, facts["run_id"])
+    notes = set(names_on(connection, f"{tenure_key(prefix)}:"))
+    keys = *map(encoded, (*guard_keys(prefix), tenure_key(prefix))), *notes
+    connection.send_command("EVAL", TRUST.source, str(len(keys)), *keys, facts["run_id"])
     connection.read_response()
     return _any_lock(connection, prefix)
 

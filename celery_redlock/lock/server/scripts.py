@@ -20,7 +20,7 @@ def load_script(name: str, *before: str) -> Script:
 
 GRANT, RENEW, REGISTER = map(load_script, ("grant", "renew", "register"))
 RELEASE, BREAK = (load_script(name, "announce") for name in ("release", "break"))
-GUARD, TRUST = map(load_script, ("guard", "trust"))
+GUARD, TRUST = (load_script(name, "tenure") for name in ("guard", "trust"))
 
 
 class Requests:
