@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from celery_redlock import Redlock
-from celery_redlock.lock.held_locks import look_at_locks
-from celery_redlock.lock.waiting_processes import look_at_waiting
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import PATIENCE, eventually, settle
 from tests.integration.conftest import Stage
+from tests.integration.test_command import command
 
 PREFIX = "{redlock}"
 MOST_MEMORY = 64_000_000  # bytes that the main process may grow by
@@ -39,6 +39,8 @@ OTHER_TYPES: dict[str, tuple[Any, ...]] = {
     "a set": ("SADD", "forged", DIGITS),
     "scores": ("ZADD", "inf", "forged:9:x", "-inf", HUGE, "1e308", f"x:{DIGITS}:y", "0", b"\xff"),
 }
+
+VALUES: list[Any] = [*TEXTS.values(), *OTHER_TYPES.values()]
 
 
 def messages(release: str) -> Iterator[str | bytes]:
@@ -66,11 +68,33 @@ def run_some(stage: Stage, number: int) -> None:
         result.get(timeout=60)
 
 
+def write(client: Redis, key: str, value: Any) -> None:
+    """Overwrite a key: with a value, or by a command with what follows the key."""
+    client.delete(key)
+    if isinstance(value, tuple):
+        client.execute_command(value[0], key, *value[1:])
+    else:
+        client.set(key, value)
+
+
+def assert_commands_work(client: Redis) -> None:
+    """Fail if the commands for operators do not show a node with any of the values."""
+    for number, value in enumerate(VALUES):
+        for name in (f"lock:{number}", f"lock:{number}#{DIGITS}", f"waiting:{number}"):
+            write(client, f"{PREFIX}:{name}", value)
+    for words in (["locks"], ["show", "k:k"], ["show", "3"], ["waiters"], ["doctor"]):
+        for more in ([], ["--json"]):
+            told = command(*words, *more)
+            assert told.exception is None or isinstance(told.exception, SystemExit), words
+            assert not set(told.output) & {"\x1b", "\x00"}
+
+
 def memory_of(worker: WorkerProcess) -> int:
     """Return the bytes of memory that the main process of a worker has."""
     return int(Path(f"/proc/{worker.pid}/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.slow
 def test_forged_keys_and_messages_of_one_node_stop_neither_locks_nor_workers(
     hostile_stage: tuple[Stage, WorkerProcess],
 ) -> None:
@@ -87,15 +111,11 @@ def test_forged_keys_and_messages_of_one_node_stop_neither_locks_nor_workers(
             f"{PREFIX}:{name}" for name in ("run", "quiet", "fence", "terms", "tenure")
         }
         before, number = memory_of(worker), 0
-        for value in [*TEXTS.values(), *OTHER_TYPES.values()]:
-            of_next = (f"lock:k:{number + 1}", f"lock:u:{number + 1}", f"waiting:k:{number + 1}")
-            for key in {*keys, *(f"{PREFIX}:{name}" for name in of_next)}:
-                client.delete(key)
-                if isinstance(value, tuple):
-                    client.execute_command(value[0], key, *value[1:])
-                else:
-                    client.set(key, value)
+        for value in VALUES:
             number += 1
+            of_next = (f"lock:k:{number}", f"lock:u:{number}", f"waiting:k:{number}")
+            for key in {*keys, *(f"{PREFIX}:{name}" for name in of_next)}:
+                write(client, key, value)
             run_some(stage, number)
             assert held.held
         for channel in (inbox, f"{PREFIX}:wake:k:k", waiting, f"{PREFIX}:wake:"):
@@ -107,10 +127,9 @@ def test_forged_keys_and_messages_of_one_node_stop_neither_locks_nor_workers(
         assert held.held
         assert memory_of(worker) - before < MOST_MEMORY
         assert stage.runs_of("k") == 0
+        assert_commands_work(client)
         urls = [node.url for node in stage.nodes]
         with Redlock(urls, node_timeout=PATIENCE, max_ttl=200) as redlock:
-            look_at_locks(redlock)
-            look_at_waiting(redlock)
             redlock.trust()
             settle(redlock)
             with redlock.lock("r"):

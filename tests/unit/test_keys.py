@@ -85,7 +85,9 @@ def test_who_and_since_when_come_back_out_of_the_value(label: str) -> None:
     assert (label_of(value), since_of(value)) == (label, 1_700_000_000.25)
 
 
-@pytest.mark.parametrize("value", ["something else", "a:b:c", "", "one:two"])
+@pytest.mark.parametrize(
+    "value", ["something else", "a:b:c", "", "one:two", f"t:{'9' * 400}:x", f"t:{'9' * 5000}:x"]
+)
 def test_a_strangers_value_is_its_own_label_and_tells_no_time(value: str) -> None:
     assert (label_of(value), since_of(value)) == (value, None)
 

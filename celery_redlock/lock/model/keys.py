@@ -9,6 +9,7 @@ from celery_redlock.lock.transport.encoding import encoded
 
 # A permit's key ends with "#<number>". A resource name with such an end gets one more "#".
 _LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*\Z")  # not "$": it also matches before a final newline
+MOST_DIGITS = 15  # of milliseconds since 1970: a time with more is another program's
 _IS_A_PERMIT = re.compile(r"(.*)#([1-9][0-9]{0,8})", re.DOTALL)
 
 
@@ -160,4 +161,5 @@ def _parts_of(value: str) -> tuple[int, str] | None:
     None if another program wrote the value.
     """
     parts = value.split(":", 2)
-    return (int(parts[1]), parts[2]) if len(parts) == 3 and parts[1].isdecimal() else None
+    is_ours = len(parts) == 3 and parts[1].isdecimal() and len(parts[1]) <= MOST_DIGITS
+    return (int(parts[1]), parts[2]) if is_ours else None

@@ -11,9 +11,9 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from celery_redlock.lock.model.keys import MOST_DIGITS
 from celery_redlock.lock.model.votes import quorum_of
 
-MOST_DIGITS = 15  # of milliseconds since 1970: what has more, another program has written
 KEPT_MS = 30 * 86_400_000  # milliseconds until a record about another node's address expires
 
 
