@@ -354,7 +354,7 @@ def own_note_though_seen() -> Iterator[None]:
 @mutant("one_holder", steps="a_fail_back_to_a_primary")
 def a_minority_is_not_believed() -> Iterator[None]:
     """What fewer nodes than a majority say of another one's server does not count."""
-    with patched(Tenures, _newest_note=lambda self, node: None):
+    with patched(Tenures, newest_note=lambda self, node: None):
         yield
 
 

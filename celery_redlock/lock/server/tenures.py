@@ -95,7 +95,7 @@ class Tenures:
             return False
         if tenure.ends_before(self._certain(node)):
             return True
-        return tenure.ends_before(self._newest_note(node)) and self._counts(self._doubted())
+        return tenure.ends_before(self.newest_note(node)) and self._counts(self._doubted())
 
     def told(self, node: int) -> tuple[str, ...]:
         """Return arguments for a node: its newest tenure, the records' ttl, the others' tenures.
@@ -105,7 +105,7 @@ class Tenures:
         """
         own, doubted = self._certain(node), self._doubted()
         if node in doubted and self._counts(doubted) and self._are_all_heard:
-            own = self._newest_note(node)
+            own = self.newest_note(node)
         tenures = own, *map(self._certain, self.others(node))
         first, *others = ("" if tenure is None else str(tenure) for tenure in tenures)
         return first, str(KEPT_MS), *others
@@ -122,7 +122,8 @@ class Tenures:
         notes = (notes[node] for notes in self._notes if node in notes)
         return sorted(notes, key=lambda tenure: tenure.since, reverse=True)
 
-    def _newest_note(self, node: int) -> Tenure | None:
+    def newest_note(self, node: int) -> Tenure | None:
+        """Return the newest tenure that any other node has noted of a node."""
         return next(iter(self._notes_of(node)), None)
 
     def _certain(self, node: int) -> Tenure | None:
@@ -133,7 +134,7 @@ class Tenures:
     def _doubted(self) -> set[int]:
         """Return the nodes of which a minority says that another server came later."""
         certain = {node: self._certain(node) for node in range(len(self._own))}
-        return {n for n, own in certain.items() if own and own.ends_before(self._newest_note(n))}
+        return {n for n, own in certain.items() if own and own.ends_before(self.newest_note(n))}
 
     def _counts(self, doubted: set[int]) -> bool:
         """Return whether a quorum can do without the doubted nodes."""

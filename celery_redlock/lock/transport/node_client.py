@@ -12,7 +12,7 @@ from typing import Any
 
 from redis.backoff import ExponentialBackoff
 
-from celery_redlock.errors import NodeError
+from celery_redlock.errors import NodeError, escaped
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.platform.turns import SerialJobs
@@ -24,6 +24,7 @@ LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
 BUSY = "another thread was at its connection for too long"
 PAUSE, PAUSES = 0.0001, 1000  # seconds, and how many, to wait until another thread's turn ends
+LONGEST_CAUSE = 500  # characters of an error that are kept
 LINGER = 30.0  # seconds that the connecting thread waits for its next use
 
 
@@ -295,4 +296,4 @@ class NodeClient(SerialJobs):
     def _cause(self, error: BaseException) -> str:
         """Return the text of an error, without credentials."""
         text = str(error).strip().rstrip(".") or type(error).__name__
-        return self.address.without_secrets(text)
+        return escaped(self.address.without_secrets(text), LONGEST_CAUSE)

@@ -14,6 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from celery_redlock.errors import escaped
 from celery_redlock.lock.platform.clock import SystemClock
 
 WIDE = 10_000  # columns if stdout is no terminal, so that no line of a pipe is cut
@@ -67,17 +68,6 @@ class AdaptiveTable:
 def plain_text(cell: str) -> Text:
     """Return a text without markup: in a str, rich reads a name in brackets as a style."""
     return Text(escaped(cell))
-
-
-def escaped(text: str) -> str:
-    """Return a line with its control characters spelled out.
-
-    A task names its resource, and a node its errors. Neither may send commands to the operator's
-    terminal.
-    """
-    return "".join(
-        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text
-    )
 
 
 def format_duration(seconds: float) -> str:
