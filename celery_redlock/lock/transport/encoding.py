@@ -72,7 +72,7 @@ def text_of(reply: Any) -> str:
 
 MOST_ITEMS = 1000  # of a list in a reply; no script or command of ours gets a longer one
 MOST_BYTES = 1 << 20  # of a text in a reply
-_LARGE = re.compile(rb"[*>$]\d{4}")
+_LARGE_OR_TEXT = re.compile(rb"[*>]\d{4}|\$")
 # any lines that are no header; then the header of a list or of a text, if it is complete
 _HEADER = re.compile(rb"(?:[^*>$\r\n][^\r\n]*\r\n)*(?:[*>](-?\d{1,20})\r\n|\$(-?\d{1,20})\r\n)?")
 
@@ -95,8 +95,8 @@ class ReplyHeaders:
 
     def check(self, data: bytes) -> None:
         """Check the next bytes of a connection; raise OSError for a header that is too large."""
-        if not self.is_open and data.endswith(b"\r\n") and _LARGE.search(data) is None:
-            return
+        if not self.is_open and data.endswith(b"\r\n") and _LARGE_OR_TEXT.search(data) is None:
+            return  # as most replies
         data, position = self._rest + data, self._skip
         while position < len(data):
             found = _HEADER.match(data, position)
