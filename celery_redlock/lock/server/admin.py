@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
@@ -29,6 +30,7 @@ from celery_redlock.lock.transport.encoding import (
 )
 
 T = TypeVar("T")
+_DENIED = re.compile(r"access (?:a|one of the) (key|channel)")  # Redis 7; Redis 6.2
 
 
 def ask_each(
@@ -93,6 +95,57 @@ def say_trusted(connection: Any, prefix: str, word: str) -> None:
 
 def _any_lock(connection: Any, prefix: str) -> str:
     return next(map(text_of, names_on(connection, lock_key(prefix, ""))), "")
+
+
+def missing_rights(connection: Any, prefix: str) -> list[str]:
+    """Return which rights of lua/*.lua, of the client and of the commands the user lacks.
+
+    Tries each command, and changes nothing. connection: a result of `Address.dial`, of no further
+    use. Raises redis.RedisError, OSError.
+    """
+    key, channel = f"{{{prefix}}}:rights", f"{{{prefix}}}:wake:\n"
+    tried = {
+        "+ping": ("PING",),
+        "+info": ("INFO", "server"),
+        "+get": ("GET", key),
+        "+set": ("SET", key, "", "XX", "PX", "1"),  # only if there is such a key
+        "+del": ("DEL", key),
+        "+time": ("TIME",),
+        "+pexpire": ("PEXPIRE", key, "1"),
+        "+pttl": ("PTTL", key),
+        "+exists": ("EXISTS", key),
+        "+zadd": ("ZADD", key, "XX", "0", "x"),
+        "+zrem": ("ZREM", key, "x"),
+        "+zrange": ("ZRANGE", key, "0", "0"),
+        "+zrank": ("ZRANK", key, "x"),
+        "+publish": ("PUBLISH", channel, ""),
+        "+pubsub|numsub": ("PUBSUB", "NUMSUB"),
+        "+eval": ("EVAL", "return 1", "0"),
+        "+evalsha": ("EVALSHA", "0" * 40, "0"),
+        "+script": ("SCRIPT", "EXISTS", "0" * 40),
+        "+scan": ("SCAN", "0", "COUNT", "1"),
+        "+mget": ("MGET", key),
+        f"&{{{prefix}}}:handoff:*": ("PUBLISH", f"{{{prefix}}}:handoff:\n", ""),
+        "+unsubscribe": ("UNSUBSCRIBE", channel),
+        f"&{{{prefix}}}:waiting:*": ("SUBSCRIBE", f"{{{prefix}}}:waiting:\n"),
+        "+subscribe": ("SUBSCRIBE", channel),  # last: such a connection takes no other command
+    }
+    connection.send_packed_command(connection.pack_commands(tried.values()))
+    missing = dict[str, None]()
+    for right, (command, *_) in tried.items():
+        try:
+            connection.read_response()
+        except redis.exceptions.NoPermissionError as error:
+            denied = _DENIED.search(str(error))
+            if denied is None:  # the command itself
+                missing[right if right.startswith("+") else f"+{command.lower()}"] = None
+            elif denied[1] == "key":
+                missing[f"~{{{prefix}}}:*"] = None
+            else:
+                missing[f"&{{{prefix}}}:wake:*" if right.startswith("+") else right] = None
+        except redis.ResponseError:
+            pass  # of a script that is not there, or a replica: the command is allowed
+    return list(missing)
 
 
 def names_on(connection: Any, beginning: str) -> Iterator[Any]:

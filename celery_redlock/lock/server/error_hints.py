@@ -11,9 +11,10 @@ from celery_redlock.lock.transport.node_client import LONGEST_CAUSE, NodeClient
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
 _IN_A_CLUSTER = "a cluster member: name a server that stands alone"
 _RIGHTS = (
-    "its user needs ~{prefix}:* &{prefix}:wake:* &{prefix}:waiting:* &{prefix}:handoff:* "
+    "its user needs resetchannels "
+    "~{prefix}:* &{prefix}:wake:* &{prefix}:waiting:* &{prefix}:handoff:* "
     "+get +set +del +time +pexpire +pttl +exists +zadd +zrem +zrange +zrank "
-    "+publish +subscribe +unsubscribe +pubsub|numsub +eval +evalsha +script +info +ping"
+    "+publish +subscribe +unsubscribe +pubsub|numsub +eval +evalsha +script +info +ping +scan +mget"
 )
 # Each entry: a regular expression that recognizes an error, and the hint. Besides the codes it has
 # the servers' sentences, because redis-py removes some codes from replies to its own commands.

@@ -181,7 +181,8 @@ class Dispatcher:
         """Call a handler with an error reply; return its text if the node must be reconnected."""
         command, sent, _ = entry
         text = str(reply)
-        demoted = text if self.on_error_reply(node, text) else ""
+        is_hint = command.handler is IGNORE_REPLY  # costs no vote
+        demoted = text if not is_hint and self.on_error_reply(node, text) else ""
         command.handler.on_reply(node.index, sent, reply, run_id)
         return demoted
 
