@@ -140,6 +140,11 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         if not hint_of(error.cause) or self._is_news(node.index, error.cause):
             super().on_down(node, error)
 
+    def on_still_down(self, node: NodeClient, error: NodeError) -> None:
+        """Report an error that an operator must fix, if the node was down for another cause."""
+        if hint_of(error.cause):
+            self.on_down(node, error)
+
     def _is_news(self, node: int, text: str) -> bool:
         """Return whether a node reports this error for the first time.
 
