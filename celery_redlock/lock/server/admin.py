@@ -11,11 +11,15 @@ from typing import Any, TypeVar, cast
 import redis
 
 from celery_redlock.lock.model.keys import (
+    completion_key,
     guard_keys,
+    inbox_channel,
     lock_key,
     pattern_of,
     tenure_key,
     votes_channel,
+    waiting_key,
+    wake_channel,
 )
 from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import read_info
@@ -103,7 +107,7 @@ def missing_rights(connection: Any, prefix: str) -> list[str]:
     Tries each command, and changes nothing. connection: a result of `Address.dial`, of no further
     use. Raises redis.RedisError, OSError.
     """
-    key, channel = f"{{{prefix}}}:rights", f"{{{prefix}}}:wake:\n"
+    key, channel = completion_key(prefix, ""), wake_channel(prefix, "\n")  # nobody has these
     tried = {
         "+ping": ("PING",),
         "+info": ("INFO", "server"),
@@ -125,9 +129,9 @@ def missing_rights(connection: Any, prefix: str) -> list[str]:
         "+script": ("SCRIPT", "EXISTS", "0" * 40),
         "+scan": ("SCAN", "0", "COUNT", "1"),
         "+mget": ("MGET", key),
-        f"&{{{prefix}}}:handoff:*": ("PUBLISH", f"{{{prefix}}}:handoff:\n", ""),
+        f"&{{{prefix}}}:handoff:*": ("PUBLISH", inbox_channel(prefix, "\n"), ""),
         "+unsubscribe": ("UNSUBSCRIBE", channel),
-        f"&{{{prefix}}}:waiting:*": ("SUBSCRIBE", f"{{{prefix}}}:waiting:\n"),
+        f"&{{{prefix}}}:waiting:*": ("SUBSCRIBE", waiting_key(prefix, "\n")),
         "+subscribe": ("SUBSCRIBE", channel),  # last: such a connection takes no other command
     }
     connection.send_packed_command(connection.pack_commands(tried.values()))
