@@ -203,6 +203,12 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
     )
 
 
+def missing_rights(redlock: Redlock) -> Mapping[str, list[str]]:
+    """Return the rights that a node's user lacks, by node. Writes nothing."""
+    found, _ = ask_each(redlock, lambda one: admin.missing_rights(one, redlock.prefix))
+    return {node: rights for node, rights in found.items() if rights}
+
+
 def trust_nodes(
     redlock: Redlock, names: Collection[str]
 ) -> tuple[Mapping[str, str], Mapping[str, str]]:

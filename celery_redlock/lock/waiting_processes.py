@@ -15,7 +15,7 @@ from typing import Any
 import redis
 
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.model.keys import inbox_channel, waiting_key
+from celery_redlock.lock.model.keys import MOST_DIGITS, inbox_channel, waiting_key
 from celery_redlock.lock.node_status import ask_each, reply_of
 from celery_redlock.lock.server.admin import names_on
 from celery_redlock.lock.transport.encoding import encoded, read_list, read_text, text_of
@@ -52,7 +52,7 @@ class WaitingProcess:
     @property
     def _parts(self) -> tuple[str, int | None]:
         parts = self.waiter.rsplit(":", 2)  # as engine/wait_queue.py: process_name
-        if len(parts) != 3 or not parts[1].isdecimal():
+        if len(parts) != 3 or not parts[1].isdecimal() or len(parts[1]) > MOST_DIGITS:
             return self.waiter, None
         return parts[0], int(parts[1])
 

@@ -42,7 +42,7 @@ def in_iso(seconds: float | None) -> str | None:
         return (
             None if seconds is None else datetime.fromtimestamp(seconds, timezone.utc).isoformat()
         )
-    except (ValueError, OverflowError):  # another program wrote the value
+    except (ValueError, OverflowError, OSError):  # another program wrote the value
         return None
 
 

@@ -108,6 +108,17 @@ def test_what_a_callback_asks_for_runs_after_it(hub: Hub) -> None:
     assert ran == ["first", "second"]
 
 
+def test_a_call_that_raises_neither_ends_the_loop_nor_the_calls_after_it(
+    hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran: list[int] = []
+    loop = loop_of(hub=hub)
+    loop.call_soon(lambda: ran[0])
+    loop.call_soon(ran.append, 1)
+    eventually(lambda: hub.run_once() or ran == [1])
+    assert "a release could not be handed on" in caplog.text
+
+
 def test_a_hub_with_nothing_to_do_is_not_woken_all_the_time(hub: Hub) -> None:
     waker, ran = Waker(), list[int]()
     loop_of(waker, hub=hub).call_soon(ran.append, 1)

@@ -13,7 +13,7 @@ import pytest
 from celery_redlock import Lock, Redlock
 from celery_redlock.lock.held_locks import Standing, break_lock, look_at_locks
 from celery_redlock.lock.model.keys import broken_key, fence_key, lock_key
-from celery_redlock.lock.node_status import look_at_nodes, trust_nodes
+from celery_redlock.lock.node_status import look_at_nodes, missing_rights, trust_nodes
 from celery_redlock.lock.server.scripts import RENEW
 from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.lock.waiting_processes import look_at_waiting
@@ -199,8 +199,7 @@ def test_the_rights_that_the_page_names_are_enough_for_locks_and_for_looking_at_
     page = Path(__file__).parents[2].joinpath("docs", "operations", "security.md").read_text()
     [words] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
     with EmbeddedNode() as node:
-        granted = ["reset", "resetchannels", "on", ">secret", *words.split()]
-        node.client().execute_command("ACL", "SETUSER", "locks", *granted)
+        node.client().execute_command("ACL", "SETUSER", "locks", "on", ">secret", *words.split())
         url = f"redis://locks:secret@127.0.0.1:{node.port}/0"
         with Redlock([url], restart_guard="off", node_timeout=7.0) as redlock:
             (status,) = look_at_nodes(redlock)
@@ -213,7 +212,39 @@ def test_the_rights_that_the_page_names_are_enough_for_locks_and_for_looking_at_
                 assert (list(gone.values()), failing) == ([True], {})
             assert is_handed_on(url)
             assert look_at_waiting(redlock).failing == {}
+            assert missing_rights(redlock) == {}
         assert node.client().execute_command("ACL", "LOG") == []  # also of what a script was denied
+
+
+def test_each_right_of_the_page_is_missed_by_its_name() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "operations", "security.md").read_text()
+    [words] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
+    rights = [word for word in words.split() if word[0] in "+&~"]
+    assert len(rights) == 26
+    with EmbeddedNode() as node:
+        url = f"redis://locks:secret@127.0.0.1:{node.port}/0"
+        with Redlock([url], restart_guard="off", node_timeout=7.0) as redlock:
+            for right in rights:
+                others = [word for word in words.split() if word != right]
+                fresh = ["reset", "on", ">secret", *others]
+                node.client().execute_command("ACL", "SETUSER", "locks", *fresh)
+                (missing,) = missing_rights(redlock).values()
+                assert missing == [right]
+            node.client().execute_command("ACL", "SETUSER", "locks", "reset", "on", ">secret")
+            (missing,) = missing_rights(redlock).values()
+            assert set(missing) == {right for right in rights if right[0] == "+"}
+        assert node.client().keys("*") == []
+
+
+@pytest.mark.parametrize("right", ["+zrem", "+zrank"])
+def test_a_right_of_a_hand_off_costs_no_vote(right: str, caplog: pytest.LogCaptureFixture) -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "operations", "security.md").read_text()
+    [words] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
+    others = [word for word in words.split() if word != right]
+    with EmbeddedNode() as node:
+        node.client().execute_command("ACL", "SETUSER", "locks", "on", ">secret", *others)
+        assert is_handed_on(f"redis://locks:secret@127.0.0.1:{node.port}/0")
+    assert "gives no vote" not in caplog.text
 
 
 def is_handed_on(url: str) -> bool:

@@ -135,6 +135,27 @@ class TestGrant:
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(take, range(4)))
 
+    def test_a_reply_of_more_than_was_asked_for_is_not_awaited(
+        self, three: Redlock, lies: Liar, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """hiredis would reserve memory for a billion items, and keep the GIL meanwhile."""
+        with three.lock("held", renew=False) as held:
+            lies.lie(GRANT, b"*1000000000\r\n")
+            with three.lock("r", wait=60) as lock:
+                assert lock.held
+            text = f"127.0.0.1:{lies.port} gives no vote: a reply of 1000000000 items"
+            eventually(lambda: text in caplog.text)
+            assert held.held
+
+    def test_an_error_of_a_mb_is_told_in_one_short_line(
+        self, three: Redlock, lies: Liar, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        lies.lie(GRANT, b"-ERR \x1b[31m\n%b\r\n" % (b"Connection x " * 80_000))
+        with three.lock("r", wait=60) as lock:
+            assert lock.held
+        told = eventually(lambda: [m for m in caplog.messages if f":{lies.port} gives no" in m])
+        assert all(message.isprintable() and len(message) < 1000 for message in told)
+
     def test_whoever_stopped_to_talk_nonsense_votes_again(self, alone: Redlock, lies: Liar) -> None:
         lies.lie(GRANT, b"*0\r\n")
         with pytest.raises(QuorumUnreachable):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -318,6 +318,104 @@ class TestTrust:
             node.kill()
         with over(mortal_nodes) as redlock, pytest.raises(QuorumUnreachable):
             redlock.trust()
+
+
+# what a node may have noted of the others; called with ms since 1970
+FORGED: dict[str, Callable[[int], str | bytes | None]] = {
+    "the last number of Lua": lambda now: f"{2**53} forged",
+    "this moment": lambda now: f"{now} forged",
+    "an hour ahead": lambda now: f"{now + 3_600_000} forged",
+    "400 digits": lambda now: f"{'9' * 400} forged",
+    "5000 digits": lambda now: f"{'9' * 5000} forged",
+    "a MB": lambda now: f"{now} {'x' * 1_000_000}",
+    "bytes": lambda now: b"\xff\x00 \xfe",
+    "another type": lambda now: None,
+}
+
+
+class TestForgedTenures:
+    """What one node of three says of the others' servers: neither they nor their servers say so."""
+
+    def over(self, nodes: list[EmbeddedNode]) -> Redlock:
+        return over(nodes, max_ttl=30, node_timeout=PATIENCE)
+
+    def forge(self, teller: EmbeddedNode, value: str | bytes | None) -> list[str]:
+        """Overwrite what a node has noted of the others; return the keys."""
+        client = teller.client()
+        keys = list(map(str, client.keys("{redlock}:tenure:*")))
+        assert len(keys) == 2
+        for key in keys:
+            client.delete(key)
+            if value is None:
+                client.rpush(key, "forged")
+            else:
+                client.set(key, value)
+        return keys
+
+    @pytest.mark.parametrize("value", FORGED.values(), ids=FORGED.keys())
+    def test_they_stop_no_lock_and_end_none_and_trust_forgets_them(
+        self, nodes: list[EmbeddedNode], value: Callable[[int], str | bytes | None]
+    ) -> None:
+        with self.over(nodes) as holder:
+            settle(holder)  # each node knows the tenures of the others
+            holder.session.node_set.keep_alive(0.0)
+            settle(holder)
+            with holder.lock("held") as held:
+                seconds, _ = nodes[0].client().time()
+                keys = self.forge(nodes[0], value(seconds * 1000))
+                holder.session.node_set.keep_alive(0.0)  # as every third of the grace period
+                settle(holder)
+                for order in itertools.permutations(nodes):
+                    with self.over(list(order)) as late, late.lock("r"):
+                        settle(late)
+                assert held.held
+            assert not any(node.client().exists(QUIET) for node in nodes)
+            assert not any(
+                "forged" in str(node.client().get(key))
+                for node in nodes[1:]
+                for key in node.client().keys("{redlock}:tenure*")
+            )
+            holder.trust()
+            notes = [note for key in keys if (note := nodes[0].client().get(key))]
+            assert all(int(note.split()[0]) < (seconds + 60) * 1000 for note in notes)
+        with self.over(nodes) as late, late.lock("r"):
+            settle(late)
+            assert [node.client().exists(KEY) for node in nodes] == [1, 1, 1]
+
+    @pytest.mark.parametrize("value", FORGED.values(), ids=FORGED.keys())
+    def test_of_one_other_node_they_cost_its_vote_for_one_grace_period(
+        self, nodes: list[EmbeddedNode], value: Callable[[int], str | bytes | None]
+    ) -> None:
+        """It may be true: then that server has forgotten what another one granted."""
+        with over(nodes, max_ttl=TTL) as redlock:
+            settle(redlock)
+            seconds, _ = nodes[0].client().time()
+            spared, *_ = self.forge(nodes[0], value(seconds * 1000))
+            nodes[0].client().delete(spared)
+            redlock.session.node_set.keep_alive(0.0)
+            with redlock.lock("r", ttl=TTL, wait=30):
+                assert sum(bool(node.client().exists(QUIET)) for node in nodes) <= 1
+            eventually(lambda: not any(node.client().exists(QUIET) for node in nodes))
+            redlock.session.node_set.keep_alive(0.0)
+            settle(redlock)
+            assert not any(node.client().exists(QUIET) for node in nodes)
+
+    def test_a_nodes_own_forged_tenure_costs_its_vote_alone(
+        self, nodes: list[EmbeddedNode]
+    ) -> None:
+        for value in (f"{2**53} forged", f"{'9' * 400} x", "\n", None):
+            client = nodes[0].client()
+            client.delete(*client.keys("{redlock}:tenure*"))
+            if value is None:
+                client.rpush("{redlock}:tenure", "forged")
+            else:
+                client.set("{redlock}:tenure", value)
+            with self.over(nodes) as late, late.lock("r"):
+                settle(late)
+            assert not any(node.client().exists(QUIET) for node in nodes[1:])
+            nodes[0].client().delete("{redlock}:tenure")
+            with self.over(nodes) as late:
+                late.trust()
 
 
 class TestRepair:

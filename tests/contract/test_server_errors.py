@@ -525,6 +525,22 @@ class TestForgottenScripts:
             assert lines_of(caplog, f"127.0.0.1:{node.port}") == []
 
 
+def test_the_log_names_a_wrong_password_also_after_the_connection_was_cut(
+    nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    with EmbeddedNode() as node:
+        allow(node, "~*", "&*", "+@all")
+        addresses = [with_login(node, "app"), *(other.url for other in nodes[1:])]
+        with over(addresses, node_timeout=NODE_TIMEOUT) as made, made.lock("r", ttl=TTL):
+            settle(made)
+            node.client().execute_command("ACL", "SETUSER", "app", "resetpass", ">other")
+            node.client().execute_command("CLIENT", "KILL", "USER", "app")
+            eventually(lambda: "correct user and password in its URL" in caplog.text)
+            see_quorum(made)
+        told = [line for line in lines_of(caplog, f"127.0.0.1:{node.port}") if "no vote" in line]
+        assert ["correct user" in line for line in told] == [False, True]
+
+
 class TestRights:
     def test_that_the_hint_names_are_enough_for_all_that_a_lock_does(
         self, caplog: pytest.LogCaptureFixture

@@ -351,6 +351,13 @@ def own_note_though_seen() -> Iterator[None]:
         yield
 
 
+@mutant("one_holder", steps="a_fail_back_to_a_primary")
+def a_minority_is_not_believed() -> Iterator[None]:
+    """What fewer nodes than a majority say of another one's server does not count."""
+    with patched(Tenures, newest_note=lambda self, node: None):
+        yield
+
+
 @mutant("one_holder", steps="a_vote_before_the_note")
 def votes_are_kept() -> Iterator[None]:
     """A vote stays good though a note that comes after it says that its server is behind."""

@@ -282,7 +282,7 @@ def test_releases_that_follow_each_other_fast_do_not_put_off_a_turn() -> None:
     worker.dispatcher = successor.dispatcher
     worker.admit("one", 1)
     for number in range(8):
-        successor.on_message(f"2 release-{number} a")
+        successor.on_message(f"2 release-{number} a", 0)
         worker.timer.turn(until=worker.clock.time + TURN / 2)
     assert worker.applied == [("one", 2 * TURN)]
 
@@ -293,8 +293,8 @@ def test_an_earlier_turn_replaces_the_one_that_is_planned() -> None:
     successor = Successor(worker.consumer, loop, platform, TIMES)
     worker.dispatcher = successor.dispatcher
     worker.admit("one", 1)
-    successor.on_message("2 release-1 a")
-    successor.on_message("1 release-2 a")
+    successor.on_message("2 release-1 a", 0)
+    successor.on_message("1 release-2 a", 0)
     worker.timer.turn(until=10 * TURN)
     assert worker.applied == [("one", TURN)]
 

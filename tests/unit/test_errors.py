@@ -8,6 +8,8 @@ from importlib.metadata import files
 import pytest
 from celery import Celery
 from celery.exceptions import ImproperlyConfigured
+from hypothesis import given
+from hypothesis import strategies as st
 
 from celery_redlock import (
     DuplicateTask,
@@ -124,6 +126,14 @@ def test_a_label_of_a_run_is_shown_without_its_counts() -> None:
     assert describe_holder("id:shop.take:0:0 w1@host") == "shop.take[id] on w1@host"
     assert describe_holder("id:shop.take:3:1") == "shop.take[id]"
     assert describe_holder("pid 7 on host") == "pid 7 on host"
+
+
+@given(st.text(max_size=2000))
+def test_a_label_of_others_is_one_short_line(label: str) -> None:
+    assert describe_holder(label).isprintable()
+    assert len(describe_holder(label)) < 6000  # each character may be spelled out
+    for error in (LockTaken("r", label), LockTaken("r", f"{label}:shop.take:0:0 w1@host")):
+        assert str(error).isprintable()
 
 
 def test_lost_says_whether_the_body_had_ended() -> None:

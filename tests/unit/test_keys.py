@@ -87,7 +87,9 @@ def test_who_and_since_when_come_back_out_of_the_value(label: str) -> None:
     assert told == (label, 1_700_000_000.25, 30.0)
 
 
-@pytest.mark.parametrize("value", ["something else", "a:b:c", "", "one:two", f"t:{'9' * 400}:x"])
+@pytest.mark.parametrize(
+    "value", ["something else", "a:b:c", "", "one:two", f"t:{'9' * 400}:x", f"t:{'9' * 5000}:x"]
+)
 def test_a_strangers_value_is_its_own_label_and_tells_no_time(value: str) -> None:
     assert (label_of(value), since_of(value), ttl_of(value)) == (value, None, None)
 

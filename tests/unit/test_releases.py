@@ -41,7 +41,7 @@ def test_a_release_that_a_majority_announces_is_acted_on_exactly_once(
     seen: Counter[str] = Counter()
     for message_id in order:
         seen[message_id] += 1
-        is_decided = made.is_decided(Release("a", message_id), nodes)
+        is_decided = made.is_decided(Release("a", message_id), seen[message_id], nodes)
         assert is_decided == (seen[message_id] == majority)
 
 
@@ -63,7 +63,7 @@ def test_while_subscriptions_come_and_go_a_release_is_never_acted_on_twice(
     acted: Counter[int] = Counter()
     for number, subscriptions in messages:
         counts[number] += 1
-        if made.is_decided(Release("a", f"release {number}"), subscriptions):
+        if made.is_decided(Release("a", f"release {number}"), counts[number], subscriptions):
             acted[number] += 1
             assert counts[number] >= min(majority, max(1, subscriptions))
         assert acted[number] <= 1
@@ -76,56 +76,62 @@ def test_a_minority_is_never_acted_on(nodes: int, data: st.DataObject) -> None:
     made = announcements(majority)
     for number in range(data.draw(st.integers(1, 20))):
         release = Release("a", f"release {number}")
-        for _ in range(data.draw(st.integers(1, majority - 1))):
-            assert not made.is_decided(release, nodes)
+        for node in data.draw(st.lists(st.integers(1, majority - 1), max_size=9)):
+            assert not made.is_decided(release, node, nodes)
 
 
 def test_of_fewer_subscriptions_than_a_majority_all_must_announce_a_release() -> None:
     made = announcements(majority=3)
-    assert not made.is_decided(Release("a", "x"), 2)
-    assert made.is_decided(Release("a", "x"), 2)
-    assert made.is_decided(Release("a", "y"), 0)
+    assert not made.is_decided(Release("a", "x"), 0, 2)
+    assert made.is_decided(Release("a", "x"), 1, 2)
+    assert made.is_decided(Release("a", "y"), 0, 0)
 
 
 def test_an_operators_trust_is_acted_on_at_the_first_announcement() -> None:
     made = announcements(majority=3)
     trust = Release(QUORUM_CHANNEL, "x")
-    assert [made.is_decided(trust, 5) for _ in range(5)] == [True, False, False, False, False]
+    assert [made.is_decided(trust, node, 5) for node in range(5)] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_only_the_first_subscription_to_a_channel_is_acted_on() -> None:
     made = announcements()
-    assert [made.is_decided(BEGIN, subscriptions) for subscriptions in (1, 2, 3)] == [
+    assert [made.is_decided(BEGIN, 0, subscriptions) for subscriptions in (1, 2, 3)] == [
         True,
         False,
         False,
     ]
-    assert made.is_decided(Release("b"), 3)
+    assert made.is_decided(Release("b"), 0, 3)
 
 
 def test_a_subscription_after_all_were_lost_is_acted_on_again() -> None:
     made = announcements()
-    assert made.is_decided(BEGIN, 3)
-    assert not made.is_decided(BEGIN, 2)
-    assert made.is_decided(BEGIN, 1)
+    assert made.is_decided(BEGIN, 0, 3)
+    assert not made.is_decided(BEGIN, 0, 2)
+    assert made.is_decided(BEGIN, 0, 1)
 
 
 @pytest.mark.parametrize("forget", ["keep", "clear"])
 def test_a_channel_that_was_forgotten_begins_anew(forget: str) -> None:
     made = announcements()
-    assert made.is_decided(BEGIN, 2)
+    assert made.is_decided(BEGIN, 0, 2)
     if forget == "keep":
         made.keep({"a"})
-        assert not made.is_decided(BEGIN, 2)
+        assert not made.is_decided(BEGIN, 0, 2)
         made.keep({"b"})
     else:
         made.clear()
-    assert made.is_decided(BEGIN, 2)
+    assert made.is_decided(BEGIN, 0, 2)
 
 
 def test_waiters_for_a_quorum_try_at_each_subscription_that_makes_one() -> None:
     made, begin = announcements(majority=2), Release(QUORUM_CHANNEL)
-    assert [made.is_decided(begin, subscriptions) for subscriptions in (1, 2, 3, 2)] == [
+    assert [made.is_decided(begin, 0, subscriptions) for subscriptions in (1, 2, 3, 2)] == [
         False,
         True,
         True,
@@ -136,25 +142,27 @@ def test_waiters_for_a_quorum_try_at_each_subscription_that_makes_one() -> None:
 def test_after_a_stall_a_node_may_announce_many_releases_before_the_others_do() -> None:
     made = announcements()
     ids = [f"release {number}" for number in range(MESSAGE_IDS)]
-    assert not any(made.is_decided(Release("a", message_id), 3) for message_id in ids)
-    assert all(made.is_decided(Release("a", message_id), 3) for message_id in ids)
-    assert not any(made.is_decided(Release("a", message_id), 3) for message_id in ids)
+    assert not any(made.is_decided(Release("a", message_id), 0, 3) for message_id in ids)
+    assert all(made.is_decided(Release("a", message_id), 1, 3) for message_id in ids)
+    assert not any(made.is_decided(Release("a", message_id), 2, 3) for message_id in ids)
 
 
 def test_the_release_that_was_announced_longest_ago_is_forgotten_first() -> None:
     made = announcements()
     for message_id in ("first", "second", *map(str, range(MESSAGE_IDS - 1))):
-        made.is_decided(Release("a", message_id), 3)
-    assert made.is_decided(Release("a", "second"), 3)
-    assert not made.is_decided(Release("a", "first"), 3)
+        made.is_decided(Release("a", message_id), 0, 3)
+    assert made.is_decided(Release("a", "second"), 1, 3)
+    assert not made.is_decided(Release("a", "first"), 1, 3)
 
 
 def test_an_announcement_keeps_the_earlier_ones_of_its_release_from_being_forgotten() -> None:
     made = announcements(majority=3)
     others = map(str, range(MESSAGE_IDS))
-    for message_id in ("first", *(next(others) for _ in range(MESSAGE_IDS - 1)), "first", *others):
-        made.is_decided(Release("a", message_id), 3)
-    assert made.is_decided(Release("a", "first"), 3)
+    for message_id in ("first", *(next(others) for _ in range(MESSAGE_IDS - 1))):
+        made.is_decided(Release("a", message_id), 0, 3)
+    for message_id in ("first", *others):
+        made.is_decided(Release("a", message_id), 1, 3)
+    assert made.is_decided(Release("a", "first"), 2, 3)
 
 
 def test_of_a_quorum_nothing_is_missed_before_the_subscription() -> None:

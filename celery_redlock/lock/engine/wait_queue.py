@@ -9,6 +9,7 @@ subscriber connection to each node, made for its first waiter.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -108,9 +109,13 @@ class WaitQueue:
     def _join(self, waiter: Waiter) -> None:
         self._waiters[id(waiter)] = waiter
         if not self._made:
-            make = (self._timeout, self._platform, self.channels, self.heard)
+            how = (self._timeout, self._platform, self.channels)
             new = self._platform.new_subscriber or Subscriber
-            self._made.setdefault(None, [new(address, *make) for address in self._addresses])
+            made = [
+                new(address, *how, functools.partial(self.heard, node=node))
+                for node, address in enumerate(self._addresses)
+            ]
+            self._made.setdefault(None, made)
         if all(map(self.hears, waiter.channels)):
             waiter.decide()  # the waiter may have missed a message before it joined
         if self.hears_names:  # before, a release would take it for dead
@@ -224,22 +229,22 @@ class WaitQueue:
         """Return how many nodes have confirmed the subscription to a channel."""
         return sum(channel in subscriber.confirmed for subscriber in self._subscribers)
 
-    def heard(self, channel: str, word: str = "") -> None:
+    def heard(self, channel: str, word: str = "", node: int = 0) -> None:
         """Wake the first waiter that a message concerns. word: "" as a subscription begins."""
         if channel == self.inbox:
-            self._heard_name(word)
+            self._heard_name(word, node)
         elif not word.endswith(FOR_EARLIER_VERSIONS) or not self.hears_names:
             for first in _firsts(channel, self.line(channel)).values():
                 first.wake_for(None)
 
-    def _heard_name(self, word: str) -> None:
+    def _heard_name(self, word: str, node: int) -> None:
         named = Named.parse(word)
         if not word:
             self._registered.clear()  # the node may have lost its memory
             self._register(list({c for one in list(self._waiters.values()) for c in one.channels}))
         elif named is not None:
             with self._counting:
-                turns = self._namings.turns(named)
+                turns = self._namings.turns(named, node)
             if turns is None:
                 return
             if self._since(named.channel) is None:

@@ -15,7 +15,8 @@ TURN = 0.1  # seconds between the turns of two waiters that one release names
 FOR_EARLIER_VERSIONS = " named"  # the end of a message on the common channel; the set was named
 RELEASES = 4096  # remembered: a node may announce hundreds of releases before the next one's do
 
-_NAMED = re.compile(r"(?P<rank>[0-9]+) (?P<release>[^ ]*) (?P<channel>.*)", re.DOTALL)
+# bounded: anybody who may publish on a node can write such a message
+_NAMED = re.compile(r"(?P<rank>[0-9]{1,2}) (?P<release>[^ ]{0,100}) (?P<channel>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -64,28 +65,29 @@ class Namings:
 
     def __init__(self, majority: int) -> None:
         self._majority = majority
-        # by release, least recent first: the ranks that nodes told; None: it is decided
-        self._ranks: dict[str, list[int] | None] = {}
+        # by release, least recent first: the ranks that nodes told, by node; None: it is decided
+        self._ranks: dict[str, dict[int, int] | None] = {}
 
-    def turns(self, named: Named) -> int | None:
+    def turns(self, named: Named, node: int) -> int | None:
         """Count one node's message; return the turns to wait from now on, None if nothing changes.
 
         If the nodes differ, it waits one turn more than the lowest rank says: another waiter may be
         named first elsewhere. A waiter that one node alone names first waits one turn, in case that
         no waiter is named first by a majority.
         """
-        ranks = self._ranks.pop(named.release, [])
-        if ranks is None:
-            self._remember(named.release, None)
+        by_node = self._ranks.pop(named.release, {})
+        if by_node is None or node in by_node:
+            self._remember(named.release, by_node)
             return None
-        ranks.append(named.rank)
+        by_node[node] = named.rank
+        ranks = list(by_node.values())
         is_decided = len(ranks) >= self._majority
-        self._remember(named.release, None if is_decided else ranks)
+        self._remember(named.release, None if is_decided else by_node)
         if is_decided:
             return ranks[0] if len(set(ranks)) == 1 else min(ranks) + 1
         return 1 if named.rank == 0 and ranks.count(0) == 1 else None
 
-    def _remember(self, release: str, ranks: list[int] | None) -> None:
+    def _remember(self, release: str, ranks: dict[int, int] | None) -> None:
         self._ranks[release] = ranks
         if len(self._ranks) > RELEASES:
             del self._ranks[next(iter(self._ranks))]

@@ -9,8 +9,10 @@ from celery_redlock.lock.transport.encoding import encoded
 
 # A permit's key ends with "#<number>". A resource name with such an end gets one more "#".
 _LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*\Z")  # not "$": it also matches before a final newline
-# Bounded: another program may write any number of digits.
-_VALUE = re.compile(r"[^:]*:([0-9]{1,15})(?:\+([0-9]{1,15}))?:(.*)", re.DOTALL)
+MOST_DIGITS = 15  # of milliseconds since 1970: a time with more is another program's
+_VALUE = re.compile(
+    rf"[^:]*:([0-9]{{1,{MOST_DIGITS}}})(?:\+([0-9]{{1,{MOST_DIGITS}}}))?:(.*)", re.DOTALL
+)
 _IS_A_PERMIT = re.compile(r"(.*)#([1-9][0-9]{0,8})", re.DOTALL)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
@@ -10,11 +11,15 @@ from typing import Any, TypeVar, cast
 import redis
 
 from celery_redlock.lock.model.keys import (
+    completion_key,
     guard_keys,
+    inbox_channel,
     lock_key,
     pattern_of,
     tenure_key,
     votes_channel,
+    waiting_key,
+    wake_channel,
 )
 from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import read_info
@@ -29,6 +34,7 @@ from celery_redlock.lock.transport.encoding import (
 )
 
 T = TypeVar("T")
+_DENIED = re.compile(r"access (?:a|one of the) (key|channel)")  # Redis 7; Redis 6.2
 
 
 def ask_each(
@@ -75,9 +81,9 @@ def trust_node(connection: Any, prefix: str) -> str:
     facts = read_info(connection)
     if "run_id" not in facts:
         raise redis.ResponseError(facts.get("error", "INFO names no run_id"))
-    names = (*guard_keys(prefix), tenure_key(prefix))
-    keys = map(encoded, names)
-    connection.send_command("EVAL", TRUST.source, str(len(names)), *keys, facts["run_id"])
+    notes = set(names_on(connection, f"{tenure_key(prefix)}:"))
+    keys = *map(encoded, (*guard_keys(prefix), tenure_key(prefix))), *notes
+    connection.send_command("EVAL", TRUST.source, str(len(keys)), *keys, facts["run_id"])
     connection.read_response()
     return _any_lock(connection, prefix)
 
@@ -93,6 +99,57 @@ def say_trusted(connection: Any, prefix: str, word: str) -> None:
 
 def _any_lock(connection: Any, prefix: str) -> str:
     return next(map(text_of, names_on(connection, lock_key(prefix, ""))), "")
+
+
+def missing_rights(connection: Any, prefix: str) -> list[str]:
+    """Return which rights of lua/*.lua, of the client and of the commands the user lacks.
+
+    Tries each command, and changes nothing. connection: a result of `Address.dial`, of no further
+    use. Raises redis.RedisError, OSError.
+    """
+    key, channel = completion_key(prefix, ""), wake_channel(prefix, "\n")  # nobody has these
+    tried = {
+        "+ping": ("PING",),
+        "+info": ("INFO", "server"),
+        "+get": ("GET", key),
+        "+set": ("SET", key, "", "XX", "PX", "1"),  # only if there is such a key
+        "+del": ("DEL", key),
+        "+time": ("TIME",),
+        "+pexpire": ("PEXPIRE", key, "1"),
+        "+pttl": ("PTTL", key),
+        "+exists": ("EXISTS", key),
+        "+zadd": ("ZADD", key, "XX", "0", "x"),
+        "+zrem": ("ZREM", key, "x"),
+        "+zrange": ("ZRANGE", key, "0", "0"),
+        "+zrank": ("ZRANK", key, "x"),
+        "+publish": ("PUBLISH", channel, ""),
+        "+pubsub|numsub": ("PUBSUB", "NUMSUB"),
+        "+eval": ("EVAL", "return 1", "0"),
+        "+evalsha": ("EVALSHA", "0" * 40, "0"),
+        "+script": ("SCRIPT", "EXISTS", "0" * 40),
+        "+scan": ("SCAN", "0", "COUNT", "1"),
+        "+mget": ("MGET", key),
+        f"&{{{prefix}}}:handoff:*": ("PUBLISH", inbox_channel(prefix, "\n"), ""),
+        "+unsubscribe": ("UNSUBSCRIBE", channel),
+        f"&{{{prefix}}}:waiting:*": ("SUBSCRIBE", waiting_key(prefix, "\n")),
+        "+subscribe": ("SUBSCRIBE", channel),  # last: such a connection takes no other command
+    }
+    connection.send_packed_command(connection.pack_commands(tried.values()))
+    missing = dict[str, None]()
+    for right, (command, *_) in tried.items():
+        try:
+            connection.read_response()
+        except redis.exceptions.NoPermissionError as error:
+            denied = _DENIED.search(str(error))
+            if denied is None:  # the command itself
+                missing[right if right.startswith("+") else f"+{command.lower()}"] = None
+            elif denied[1] == "key":
+                missing[f"~{{{prefix}}}:*"] = None
+            else:
+                missing[f"&{{{prefix}}}:wake:*" if right.startswith("+") else right] = None
+        except redis.ResponseError:
+            pass  # of a script that is not there, or a replica: the command is allowed
+    return list(missing)
 
 
 def names_on(connection: Any, beginning: str) -> Iterator[Any]:

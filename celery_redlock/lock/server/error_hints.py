@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from celery_redlock.errors import NodeError, abstention_cause
-from celery_redlock.lock.transport.node_client import NodeClient
+from celery_redlock.errors import NodeError, abstention_cause, escaped
+from celery_redlock.lock.transport.node_client import LONGEST_CAUSE, NodeClient
 
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
 _IN_A_CLUSTER = "a cluster member: name a server that stands alone"
 _RIGHTS = (
-    "its user needs ~{prefix}:* &{prefix}:wake:* &{prefix}:waiting:* &{prefix}:handoff:* "
+    "its user needs resetchannels "
+    "~{prefix}:* &{prefix}:wake:* &{prefix}:waiting:* &{prefix}:handoff:* "
     "+get +set +del +time +pexpire +pttl +exists +zadd +zrem +zrange +zrank "
-    "+publish +subscribe +unsubscribe +pubsub|numsub +eval +evalsha +script +info +ping"
+    "+publish +subscribe +unsubscribe +pubsub|numsub +eval +evalsha +script +info +ping +scan +mget"
 )
 # Each entry: a regular expression that recognizes an error, and the hint. Besides the codes it has
 # the servers' sentences, because redis-py removes some codes from replies to its own commands.
@@ -82,7 +83,7 @@ def _meaning(text: str) -> tuple[bool, str]:
     """Return whether the first known words of a text mean a wrong setting, and the hint."""
     # Anywhere in the text: servers before 7 wrap an error of a script in their own ERR. Only the
     # first match: a later one may be in an argument of ours that the server repeats.
-    found = _KNOWN.search(text)
+    found = _KNOWN.search(text, 0, LONGEST_CAUSE)
     if found is None or found.lastindex is None:
         return False, ""
     return _MEANINGS[found.lastindex - 1]
@@ -117,8 +118,11 @@ def with_hint(text: str) -> str:
 
 
 def strip_args(text: str) -> str:
-    """Return an error reply without our arguments that a server repeats: a token is a secret."""
-    return text.partition(", with args")[0]
+    """Return an error reply on one line, without our arguments that a server repeats.
+
+    A token is a secret.
+    """
+    return escaped(text.partition(", with args")[0], LONGEST_CAUSE)
 
 
 def causes_of(

@@ -92,7 +92,7 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         events: NodeEvents,
     ) -> None:
         self._guard, self._events = guard, events
-        self._tenures = Tenures([address.server for address in addresses])
+        self._tenures = Tenures([address.server for address in addresses], self._is_failing)
         if guard.word == "off":
             options = TransportOptions(timeout)
         else:
@@ -159,6 +159,11 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         if not hint_of(error.cause) or self._is_news(node.index, error.cause):
             super().on_down(node, error)
 
+    def on_still_down(self, node: NodeClient, error: NodeError) -> None:
+        """Report an error that an operator must fix, if the node was down for another cause."""
+        if hint_of(error.cause):
+            self.on_down(node, error)
+
     def _is_news(self, node: int, text: str) -> bool:
         """Return whether a node reports this error for the first time.
 
@@ -189,6 +194,9 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             raise
         self._introduce()
 
+    def _is_failing(self, node: int) -> bool:
+        return self.nodes[node].error is not None
+
     def _known_by(self, node: NodeClient, connection: Connection) -> KnownServer | None:
         """Return what is known of the server at the end of a node's connection."""
         known = self._known[node.index]
@@ -196,9 +204,7 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
 
     def _learn(self, index: int, notes: Notes) -> None:
         """Keep the newest tenures; give up connections to servers that were replaced."""
-        self._tenures.learn(index, notes.own)
-        for other, tenure in zip(self._tenures.others(index), notes.others, strict=True):
-            self._tenures.learn(other, tenure)
+        self._tenures.learn(index, notes.own, notes.others)
         for node in self.nodes:
             connection = node.connection
             known = None if connection is None else self._known_by(node, connection)
@@ -228,7 +234,8 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             if known is None or not known.run_id:
                 continue
             # a node that could record nothing (read-only, or full) is asked again after `every`
-            is_told = known.tenure is None or known.told == told
+            has_news = known.told != told and self._tenures.has_news(node.index, known.tenure)
+            is_told = known.tenure is None or not has_news
             if is_told and (every is None or now - known.told_at <= every):
                 continue
             known.told, known.told_at = told, now

@@ -20,7 +20,8 @@ def load_script(name: str, *before: str) -> Script:
 
 GRANT, RENEW, REGISTER = map(load_script, ("grant", "renew", "register"))
 RELEASE, BREAK = (load_script(name, "announce") for name in ("release", "break"))
-GUARD, TRUST, MARKER = map(load_script, ("guard", "trust", "marker"))
+GUARD, TRUST = (load_script(name, "tenure") for name in ("guard", "trust"))
+MARKER = load_script("marker")
 
 
 class Requests:

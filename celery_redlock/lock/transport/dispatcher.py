@@ -73,6 +73,9 @@ class Dispatcher:
         """Take note that a node stopped answering. Called once until the node answers again."""
         self._on_change(node, error)
 
+    def on_still_down(self, node: NodeClient, error: NodeError) -> None:
+        """Take note of the error of another try to reach a node."""
+
     def run_in_turn(self, work: Callable[..., object], *arguments: object) -> bool:
         """Call a function in the turn of reading; return False if the turn stays taken."""
         for number in range(PAUSES):
@@ -181,7 +184,8 @@ class Dispatcher:
         """Call a handler with an error reply; return its text if the node must be reconnected."""
         command, sent, _ = entry
         text = str(reply)
-        demoted = text if self.on_error_reply(node, text) else ""
+        is_hint = command.handler is IGNORE_REPLY  # costs no vote
+        demoted = text if not is_hint and self.on_error_reply(node, text) else ""
         command.handler.on_reply(node.index, sent, reply, run_id)
         return demoted
 
@@ -228,6 +232,8 @@ class Dispatcher:
             if index not in self._down and not self._closed:
                 self._down.add(index)
                 self.on_down(self.nodes[index], error)
+            elif not self._closed:
+                self.on_still_down(self.nodes[index], error)
             while entries:
                 entry = entries[0]
                 entry[0].handler.on_error(index, entry[0], error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -67,6 +68,52 @@ def read_text(reply: Any) -> str:
 def text_of(reply: Any) -> str:
     """Return a reply as text, for people."""
     return decoded(reply) if isinstance(reply, bytes) else str(reply)
+
+
+MOST_ITEMS = 1000  # of a list in a reply; no script or command of ours gets a longer one
+MOST_BYTES = 1 << 20  # of a text in a reply
+_LARGE_OR_TEXT = re.compile(rb"[*>]\d{4}|\$")
+# any lines that are no header; then the header of a list or of a text, if it is complete
+_HEADER = re.compile(rb"(?:[^*>$\r\n][^\r\n]*\r\n)*(?:[*>](-?\d{1,20})\r\n|\$(-?\d{1,20})\r\n)?")
+
+
+class ReplyHeaders:
+    """Checks the headers of replies before hiredis reads them.
+
+    For a list, hiredis reserves memory for as many items as the header says, and keeps the GIL
+    meanwhile. is_open: whether the bytes so far end within a header or a text.
+    """
+
+    __slots__ = ("_rest", "_skip", "is_open")
+
+    def __init__(self) -> None:
+        self._rest, self._skip = (
+            b"",
+            0,
+        )  # an incomplete line; bytes of a text that are still to come
+        self.is_open = False
+
+    def check(self, data: bytes) -> None:
+        """Check the next bytes of a connection; raise OSError for a header that is too large."""
+        if not self.is_open and data.endswith(b"\r\n") and _LARGE_OR_TEXT.search(data) is None:
+            return  # as most replies
+        data, position = self._rest + data, self._skip
+        while position < len(data):
+            found = _HEADER.match(data, position)
+            if found is None or found.end() == position:
+                break
+            position = found.end()
+            items, size = found.groups()
+            if items is not None and int(items) > MOST_ITEMS:
+                raise OSError(f"a reply of {int(items)} items: no Redis server for locks")
+            if size is not None and size != b"-1":
+                if int(size) > MOST_BYTES:
+                    raise OSError(f"a reply of {int(size)} bytes: no Redis server for locks")
+                position += int(size) + 2  # and the end of its line
+        self._rest, self._skip = data[position:], max(0, position - len(data))
+        self.is_open = position != len(data)
+        if len(self._rest) > MOST_BYTES:
+            raise OSError("a reply with a line that does not end")
 
 
 class UnexpectedReplyError(Exception):

@@ -12,7 +12,7 @@ from typing import Any
 
 from redis.backoff import ExponentialBackoff
 
-from celery_redlock.errors import NodeError
+from celery_redlock.errors import NodeError, escaped
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.platform.turns import SerialJobs
@@ -29,6 +29,7 @@ LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
 BUSY = "another thread was at its connection for too long"
 PAUSE, PAUSES = 0.0001, 1000  # seconds, and how many, to wait until another thread's turn ends
+LONGEST_CAUSE = 500  # characters of an error that are kept
 LINGER = 30.0  # seconds that the connecting thread waits for its next use
 
 
@@ -314,9 +315,9 @@ class NodeClient(SerialJobs):
                 dialled.disconnect()
             if not isinstance(error, NodeError):
                 cause = self.address.cause_of(error, self.timeout)
-                error = NodeError(self.name, cause.rstrip("."))
+                error = NodeError(self.name, escaped(cause.rstrip("."), LONGEST_CAUSE))
             self._do(functools.partial(self._connect_failed, error))
 
 
 def _text_of(error: OSError) -> str:
-    return str(error).strip().rstrip(".") or type(error).__name__
+    return escaped(str(error).strip().rstrip(".") or type(error).__name__, LONGEST_CAUSE)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from celery_redlock.errors import escaped
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.held_locks import Standing, break_lock, look_at_locks
 from celery_redlock.lock.node_status import trust_nodes
@@ -24,7 +25,6 @@ from celery_redlock.operate.cli.lock_views import failing_lines, holder_text, lo
 from celery_redlock.operate.cli.render import (
     as_json,
     command_error,
-    escaped,
     print_all,
     print_json,
     print_line,

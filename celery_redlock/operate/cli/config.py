@@ -9,7 +9,11 @@ from typing import Any
 import click
 
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.node_status import look_at_shared_settings, shared_settings_of
+from celery_redlock.lock.node_status import (
+    look_at_shared_settings,
+    missing_rights,
+    shared_settings_of,
+)
 from celery_redlock.operate.cli.group import app_from, named, redlock
 from celery_redlock.operate.cli.node_views import NodesView
 from celery_redlock.operate.cli.render import as_json, command_error, print_json, print_line
@@ -51,7 +55,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     app = app_from(ctx)
     made, nodes_from = redlock_of(app), settings_of(app).nodes_from
     facts = facts_of(app)
-    lints = (*_differing_settings(made), *lint(facts), *left_open(facts))
+    wrong = (*_differing_settings(made), *_missing_rights(made))
+    lints = (*wrong, *lint(facts), *left_open(facts))
     nodes = NodesView.of(made)
     if as_json:
         found = {"from": nodes_from, **nodes.summary()}
@@ -78,6 +83,13 @@ def _differing_settings(redlock: Redlock) -> Iterator[Lint]:
             "same, two tasks may hold one lock"
         )
         yield Lint(ERROR, "other clients", settings, hint)
+
+
+def _missing_rights(redlock: Redlock) -> Iterator[Lint]:
+    """Yield a warning for each node whose user lacks rights."""
+    for node, rights in missing_rights(redlock).items():
+        hint = "its user lacks them (ACL SETUSER): the page operations/security says what for"
+        yield Lint(WARNING, node, " ".join(rights), hint)
 
 
 def _locked_task(app: Any, name: str) -> LockedTask:

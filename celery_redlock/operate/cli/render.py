@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from celery_redlock.errors import escaped
 from celery_redlock.lock.platform.clock import SystemClock
 
 WIDE = 10_000  # columns if stdout is no terminal, so that no line of a pipe is cut
@@ -84,17 +85,6 @@ def _in_columns(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _bold(text: str) -> str:
     return click.style(text, bold=True)
-
-
-def escaped(text: str) -> str:
-    """Return a line with its control characters spelled out.
-
-    A task names its resource, and a node its errors. Neither may send commands to the operator's
-    terminal.
-    """
-    return "".join(
-        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text
-    )
 
 
 def format_duration(seconds: float) -> str:

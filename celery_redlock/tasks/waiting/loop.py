@@ -9,12 +9,16 @@ Celery's timer thread. A solo pool runs a task's body inside a callback.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from celery_redlock import anchors
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.tasks.body.interrupt import current_interrupter
+
+logger = logging.getLogger(__name__)
 
 Callback = Callable[..., object]
 
@@ -71,12 +75,20 @@ class EventLoop:
         self._run_calls()
 
     def _run_calls(self) -> None:
+        """Make the calls that are due, and survive what they raise.
+
+        Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
+        """
         while True:
             try:
                 callback, args = self._calls.popleft()
             except IndexError:  # also if another thread was first: without a loop several may run
                 return
-            callback(*args)
+            try:
+                callback(*args)
+            except Exception:
+                text = "a release could not be handed on; what waits tries at its own time. See %s"
+                logger.exception(text, anchors.UNEXPECTED, extra={"event": "hand_off_failed"})
 
 
 class RepeatedCall:

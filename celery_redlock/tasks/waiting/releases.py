@@ -15,6 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 MESSAGE_IDS = 4096  # remembered: a node may announce hundreds of releases before the next one's do
+LONGEST_ID = 100  # characters that are remembered; the random ones come first
 
 
 @dataclass(frozen=True)
@@ -42,34 +43,35 @@ class Announcements:
 
     def __init__(self, majority: int, quorum_channel: str) -> None:
         self._majority, self._quorum_channel = majority, quorum_channel
-        # by message id, least recent first: how many nodes announced it; None: it was acted on
-        self._counts: dict[str, int | None] = {}
+        # by message id, least recent first: the nodes that announced it; None: it was acted on
+        self._announced: dict[str, set[int] | None] = {}
         self._begun: set[str] = set()  # channels to which a subscription has begun
 
-    def is_decided(self, release: Release, subscriptions: int) -> bool:
+    def is_decided(self, release: Release, node: int, subscriptions: int) -> bool:
         """Count one node's message; return whether to act on the release, which is once.
 
         subscriptions: how many nodes announce the releases of this channel to this worker.
         """
         if release.is_announced:
-            return self._count(release, subscriptions)
+            return self._count(release, node, subscriptions)
         if release.channel == self._quorum_channel:
             return subscriptions >= self._majority  # so many nodes are up, one more than before
         is_first = subscriptions == 1 or release.channel not in self._begun
         self._begun.add(release.channel)
         return is_first
 
-    def _count(self, release: Release, subscriptions: int) -> bool:
+    def _count(self, release: Release, node: int, subscriptions: int) -> bool:
         needed = max(1, min(subscriptions, self._majority))
         if release.channel == self._quorum_channel:
             needed = 1  # an operator's `trust` is announced after all its nodes have done it
-        count = self._counts.pop(release.message_id, 0)
-        if count is not None:
-            count += 1
-        is_decided = count is not None and count >= needed
-        self._counts[release.message_id] = None if is_decided else count
-        if len(self._counts) > MESSAGE_IDS:
-            del self._counts[next(iter(self._counts))]
+        id_ = release.message_id[:LONGEST_ID]
+        nodes = self._announced.pop(id_, set())
+        if nodes is not None:
+            nodes.add(node)
+        is_decided = nodes is not None and len(nodes) >= needed
+        self._announced[id_] = None if is_decided else nodes
+        if len(self._announced) > MESSAGE_IDS:
+            del self._announced[next(iter(self._announced))]
         return is_decided
 
     def keep(self, channels: set[str]) -> None:
@@ -78,7 +80,7 @@ class Announcements:
 
     def clear(self) -> None:
         """Forget everything, when the room closes."""
-        self._counts.clear()
+        self._announced.clear()
         self._begun.clear()
 
 

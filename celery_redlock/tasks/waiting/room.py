@@ -17,6 +17,7 @@ The way of a release: `Subscriber` thread -> `on_message` -> `Successor.on_messa
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import weakref
@@ -201,8 +202,11 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._quorum_channel = votes_channel(session.options.prefix)
         self._announcements = Announcements(session.node_set.size, self._quorum_channel)
         self._successor.use(session, self.subscriptions)
-        how = (session.options.node_timeout, session.platform, self._channels, self.on_message)
-        self._subscribers = [Subscriber(node.address, *how) for node in session.node_set.nodes]
+        how = (session.options.node_timeout, session.platform, self._channels)
+        self._subscribers = [
+            Subscriber(node.address, *how, functools.partial(self.on_message, node=node.index))
+            for node in session.node_set.nodes
+        ]
 
     def _channels(self) -> set[str]:
         common = self._dispatcher.queues.channels()
@@ -210,23 +214,25 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     # in the subscribers' threads
 
-    def on_message(self, channel: str, message: str) -> None:
+    def on_message(self, channel: str, message: str, node: int) -> None:
         """Take one node's message; "" as a subscription begins."""
         inbox = self._successor.inbox
         if channel == inbox:
-            self._successor.on_message(message)
+            self._successor.on_message(message, node)
         elif not message.endswith(FOR_EARLIER_VERSIONS) or not self.subscriptions(inbox):
             # else this worker is named, or another one
-            self._on_announcement(Release(channel, message.removesuffix(FOR_EARLIER_VERSIONS)))
+            release = Release(channel, message.removesuffix(FOR_EARLIER_VERSIONS))
+            self._on_announcement(release, node)
 
-    def _on_announcement(self, release: Release) -> None:
+    def _on_announcement(self, release: Release, node: int) -> None:
         """Count one node's message, and act on its release once a majority has announced it.
 
         Whoever came before the majority would find the lock's keys on the other nodes still there.
         """
         channel = release.channel
         with self._counting:
-            is_decided = self._announcements.is_decided(release, self.subscriptions(channel))
+            subscriptions = self.subscriptions(channel)
+            is_decided = self._announcements.is_decided(release, node, subscriptions)
         if is_decided and channel == self._quorum_channel:
             self._loop.call_soon(self._on_quorum, release)
         elif is_decided:

@@ -98,8 +98,8 @@ class Successor:
 
     # in the subscribers' threads
 
-    def on_message(self, message: str) -> None:
-        """Take a message of this worker's own channel; "" as its subscription begins."""
+    def on_message(self, message: str, node: int) -> None:
+        """Take one node's message to this worker's own channel; "" as a subscription begins."""
         if not message:
             self._loop.call_soon(self.refresh)  # the node may have lost its memory
             return
@@ -107,7 +107,7 @@ class Successor:
         if named is None:
             return
         with self._counting:
-            turns = self._namings.turns(named)
+            turns = self._namings.turns(named, node)
         if turns is not None:
             self._loop.call_soon(self._on_named, named, turns, self._clock.now())
 

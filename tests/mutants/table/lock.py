@@ -401,6 +401,13 @@ MUTANTS = (
         (f"{CONTRACT}/test_scripts.py::TestTenures",),
     ),
     Mutant(
+        "what one node says of two others stops both",
+        "lock.server.tenures:Tenures._counts",
+        "return len(doubted) <= len(self._own) - self._quorum",
+        "return True",
+        (f"{CONTRACT}/test_restart_guard.py::TestForgedTenures",),
+    ),
+    Mutant(
         "a release frees what another holds by now",
         "lock/server/lua/release.lua:",
         "if redis.call('GET', KEYS[1]) ~= ARGV[1] then",

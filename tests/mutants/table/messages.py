@@ -18,7 +18,7 @@ MUTANTS = (
     Mutant(
         "a worker remembers every release that it ever heard",
         "tasks.waiting.releases:Announcements._count",
-        "if len(self._counts) > MESSAGE_IDS:",
+        "if len(self._announced) > MESSAGE_IDS:",
         "if False:",
         (
             f"{CONTRACT}/test_waiting_room.py::"
@@ -385,16 +385,16 @@ MUTANTS = (
     Mutant(
         "one node's word to all waiters wakes a message",
         "tasks.waiting.releases:Announcements._count",
-        "count >= needed",
-        "count >= 1",
+        "len(nodes) >= needed",
+        "len(nodes) >= 1",
         (f"{UNIT}/test_releases.py",),
         "minority",
     ),
     Mutant(
         "one release wakes a message for each node beyond a majority",
         "tasks.waiting.releases:Announcements._count",
-        "= None if is_decided else count",
-        "= count",
+        "= None if is_decided else nodes",
+        "= nodes",
         (f"{UNIT}/test_releases.py",),
     ),
     Mutant(

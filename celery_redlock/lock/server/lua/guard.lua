@@ -10,17 +10,12 @@
 --       5 ttl in ms of the records about other nodes
 --       6...: the newest tenure that the client knows for each key from 4 on, '' for none
 -- Returns a list: ms of the grace period that remain, the node's tenure, and the record for each
--- key from 4 on ('' for none)
-local function since(tenure)
-  return tonumber(string.match(tenure, '^%d+') or 0)
-end
-
-local function run(tenure)
-  return string.match(tenure, ' (.*)$')
-end
-
-local known, before = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[3]) or ''
-local own, elsewhere = before, ARGV[4]
+-- key from 4 on ('' for none). A record that is later than the node's clock is not returned: another
+-- program has written it, or the clocks differ by less than a grace period, and it is returned soon.
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local known, before = redis.call('GET', KEYS[1]), recorded(KEYS[3])
+local own, elsewhere = before, tenure(ARGV[4])
 if run(own) ~= ARGV[1] then  -- copied from another server, or lost
   own = '0 ' .. ARGV[1]
 end
@@ -36,10 +31,8 @@ elseif before ~= '' and run(before) ~= ARGV[1] and since(own) == 0 then
   ms = 0  -- a grant has begun the grace period already: this script could not run before it
 end
 if ms then
-  local time = redis.call('TIME')
-  local now = time[1] * 1000 + math.floor(time[2] / 1000)
-  now = math.max(now, since(before) + 1, since(elsewhere) + 1)
-  own = string.format('%.0f %s', now, ARGV[1])
+  local begun = math.max(now, since(before) + 1, since(elsewhere) + 1)
+  own = string.format('%.0f %s', begun, ARGV[1])
   if ms > 0 and ms > redis.call('PTTL', KEYS[2]) then
     redis.call('SET', KEYS[2], '1', 'PX', ms)
   end
@@ -50,13 +43,13 @@ if own ~= before then
 end
 local found = {math.max(0, redis.call('PTTL', KEYS[2])), own}
 for i = 4, #KEYS do
-  local note, told = redis.call('GET', KEYS[i]) or '', ARGV[i + 2]
-  if told ~= '' and (note == '' or since(told) > since(note)) then
+  local note, told = recorded(KEYS[i]), tenure(ARGV[i + 2])
+  if told ~= '' and (note == '' or since(note) > now or since(told) > since(note)) then
     redis.call('SET', KEYS[i], told, 'PX', ARGV[5])
     note = told
   elseif told ~= '' and told == note then
     redis.call('PEXPIRE', KEYS[i], ARGV[5])
   end
-  found[#found + 1] = note
+  found[#found + 1] = since(note) > now and '' or note
 end
 return found

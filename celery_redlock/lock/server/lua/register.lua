@@ -7,7 +7,7 @@
 --       5 the beginning of the waiters' own channels: a waiter before this one whose channel has no
 --       subscriber is dead, and leaves the set if a key is free
 -- Returns  {rank, ms}  rank: how many waiters are before this one, -1 if the server refuses to
---                      register it: an earlier version's user has no right, or memory is full
+--                      register it: its user lacks a right, or memory is full
 --                      ms: until a key is free: 0 now, -1 if no key expires
 --          0           it does not ask
 local is_registered = type(redis.pcall('ZADD', KEYS[1], ARGV[2], ARGV[1])) == 'number'
@@ -30,19 +30,22 @@ end
 if not is_registered then
   return {-1, least}
 end
-local rank = redis.call('ZRANK', KEYS[1], ARGV[1])
+local rank = redis.pcall('ZRANK', KEYS[1], ARGV[1])
+if type(rank) ~= 'number' then
+  return {-1, least}
+end
 if least ~= 0 or rank == 0 then
   return {rank, least}
 end
 local passed, channels = tonumber(ARGV[4]), {}
-local before = redis.call('ZRANGE', KEYS[1], 0, math.min(rank, 100) - 1)
+local before = redis.pcall('ZRANGE', KEYS[1], 0, math.min(rank, 100) - 1)
 for place, waiter in ipairs(before) do
   channels[place] = ARGV[5] .. waiter
 end
 local counts = redis.pcall('PUBSUB', 'NUMSUB', unpack(channels))  -- name, count, name, count...
 for place, waiter in ipairs(before) do
   if place <= passed or tonumber(counts[2 * place]) == 0 then
-    redis.call('ZREM', KEYS[1], waiter)
+    redis.pcall('ZREM', KEYS[1], waiter)
     rank = rank - 1
   end
 end

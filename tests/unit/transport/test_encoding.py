@@ -1,0 +1,77 @@
+"""What a server may promise before hiredis believes it."""
+
+from __future__ import annotations
+
+import itertools
+
+import hiredis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_redlock.lock.transport.encoding import (
+    MOST_BYTES,
+    MOST_ITEMS,
+    ReplyHeaders,
+    encode_bulk,
+)
+
+TOO_LARGE = [b"*1000000000\r\n", b">1000000000\r\n", b"$2000000000\r\n"]
+
+numbers = st.integers(-9, 10**12).map(lambda number: b":%d\r\n" % number)
+texts = st.one_of(st.binary(max_size=60), st.sampled_from([*TOO_LARGE, b"*1000000000"]))
+bulks = st.one_of(texts.map(encode_bulk), st.just(b"$-1\r\n"))
+errors = st.sampled_from([b"-ERR no *1000000000\r\n", b"+OK\r\n"])
+
+
+def listed(replies: list[bytes]) -> bytes:
+    return b"*%d\r\n%b" % (len(replies), b"".join(replies))
+
+
+replies = st.recursive(
+    st.one_of(numbers, bulks, errors), lambda inner: st.lists(inner, max_size=4).map(listed)
+)
+
+
+def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+    """Cut bytes into the pieces in which a socket may give them."""
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(edges) if a < b]
+
+
+def check_all(headers: ReplyHeaders, data: list[bytes]) -> None:
+    for piece in data:
+        headers.check(piece)
+
+
+@given(st.lists(replies, min_size=1, max_size=4), st.lists(st.integers(0, 10**6), max_size=5))
+def test_replies_pass_however_they_are_cut(said: list[bytes], cuts: list[int]) -> None:
+    headers, reader = ReplyHeaders(), hiredis.Reader(notEnoughData=...)
+    for piece in pieces(b"".join(said), cuts):
+        headers.check(piece)
+        reader.feed(piece)
+    assert [reader.gets() is ... for _ in said] == [False] * len(said)
+
+
+@given(
+    st.lists(replies, max_size=3),
+    st.sampled_from(TOO_LARGE),
+    st.lists(st.integers(0, 10**6), max_size=5),
+)
+def test_a_header_that_is_too_large_is_refused_however_it_is_cut(
+    said: list[bytes], header: bytes, cuts: list[int]
+) -> None:
+    headers = ReplyHeaders()
+    with pytest.raises(OSError, match=r"000 (items|bytes)"):
+        check_all(headers, pieces(b"".join([*said, b"*2\r\n", header]), cuts))
+
+
+def test_a_line_that_does_not_end_is_refused() -> None:
+    headers = ReplyHeaders()
+    with pytest.raises(OSError, match="does not end"):
+        check_all(headers, [b"-" + b"x" * (MOST_BYTES // 2)] * 3)
+
+
+def test_what_is_at_the_limit_passes() -> None:
+    headers = ReplyHeaders()
+    headers.check(b"*%d\r\n$%d\r\n" % (MOST_ITEMS, MOST_BYTES))
