@@ -137,9 +137,9 @@ MUTANTS = (
     ),
     Mutant(
         "a worker with the eventlet pool starts locked tasks",
-        "tasks.startup:RefuseEventlet.__init__",
-        "if not is_of_eventlet(worker.pool_cls):",
-        "if True:",
+        "tasks.startup:RefuseToStart.__init__",
+        "if is_of_eventlet(worker.pool_cls):",
+        "if False:",
         (f"{INTEGRATION}/test_eventlet.py::test_a_worker_with_locked_tasks_refuses_to_start",),
     ),
     Mutant(
