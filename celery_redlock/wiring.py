@@ -94,7 +94,6 @@ CONNECTIONS = (
     # a process that runs bodies
     Connection(celery_signals.worker_process_init, per_app.note_worker),
     Connection(celery_signals.worker_process_init, tracing.look_again),
-    Connection(celery_signals.worker_process_init, wrapping.keep_tracebacks),
     Connection(celery_signals.task_prerun, tracing.connect_at_first_run),
     # first: another receiver may change the arguments that it is given
     Connection(celery_signals.task_prerun, task.keep_arguments, first=True),

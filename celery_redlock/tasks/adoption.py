@@ -45,10 +45,10 @@ class AdoptingRegistry(TaskRegistry):
 
     def __setitem__(self, name: str, task: Any) -> None:
         """Add a task; adopt it if it has an entry. Raises SettingsError."""
-        super().__setitem__(name, task)
         self.adopt(name, task)
         if is_checked(self.app):
             self.check(name, task)
+        super().__setitem__(name, task)
 
     def check_all(self) -> None:
         """Raise SettingsError for the first task that is wrong."""
@@ -96,11 +96,9 @@ class AdoptingRegistry(TaskRegistry):
             return
         found.difference_update(*resolve_all(self.app.annotations, type(task)))
         for written in sorted(found):
-            hint = (
-                "has no effect, and the task runs without a lock: it is no LockedTask. Declare it "
-                "with base=LockedTask"
-            )
-            raise task_source(name)(written).wrong(vars(type(task))[written], hint)
+            value = vars(type(task))[written]
+            hint = "has no effect without base=LockedTask: the task would run without a lock"
+            raise task_source(name)(written.removeprefix("lock_")).wrong(value, hint)
 
 
 def adopt_task(task: Any, pattern: str, locked_task: Any) -> None:
