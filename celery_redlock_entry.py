@@ -66,7 +66,7 @@ def at_end_of_finalize(app: Any, finish: Callable[[Any], object]) -> None:
 
 def look_at_app(app: Any) -> None:
     """Hand an app that finalizes to the package, if the package is to do something for it."""
-    if _is_imported() or app.conf.get("redlock_tasks"):
+    if _is_needed(app):
         from celery_redlock import wiring
 
         wiring.watch(app)
@@ -75,7 +75,7 @@ def look_at_app(app: Any) -> None:
 
 
 def _look_at_tasks(app: Any) -> None:
-    if _is_imported() or any(map(lock_names, app._tasks.values())):
+    if _is_needed(app) or any(map(lock_names, app._tasks.values())):
         from celery_redlock import wiring
 
         wiring.finish(app)
@@ -89,8 +89,8 @@ def look_at_worker(sender: Any, **_: Any) -> None:
             _look_at_tasks(sender.app)
 
 
-def _is_imported() -> bool:
-    return "celery_redlock.wiring" in sys.modules
+def _is_needed(app: Any) -> bool:
+    return "celery_redlock.wiring" in sys.modules or bool(app.conf.get("redlock_tasks"))
 
 
 connect_on_app_finalize(look_at_app)
