@@ -18,7 +18,7 @@ from celery.utils.dispatch import Signal
 from celery.worker.control import Panel, inspect_command
 
 if os.environ.get("GUEST_IMPORTS"):
-    from celery_redlock import LockedTask  # noqa: F401 - as a module of a project may
+    from celery_redlock import LockedTask
 
 app = celery.Celery("guest", broker=os.environ["GUEST_BROKER"])
 app.conf.update(
@@ -31,6 +31,17 @@ app.conf.update(
 @app.task
 def look() -> dict[str, Any]:
     return process()
+
+
+if os.environ.get("GUEST_NODES"):  # a guest no more
+    from celery_redlock import LockedTask
+
+    del app.conf["redlock_servers"]
+    app.conf.redlock_nodes = os.environ["GUEST_NODES"].split()
+
+    @app.task(base=LockedTask)
+    def look_under_lock() -> dict[str, Any]:
+        return process()
 
 
 @inspect_command()

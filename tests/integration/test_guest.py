@@ -12,7 +12,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,14 @@ POOLS = ("prefork", "threads", "gevent", "solo")
 
 @dataclass(frozen=True)
 class Place:
-    """A copy of this environment's packages, with or without ours. imports: the app imports it."""
+    """A copy of this environment's packages, with or without ours.
+
+    imports: the app imports it. locks_on: URLs of nodes, with which the app has a locked task.
+    """
 
     path: Path
     imports: bool = False
+    locks_on: str = ""
 
     def celery(self, *arguments: str) -> list[str]:
         return [sys.executable, "-S", "-m", "celery", "-A", "guest", *arguments]
@@ -43,7 +47,7 @@ class Place:
     def env(self, broker: str) -> dict[str, str]:
         kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         imports = {"GUEST_IMPORTS": "1"} if self.imports else {}
-        more = {"PYTHONPATH": str(self.path), "GUEST_BROKER": broker, "PYTHONHASHSEED": "0"}
+        more = {"PYTHONPATH": str(self.path), "GUEST_BROKER": broker, "GUEST_NODES": self.locks_on}
         return {**kept, **more, **imports, "PYTHONWARNINGS": "ignore"}
 
 
@@ -82,10 +86,10 @@ class GuestWorker:
         self.app = celery.Celery("asks", broker=broker, backend=broker, set_as_current=False)
         self._log = log
 
-    def look(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what the main process tells, and what a process that runs bodies tells."""
+    def look(self, task: str = "guest.look") -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what the main process tells, and what the process of a task tells."""
         where = see_listening(self.app, "guest")
-        child = self.app.send_task("guest.look").get(timeout=120)
+        child = self.app.send_task(task).get(timeout=120)
         (reply,) = self.app.control.broadcast(
             "look_at_worker", destination=where, reply=True, timeout=60, limit=1
         )
@@ -249,3 +253,41 @@ def test_the_group_of_commands_is_imported_when_it_is_called(
         command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "doctor" in shown.stdout
+
+
+ROWS = {
+    "the main process of a prefork worker": ("prefork", 0),
+    "a child of it that has run a locked task": ("prefork", 1),
+    "the process of a worker with `threads`": ("threads", 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_worker_with_locked_tasks_gets_what_the_page_says(
+    pool: str, installed: Place, broker: EmbeddedNode, nodes: list[EmbeddedNode], tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "operations" / "sizing.md").read_text()
+    by_number = [f"{broker.url[:-1]}{n}" for n in range(2)]
+    locks = replace(installed, locks_on=" ".join(node.url for node in nodes))
+    with (
+        worker(installed, pool, by_number[0], tmp_path / "guest") as guest,
+        worker(locks, pool, by_number[1], tmp_path / "locks") as locking,
+    ):
+        plain, told = guest.look(), locking.look("guest.look_under_lock")
+        commands = set(told[0]["commands"]) - set(plain[0]["commands"])
+    assert commands == {"redlock_held", "redlock_waiting"}
+    assert [name for name in told[0]["steps"] if "redlock" in name]
+    for row, (of_pool, which) in ROWS.items():
+        if of_pool != pool:
+            continue
+        found = re.search(rf"^\| {row} \| (\d+) \| (\d+) \| (\d+) MB \|$", page, re.MULTILINE)
+        assert found is not None, row
+        threads, descriptors, megabytes = map(int, found.groups())
+        ours, theirs = told[which], plain[which]
+        assert ours["tasks"] - theirs["tasks"] <= threads
+        more = len(ours["descriptors"]) + ours["sockets"]
+        assert more - len(theirs["descriptors"]) - theirs["sockets"] <= descriptors + SPARE
+        assert ours["kilobytes"] - theirs["kilobytes"] <= 1.5 * 1000 * megabytes
+        replaced = [name.partition(" is ")[0] for name in ours["names"] if "redlock" in name]
+        assert replaced == ["celery.app.trace.ExceptionInfo"]
