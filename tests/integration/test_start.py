@@ -86,3 +86,11 @@ def test_a_worker_without_nodes_runs_all_but_the_locked_tasks_that_are_shared(
     (line,) = [line for line in lines if "WARNING" in line or "ERROR" in line]
     assert "WARNING" in line
     assert "no lock can be acquired: app: redlock_nodes=None" in line
+
+
+def test_celerys_inspect_knows_our_commands_by_name_alone(tmp_path: Path) -> None:
+    asked = celery(tmp_path, "", "inspect", "-t", "0.1", "redlock_held")
+    assert "No nodes replied" in asked.stderr
+    listed = celery(tmp_path, "", "inspect", "--list")
+    assert "active_queues" in listed.stdout
+    assert "redlock" not in listed.stdout
