@@ -20,9 +20,9 @@ from celery_redlock.tasks.settings.backoff import Backoff
 from celery_redlock.tasks.startup import install
 from celery_redlock.tasks.task import LockedTask, current_lock
 from celery_redlock.tasks.unique.send import send_unique
-from celery_redlock.wiring import connect
+from celery_redlock.wiring import begin
 
-connect()
+begin()
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,9 @@
 """All that the package connects to Celery, in one list: receivers, bootsteps, commands, observer.
 
-Read this to learn when Celery calls which part. Elsewhere only these connect anything, on demand:
+Read this to learn when Celery calls which part. An import of the package connects nothing but the
+two hooks of `celery_redlock_entry`. A process gets `CONNECTIONS` when a locked task is bound to an
+app, and a worker gets `PREPARATIONS` and `STEPS` if its app locks tasks. Elsewhere only these
+connect anything, on demand:
 - `operate/metrics/counters.py`: receivers of the public signals, if `redlock_metrics` is set.
 - `operate/tracing.py`: receivers of the public signals, if the process has imported OpenTelemetry.
 - `lock/client.py`, `tasks/children/forks.py`: fork hooks of the operating system's, not Celery's.
@@ -8,19 +11,24 @@ Read this to learn when Celery calls which part. Elsewhere only these connect an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from celery import signals as celery_signals
-from celery._state import connect_on_app_finalize
+from celery._state import _get_active_apps
+from celery.local import maybe_evaluate
 from celery.worker.control import inspect_command
 
+import celery_redlock_entry
+from celery_redlock.errors import SettingsError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.operate import control, tracing
 from celery_redlock.operate.lints import startup as lints
 from celery_redlock.operate.metrics import exporter
 from celery_redlock.tasks import per_app, startup, task, wrapping
+from celery_redlock.tasks.adoption import AdoptingRegistry
 from celery_redlock.tasks.children import forks, reaper
 from celery_redlock.tasks.delivery.queue_names import RecordQueueNames
 from celery_redlock.tasks.execution import completion, untried
@@ -46,29 +54,29 @@ class Step:
 
 
 STEPS = (
-    Step("worker", startup.RefuseEventlet),
+    Step("worker", startup.RefuseToStart),
     Step("consumer", RecordQueueNames),
     Step("consumer", room.WaitingRoom),
 )
 
 
-def add_steps(sender: Any, **_: Any) -> None:
+def add_steps(worker: Any) -> None:
     """Add the bootsteps to the app of a worker; an app that runs no worker gets none."""
     for one in STEPS:
-        sender.app.steps[one.blueprint].add(one.step)
+        worker.app.steps[one.blueprint].add(one.step)
 
 
+# a worker's main process, before its pool is made; in this order
+PREPARATIONS: tuple[Callable[..., object], ...] = (
+    per_app.note_worker,
+    forks.expect_children,
+    exporter.prepare_metrics,
+    wrapping.keep_tracebacks,  # not of prefork alone
+)
 CONNECTIONS = (
     # any process
     Connection(celery_signals.before_task_publish, receivers.carry_options),
-    # a worker's main process, before its pool is made
-    Connection(celery_signals.worker_init, per_app.note_worker),
-    Connection(celery_signals.worker_init, forks.expect_children),
-    Connection(celery_signals.worker_init, add_steps),
-    Connection(celery_signals.worker_init, startup.adopt_in_worker),
-    Connection(celery_signals.worker_init, exporter.prepare_metrics),
-    Connection(celery_signals.worker_init, wrapping.keep_tracebacks),  # not of prefork alone
-    # the same, once it consumes, and when it ends
+    # a worker's main process, once it consumes, and when it ends
     Connection(celery_signals.worker_ready, startup.report_nodes),
     Connection(celery_signals.worker_ready, lints.report_lints),
     Connection(celery_signals.worker_ready, exporter.serve_metrics),
@@ -87,24 +95,111 @@ CONNECTIONS = (
     Connection(celery_signals.worker_process_init, per_app.note_worker),
     Connection(celery_signals.worker_process_init, startup.connect_child),
     Connection(celery_signals.worker_process_init, tracing.look_again),
-    Connection(celery_signals.worker_process_init, wrapping.keep_tracebacks),
     Connection(celery_signals.task_prerun, tracing.connect_at_first_run),
     # first: another receiver may change the arguments that it is given
     Connection(celery_signals.task_prerun, task.keep_arguments, first=True),
     # first: what another receiver raises past Exception would keep the lock for ever
     Connection(celery_signals.task_postrun, completion.release_after_run, first=True),
 )
-# when an app finalizes; Celery calls these in any order
-ON_FINALIZE = (startup.check_app, lints.refuse_errors, tracing.connect_if_recording)
+# when an app has finalized; the first one that raises SettingsError ends `finalize`
+CHECKS = (startup.check_app, lints.refuse_errors)
 INSPECT_COMMANDS = (control.redlock_held, control.redlock_waiting)
 
 _connected = False
+_own_tasks: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def begin() -> None:
+    """Look at each app that finalizes from now on, and at those that have finalized before.
+
+    An import of the package calls it; a second call connects nothing anew. Raises SettingsError.
+    """
+    if per_app.on_locked_task is not on_locked_task:
+        per_app.on_locked_task = on_locked_task
+        Redlock.observer = tracing.TracingObserver()  # a worker may replace it later
+    finalized = [app for app in list(_get_active_apps()) if app.finalized]
+    for app in finalized:
+        watch(app)
+    for app in finalized:
+        if not _is_finalizing(app):
+            finish(app)
+
+
+def _is_finalizing(app: Any) -> bool:
+    """Return whether this thread is about to finalize an app, whose settings import the package.
+
+    Source: celery.app.base: `finalize` keeps this mutex; `threading` itself asks `_is_owned`.
+    """
+    return bool(app._finalize_mutex._is_owned())
+
+
+def watch(app: Any) -> None:
+    """Adopt the tasks of an app that `redlock_tasks` names, and finish when it has finalized.
+
+    Source: celery.app.base: `_pending` has the app's own tasks, which no other app has shared.
+    """
+    if app not in _own_tasks:
+        _own_tasks[app] = list(app._pending)
+        AdoptingRegistry.of(app, task.LockedTask)
+        celery_redlock_entry.at_end_of_finalize(app, finish)
+
+
+def finish(app: Any) -> None:
+    """Connect and check what an app needs that has finalized; a second call only checks.
+
+    Raises SettingsError. A worker of the app is prepared before that: its step raises it again.
+    """
+    per_app.note_checked(app)
+    if any(isinstance(maybe_evaluate(one), task.LockedTask) for one in _own_tasks.get(app, ())):
+        per_app.note_own_task(app)
+    _own_tasks[app] = []
+    tracing.connect_if_recording()
+    prepare_workers(app)
+    for check in CHECKS:
+        check(app)
+
+
+def on_locked_task(app: Any) -> None:
+    """Connect what a process needs for locked tasks; one is bound to this app."""
+    connect()
+    if per_app.is_checked(app):  # it was declared late, as by a receiver of `worker_init`
+        prepare_workers(app)
+
+
+def prepare_workers(app: Any) -> None:
+    """Prepare the workers of this process that run an app, if it locks tasks or has a wrong one.
+
+    Source: celery.worker.worker sends worker_init before it makes the blueprint out of the steps.
+    """
+    workers = [one for one in celery_redlock_entry.workers if one.app is app and not one.blueprint]
+    if not workers or not _concerns(app):
+        return
+    connect()
+    for worker in workers:
+        celery_redlock_entry.workers.discard(worker)
+        add_steps(worker)
+        for prepare in PREPARATIONS:
+            prepare(sender=worker)
+
+
+def _concerns(app: Any) -> bool:
+    """Return whether a worker of an app locks tasks, or is to be refused.
+
+    An app that only has shared locked tasks, and no nodes, can run everything else.
+    """
+    try:
+        startup.check_app(app)
+        return startup.must_lock(app) or bool(
+            startup.locked_tasks(app) and per_app.settings_of(app).nodes
+        )
+    except SettingsError:
+        return True
 
 
 def connect() -> None:
-    """Connect all of it, when the package is imported. A second call changes nothing.
+    """Connect all of it to this process, when it has a locked task. A second call changes nothing.
 
-    By then a worker may have replaced the observer, and disconnected what only its first run needs.
+    By then a worker may have disconnected what only its first run needs.
     """
     global _connected
     if _connected:
@@ -115,8 +210,5 @@ def connect() -> None:
         if connection.first:
             in_order = connection.signal.receivers
             in_order.insert(0, in_order.pop())
-    for receiver in ON_FINALIZE:
-        connect_on_app_finalize(receiver)
     for command in INSPECT_COMMANDS:
         inspect_command()(command)
-    Redlock.observer = tracing.TracingObserver()

@@ -59,11 +59,10 @@ def may_record() -> bool:
     return not isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
 
 
-def connect_if_recording(app: Any = None) -> None:
+def connect_if_recording() -> None:
     """Write to spans from now on if this process records spans.
 
-    A second call changes nothing: Celery keeps one of each receiver. app: the one that finalizes;
-    it is not needed.
+    A second call changes nothing: Celery keeps one of each receiver.
     """
     if may_record():
         for signal, receiver in RECEIVERS:

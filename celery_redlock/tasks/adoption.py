@@ -1,4 +1,4 @@
-"""Tasks of others that `redlock_tasks` locks."""
+"""The registry of an app's tasks: tasks of others become locked ones, and mistakes are refused."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from celery import Task
+from celery.app.annotations import resolve_all
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.app.registry import TaskRegistry
 
 from celery_redlock.tasks.declaration import ENTRY
+from celery_redlock.tasks.per_app import is_checked
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, pattern_for
-from celery_redlock.tasks.settings.sources import tasks_source
+from celery_redlock.tasks.settings.options import OPTION
+from celery_redlock.tasks.settings.sources import task_source, tasks_source
+from celery_redlock_entry import lock_names
 
 
 class AdoptingRegistry(TaskRegistry):
     """An app's tasks; those that `redlock_tasks` names become LockedTasks as they are added.
 
     Celery adds a task here before it binds it: with the app, as a shared task, or when a module is
-    imported late. locked_task: the class `LockedTask`, handed in, for it is above this module.
+    imported late. What is wrong with a task is raised when it is added, but not while the app
+    finalizes: see `check_all`. locked_task: the class `LockedTask`, handed in, for it is above this
+    module.
     """
 
     @classmethod
-    def watch(cls, app: Any, locked_task: Any) -> None:
-        """Adopt the tasks of an app, and all that are added later. Raises SettingsError."""
-        registry = cls.adopt_all(app, locked_task)
-        for name, task in registry.items():
-            registry.check(name, task)
-
-    @classmethod
-    def adopt_all(cls, app: Any, locked_task: Any) -> Any:
+    def of(cls, app: Any, locked_task: Any) -> Any:
         """Adopt the tasks of an app, and all that are added later; return its registry."""
         registry = app._tasks
         if not isinstance(registry, AdoptingRegistry):
@@ -45,10 +44,16 @@ class AdoptingRegistry(TaskRegistry):
         return registry
 
     def __setitem__(self, name: str, task: Any) -> None:
-        """Add a task; adopt it if it has an entry."""
-        super().__setitem__(name, task)
+        """Add a task; adopt it if it has an entry. Raises SettingsError."""
         self.adopt(name, task)
-        self.check(name, task)
+        if is_checked(self.app):
+            self.check(name, task)
+        super().__setitem__(name, task)
+
+    def check_all(self) -> None:
+        """Raise SettingsError for the first task that is wrong."""
+        for name, task in self.items():
+            self.check(name, task)
 
     def pattern_for(self, name: str) -> str | None:
         """Return the entry of `redlock_tasks` for a task's name, None if there is none."""
@@ -68,7 +73,10 @@ class AdoptingRegistry(TaskRegistry):
         return True
 
     def check(self, name: str, task: Any) -> None:
-        """Raise SettingsError if an entry names a task that has options of its own."""
+        """Raise SettingsError if a task has options of a lock and takes none, or has them twice."""
+        if not isinstance(task, self.locked_task):
+            self._check_unlocked(name, task)
+            return
         pattern = self.pattern_for(name)
         if pattern == name and ENTRY not in type(task).__dict__:
             hint = (
@@ -76,6 +84,21 @@ class AdoptingRegistry(TaskRegistry):
                 f'task_annotations = {{{name!r}: {{"lock_ttl": 30}}}}'
             )
             raise tasks_source(name).wrong(self.app.conf.redlock_tasks[name], hint)
+
+    def _check_unlocked(self, name: str, task: Any) -> None:
+        """Raise SettingsError if a task without a lock has an option of one.
+
+        Other names, and those that another base declares, are not ours. Annotations are set on all
+        tasks that they match.
+        """
+        found = {one for one in lock_names(task) if one.removeprefix("lock_") in OPTION}
+        if not found or name.startswith(CELERY_PREFIX):
+            return
+        found.difference_update(*resolve_all(self.app.annotations, type(task)))
+        for written in sorted(found):
+            value = vars(type(task))[written]
+            hint = "has no effect without base=LockedTask: the task would run without a lock"
+            raise task_source(name)(written.removeprefix("lock_")).wrong(value, hint)
 
 
 def adopt_task(task: Any, pattern: str, locked_task: Any) -> None:

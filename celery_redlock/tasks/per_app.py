@@ -1,10 +1,11 @@
-"""What a process keeps for each app: its settings, and one `Redlock`."""
+"""What a process keeps for each app: its settings, one `Redlock`, and how far it has finalized."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from datetime import datetime, timezone
 from types import ModuleType
 from typing import Any
@@ -13,19 +14,58 @@ import click
 
 from celery_redlock.lock.client import Redlock
 from celery_redlock.tasks.settings.app import AppSettings
-from celery_redlock.tasks.settings.conf import read_app
+from celery_redlock.tasks.settings.conf import find_nodes, read_app
 
 _settings: weakref.WeakKeyDictionary[Any, AppSettings] = weakref.WeakKeyDictionary()
 _redlocks: weakref.WeakKeyDictionary[Any, Redlock] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
 _making = threading.RLock()  # a finalizer or a signal handler may interrupt the thread that has it
 _is_worker = False
 
 
+def _ignore(app: Any) -> None:
+    """Do nothing: no module has asked to be told."""
+
+
+# Called with the app of each locked task that is bound. The module `wiring` sets it, for it knows
+# all that a process needs for its first locked task, and is above the class of these tasks.
+on_locked_task: Callable[[Any], object] = _ignore
+
+
+def note_checked(app: Any) -> None:
+    """Note that an app has finalized and was checked: later tasks are, as they are added."""
+    _checked.add(app)
+
+
+def is_checked(app: Any) -> bool:
+    """Return whether the tasks of an app were checked; until then nothing is to be raised."""
+    return app in _checked
+
+
+def note_own_task(app: Any) -> None:
+    """Note that an app has a locked task of its own, and not only those that all apps share."""
+    _owners.add(app)
+
+
+def has_own_task(app: Any) -> bool:
+    """Return whether an app has a locked task of its own.
+
+    A task that is declared after the app has finalized counts as one that is shared.
+    """
+    return app in _owners
+
+
 def settings_of(app: Any) -> AppSettings:
-    """Return an app's settings, read once; raises SettingsError at each call if they are wrong."""
+    """Return an app's settings, read once; raises SettingsError at each call if they are wrong.
+
+    Without nodes they are read at each call: a setting may still name some.
+    """
     settings = _settings.get(app)
     if settings is None:
-        settings = _settings[app] = read_app(app.conf, app.namespace)
+        settings = read_app(app.conf, app.namespace)
+        if settings.nodes:
+            _settings[app] = settings
     return settings
 
 
@@ -33,11 +73,13 @@ def redlock_of(app: Any) -> Redlock:
     """Return the app's `Redlock` in this process, made at the first call.
 
     It connects with its first lock, so a worker that forks has no open connection; a forked child
-    connects anew by itself.
+    connects anew by itself. Raises SettingsError, also if no setting names a node.
     """
     redlock = _redlocks.get(app)
     if redlock is None:
         settings = settings_of(app)
+        if not settings.nodes:
+            find_nodes(app.conf)  # raises
         with _making:
             redlock = _redlocks.get(app)
             if redlock is None:

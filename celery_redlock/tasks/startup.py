@@ -21,10 +21,10 @@ from celery_redlock.tasks.adoption import AdoptingRegistry
 from celery_redlock.tasks.children.reaper import watch_children
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
-from celery_redlock.tasks.per_app import command_line_name, redlock_of, settings_of
+from celery_redlock.tasks.per_app import command_line_name, has_own_task, redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
-from celery_redlock.tasks.settings.conf import check_known_names
-from celery_redlock.tasks.task import LockedTask
+from celery_redlock.tasks.settings.conf import find_nodes
+from celery_redlock.tasks.task import LockedTask, check_declaration
 
 logger = logging.getLogger(__name__)
 
@@ -34,56 +34,69 @@ _warned_of: set[str] = set()  # names of tasks
 def install(app: Any) -> None:
     """Lock the tasks of an app that `redlock_tasks` names, in this process; once is enough.
 
-    Importing the package does the same for every app that finalizes later, and Celery's command
-    line imports it. Raises SettingsError at once if the app has finalized, else when it finalizes.
+    Importing the package does the same for every app, and Celery's command line imports it if the
+    setting is there. Raises SettingsError at once if the app has finalized, else when it finalizes.
     """
     if app.finalized:
         check_app(app)
 
 
 def check_app(app: Any) -> None:
-    """Adopt the tasks that `redlock_tasks` names, and check all settings, when an app finalizes.
+    """Raise SettingsError for the first wrong task or setting of an app that has finalized.
 
-    Raises SettingsError for an unknown or wrong setting.
-    Source: celery._state; an error from a receiver of on_after_finalize would be swallowed.
+    The settings of an app that locks no task are not looked at: another library may have them.
     """
-    others = app.conf.get("redlock_tasks")
-    if others:
-        AdoptingRegistry.watch(app, LockedTask)
-    check_known_names(app.conf, app.namespace)
-    if others or app.conf.get("redlock_nodes") is not None:
+    AdoptingRegistry.of(app, LockedTask).check_all()
+    if locks_tasks(app):
         settings_of(app)
+        for task in locked_tasks(app):
+            check_declaration(task)
 
 
-def adopt_in_worker(sender: Any = None, **_: Any) -> None:
-    """Lock tasks of others in a worker whose app had finalized before the package was imported.
+def locks_tasks(app: Any) -> bool:
+    """Return whether an app has locked tasks, or names some of others in `redlock_tasks`."""
+    return bool(app.conf.get("redlock_tasks") or locked_tasks(app))
 
-    Celery swallows an error raised here, and bodies would run without their lock. Therefore a run
-    of such a task raises the error again.
+
+def must_lock(app: Any) -> bool:
+    """Return whether an app that locks tasks does so by its own declaration.
+
+    The others only have locked tasks that Celery shares among all apps of a process, and need no
+    nodes until they send or run one.
     """
-    install(sender.app)
+    return has_own_task(app) or bool(app.conf.get("redlock_tasks"))
 
 
-class RefuseEventlet(bootsteps.Step):
-    """Ends a worker with the eventlet pool at its start if it has locked tasks.
+class RefuseToStart(bootsteps.Step):
+    """Ends a worker at its start if it could not lock its tasks, or would not.
 
-    Under eventlet a body that does not yield blocks every thread, so renewals would be late.
-    Raises SettingsError. Source: celery.bootsteps; receivers of `worker_init` cannot end a worker.
+    Raises SettingsError: what `finalize` has raised, too, for a caller may have swallowed that.
+    Source: celery.bootsteps; receivers of `worker_init` cannot end a worker.
     """
 
-    name = "celery_redlock pool"
+    name = "celery_redlock settings"
 
     def __init__(self, worker: Any, **options: Any) -> None:
         super().__init__(worker, **options)
-        if not is_of_eventlet(worker.pool_cls):
-            return
-        locked = sorted(task.name for task in locked_tasks(worker.app) if config_of(task).may_lock)
-        if locked:
-            hint = (
-                f"eventlet cannot run locked tasks ({', '.join(locked)}): start the worker with "
-                "-P gevent, or with prefork, threads or solo"
-            )
-            raise SettingsError("worker", "worker_pool", "eventlet", hint)
+        check_app(worker.app)
+        if must_lock(worker.app):
+            find_nodes(worker.app.conf)
+        if is_of_eventlet(worker.pool_cls):
+            _refuse_eventlet(worker.app)
+
+
+def _refuse_eventlet(app: Any) -> None:
+    """Raise SettingsError if an app has locked tasks.
+
+    Under eventlet a body that does not yield blocks every thread, so renewals would be late.
+    """
+    locked = sorted(task.name for task in locked_tasks(app) if config_of(task).may_lock)
+    if locked:
+        hint = (
+            f"eventlet cannot run locked tasks ({', '.join(locked)}): start the worker with "
+            "-P gevent, or with prefork, threads or solo"
+        )
+        raise SettingsError("worker", "worker_pool", "eventlet", hint)
 
 
 def is_of_eventlet(pool: type) -> bool:
@@ -118,9 +131,9 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
     try:
         redlock = redlock_of(app)
         report, others = ask_nodes(redlock), exchange_shared_settings(redlock)
-    except SettingsError as error:
-        fields = {"event": "settings_wrong"}
-        logger.error("no lock can be acquired: %s", error, extra=fields)  # noqa: TRY400 - says it all
+    except SettingsError as error:  # of shared tasks alone; `RefuseToStart` has seen all others
+        level = logging.ERROR if must_lock(app) else logging.WARNING
+        logger.log(level, "no lock can be acquired: %s", error, extra={"event": "settings_wrong"})
         return
     _log_report(app, report)
     for settings, nodes in others.items():

@@ -17,7 +17,7 @@ from celery_redlock.errors import NoRunError, NotAcquired, RedlockError, Setting
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import check_wait
-from celery_redlock.tasks.adoption import AdoptingRegistry
+from celery_redlock.tasks import per_app
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.delivery import ARGUMENTS, own_headers
 from celery_redlock.tasks.delivery.header import HEADER
@@ -82,21 +82,12 @@ class LockedTask(Task):
             inherited = getattr(cls, "_redlock_track_started", cls.track_started)
             tracks = cls.track_started if "track_started" in cls.__dict__ else inherited
             cls._redlock_track_started, cls.track_started = tracks, False
-        if (
-            app.finalized and cls.name
-        ):  # a class without a name is checked at the first use of an instance
-            cls._check(app)
-
-    @classmethod
-    def _check(cls, app: Any) -> None:
-        if cls.Strategy != DEFAULT_STRATEGY:
-            hint = "runs bodies by itself, so no lock would be taken: use Celery's default"
-            raise SettingsError(f"task {cls.name!r}", "Strategy", repr(cls.Strategy), hint)
-        if app.conf.get("redlock_tasks") and not isinstance(app._tasks, AdoptingRegistry):
-            # Celery calls what finalizes an app in any order: if this raises, the tasks of others
-            # are adopted already, and do not run without their lock
-            AdoptingRegistry.adopt_all(app, LockedTask)
-        config_of(app._tasks.get(cls.name) or cls())
+        if not app.finalized:
+            per_app.note_own_task(app)
+        per_app.on_locked_task(app)
+        # a class without a name is checked at the first use of an instance
+        if per_app.is_checked(app) and cls.name:
+            check_declaration(app._tasks.get(cls.name) or cls())
 
     @property
     def lock(self) -> Lock | None:
@@ -154,6 +145,8 @@ class LockedTask(Task):
             return super().apply_async(args, kwargs, *more, **options)
         config = config_of(self)
         check_outside(options)
+        if not config.app.nodes and config.may_lock:
+            per_app.redlock_of(self.app)  # raises, unless a setting names nodes by now
         if more:
             self._write_header(config, options, more[0])
             return super().apply_async(args, kwargs, *more, **options)
@@ -277,6 +270,14 @@ class _CombinedRequest:
         if issubclass(of_user, ours):
             return of_user  # type: ignore[no-any-return]
         return types.new_class(of_user.__name__, (ours, of_user))
+
+
+def check_declaration(task: LockedTask) -> None:
+    """Raise SettingsError if a task is declared wrongly."""
+    if task.Strategy != DEFAULT_STRATEGY:
+        hint = "runs bodies by itself, so no lock would be taken: use Celery's default"
+        raise SettingsError(f"task {task.name!r}", "Strategy", repr(task.Strategy), hint)
+    config_of(task)
 
 
 def keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: Any) -> None:

@@ -128,40 +128,57 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def keep_tracebacks(**_: Any) -> None:
-    """Have Celery's tracer describe errors by `exception_info` in this process, a worker's.
+    """Have Celery's tracer describe errors by `QuickExceptionInfo` in this process, a worker's.
 
     Source: celery.app.trace calls `ExceptionInfo` twice for each Ignore and Reject, and no argument
     or setting names another class.
     """
-    trace.ExceptionInfo = exception_info
+    trace.ExceptionInfo = QuickExceptionInfo
 
 
-def exception_info(*given: Any, **options: Any) -> Any:
-    """Return billiard's ExceptionInfo, at little cost for an error that ends a run without a body.
+class _CountsBilliards(type):
+    """The class of `QuickExceptionInfo`: billiard's instances and subclasses are its own as well.
+
+    Other code may look for them by the name that Celery's tracer has.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return cls.__subclasscheck__(type(instance))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return (ExceptionInfo if cls is QuickExceptionInfo else cls) in subclass.__mro__
+
+
+class QuickExceptionInfo(ExceptionInfo, metaclass=_CountsBilliards):
+    """billiard's ExceptionInfo, made at little cost for an error that ends a run without a body.
 
     It took half of the time of a deferral: billiard copies the position of each instruction of
     Celery's tracer, which are thousands, and prefork pickles them for the main process. Here the
     text is the same, but it is made once for each way to raise such an error. `tb`, which Celery
     does not read, leaves out the tracer's frame.
-    given, options: those of ExceptionInfo.
     """
-    error = None if given or options.get("exc_info") else sys.exc_info()[1]
-    way = None if error is None else _way_of(error)
-    if error is None or way is None:
-        return ExceptionInfo(*given, **options)
-    last_line = "".join(traceback.format_exception_only(type(error), error))
-    kept = _kept.get(way)
-    if kept is None:
-        made = ExceptionInfo(**options)
-        made.tb = made.tb.tb_next
-        if made.traceback.endswith(last_line) and len(_kept) < _MOST_KEPT:
-            _kept[way] = made.tb, made.traceback.removesuffix(last_line)
-        return made
-    info = ExceptionInfo.__new__(ExceptionInfo)
-    info.type, info.internal = type(error), options.get("internal", False)
-    info.tb, info.traceback = kept[0], kept[1] + last_line
-    info.exception = ExceptionWithTraceback(error, info.traceback)
-    return info
+
+    def __new__(cls, *given: Any, **options: Any) -> Any:
+        """Return an ExceptionInfo of billiard's own class. given, options: as it takes them."""
+        if cls is not QuickExceptionInfo:
+            return super().__new__(cls)
+        error = None if given or options.get("exc_info") else sys.exc_info()[1]
+        way = None if error is None else _way_of(error)
+        if error is None or way is None:
+            return ExceptionInfo(*given, **options)
+        last_line = "".join(traceback.format_exception_only(type(error), error))
+        kept = _kept.get(way)
+        if kept is None:
+            made = ExceptionInfo(**options)
+            made.tb = made.tb.tb_next
+            if made.traceback.endswith(last_line) and len(_kept) < _MOST_KEPT:
+                _kept[way] = made.tb, made.traceback.removesuffix(last_line)
+            return made
+        info = ExceptionInfo.__new__(ExceptionInfo)
+        info.type, info.internal = type(error), options.get("internal", False)
+        info.tb, info.traceback = kept[0], kept[1] + last_line
+        info.exception = ExceptionWithTraceback(error, info.traceback)
+        return info
 
 
 Way = tuple[tuple[types.CodeType, int], ...]  # the code of each frame, and the place in it

@@ -19,7 +19,6 @@ from typing import Any
 import celery
 import pytest
 from pytest_celery import CeleryTestBackend, CeleryTestBroker, RedisTestBackend
-from pytest_celery.vendors.worker.content.app import app as template_app
 from redis import Redis
 
 from celery_redlock.testing.servers import EmbeddedNode, WorkerProcess
@@ -28,11 +27,6 @@ __all__ = ["celery_backend", "celery_broker", "default_worker_container"]
 
 KILL = signal.SIGKILL
 ENDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-
-# pytest-celery imports its template of a worker's app, and pytest finalizes it by looking at each
-# name of the plugin. No worker runs it, but the shared tasks of a test module are bound to it and
-# checked, and without nodes that check fails.
-template_app.conf.redlock_nodes = ["redis://nobody-locks-by-this-app.invalid"]
 
 
 class ServerContainer:

@@ -619,6 +619,10 @@ class TestDeclarationsThatCannotBeMeant:
         app = Celery("named", broker="redis://", set_as_default=False)
         conf = {"CELERY_REDLOCK_TTL": 9, "CELERY_REDLOCK_TLL": 9}
         app.config_from_object(conf, namespace="CELERY")
+
+        @app.task(base=LockedTask, shared=False)
+        def settle() -> None: ...
+
         with pytest.raises(SettingsError, match="CELERY_REDLOCK_TLL"):
             app.finalize()
 

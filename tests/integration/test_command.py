@@ -145,6 +145,10 @@ def test_an_unknown_queue_is_an_error_where_none_is_made_by_a_send(queues: Any) 
     app = Celery("queues", broker="memory://", set_as_default=False)
     app.conf.update(task_queues=queues, redlock_queues={"slwo": {"ttl": 40}})
     app.conf.task_create_missing_queues = False
+
+    @app.task(base=LockedTask, shared=False)
+    def settle() -> None: ...
+
     with pytest.raises(SettingsError, match=r"redlock_queues='slwo'.*did you mean 'slow'"):
         app.finalize()
 

@@ -20,7 +20,7 @@ from celery_redlock import LockedTask
 app = Celery("shop", broker="memory://")
 app.conf.redlock_nodes = ["redis://127.0.0.1:1"]
 
-@app.task(base={base}, lock_key={key})
+@app.task({options})
 def settle(order_id): ...
 
 @app.task
@@ -38,14 +38,12 @@ def stop(**_):
 """
 
 
-def start(
-    folder: Path, base: str, pool: str, key: object = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the worker of an app whose task `settle` has this base, until it ends.
+def start(folder: Path, options: str, pool: str) -> subprocess.CompletedProcess[str]:
+    """Run the worker of an app whose task `settle` has these options, until it ends.
 
     pool: as -P gives it; "own": a class made of eventlet's, in the app's settings.
     """
-    (folder / "shop.py").write_text(APP.format(base=base, key=key, own=pool == "own"))
+    (folder / "shop.py").write_text(APP.format(options=options, own=pool == "own"))
     by_name = [] if pool == "own" else ["-P", pool]
     command = [sys.executable, "-m", "celery", "-A", "shop", "worker", "-c", "1", *by_name]
     env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore"}
@@ -56,7 +54,7 @@ def start(
 
 @pytest.mark.parametrize("pool", ["eventlet", "own"])
 def test_a_worker_with_locked_tasks_refuses_to_start(tmp_path: Path, pool: str) -> None:
-    ended = start(tmp_path, "LockedTask", pool)
+    ended = start(tmp_path, "base=LockedTask", pool)
     assert ended.returncode not in (0, None)
     assert "] ready" not in ended.stderr
     said = ended.stderr.rstrip().splitlines()[-1]
@@ -66,15 +64,15 @@ def test_a_worker_with_locked_tasks_refuses_to_start(tmp_path: Path, pool: str) 
 
 
 @pytest.mark.parametrize(
-    ("base", "pool", "key"),
+    ("options", "pool"),
     [
-        ("None", "eventlet", None),
-        ("LockedTask", "eventlet", False),
-        ("LockedTask", "gevent", None),
+        ("", "eventlet"),
+        ("base=LockedTask, lock_key=False", "eventlet"),
+        ("base=LockedTask", "gevent"),
     ],
 )
-def test_any_other_worker_starts(tmp_path: Path, base: str, pool: str, key: object) -> None:
-    ended = start(tmp_path, base, pool, key)
+def test_any_other_worker_starts(tmp_path: Path, options: str, pool: str) -> None:
+    ended = start(tmp_path, options, pool)
     assert "] ready" in ended.stderr, ended.stderr
     assert ended.returncode == 0, ended.stderr
 

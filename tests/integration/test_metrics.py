@@ -184,10 +184,14 @@ from celery_redlock.operate.metrics import exporter
 
 app = Celery("counts", broker="memory://")
 app.conf.update(redlock_nodes=["redis://127.0.0.1:1"], redlock_metrics="127.0.0.1:0")
+@app.task(base=LockedTask)
+def order(): ...
+
 class Worker:
-    pool_cls = "prefork"
+    pool_cls, blueprint = "prefork", None
 Worker.app = app
 worker_init.send(sender=Worker)
+app.finalize()
 assert exporter._exporter is not None
 
 def count():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import traceback
+import typing
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -270,6 +272,34 @@ def test_a_refused_run_shows_the_frames_of_each_tool_around_it(
         for tool in (watched, timed, watched):
             task.run = tool
             assert functions(told(task)) == [tool.__name__, "run"]
+
+
+@pytest.mark.usefixtures("as_in_a_worker")
+def test_the_tracers_name_is_a_class_for_others(app: Celery, redlock: Redlock) -> None:
+    named = trace.ExceptionInfo
+    task = app.task(base=LockedTask, shared=False, name="named", lock_key="k")(fails)
+    with redlock.lock("k"):
+        infos = [told(task) for _ in range(2)]
+    given = (KeyError, KeyError("own"), infos[0].exception.exc.__traceback__)
+
+    class Longer(named):  # type: ignore[misc, valid-type]
+        length = 1
+
+    infos += [ExceptionInfo(given), named(given, internal=True)]
+    longer = Longer(given)
+    assert inspect.isclass(named)
+    assert issubclass(named, ExceptionInfo)
+    assert issubclass(ExceptionInfo, named)
+    assert typing.get_type_hints(described) == {"info": named | None, "return": bool}
+    assert all(type(info) is ExceptionInfo and isinstance(info, named) for info in infos)
+    assert (type(longer), longer.traceback) == (Longer, infos[-1].traceback)
+    assert isinstance(longer, named)
+    assert not isinstance(infos[0], Longer)
+    assert not isinstance(KeyError(), named)
+
+
+def described(info: trace.ExceptionInfo | None) -> bool:
+    return info is not None
 
 
 @pytest.mark.usefixtures("as_in_a_worker")

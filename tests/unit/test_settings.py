@@ -31,7 +31,7 @@ from celery_redlock.tasks.settings.app import (
     Setting,
     pattern_for,
 )
-from celery_redlock.tasks.settings.conf import check_known_names, one_redis, read_app
+from celery_redlock.tasks.settings.conf import check_known_names, find_nodes, one_redis, read_app
 from celery_redlock.tasks.settings.digest import canonical, digest
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
@@ -663,9 +663,13 @@ class TestNodesByDefault:
         assert read_app(conf).nodes == ("redis://r",)
 
     @pytest.mark.parametrize("broker", ["amqp://x", "redis://a;redis://b", "sqs://", None])
-    def test_without_one_redis_the_setting_is_asked_for(self, broker: str | None) -> None:
+    def test_without_one_redis_the_setting_is_asked_for_when_a_lock_is(
+        self, broker: str | None
+    ) -> None:
+        conf = {"broker_url": broker, "result_backend": "rpc://"}
+        assert read_app(conf).nodes == ()
         with pytest.raises(SettingsError, match=r"redlock_nodes=.*redis://a"):
-            read_app({"broker_url": broker, "result_backend": "rpc://"})
+            find_nodes(conf)
 
     def test_a_unix_socket_as_celery_writes_it_becomes_one_of_redis_py(self) -> None:
         assert one_redis("redis+socket:///run/r.sock?virtual_host=3") == "unix:///run/r.sock?db=3"
@@ -675,8 +679,10 @@ class TestNodesByDefault:
         assert one_redis(url) == "rediss://a/0?ssl_cert_reqs=required"
 
     def test_ssl_settings_of_the_broker_are_not_taken_over_in_silence(self) -> None:
+        conf = {"broker_url": "rediss://a", "broker_use_ssl": {"ssl_cert_reqs": 0}}
+        assert read_app(conf).nodes == ()
         with pytest.raises(SettingsError, match="broker_use_ssl"):
-            read_app({"broker_url": "rediss://a", "broker_use_ssl": {"ssl_cert_reqs": 0}})
+            find_nodes(conf)
 
     def test_it_is_known_which_setting_the_node_comes_from(self) -> None:
         for conf, name in (

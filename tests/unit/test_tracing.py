@@ -13,7 +13,7 @@ import sys
 sys.modules["opentelemetry"] = None
 from celery import Celery, signals as celerys
 import celery_redlock
-from celery_redlock import Redlock, signals
+from celery_redlock import LockedTask, Redlock, signals
 from celery_redlock.operate import tracing
 
 SIGNALS = [one for name, one in vars(signals).items() if name.startswith(("lock_", "node_"))]
@@ -33,7 +33,7 @@ def import_it():
 
 app = Celery("shop", broker="memory://", backend="cache+memory://")
 
-@app.task(shared=False)
+@app.task(base=LockedTask, lock_key=False, shared=False)
 def order(): ...
 
 TRACED = ["lock_acquired", "lock_deferred", "lock_released", "lock_skipped"]

@@ -16,6 +16,7 @@ from celery import Celery, signals
 from celery.utils.dispatch import Signal
 
 import celery_redlock
+import celery_redlock_entry
 from celery_redlock import wiring
 
 PACKAGE = Path(celery_redlock.__file__).parent
@@ -24,10 +25,10 @@ SIGNALS = {name: one for name, one in vars(signals).items() if isinstance(one, S
 REGISTERED = """
 import importlib, json, weakref
 import celery_redlock
-from celery import _state, signals
+from celery import Celery, Task, _state, signals
 from celery.utils.dispatch import Signal
 from celery.worker.control import Panel
-from celery_redlock import Redlock, signals as public
+from celery_redlock import LockedTask, Redlock, signals as public
 
 def name_of(function):
     if isinstance(function, weakref.ReferenceType):
@@ -47,10 +48,18 @@ def registered():
         "observer": id(Redlock.observer),
     }
 
-first = registered()
+def with_a_task(base):
+    app = Celery("shop", broker="memory://", set_as_current=False)
+
+    @app.task(base=base, shared=False)
+    def order(): ...
+
+    app.finalize()
+    return registered()
+
+found = [with_a_task(Task), with_a_task(LockedTask)]
 importlib.reload(celery_redlock)
-celery_redlock.wiring.connect()
-print(json.dumps([first, registered()]))
+print(json.dumps([*found, with_a_task(LockedTask)]))
 """
 
 
@@ -64,7 +73,7 @@ def ours(names: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def registered() -> list[dict[str, Any]]:
-    """Return what is registered in a new process: after one import, and after a second one."""
+    """Return what is registered in a new process: before and after the first locked task, later."""
     command = [sys.executable, "-c", REGISTERED]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return list(json.loads(done.stdout))
@@ -77,8 +86,18 @@ def test_each_signal_has_the_receivers_of_the_list_and_no_other_one(
     of_signal = {id(signal): name for name, signal in SIGNALS.items()}
     for one in wiring.CONNECTIONS:
         listed[of_signal[id(one.signal)]].append(name_of(one.receiver))
-    found = {name: sorted(ours(names)) for name, names in registered[0]["signals"].items()}
+    listed["worker_init"] = [name_of(celery_redlock_entry.look_at_worker)]
+    found = {name: sorted(ours(names)) for name, names in registered[1]["signals"].items()}
     assert found == {name: sorted(names) for name, names in listed.items()}
+
+
+def test_without_a_locked_task_nothing_is_connected_but_two_hooks(
+    registered: list[dict[str, Any]],
+) -> None:
+    found = {name: names for name, names in registered[0]["signals"].items() if ours(names)}
+    assert set(found) == {"worker_init"}
+    assert ours(found["worker_init"]) == [name_of(celery_redlock_entry.look_at_worker)]
+    assert not ours(list(registered[0]["commands"].values()))
 
 
 def test_what_is_first_is_first_in_line(registered: list[dict[str, Any]]) -> None:
@@ -86,24 +105,25 @@ def test_what_is_first_is_first_in_line(registered: list[dict[str, Any]]) -> Non
     assert len(first) == len({id(one.signal) for one in first}) == 2
     for one in first:
         (name,) = [name for name, signal in SIGNALS.items() if signal is one.signal]
-        assert registered[0]["signals"][name][0] == name_of(one.receiver)
+        assert registered[1]["signals"][name][0] == name_of(one.receiver)
 
 
 def test_finalizers_and_commands_are_those_of_the_list(registered: list[dict[str, Any]]) -> None:
-    finalizers = sorted(map(name_of, wiring.ON_FINALIZE))
-    assert ours(registered[0]["finalizers"]) == finalizers
+    finalizers = [name_of(celery_redlock_entry.look_at_app)]
+    assert [ours(one["finalizers"]) for one in registered] == [finalizers] * 3
     commands = {one.__name__: name_of(one) for one in wiring.INSPECT_COMMANDS}
-    found = registered[0]["commands"]
+    found = registered[1]["commands"]
     assert {name: one for name, one in found.items() if ours([one])} == commands
+    assert set(commands) == set(celery_redlock_entry.INSPECT_COMMANDS)
 
 
 def test_nothing_is_connected_to_the_public_signals(registered: list[dict[str, Any]]) -> None:
-    assert len(registered[0]["public"]) == 9
-    assert not any(registered[0]["public"].values())
+    assert len(registered[1]["public"]) == 9
+    assert not any(registered[1]["public"].values())
 
 
 def test_a_second_import_connects_nothing_twice(registered: list[dict[str, Any]]) -> None:
-    first, second = registered
+    _, first, second = registered
     assert second == first
 
 
@@ -134,7 +154,7 @@ def test_nothing_else_connects_to_celery() -> None:
     on_demand = {"operate/metrics/counters.py", "operate/tracing.py"}
     # the lock's floor imports no Celery, and connects to nodes
     connecting = {one for one in modules_that_use("connect") if not one.startswith("lock/")}
-    assert connecting == {"__init__.py", "wiring.py", *on_demand}
+    assert connecting == {"wiring.py", *on_demand}
     registering = ("connect_on_app_finalize", "inspect_command", "control_command", "steps")
     assert modules_that_use(*registering) == {"wiring.py"}
     at_fork = {"lock/client.py", "tasks/children/forks.py"}

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+import celery_redlock_entry
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.operate.cli.render import command_error
@@ -47,9 +48,9 @@ class RedlockGroup(click.Group):
             raise command_error(f"{error}{hint}") from None
 
 
-@click.group(cls=RedlockGroup)
+@click.group(cls=RedlockGroup, help=celery_redlock_entry.redlock.help)
 def redlock(**_: Any) -> None:
-    """Show the locks of tasks, and repair what is wrong with them."""
+    """Run one of the commands."""
 
 
 def app_from(ctx: click.Context) -> Any:

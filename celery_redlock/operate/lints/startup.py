@@ -13,7 +13,8 @@ from celery_redlock.operate.lints.app_rules import lint_queues
 from celery_redlock.operate.lints.facts import declared_queues, facts_of
 from celery_redlock.operate.lints.model import ADVICE, ERROR
 from celery_redlock.operate.lints.rules import left_open, lint
-from celery_redlock.tasks.startup import locked_tasks
+from celery_redlock.tasks.per_app import settings_of
+from celery_redlock.tasks.startup import locked_tasks, locks_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +22,10 @@ logger = logging.getLogger(__name__)
 def refuse_errors(app: Any) -> None:
     """Raise SettingsError for the first error in the names of `redlock_queues`.
 
-    It needs the settings alone, so it is found before any task is known.
+    Without locked tasks the setting is not looked at.
     """
     patterns, conf = app.conf.get("redlock_queues"), app.conf
-    if isinstance(patterns, Mapping):
+    if isinstance(patterns, Mapping) and locks_tasks(app):
         creates = bool(conf.task_create_missing_queues)
         for one in lint_queues(map(str, patterns), declared_queues(conf), creates=creates):
             if one.level == ERROR:
@@ -43,6 +44,8 @@ def report_lints(sender: Any = None, **_: Any) -> None:
     if not locked_tasks(app):
         return
     try:
+        if not settings_of(app).nodes:
+            return
         facts = facts_of(app)
         found, unset = lint(facts), left_open(facts)
     except SettingsError:

@@ -54,9 +54,10 @@ class AppSetting(Setting):
 class AppSettings:
     """The settings of a whole app. Times in seconds.
 
-    options: for all tasks; queues, tasks: options by name or glob. countdown_cap: the longest delay
-    of a deferral. metrics: host and port at which a worker serves them. call_options: those that a
-    message may carry, None for all. nodes_from: the setting that names the nodes, as "broker_url".
+    nodes: empty if no setting names one. options: for all tasks; queues, tasks: options by name or
+    glob. countdown_cap: the longest delay of a deferral. metrics: host and port at which a worker
+    serves them. call_options: those that a message may carry, None for all. nodes_from: the setting
+    that names the nodes, as "broker_url".
     """
 
     nodes: tuple[Any, ...] = field(repr=False)  # URLs may hold passwords

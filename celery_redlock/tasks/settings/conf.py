@@ -36,8 +36,9 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
     `config_from_object`; its prefix stands before the names that iteration gives.
     """
     check_known_names(conf, namespace)
-    nodes, nodes_from = _nodes(conf, _value(conf, "nodes"))
-    check_nodes("app", nodes_from, nodes)
+    nodes, nodes_from = _nodes(conf)
+    if nodes_from:
+        check_nodes("app", nodes_from, nodes)
     done_ttl = _value(conf, "done_ttl")
     if done_ttl is None:  # by then no other delivery of the run's message is expected
         done_ttl = min(_visibility_timeout(conf) + 60.0, LONGEST_DONE_TTL)
@@ -128,11 +129,20 @@ def _by_pattern(
     return result
 
 
-def _nodes(conf: Mapping[str, Any], given: Any) -> tuple[Any, str]:
-    """Return the nodes to use and the name of the setting that names them.
+def _nodes(conf: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the nodes to use and the name of the setting that names them, else () and ""."""
+    try:
+        return find_nodes(conf)
+    except SettingsError:  # by the first send or run: an app may lock nothing, and share its tasks
+        return (), ""
 
-    given: `redlock_nodes`. Raises SettingsError if no setting names a node.
+
+def find_nodes(conf: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the nodes to use, unchecked, and the name of the setting that names them.
+
+    Raises SettingsError if no setting names a node.
     """
+    given = _value(conf, "nodes")
     if given is not None:
         return given, "redlock_nodes"
     of_broker = one_redis(_url(conf, "broker_url"))

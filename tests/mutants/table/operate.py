@@ -37,11 +37,28 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "a second import of the package connects all of it again",
+        "a second locked task connects all of it again",
         "wiring:connect",
         "if _connected:",
         "if False:",
-        (f"{UNIT}/test_wiring.py::test_a_second_import_connects_nothing_twice",),
+        (f"{UNIT}/test_wiring.py",),
+    ),
+    Mutant(
+        "an option of a lock without its base is taken for nothing",
+        "tasks.adoption:AdoptingRegistry.check",
+        "            self._check_unlocked(name, task)\n",
+        "",
+        (
+            f"{UNIT}/test_finalize.py::"
+            "test_a_task_with_a_locks_options_and_without_its_base_is_refused",
+        ),
+    ),
+    Mutant(
+        "a task that is wrong leaves its app with only some of its tasks",
+        "tasks.task:LockedTask.on_bound",
+        "if per_app.is_checked(app) and cls.name:",
+        "if app.finalized and cls.name:",
+        (f"{UNIT}/test_finalize.py::test_an_app_is_whole_when_it_has_finalized",),
     ),
     Mutant(
         "break --permit breaks all permits",
@@ -137,9 +154,9 @@ MUTANTS = (
     ),
     Mutant(
         "a worker with the eventlet pool starts locked tasks",
-        "tasks.startup:RefuseEventlet.__init__",
-        "if not is_of_eventlet(worker.pool_cls):",
-        "if True:",
+        "tasks.startup:RefuseToStart.__init__",
+        "if is_of_eventlet(worker.pool_cls):",
+        "if False:",
         (f"{INTEGRATION}/test_eventlet.py::test_a_worker_with_locked_tasks_refuses_to_start",),
     ),
     Mutant(

@@ -1,0 +1,102 @@
+"""What each `celery` process imports of celery_redlock: the name of a command, and two hooks.
+
+This module is outside the package, because Celery imports it in each of its processes, also for an
+app that locks nothing. It imports the package if there is something to do: `celery redlock` is
+called, `redlock_tasks` is set, or a task has an option of a lock. The package imports this module,
+so the hooks are there once.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import click
+from celery._state import connect_on_app_finalize
+from celery.exceptions import ImproperlyConfigured
+from celery.signals import worker_init
+
+INSPECT_COMMANDS = ("redlock_held", "redlock_waiting")
+
+workers: weakref.WeakSet[Any] = weakref.WeakSet()  # the workers that this process has begun
+
+
+class LateGroup(click.Command):
+    """Stands for a command group, which is imported when it is called."""
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        """Return a context of the group: click goes on with the command of the context."""
+        try:
+            from celery_redlock.operate.cli import redlock as group
+        except ImproperlyConfigured as error:  # of an app that has finalized before the import
+            raise click.ClickException(str(error)) from None
+        return group.make_context(*args, **options)
+
+
+redlock = LateGroup("redlock", help="Show the locks of tasks, and repair what is wrong with them.")
+
+
+def lock_names(task: Any) -> set[str]:
+    """Return the names in `lock_*` that a task sets itself, and that none of its bases declares."""
+    own, *bases = type(task).__mro__
+    found = {name for name in vars(own) if name.startswith("lock_")}
+    return {name for name in found if not any(name in vars(base) for base in bases)}
+
+
+def at_end_of_finalize(app: Any, finish: Callable[[Any], object]) -> None:
+    """Call a function when an app has finalized; what it raises comes out of `finalize`.
+
+    Source: celery.app.base: `finalize` calls this `send` last, and it logs what a receiver raises.
+    An error that is raised before would leave the app with only some of its tasks.
+    """
+    signal = app.on_after_finalize
+    send = signal.send
+
+    def send_and_finish(*args: Any, **named: Any) -> Any:
+        signal.send = send
+        responses = send(*args, **named)
+        finish(app)
+        return responses
+
+    signal.send = send_and_finish
+
+
+def look_at_app(app: Any) -> None:
+    """Hand an app that finalizes to the package, if the package is to do something for it."""
+    if _is_needed(app):
+        from celery_redlock import wiring
+
+        wiring.watch(app)
+    else:
+        at_end_of_finalize(app, _look_at_tasks)
+
+
+def _look_at_tasks(app: Any) -> None:
+    if _is_needed(app) or any(map(lock_names, app._tasks.values())):
+        from celery_redlock import wiring
+
+        wiring.finish(app)
+
+
+def look_at_worker(sender: Any, **_: Any) -> None:
+    """Let the package prepare a worker; of an app that is yet to finalize it does so then."""
+    workers.add(sender)
+    if sender.app.finalized:
+        with suppress(ImproperlyConfigured):  # a bootstep raises it again, and ends the worker
+            _look_at_tasks(sender.app)
+
+
+def _is_needed(app: Any) -> bool:
+    return "celery_redlock.wiring" in sys.modules or bool(app.conf.get("redlock_tasks"))
+
+
+connect_on_app_finalize(look_at_app)
+worker_init.connect(look_at_worker, weak=False)
+if not set(INSPECT_COMMANDS).isdisjoint(sys.argv):
+    # `celery inspect` knows the registered commands alone, and loads no tasks
+    from celery_redlock.wiring import connect
+
+    connect()

@@ -1,0 +1,96 @@
+"""What a worker refuses at its start, and what it says of shared tasks that it cannot lock."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import ROOT
+
+APP = """
+from celery import Celery, shared_task
+from celery.exceptions import WorkerShutdown
+from celery.signals import worker_ready
+
+app = Celery("shop", broker="memory://")
+
+def stop(**_):
+    print("ready", flush=True)
+    raise WorkerShutdown
+
+@app.on_after_finalize.connect
+def connect(**_):  # so that `stop` is called last
+    worker_ready.connect(stop)
+"""
+FORGOTTEN = """
+@app.task(lock_key="stock:{sku}")
+def take(sku): ...
+"""
+OWN = """
+from celery_redlock import LockedTask
+
+@app.task(base=LockedTask)
+def take(sku): ...
+"""
+SHARED = OWN.replace("app.task", "shared_task")
+
+
+def celery(folder: Path, app: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "shop.py").write_text(APP + app)
+    command = [sys.executable, "-m", "celery", "-A", "shop", *arguments]
+    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("pool", ["prefork", "solo"])
+@pytest.mark.parametrize(
+    ("app", "said"),
+    [
+        pytest.param(FORGOTTEN, "task 'shop.take': lock_key='stock:{sku}'", id="a forgotten base"),
+        pytest.param("app.finalize()" + FORGOTTEN, "base=LockedTask", id="a late one"),
+        pytest.param(OWN, "app: redlock_nodes=None: ", id="no nodes"),
+    ],
+)
+def test_a_worker_does_not_start_if_it_would_not_lock(
+    tmp_path: Path, app: str, said: str, pool: str
+) -> None:
+    ended = celery(tmp_path, app, "worker", "-P", pool, "-c", "1", "-l", "INFO")
+    assert ended.returncode != 0
+    assert "] ready" not in ended.stderr
+    error = ended.stderr.rstrip().splitlines()[-1]
+    assert error.startswith("celery_redlock.errors.SettingsError: ")
+    assert said in error
+
+
+def test_the_doctor_finds_a_forgotten_base(tmp_path: Path) -> None:
+    for app in (FORGOTTEN, "app.finalize()" + FORGOTTEN):
+        ended = celery(tmp_path, app, "redlock", "doctor")
+        assert ended.returncode == 1
+        assert ended.stderr.startswith("Error: ")
+        assert "task 'shop.take': lock_key='stock:{sku}'" in ended.stderr
+
+
+def test_a_worker_without_nodes_runs_all_but_the_locked_tasks_that_are_shared(
+    tmp_path: Path,
+) -> None:
+    ended = celery(tmp_path, SHARED, "worker", "-P", "prefork", "-c", "1", "-l", "INFO")
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if "redlock" in line]
+    assert "] ready" in ended.stderr
+    (line,) = [line for line in lines if "WARNING" in line or "ERROR" in line]
+    assert "WARNING" in line
+    assert "no lock can be acquired: app: redlock_nodes=None" in line
+
+
+def test_celerys_inspect_knows_our_commands_by_name_alone(tmp_path: Path) -> None:
+    asked = celery(tmp_path, "", "inspect", "-t", "0.1", "redlock_held")
+    assert "No nodes replied" in asked.stderr
+    listed = celery(tmp_path, "", "inspect", "--list")
+    assert "active_queues" in listed.stdout
+    assert "redlock" not in listed.stdout

@@ -1,0 +1,303 @@
+"""What an app refuses when it finalizes, and that it is whole then, whatever is refused.
+
+Each script is a process of its own: what one app shares, every later app of the process gets.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BEGINNING = """
+from celery import Celery, Task, shared_task
+from celery.contrib.testing.worker import start_worker
+
+def refused(call, *words):
+    from celery_redlock import SettingsError
+    try:
+        call()
+    except SettingsError as error:
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, (missing, str(error))
+    else:
+        raise AssertionError("not refused")
+
+def app_of(name, **conf):
+    app = Celery(name, broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(worker_hijack_root_logger=False, **conf)
+    return app
+
+PLAIN = app_of("plain")
+OF_CELERY = set(PLAIN.tasks)
+"""
+LOCKED = "from celery_redlock import LockedTask\n"
+
+
+def run(script: str, *arguments: str, cwd: Path | None = None) -> str:
+    command = [sys.executable, *(arguments or ("-c", script))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+WITHOUT_A_REDIS = """
+shop, mail = app_of("shop", redlock_nodes=["redis://a"]), app_of("mail")
+
+@shop.task(base=LockedTask)
+def order(number): ...
+
+@shared_task(base=LockedTask)
+def pay(number): ...
+
+@mail.task
+def send(): return "sent"
+
+mail.finalize()
+assert set(mail.tasks) == OF_CELERY | {f"mail.{name}" for name in ("order", "pay", "send")}
+assert all(one.__bound__ for one in mail.tasks.values())
+assert mail.tasks["mail.send"].apply().get() == "sent"
+for name in ("mail.order", "mail.pay"):
+    refused(lambda: mail.tasks[name].delay(1), "redlock_nodes")
+    refused(lambda: mail.tasks[name].apply((1,)).get(), "redlock_nodes")
+    mail.conf.task_always_eager = True
+    refused(lambda: mail.tasks[name].delay(1), "redlock_nodes")
+    mail.conf.task_always_eager = False
+"""
+A_WRONG_SETTING = """
+seen = []
+shop = app_of("shop", redlock_ttl=-1)
+shop.on_after_finalize.connect(lambda **_: seen.append(set(shop.tasks)), weak=False)
+
+@shop.task
+def plain(): return "ran"
+
+@shop.task(base=LockedTask, lock_wait=-1)
+def order(): ...
+
+refused(shop.finalize, "redlock_ttl=-1")
+assert seen == [set(shop.tasks)] == [OF_CELERY | {"shop.order", "shop.plain"}]
+assert all(one.__bound__ for one in shop.tasks.values())
+assert plain.apply().get() == "ran"
+refused(order.delay, "redlock_ttl=-1")
+refused(lambda: order.apply().get(), "redlock_ttl=-1")
+"""
+SETTINGS_OF_OTHERS = """
+mail = app_of("mail", redlock_servers=["theirs"], redlock_queues={"no such": {}},
+              redlock_ttl="theirs", task_create_missing_queues=False)
+
+@mail.task
+def send(): ...
+
+mail.finalize()
+shop = app_of("shop", redlock_nodes=["redis://a"], redlock_servers=["theirs"])
+
+@shop.task(base=LockedTask)
+def order(): ...
+
+refused(shop.finalize, "redlock_servers", "is not a setting")
+"""
+NODES_THAT_COME_LATER = """
+from celery_redlock.testing import fake_nodes, trust_nodes
+shop = app_of("shop")
+
+@shared_task(base=LockedTask)
+def order(number): return number
+
+shop.finalize()
+task = shop.tasks["shop.order"]
+refused(lambda: task.apply((1,)).get(), "redlock_nodes")
+with fake_nodes() as nodes:
+    trust_nodes(nodes)
+    shop.conf.redlock_nodes = [node.url for node in nodes]
+    assert task.apply((1,)).get() == 1
+    assert task.delay(1)
+"""
+A_WORKER_OF_SHARED_TASKS = """
+from celery.app import trace
+from billiard.einfo import ExceptionInfo
+mail = app_of("mail")
+
+@shared_task(base=LockedTask)
+def order(): ...
+
+@mail.task
+def send(): return trace.ExceptionInfo is ExceptionInfo
+
+with start_worker(mail, perform_ping_check=False):
+    assert send.delay().get(timeout=60)
+    refused(mail.tasks["mail.order"].delay, "redlock_nodes")
+"""
+A_WORKER_OF_ITS_OWN_TASKS = """
+import celery.worker
+for lazy in (True, False):
+    shop = app_of("shop")
+
+    @shop.task(base=LockedTask, shared=False, lazy=lazy)
+    def order(): ...
+
+    shop.finalize()
+    refused(lambda: celery.worker.WorkController(app=shop, pool_cls="solo"), "redlock_nodes")
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(WITHOUT_A_REDIS, id="without a Redis"),
+        pytest.param(A_WRONG_SETTING, id="a wrong setting"),
+        pytest.param(SETTINGS_OF_OTHERS, id="settings of others"),
+        pytest.param(NODES_THAT_COME_LATER, id="nodes that come later"),
+        pytest.param(A_WORKER_OF_SHARED_TASKS, id="a worker of shared tasks"),
+        pytest.param(A_WORKER_OF_ITS_OWN_TASKS, id="a worker of its own tasks"),
+    ],
+)
+def test_an_app_is_whole_when_it_has_finalized(script: str) -> None:
+    run(BEGINNING + LOCKED + script)
+
+
+def test_settings_may_import_the_package_while_an_app_finalizes(tmp_path: Path) -> None:
+    settings = "from celery_redlock import Backoff\nredlock_backoff = Backoff()\nredlock_ttl = -1\n"
+    (tmp_path / "late_settings.py").write_text(settings)
+    script = """
+import sys
+shop = Celery("shop", broker="memory://")
+shop.config_from_object("late_settings")
+
+@shop.task
+def plain(): ...
+
+shop.finalize()
+assert "celery_redlock" in sys.modules
+assert set(shop.tasks) == OF_CELERY | {"shop.plain"}
+from celery_redlock import LockedTask
+
+def order(): ...
+
+refused(lambda: shop.task(lock_key="k")(order), "base=LockedTask")
+refused(lambda: shop.task(base=LockedTask)(order), "redlock_ttl=-1")
+"""
+    run(BEGINNING + script, cwd=tmp_path)
+
+
+CELERYS_FIXTURES = """
+import pytest
+from celery import shared_task
+from celery_redlock import LockedTask, SettingsError
+from celery_redlock.testing import locking_off
+
+@shared_task(base=LockedTask, lock_key="stock:{sku}")
+def take(sku): return sku
+
+@shared_task
+def send(): return "sent"
+
+def test_a_task(celery_app):
+    assert {take.name, send.name, "celery.chord", "celery.chain"} <= set(celery_app.tasks)
+    assert send.apply().get() == "sent"
+    with pytest.raises(SettingsError, match="redlock_nodes"):
+        take.apply(("a",)).get()
+
+def test_a_worker(celery_app, celery_worker):
+    assert send.delay().get(timeout=60) == "sent"
+
+def test_a_locked_task(celery_app, redlock_settings):
+    celery_app.conf.update(redlock_settings)
+    assert celery_app.tasks[take.name].apply(("a",)).get() == "a"
+"""
+
+
+def test_celerys_own_fixtures_take_shared_locked_tasks(tmp_path: Path) -> None:
+    (tmp_path / "test_shop.py").write_text(CELERYS_FIXTURES)
+    arguments = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "celery.contrib.pytest",
+        "-p",
+        "no:celery",
+        "test_shop.py",
+    )
+    assert "3 passed" in run("", *arguments, cwd=tmp_path)
+
+
+FORGOTTEN = {
+    "before the app finalizes": """
+@shop.task(lock_key="stock:{sku}")
+def take(sku): ...
+
+refused(shop.finalize, "task 'shop.take'", "lock_key='stock:{sku}'", "base=LockedTask")
+assert set(shop.tasks) == OF_CELERY | {"shop.take"}
+""",
+    "after it": """
+shop.finalize()
+refused(lambda: shop.task(lock_ttl=30)(take), "task 'shop.take'", "lock_ttl=30", "base=LockedTask")
+assert set(shop.tasks) == OF_CELERY
+""",
+    "of all apps": """
+refused(lambda: shared_task(lock_args=[])(take), "task 'plain.take'", "lock_args=[]")
+refused(shop.finalize, "task 'shop.take'", "lock_args=[]", "base=LockedTask")
+""",
+    "in a class": """
+class Take(Task):
+    name = "take"
+    lock_key = "stock:{sku}"
+    def run(self, sku): ...
+
+refused(lambda: shop.register_task(Take()), "task 'take'", "lock_key='stock:{sku}'")
+""",
+}
+NOT_FORGOTTEN = """
+class Singleton(Task):
+    lock_expiry = lock_ttl = None
+
+class OfShop(Task):
+    lock_key = "of its own"
+
+shop.conf.task_annotations = {"*": {"lock_ttl": 30}}
+shop.conf.redlock_tasks = {"shop.adopted": {}}
+shop.conf.redlock_nodes = ["redis://a"]
+
+def declare(name, **options):
+    shop.task(name=name, shared=False, **options)(take)
+
+for when in ("before", "after"):
+    declare(f"{when}.singleton", base=Singleton, lock_expiry=10, lock_ttl=10)
+    declare(f"{when}.plain", lock_expiry=10, lock_id="theirs")
+    declare(f"{when}.of_shop", base=OfShop)
+    declare(f"{when}.locked", base=LockedTask, lock_key="k")
+    shop.finalize()
+declare("shop.adopted", lock_key="theirs")
+"""
+
+
+@pytest.mark.parametrize("script", [pytest.param(text, id=id_) for id_, text in FORGOTTEN.items()])
+def test_a_task_with_a_locks_options_and_without_its_base_is_refused(script: str) -> None:
+    declared = 'shop = app_of("shop")\ndef take(sku): ...\n'
+    run(BEGINNING + LOCKED + declared + script)
+
+
+def test_an_import_of_the_package_finds_such_a_task_of_an_app_that_has_finalized() -> None:
+    script = """
+shop = app_of("shop")
+
+@shop.task(lock_key="stock:{sku}")
+def take(sku): ...
+
+shop.finalize()
+for _ in range(2):
+    try:
+        import celery_redlock
+    except Exception as error:
+        assert "task 'shop.take': lock_key='stock:{sku}'" in str(error)
+    else:
+        raise AssertionError("not refused")
+"""
+    run(BEGINNING + script)
+
+
+def test_names_that_another_declares_are_not_a_locks_options() -> None:
+    run(BEGINNING + LOCKED + 'shop = app_of("shop")\ndef take(sku): ...\n' + NOT_FORGOTTEN)
