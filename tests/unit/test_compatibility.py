@@ -200,10 +200,10 @@ def test_the_list_has_each_private_name_that_the_package_uses_and_no_other_one()
     paths = {one.path for one in every}
     assert len(paths) == len(every)
     last = {re.split("[.:]", path)[-1] for path in paths}
-    assert not imports - paths, "put them on the list of celery_redlock/compatibility.py"
-    assert not names - last, "put them on the list of celery_redlock/compatibility.py"
+    unlisted = sorted({*(imports - paths), *(names - last)})
+    assert unlisted == [], "put them on the list of celery_redlock/compatibility.py"
     unused = {path for path in paths - imports if re.split("[.:]", path)[-1] not in names}
-    assert unused == {"celery._state:_task_stack"}, "take the others off the list"
+    assert sorted(unused) == ["celery._state:_task_stack"], "take the others off the list"
 
 
 def test_each_name_of_the_list_is_there_unless_it_is_optional() -> None:
