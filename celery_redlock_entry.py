@@ -11,11 +11,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import click
-from celery._state import connect_on_app_finalize
+from celery import bootsteps
 from celery.exceptions import ImproperlyConfigured
 from celery.signals import worker_init
 
@@ -75,7 +74,7 @@ def look_at_app(app: Any) -> None:
 
 
 def _look_at_tasks(app: Any) -> None:
-    if _is_needed(app) or any(map(lock_names, app._tasks.values())):
+    if _is_needed(app) or any(map(lock_names, app.tasks.values())):
         from celery_redlock import wiring
 
         wiring.finish(app)
@@ -84,16 +83,36 @@ def _look_at_tasks(app: Any) -> None:
 def look_at_worker(sender: Any, **_: Any) -> None:
     """Let the package prepare a worker; of an app that is yet to finalize it does so then."""
     workers.add(sender)
-    if sender.app.finalized:
-        with suppress(ImproperlyConfigured):  # a bootstep raises it again, and ends the worker
+    if sender.app.finalized or not _hears_finalize:
+        try:
             _look_at_tasks(sender.app)
+        except ImproperlyConfigured as error:
+            _end_at_start(sender, error)
+
+
+def _end_at_start(worker: Any, error: ImproperlyConfigured) -> None:
+    """Have a worker end with an error; the package does so by a bootstep if it can be imported."""
+    if "celery_redlock.wiring" in sys.modules:
+        return
+
+    class RefuseToStart(bootsteps.Step):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise error
+
+    worker.app.steps["worker"].add(RefuseToStart)
 
 
 def _is_needed(app: Any) -> bool:
     return "celery_redlock.wiring" in sys.modules or bool(app.conf.get("redlock_tasks"))
 
 
-connect_on_app_finalize(look_at_app)
+try:
+    from celery._state import connect_on_app_finalize
+except ImportError:  # `celery_redlock.compatibility` raises it as soon as the package is needed
+    _hears_finalize = False
+else:
+    _hears_finalize = True
+    connect_on_app_finalize(look_at_app)
 worker_init.connect(look_at_worker, weak=False)
 if not set(INSPECT_COMMANDS).isdisjoint(sys.argv):
     # `celery inspect` knows the registered commands alone, and loads no tasks

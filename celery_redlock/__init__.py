@@ -3,6 +3,7 @@
 A task with `@app.task(base=LockedTask)` runs once at a time for the same arguments; see README.md.
 """
 
+from celery_redlock import compatibility  # noqa: F401 - first: it checks what the others import
 from celery_redlock.errors import (
     DuplicateTask,
     LockLost,

@@ -22,6 +22,7 @@ from celery.local import maybe_evaluate
 from celery.worker.control import inspect_command
 
 import celery_redlock_entry
+from celery_redlock import compatibility
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.operate import control, tracing
@@ -77,6 +78,7 @@ CONNECTIONS = (
     # any process
     Connection(celery_signals.before_task_publish, receivers.carry_options),
     # a worker's main process, once it consumes, and when it ends
+    Connection(celery_signals.worker_ready, compatibility.warn_if_newer),
     Connection(celery_signals.worker_ready, startup.report_nodes),
     Connection(celery_signals.worker_ready, lints.report_lints),
     Connection(celery_signals.worker_ready, exporter.serve_metrics),

@@ -9,7 +9,7 @@ from typing import Any
 
 from celery import bootsteps, current_app
 
-from celery_redlock import anchors
+from celery_redlock import anchors, compatibility
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.node_status import (
     NodeReport,
@@ -78,6 +78,7 @@ class RefuseToStart(bootsteps.Step):
 
     def __init__(self, worker: Any, **options: Any) -> None:
         super().__init__(worker, **options)
+        compatibility.check(compatibility.IN_WORKERS)
         check_app(worker.app)
         if must_lock(worker.app):
             find_nodes(worker.app.conf)

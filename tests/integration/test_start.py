@@ -37,6 +37,30 @@ from celery_redlock import LockedTask
 def take(sku): ...
 """
 SHARED = OWN.replace("app.task", "shared_task")
+BY_SETTING = """
+app.conf.redlock_tasks = {"shop.take": {}}
+
+@app.task
+def take(sku): ...
+
+try:
+    app.finalize()
+except Exception:
+    print("swallowed")
+"""
+NODES = 'app.conf.redlock_nodes = ["redis://127.0.0.1:1"]\n'
+NO_CONSUMER = """
+from celery.worker.consumer import Consumer
+del Consumer._limit_task
+"""
+NO_HOOK = """
+import celery._state
+del celery._state.get_current_worker_task
+"""
+NEWER = """
+import celery
+celery.__version__ = "99.0.0rc1"
+"""
 
 
 def celery(folder: Path, app: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,6 +79,9 @@ def celery(folder: Path, app: str, *arguments: str) -> subprocess.CompletedProce
         pytest.param(FORGOTTEN, "task 'shop.take': lock_key='stock:{sku}'", id="a forgotten base"),
         pytest.param("app.finalize()" + FORGOTTEN, "base=LockedTask", id="a late one"),
         pytest.param(OWN, "app: redlock_nodes=None: ", id="no nodes"),
+        pytest.param(NO_CONSUMER + NODES + OWN, "._limit_task=missing", id="a worker's name"),
+        pytest.param(NO_HOOK + NODES + OWN, "get_current_worker_task=missing", id="a name"),
+        pytest.param(NO_HOOK + NODES + BY_SETTING, "worker_task=missing", id="a swallowed error"),
     ],
 )
 def test_a_worker_does_not_start_if_it_would_not_lock(
@@ -66,6 +93,17 @@ def test_a_worker_does_not_start_if_it_would_not_lock(
     error = ended.stderr.rstrip().splitlines()[-1]
     assert error.startswith("celery_redlock.errors.SettingsError: ")
     assert said in error
+
+
+def test_a_worker_does_not_start_if_celery_tells_of_no_app_that_finalizes(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import celery.app.builtins, celery._state\ndel celery._state.connect_on_app_finalize"
+    )
+    ended = celery(tmp_path, NODES + BY_SETTING, "worker", "-P", "solo", "-l", "INFO")
+    assert ended.returncode != 0
+    assert "] ready" not in ended.stderr
+    assert "_state.connect_on_app_finalize=missing" in ended.stderr.rstrip().splitlines()[-1]
+    assert celery(tmp_path, "", "worker", "-P", "solo", "-l", "INFO").returncode == 0
 
 
 def test_the_doctor_finds_a_forgotten_base(tmp_path: Path) -> None:
@@ -94,3 +132,14 @@ def test_celerys_inspect_knows_our_commands_by_name_alone(tmp_path: Path) -> Non
     listed = celery(tmp_path, "", "inspect", "--list")
     assert "active_queues" in listed.stdout
     assert "redlock" not in listed.stdout
+
+
+@pytest.mark.parametrize(
+    ("app", "count"), [(NODES + OWN, 1), ("", 0)], ids=["a locked task", "none"]
+)
+def test_a_worker_with_locked_tasks_says_once_that_celery_is_newer_than_what_was_tested(
+    tmp_path: Path, app: str, count: int
+) -> None:
+    done = celery(tmp_path, NEWER + app, "worker", "--pool=solo", "--loglevel=WARNING")
+    assert "ready" in done.stderr
+    assert done.stderr.count("Celery 99.0.0rc1 is newer than 5.7") == count, done.stderr
