@@ -11,6 +11,7 @@ connect anything, on demand:
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ CHECKS = (startup.check_app, lints.refuse_errors)
 INSPECT_COMMANDS = (control.redlock_held, control.redlock_waiting)
 
 _connected = False
+_connecting = threading.RLock()  # a signal handler may bind a task in the thread that has it
 _own_tasks: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -204,13 +206,14 @@ def connect() -> None:
     By then a worker may have disconnected what only its first run needs.
     """
     global _connected
-    if _connected:
-        return
-    _connected = True
-    for connection in CONNECTIONS:
-        connection.signal.connect(connection.receiver, weak=False)
-        if connection.first:
-            in_order = connection.signal.receivers
-            in_order.insert(0, in_order.pop())
-    for command in INSPECT_COMMANDS:
-        inspect_command()(command)
+    with _connecting:  # another thread may send at once, and would find only some receivers
+        if _connected:
+            return
+        _connected = True
+        for connection in CONNECTIONS:
+            connection.signal.connect(connection.receiver, weak=False)
+            if connection.first:
+                in_order = connection.signal.receivers
+                in_order.insert(0, in_order.pop())
+        for command in INSPECT_COMMANDS:
+            inspect_command()(command)

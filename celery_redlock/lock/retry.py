@@ -97,7 +97,8 @@ class Attempts:
         """Raise the failure, or LockLost if an outer lock expired during the tries."""
         now = self._clock.now()
         if failure is not None:
-            raise failure._after(now - self._started)
+            # it may have been closed after the last try, which ended the wait
+            raise self._session.if_closed(failure)._after(now - self._started)
         for acquisition in self._outer.values():
             if not acquisition.held(now):
                 raise LockLost(acquisition.resource, acquisition.reason)

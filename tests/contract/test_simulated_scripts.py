@@ -261,7 +261,7 @@ def test_a_simulated_server_names_the_same_waiters_as_a_real_one(
 def compare(real: Redis, steps: list[Any], channels: list[tuple[str, ...]]) -> None:
     """Take the same steps on both servers, and compare replies, keys and messages after each."""
     real.flushall()
-    node = Node(World(0), 0, rate=1.0, offset=1000.0, scripts=library())
+    node = Node(World(0), 0, rate=1.0, offset=2 * EPOCH_MS / 1000, scripts=library())
     with ears_of(real, node, channels) as ears:
         for step in steps:
             if isinstance(step[0], Script):

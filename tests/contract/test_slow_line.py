@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from celery_redlock import LockTaken, QuorumUnreachable, Redlock
-from celery_redlock.lock.model.keys import lock_key
+from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
+from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
+from celery_redlock.lock.model.keys import completion_key, lock_key
+from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.connection import CONNECT_BUDGET
 from celery_redlock.testing import EmbeddedNode
@@ -121,3 +123,27 @@ def test_a_connection_that_was_cut_is_made_anew_over_a_slow_line(network: list[P
             proxy.cut()
         with redlock.lock("another", wait=0) as lock:  # a release may be lost with its connection
             assert lock.held
+
+
+def test_a_refusal_over_a_slow_line_tells_the_time_of_the_nodes(
+    network: list[Proxy], nodes: list[EmbeddedNode]
+) -> None:
+    for proxy, node in zip(network, nodes, strict=True):
+        node.client().set(lock_key("redlock", "stock"), "another's", px=60_000)
+        proxy.weather = slow_line(0.15)
+    with over(network) as redlock:
+        took = seconds_of(redlock, LockTaken)  # most of that time it connected
+        assert abs(redlock.session.node_set.wall() - time.time()) < took / 2
+
+
+def test_a_grant_over_a_slow_line_heeds_a_run_that_has_just_ended(
+    network: list[Proxy], nodes: list[EmbeddedNode]
+) -> None:
+    for proxy, node in zip(network, nodes, strict=True):
+        node.client().set(completion_key("redlock", "a run"), 60_000, px=60_000)  # ends now
+        proxy.weather = slow_line(0.15)
+    with over(network) as redlock:
+        marker = CompletionMarker("a run", 60.0, redlock.session.clock.now() - 0.2)
+        options = LockOptions(("stock",), 30.0, 0.0, True, None, "a copy", marker=marker)
+        with pytest.raises(AlreadyCompletedError):
+            Lock(redlock, options).acquire()

@@ -62,6 +62,39 @@ importlib.reload(celery_redlock)
 print(json.dumps([*found, with_a_task(LockedTask)]))
 """
 
+TWO_THREADS = """
+import threading
+from celery import Celery, signals
+from celery_redlock import LockedTask
+
+connects, goes_on, seen = threading.Event(), threading.Event(), {}
+connect = signals.task_postrun.connect
+
+def slow_connect(*args, **options):
+    connects.set()
+    assert goes_on.wait(20)
+    return connect(*args, **options)
+
+def settle(): ...
+
+def declare(name):
+    app = Celery(name, broker="memory://", set_as_current=False)
+    app.task(base=LockedTask, shared=False, name=name)(settle)
+    app.finalize()
+    seen[name] = len(signals.task_postrun.receivers)
+
+signals.task_postrun.connect = slow_connect
+threads = [threading.Thread(target=declare, args=(name,)) for name in ("shop", "store")]
+threads[0].start()
+assert connects.wait(20)
+threads[1].start()
+threads[1].join(0.5)
+goes_on.set()
+for thread in threads:
+    thread.join()
+assert seen["store"] == seen["shop"] > 0, seen
+"""
+
 
 def name_of(function: Any) -> str:
     return f"{function.__module__}:{function.__qualname__}"
@@ -125,6 +158,10 @@ def test_nothing_is_connected_to_the_public_signals(registered: list[dict[str, A
 def test_a_second_import_connects_nothing_twice(registered: list[dict[str, Any]]) -> None:
     _, first, second = registered
     assert second == first
+
+
+def test_a_thread_that_binds_a_locked_task_finds_all_connected() -> None:
+    subprocess.run([sys.executable, "-c", TWO_THREADS], check=True, timeout=120)
 
 
 def test_a_worker_gets_the_steps_of_the_list() -> None:

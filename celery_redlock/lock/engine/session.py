@@ -177,9 +177,14 @@ class Session:
         failure = self.acquirer.try_acquire(acquisition)
         if failure is None:
             self._begin(acquisition, started)
-        elif self.is_closed:
-            failure = QuorumUnreachable(acquisition.resource, [CLOSED], self.node_set.size)
-        return failure
+            return None
+        return self.if_closed(failure)
+
+    def if_closed(self, failure: Failure) -> Failure:
+        """Return the failure that says that this is closed, if it is; else the given one."""
+        if not self.is_closed:
+            return failure
+        return QuorumUnreachable(failure.resource, [CLOSED], self.node_set.size)
 
     def _begin(self, acquisition: Acquisition, started: float) -> None:
         acquisition.acquired_at = started

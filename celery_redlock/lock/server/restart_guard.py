@@ -117,8 +117,12 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         super().keep_alive(idle)
 
     def learn_time(self, node: int, wall: float, at: float) -> None:
-        """Note a node's time. wall: seconds since 1970 by its clock; at: monotonic seconds."""
-        self._ahead[node] = wall - at
+        """Note a node's time. wall: seconds since 1970 by its clock; at: monotonic seconds.
+
+        A command that waited for its connection was written later than `at`.
+        """
+        connection = self.nodes[node].connection
+        self._ahead[node] = wall - (at if connection is None else max(at, connection.opened_at))
 
     def wall(self) -> float:
         """Return seconds since 1970 by the nodes' clocks: the median of the nodes that are known.

@@ -251,10 +251,10 @@ class NodeClient(SerialJobs):
         if self._closed:
             connection.close(reset=False)
             return
-        connection.opened_at = connection.used_at = self._clock.now()
+        now = connection.opened_at = connection.used_at = self._clock.now()
         self.connection, self.run_id = connection, connection.run_id
-        if self._queued:
-            self._write(self._queued)
+        if self._queued:  # written now: ages in the replies count from the write
+            self._write([(c, sent if c.dated else now, text) for c, sent, text in self._queued])
         self._queued = []
         self._wake()
 

@@ -221,9 +221,8 @@ _KINDS: Mapping[type, Mapping[str, Any]] = {  # by part: its fields, and their t
 def _parse(carried: Mapping[str, Any]) -> LockHeader:
     deferral = _part(Deferral, carried.get("deferral")) or NEVER_DEFERRED
     wait = _part(Wait, carried.get("wait"))
-    if wait is not None:  # JSON makes a list of a tuple; no lock has a limit below 1
-        resources = tuple(map(str, wait.resources))
-        wait = replace(wait, resources=resources, limit=max(1, wait.limit))
+    if wait is not None:  # JSON makes a list of a tuple
+        wait = replace(wait, resources=tuple(map(str, wait.resources)))
     redelivery = _part(Redelivery, carried.get("redelivery"))
     return LockHeader(
         deferral=deferral if _is_time(deferral.since) else NEVER_DEFERRED,
