@@ -177,7 +177,8 @@ class LockTaken(NotAcquired):
 
     holder: the label of the client that holds the lock on most nodes. expires_in: seconds until the
     lock is free if it is not renewed; None if unknown. waited: seconds since the first try.
-    deferrals: how often the message was deferred before; 0 if there is no message.
+    deferrals: how often the message was deferred before; 0 if there is no message. ttl: seconds of
+    the holder's lease; None if unknown. limit: how many may hold the lock at one time.
     """
 
     _anchor = anchors.LOCK_TAKEN
@@ -189,22 +190,45 @@ class LockTaken(NotAcquired):
         expires_in: float | None = None,
         waited: float = 0.0,
         deferrals: int = 0,
+        ttl: float | None = None,
+        limit: int = 1,
     ) -> None:
-        super().__init__(resource, holder, expires_in, waited, deferrals)
+        super().__init__(resource, holder, expires_in, waited, deferrals, ttl, limit)
         self.resource, self.holder, self.expires_in = resource, holder, expires_in
-        self.waited, self.deferrals = waited, deferrals
+        self.waited, self.deferrals, self.ttl, self.limit = waited, deferrals, ttl, limit
+
+    @property
+    def unrenewed_for(self) -> float | None:
+        """Seconds since the holder renewed its lease, if that is late; else None.
+
+        A live holder renews every third of its ttl.
+        """
+        if self.limit > 1 or self.ttl is None or self.expires_in is None:
+            return None
+        age = self.ttl - self.expires_in
+        return age if age > self.ttl * 2 / 3 else None
 
     def _after(self, waited: float) -> LockTaken:
         """Return a copy with another `waited` (seconds)."""
-        return LockTaken(self.resource, self.holder, self.expires_in, waited, self.deferrals)
+        found = self.resource, self.holder, self.expires_in
+        return LockTaken(*found, waited, self.deferrals, self.ttl, self.limit)
 
     def _text(self) -> str:
         options = "wait, max_wait, max_deferrals" if self.deferrals else "wait"
+        what = "the holder does" if self.limit == 1 else "the holders do"
         return (
-            f"{self.resource!r} is held by {describe_holder(self.holder) or 'an unnamed holder'}; "
-            f"{_waited(self.waited, self.deferrals)}. Wait longer ({options}) or find out what the "
-            "holder does"
+            f"{self.resource!r} is {describe_taken(self)}; {_waited(self.waited, self.deferrals)}. "
+            f"Wait longer ({options}) or find out what {what}"
         )
+
+
+def describe_taken(refusal: LockTaken) -> str:
+    """Return in few words who holds a lock: its holder, or how many if several may hold it."""
+    if refusal.limit > 1:
+        return f"held by {refusal.limit} holders, its limit"
+    late = refusal.unrenewed_for
+    not_renewed = "" if late is None else f", not renewed for {late:.0f} s"
+    return f"held by {describe_holder(refusal.holder) or 'an unnamed holder'}{not_renewed}"
 
 
 class QuorumUnreachable(NotAcquired):

@@ -106,7 +106,8 @@ class RetrySchedule:
         if not standing.is_free:
             waiter.release = ""
             ends = standing.free_in if math.isfinite(standing.free_in) else None
-            return LockTaken(failure.resource, failure.holder, ends)
+            ttl, limit = failure.ttl, failure.limit
+            return LockTaken(failure.resource, failure.holder, ends, ttl=ttl, limit=limit)
         waiter.turns = min(standing.rank, passed + MOST_TURNS)
         waiter.turn = self._session.clock.now() + (waiter.turns - passed) * TURN
         return failure

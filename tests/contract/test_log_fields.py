@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 from celery import Celery
@@ -55,5 +56,12 @@ def test_a_line_of_a_run_has_its_task_and_resource(
     assert skipped["resource"] == "stock:1"
     assert (skipped["task"], skipped["task_id"]) == (take.name, result.id)
     assert "is held by" in str(skipped["reason"])
+    assert "renewed" not in str(skipped["reason"])
+    with redlock.lock("stock:2", ttl=30.0, renew=False):
+        for node in nodes:  # as if its holder had died a while ago
+            node.client().pexpire(f"{{{redlock.prefix}}}:lock:stock:2", 8_000)
+        take.apply(("2",))
+    reason = str(fields(caplog, "run_skipped")[1]["reason"])
+    assert re.search(r"^'stock:2' is held by .+, not renewed for 2[2-9] s$", reason)
     redlock_of(app).close()
     app.close()

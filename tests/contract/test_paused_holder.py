@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from celery_redlock import LockLost, Redlock
+from celery_redlock.lock.model.grace_period import grace_period
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually, settle
@@ -22,6 +25,7 @@ from tests.contract.contention import NODE_TIMEOUT, PROCESSES, TTL
 from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Weather, proxies
 
 KEY = "{redlock}:lock:r"
+LONGEST_TTL = 4 * NODE_TIMEOUT  # s
 LATE = 20.0  # s by which a waiter may be late on a busy machine
 
 now = SystemClock().now
@@ -56,7 +60,7 @@ def of_sockets() -> Iterator[list[str]]:
         sys.setprofile(None)
 
 
-def hold(line: Connection, urls: list[str], *, renew: bool) -> None:
+def hold(line: Connection, urls: list[str], *, renew: bool = True) -> None:
     """Hold the lock in a process of its own, and report; each word on the line leads one step on.
 
     Says first until which monotonic s the lock is valid unless it is renewed.
@@ -79,14 +83,15 @@ def hold(line: Connection, urls: list[str], *, renew: bool) -> None:
         line.send("released")
 
 
+hold_once = functools.partial(hold, renew=False)
+
+
 class Holder:
     """The process that holds the lock, at the other end of a line."""
 
-    def __init__(self, urls: list[str], *, renew: bool) -> None:
+    def __init__(self, act: Callable[..., None], urls: list[str]) -> None:
         self.line, other_end = PROCESSES.Pipe()
-        self.process = PROCESSES.Process(
-            target=hold, args=(other_end, urls), kwargs={"renew": renew}, daemon=True
-        )
+        self.process = PROCESSES.Process(target=act, args=(other_end, urls), daemon=True)
         self.process.start()
         other_end.close()
 
@@ -102,8 +107,8 @@ class Holder:
 
 
 @contextlib.contextmanager
-def holder(urls: list[str], *, renew: bool = True) -> Iterator[Holder]:
-    made = Holder(urls, renew=renew)
+def holder(urls: list[str], act: Callable[..., None] = hold) -> Iterator[Holder]:
+    made = Holder(act, urls)
     try:
         yield made
     finally:
@@ -164,7 +169,7 @@ def test_a_waiter_gets_the_lock_when_its_validity_is_over_and_not_before(
 ) -> None:
     urls = [node.url for node in nodes]
     with (
-        holder([proxy.url for proxy in network], renew=False) as first,
+        holder([proxy.url for proxy in network], hold_once) as first,
         Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock,
     ):
         valid_until = first.says()
@@ -172,3 +177,39 @@ def test_a_waiter_gets_the_lock_when_its_validity_is_over_and_not_before(
         assert isinstance(valid_until, float)
         with redlock.lock("r", ttl=TTL, wait=60):
             assert valid_until < now() < valid_until + LATE
+
+
+def log_of_a_pause(line: Connection, urls: list[str]) -> None:
+    """Take a lock before and after a pause; send what was logged of nodes meanwhile."""
+    events: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        events.append(record.__dict__["event"])
+        return True
+
+    logger = logging.getLogger("celery_redlock.lock.engine.events")
+    logger.setLevel(logging.INFO)
+    logger.addFilter(keep)
+    longest = LONGEST_TTL
+    with Redlock(urls, node_timeout=NODE_TIMEOUT, max_ttl=longest, restart_guard="on") as redlock:
+        redlock.lock("r", ttl=longest).acquire(wait=60).release()
+        settle(redlock)
+        for _ in range(2):
+            line.send(now())
+            line.recv()
+            redlock.lock("r", ttl=longest).acquire(wait=60).release()
+            settle(redlock)
+        line.send([event for event in events if event in ("node_failed", "node_recovered")])
+
+
+def test_healthy_nodes_do_not_fail_by_a_pause_of_the_process(nodes: list[EmbeddedNode]) -> None:
+    with holder([node.url for node in nodes], log_of_a_pause) as made:
+        made.says()
+        made.signal(signal.SIGSTOP)
+        stopped = now()
+        eventually(lambda: now() - stopped > 1.2 * grace_period(LONGEST_TTL))
+        made.signal(signal.SIGCONT)
+        made.line.send("go on")
+        made.says()
+        made.line.send("go on")
+        assert made.says() == []

@@ -388,9 +388,8 @@ def test_a_task_is_found_by_its_id_whatever_became_of_it(busy_stage: Any) -> Non
     assert (waits["state"], waits["resources"], waits["holds"]) == ("DEFERRED", ["k:k"], False)
     assert (waits["holder"], waits["next_try"][:2]) == (holder, "20")
     assert f"HELD BY    {holder}\n" in command("show", waiting.id).output
-    line = f"Task {busy_stage.tasks.late.name}[{waiting.id}] deferred for "
-    assert line in busy_stage.said()
-    assert f" s: lock 'k:k' is held by {holder}\n" in busy_stage.said()
+    line = f"Task {busy_stage.tasks.late.name}[{waiting.id}] deferred: lock 'k:k'"
+    assert f"{line} is held by {holder}; it waits for a release\n" in busy_stage.said()
     go_on(busy_stage)
     busy_stage.see_freed("k:k")
     done = in_json("show", running.id)["task"]

@@ -64,7 +64,7 @@ def run_crowd(stage: Stage, workers: list[WorkerProcess], key: str, count: int) 
         return [calls(stage.broker, "lpush"), commands, seconds]
 
     def deferred() -> int:
-        return sum(worker.output().count("] deferred for ") for worker in workers)
+        return sum(worker.output().count("] deferred: ") for worker in workers)
 
     before, republish = used(), deferred()
     with stage.tasks.crowded.lock_for(key, wait=60):
@@ -89,9 +89,7 @@ def test_a_crowd_takes_a_bounded_part_of_its_queue_and_others_get_past_it(
         for _ in range(CROWD):
             stage.tasks.crowded.delay("k")
         # at their first tries, and once more each of those that make way
-        eventually(
-            lambda: worker.output().count("] deferred for ") >= CROWD + 2 * LIMIT, within=200
-        )
+        eventually(lambda: worker.output().count("] deferred: ") >= CROWD + 2 * LIMIT, within=200)
         for number in range(3):
             assert stage.tasks.work.delay(f"other-{number}").get(timeout=60) == 0
             assert broker.hlen("unacked") <= LIMIT

@@ -62,7 +62,7 @@ def test_a_frozen_backend_and_a_frozen_node_keep_no_worker_from_its_commands(
         ids = [work.delay("k").id for _ in range(COUNT - 1)]
         ids.append(work.apply_async(("k",), expires=3, lock=LONG).id)
         assert answered(stage, where) == PINGS
-        eventually(lambda: all(f"{id_}] deferred for" in worker.output() for id_ in ids))
+        eventually(lambda: all(f"{id_}] deferred: " in worker.output() for id_ in ids))
         eventually(lambda: f"Discarding revoked task: {work.name}[{ids[-1]}]" in worker.output())
         assert answered(stage, where) == PINGS
     results = [work.AsyncResult(id_) for id_ in ids]
@@ -86,7 +86,7 @@ def test_a_backend_that_never_answers_keeps_no_message_from_its_lock(stage: Stag
             refused = stage.tasks.crowded.delay("k")  # it stores no state
             eventually(lambda: worker.output().count(f"{refused.id}] received") == 2)
             untried = stage.tasks.work.delay("k")
-            eventually(lambda: f"{untried.id}] deferred for" in worker.output())
+            eventually(lambda: f"{untried.id}] deferred: " in worker.output())
             assert answered(stage, where) == PINGS
         # its state was being stored when its lock became free
         stage.wait_for("lock_acquired", 3, within=60)  # that of this process first

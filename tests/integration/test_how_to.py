@@ -248,7 +248,7 @@ def test_no_more_run_at_once_than_the_limit(guides: Guides) -> None:
     (logged,) = guide.shown()
     guides.see_logged(logged)
     assert len(logged.splitlines()) == 2
-    deferral = re.compile(r"ask_partner\[(.+?)\] deferred for")
+    deferral = re.compile(r"ask_partner\[(.+?)\] deferred: ")
     eventually(lambda: len(set(deferral.findall(guides.worker.output()))) == 2)
     assert len(runs_of("ask_partner")) == guide.module.ask_partner.lock_limit == 3
     held.unlink()
@@ -445,5 +445,5 @@ def test_the_first_five_minutes(tmp_path: Path) -> None:
             other, three = said.split(" and ")
             assert other == "1 of sku-8"
             assert sorted(three.split()[::3]) == ["1", "2", "3"]
-            eventually(lambda: "] deferred for " in worker.output())
+            eventually(lambda: "] deferred: " in worker.output())
             assert taken <= LOCK_BYTES

@@ -142,7 +142,7 @@ def test_a_queue_that_has_gone_is_declared_again_for_a_deferral(stage: Stage) ->
         with stage.app.connection_for_write() as connection:
             connection.default_channel.queue_delete("odd-deleted")
         eventually(lambda: not names_of_queues(stage) & {*queues})
-        eventually(lambda: worker.output().count("] deferred for") == 6)
+        eventually(lambda: worker.output().count("] deferred: ") == 6)
         eventually(lambda: {count_ready(stage, queue) for queue in queues[:2]} == {2})
         control(stage, worker, "add_consumer", *queues)
     see_runs(stage, *results)

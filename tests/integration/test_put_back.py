@@ -56,7 +56,7 @@ def test_a_worker_that_dies_between_putting_back_and_acknowledging_makes_no_seco
         [(_, taken_at)] = client.zrange("unacked_index", 0, -1, withscores=True)
         eventually(lambda: client.time()[0] > taken_at + VISIBILITY + 1)
         second = stage.worker("w2", concurrency=2)  # whose consumer gives back what is not acked
-        eventually(lambda: second.output().count("] deferred for ") >= 2)
+        eventually(lambda: second.output().count("] deferred: ") >= 2)
     assert result.get(timeout=120) == 0
     if late:
         eventually(lambda: DROPPED in second.output())
@@ -106,7 +106,7 @@ def test_early_acknowledged_what_is_published_twice_runs_once(stage: Stage) -> N
         republish(delivery, header, 0.1)
         republish(delivery, header, 0.1)
         worker = stage.worker(concurrency=2)
-        eventually(lambda: worker.output().count("] deferred for ") >= 2)
+        eventually(lambda: worker.output().count("] deferred: ") >= 2)
     eventually(lambda: DROPPED in worker.output())
     see_drained(stage)
     assert len(stage.lines("begin")) == 1

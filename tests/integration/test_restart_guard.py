@@ -57,8 +57,9 @@ def test_on_new_nodes_runs_wait_for_the_silence_to_end_and_are_told_of_it(
     assert 0 < int(found[2]) <= SILENCE
     result = stage.tasks.work.delay("k")
     reason = re.compile(
-        r"Task \S+\[\S+\] deferred for [\d.]+ s: lock 'k:k' has no quorum of 2 nodes "
-        r"\((127.0.0.1:\d+(, )?){2,3}: grants no lock for \d+ s more \(restart guard\)\)\n"
+        r"Task \S+\[\S+\] deferred: lock 'k:k' has no quorum of 2 nodes "
+        r"\((127.0.0.1:\d+(, )?){2,3}: grants no lock for \d+ s more \(restart guard\)\); "
+        r"it tries again in \d+\.\d\d s\n"
     )
     eventually(lambda: reason.search(worker.output()))
     assert "Bring these nodes back" not in worker.output()

@@ -259,7 +259,7 @@ def test_a_second_delivery_that_a_soft_limit_cuts_as_it_waits_in_its_slot_tells_
     with stage.tasks.late.lock_for(key, wait=60):
         result, message = hold_back(stage, "late", key, lock={"wait": 60})
         deliver(stage, limited(message, 6))  # s: it waits by then
-        eventually(lambda: says(worker, "may run already", result) > 1)
+        eventually(lambda: says(worker, "whether it runs already", result) > 1)
         assert stage.info(result)["status"] == "PENDING"
     assert result.get(timeout=120) == 0
     assert len(begun(stage, key)) == 1

@@ -236,7 +236,7 @@ def test_no_argument_and_no_password_stands_in_logs_events_and_states(
         eventually(lambda: any("task-succeeded" in event for event in events))
     told += [repr(stage.info(result)) for result in (misfit, *results)]
     assert any("task-deferred" in event for event in events)
-    for hint in ("gives no vote", "] deferred for ", "skipped tests.", "do not fit"):
+    for hint in ("gives no vote", "] deferred: ", "skipped tests.", "do not fit"):
         assert hint in worker.output()
     for secret in (PASSWORD, CARD):
         assert secret not in worker.output()

@@ -21,7 +21,7 @@ from tests.integration.deliveries import QUEUE, deliver, heard, messages_of, see
 
 VISIBILITY = 2  # s
 BODY = 8  # s
-WAITS, MAY_RUN = "runs already, by another delivery", "may run already, by another delivery"
+WAITS, MAY_RUN = "runs already, by another delivery", "waits: whether it runs already, by another"
 DROPPED = "another delivery of its message is done"
 HARMLESS = {"task-sent", "task-received", "task-started", "task-succeeded"}
 

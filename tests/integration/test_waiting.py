@@ -70,7 +70,7 @@ def republish(worker: WorkerProcess) -> int:
     One more than messages, as it begins to listen: a release may have come just before. And one
     more for each release that none follows within a second.
     """
-    return worker.output().count("] deferred for ")
+    return worker.output().count("] deferred: ")
 
 
 @pytest.mark.parametrize("pool", slow_but(("prefork", "gevent"), POOLS))

@@ -256,7 +256,7 @@ def test_what_ends_a_deferred_run_comes_through_to_the_main_process_as_it_was(
         assert (one.resource, one.holder, one.expires_in, one.limit) == (
             "stock:7", holder, expires_in, 3,
         )  # fmt: skip
-        assert str(one) == f"deferred: held by {holder or 'an unnamed holder'}"
+        assert str(one) == "deferred: held by 3 holders, its limit"
 
 
 def test_a_broker_without_delays_of_its_own_takes_any_countdown() -> None:

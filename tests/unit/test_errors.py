@@ -38,6 +38,8 @@ ERRORS = [
     NodeError("10.0.0.1:6379", "Connection refused", True),
     LockTaken("stock:7", "id:task:0:0 w1@host", 2.5, 1.25, 3),
     LockTaken("stock:7", "pid 7 on host", 2.5, 1.25),
+    LockTaken("stock:7", "pid 7 on host", 2.5, 1.25, ttl=30.0),
+    LockTaken("stock:7", "pid 7 on host", 2.5, 1.25, limit=3),
     QuorumUnreachable("stock:7", ["10.0.0.1:6379: Connection refused"], 2, 1.0, 4),
     LockLost("stock:7", "another token took its key", True),
     NoRunError("shop.take"),
@@ -155,6 +157,21 @@ def test_taken_names_the_options_of_whoever_asked() -> None:
     plain, task = str(LockTaken("r", "h", None, 0.5)), str(LockTaken("r", "h", None, 0.5, 3))
     assert "waited 0.5 s. Wait longer (wait) " in plain
     assert "waited 0.5 s, 3 deferrals. Wait longer (wait, max_wait, max_deferrals) " in task
+
+
+@pytest.mark.parametrize(
+    ("expires_in", "late"),
+    [(30.0, ""), (10.5, ""), (9.5, ", not renewed for 20 s"), (0.0, ", not renewed for 30 s")],
+)
+def test_taken_says_how_long_a_dead_holder_has_not_renewed(expires_in: float, late: str) -> None:
+    assert f"held by h{late}; waited" in str(LockTaken("r", "h", expires_in, ttl=30.0))
+    assert "held by h; waited" in str(LockTaken("r", "h", expires_in))
+
+
+def test_taken_counts_the_holders_of_a_semaphore() -> None:
+    text = str(LockTaken("r", "h", 1.0, ttl=30.0, limit=3))
+    assert "held by 3 holders, its limit; waited 0.0 s" in text
+    assert "find out what the holders do" in text
 
 
 def test_unreachable_counts_deferrals_of_messages_alone() -> None:

@@ -179,9 +179,28 @@ def test_a_message_whose_lock_was_refused_just_now_waits_without_a_try(
     assert (kind, fields["uuid"]) == ("task-deferred", request.id)
     assert {name: fields[name] for name in info} == info
     assert signals == [LockDeferredEvent("k:held", HOLDER, 1, 0.0, countdown)]
-    (record,) = [one for one in caplog.records if one.__dict__.get("event") == "run_deferred"]
-    assert f"{task.name}[{request.id}] deferred for" in record.getMessage()
-    assert f"held by {HOLDER}" in record.getMessage()
+    held = f"deferred: lock 'k:held' is held by {HOLDER}; it waits for a release"
+    assert deferrals(caplog) == [f"Task {task.name}[{request.id}] {held}"]
+
+
+def deferrals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines of deferrals so far."""
+    records = [one for one in caplog.records if one.__dict__.get("event") == "run_deferred"]
+    return [one.getMessage() for one in records]
+
+
+def test_a_line_has_no_time_but_that_of_its_wait(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "celery_redlock"):
+        waits = worker.receive(worker.task(lock_max_wait=60.0)).delivery.header.wait
+        worker.receive(worker.task(), expires=3600.0)
+        worker.room.note_refusal("k:held", 3, HOLDER, LEASE)
+        worker.receive(worker.task(lock_limit=3))
+    ends = [line.partition(" is held by ")[2] for line in deferrals(caplog)]
+    assert ends[0] == f"{HOLDER}; it waits for a release, for {waits.countdown:.2f} s at most"
+    assert ends[1].endswith(" s at most")
+    assert ends[2] == "3 holders, its limit; it waits for a release"
 
 
 def test_a_countdown_ends_with_the_lease_that_refused(worker: Worker) -> None:

@@ -22,7 +22,7 @@ from celery_redlock.lock.engine.rounds import AcquireRound
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.fencing import Fence, proposal
 from celery_redlock.lock.model.key_lease import KeyLease, LockKey
-from celery_redlock.lock.model.keys import label_of, value_of
+from celery_redlock.lock.model.keys import label_of, ttl_of, value_of
 from celery_redlock.lock.model.lease import MARGIN, Lease
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.clock import Platform
@@ -176,15 +176,19 @@ class Acquirer:
             round_.withdraw_replaced(nodes.replaced_at)
         if round_.tally.reached and lease.begin(clock.now()):
             return None
-        return self._failed(round_, key_lease, time_is_up=time_is_up)
+        return self._failed(round_, key_lease, options.limit, time_is_up=time_is_up)
 
-    def _failed(self, round_: AcquireRound, key_lease: KeyLease, *, time_is_up: bool) -> Failure:
+    def _failed(
+        self, round_: AcquireRound, key_lease: KeyLease, limit: int, *, time_is_up: bool
+    ) -> Failure:
         for node, other in round_.held_by.items():
             self._servers.nodes.learn_time(node, other.wall, key_lease.sent)
             self._releaser.release_late_grant(node, other.value)
         resource, nodes = key_lease.key.resource, self._servers.nodes
         if round_.tally.taken(time_is_up=time_is_up):
-            return LockTaken(resource, label_of(round_.holder()), round_.expires_in())
+            holder, expires_in = round_.holder(), round_.expires_in()
+            ttl = ttl_of(holder)
+            return LockTaken(resource, label_of(holder), expires_in, ttl=ttl, limit=limit)
         return QuorumUnreachable(
             resource, round_.causes(nodes.nodes, time_is_up=time_is_up), nodes.size
         )

@@ -21,7 +21,13 @@ from celery_redlock.lock.platform.turns import Turn
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Entry
 from celery_redlock.lock.transport.connection import POISONED, Connection
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError
-from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, PAUSE, PAUSES, NodeClient
+from celery_redlock.lock.transport.node_client import (
+    IDLE,
+    LONGEST_RECONNECT,
+    PAUSE,
+    PAUSES,
+    NodeClient,
+)
 from celery_redlock.lock.transport.poller import PollerPool
 
 T = TypeVar("T")
@@ -229,16 +235,22 @@ class Dispatcher:
                 self._hand_on_answers(self.nodes[index], connection)  # replies read before
                 connection.close(reset=True)
                 self.rearm()  # another file may get its descriptor number now
-            if index not in self._down and not self._closed:
-                self._down.add(index)
-                self.on_down(self.nodes[index], error)
-            elif not self._closed:
-                self.on_still_down(self.nodes[index], error)
+            if error.cause != IDLE:  # else nothing failed: a connect follows, and may report more
+                self._note_down(index, error)
             while entries:
                 entry = entries[0]
                 entry[0].handler.on_error(index, entry[0], error)
                 _take_out(entries, entry)
             _take_out(self._mail, mail)
+
+    def _note_down(self, index: int, error: NodeError) -> None:
+        if self._closed:
+            return
+        if index in self._down:
+            self.on_still_down(self.nodes[index], error)
+        else:
+            self._down.add(index)
+            self.on_down(self.nodes[index], error)
 
     def report(
         self, node: int, entries: deque[Entry], error: NodeError, connection: Connection | None

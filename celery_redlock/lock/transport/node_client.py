@@ -29,6 +29,7 @@ LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
 BUSY = "another thread was at its connection for too long"
 PAUSE, PAUSES = 0.0001, 1000  # seconds, and how many, to wait until another thread's turn ends
+IDLE = "idle for so long that another server may have served meanwhile"
 LONGEST_CAUSE = 500  # characters of an error that are kept
 LINGER = 30.0  # seconds that the connecting thread waits for its next use
 
@@ -169,8 +170,7 @@ class NodeClient(SerialJobs):
             and entries
             and entries[-1][1] - connection.used_at > self._longest_idle
         ):
-            cause = "idle for so long that another server may have served meanwhile"
-            self._give_up(connection, cause)
+            self._give_up(connection, IDLE)
             connection = None
         wanted = still_wanted(entries)
         if connection is not None:

@@ -11,7 +11,7 @@ from celery_redlock.errors import (
     NotAcquired,
     QuorumUnreachable,
     SettingsError,
-    describe_holder,
+    describe_taken,
     summarize_causes,
 )
 from celery_redlock.tasks.settings.backoff import Backoff
@@ -91,7 +91,7 @@ def decide(
     else:
         strategy = options.on_unreachable
     if strategy == "skip":
-        return Skip(f"{refusal.resource!r} is held by {_holder(refusal)}")
+        return Skip(f"{refusal.resource!r} is {describe_refusal(refusal)}")
     if strategy == "run":
         return RunUnlocked()
     failure = Fail(with_history(refusal, contention.waited, contention.deferrals))
@@ -145,7 +145,8 @@ def with_history(refusal: NotAcquired, waited: float, deferrals: int) -> NotAcqu
             refusal.resource, refusal.causes, refusal.quorum, waited, deferrals
         )
     if isinstance(refusal, LockTaken):
-        return LockTaken(refusal.resource, refusal.holder, refusal.expires_in, waited, deferrals)
+        found = refusal.resource, refusal.holder, refusal.expires_in
+        return LockTaken(*found, waited, deferrals, refusal.ttl, refusal.limit)
     return refusal
 
 
@@ -168,9 +169,4 @@ def describe_refusal(refusal: NotAcquired) -> str:
     """Return in few words why a lock was not acquired."""
     if isinstance(refusal, QuorumUnreachable):
         return f"no quorum of {refusal.quorum} nodes ({summarize_causes(refusal.causes)})"
-    return f"held by {_holder(refusal)}"
-
-
-def _holder(refusal: NotAcquired) -> str:
-    holder = describe_holder(refusal.holder) if isinstance(refusal, LockTaken) else ""
-    return holder or "an unnamed holder"
+    return describe_taken(refusal) if isinstance(refusal, LockTaken) else "not acquired"

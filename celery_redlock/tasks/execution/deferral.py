@@ -18,7 +18,7 @@ from celery_redlock.errors import LockTaken, NotAcquired
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
 from celery_redlock.tasks.delivery.header import LockHeader, Wait
-from celery_redlock.tasks.delivery.route import supported_countdown
+from celery_redlock.tasks.delivery.route import is_kept_by_broker, supported_countdown
 from celery_redlock.tasks.execution.contention import (
     Contention,
     Decision,
@@ -91,7 +91,9 @@ class Deferred(Ignore):
         self.expires_in, self.limit = expires_in, limit
 
     def __str__(self) -> str:
-        return f"deferred: {describe_refusal(LockTaken(self.resource, self.holder))}"
+        return (
+            f"deferred: {describe_refusal(LockTaken(self.resource, self.holder, limit=self.limit))}"
+        )
 
 
 def decide_refused(delivery: Delivery, refusal: Refusal) -> tuple[Decision, Contention]:
@@ -120,14 +122,15 @@ def decide_refused(delivery: Delivery, refusal: Refusal) -> tuple[Decision, Cont
 class PlannedDeferral:
     """What a deferral is to be. header: what the message carries then. countdown: seconds.
 
-    info: what is stored and sent of it. why: for people. is_taken: the lock is taken; else no
-    quorum voted.
+    info: what is stored and sent of it. why, waits: for people, why it is deferred, and what ends
+    its wait. is_taken: the lock is taken; else no quorum voted.
     """
 
     header: LockHeader
     countdown: float
     info: DeferredInfo
     why: str
+    waits: str
     is_taken: bool
 
 
@@ -146,16 +149,33 @@ def plan(delivery: Delivery, refusal: Refusal, decision: Defer) -> PlannedDeferr
     )
     waited, next_try = before.deferral.waited(now), in_iso(utc_now(), countdown)
     info = DeferredInfo(error.resource, refusal.holder, deferral.count, waited, next_try)
-    return PlannedDeferral(header, countdown, info, describe_refusal(error), refusal.is_taken)
+    why, waits = describe_refusal(error), _describe_wait(delivery, refusal, countdown)
+    return PlannedDeferral(header, countdown, info, why, waits, refusal.is_taken)
+
+
+def _describe_wait(delivery: Delivery, refusal: Refusal, countdown: float) -> str:
+    """Return in few words what ends the wait of a message. countdown: seconds.
+
+    A message that RabbitMQ keeps back hears of no release.
+    """
+    error = refusal.error
+    if not isinstance(error, LockTaken) or is_kept_by_broker(delivery.task.app, delivery.route):
+        return f"tries again in {countdown:.2f} s"
+    if not refusal.waits_for_release or delivery.request.expires is not None:
+        return f"waits for a release, for {countdown:.2f} s at most"
+    if error.unrenewed_for is not None:
+        return f"waits for a release, or for the end of the lease in {error.expires_in:.0f} s"
+    return "waits for a release"
 
 
 def report(delivery: Delivery, deferral: PlannedDeferral, reporter: StateReporter) -> None:
     """Log a deferral, store DEFERRED, and send its event."""
     info = deferral.info
-    text = "Task %s deferred for %.2f s: lock %r %s %s"
+    text = "Task %s deferred: lock %r %s %s; it %s"
     extra = delivery.log_extra("run_deferred", **vars(info))
     verb = "is" if deferral.is_taken else "has"
-    logger.info(text, delivery, deferral.countdown, info.resource, verb, deferral.why, extra=extra)
+    words = (info.resource, verb, deferral.why, deferral.waits)
+    logger.info(text, delivery, *words, extra=extra)
     reporter.deferred(info, deferral.why)
 
 

@@ -167,7 +167,7 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     countdown = supported_countdown(task.app, decision.countdown, delivery.route)
     first = "another delivery of its message"
     reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
-    why = f"may run already, by {first} ({reason})"
+    why = f"waits: whether it runs already, by {first}, is not known yet ({reason})"
     if isinstance(refusal, LockTaken):
         runs = is_held_by_own_run(delivery, refusal)
         why = f"runs already, by {first}" if runs else f"has ended already, by {first}"

@@ -84,7 +84,7 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
     if known is None:
         return None
     resource, refusal = known
-    error = LockTaken(resource, refusal.holder, refusal.expires_in)
+    error = LockTaken(resource, refusal.holder, refusal.expires_in, limit=options.limit)
     now = time_of_nodes(delivery.task.app).timestamp()
     return Refusal(error, now, options, tuple(resources), args, kwargs)
 

@@ -190,6 +190,23 @@ class TestReconnecting:
         assert second.read_command() == [b"ECHO", b"a"]
         nodes.hand_on_mail()
         first.wait_closed()
+        assert nodes.changes == [], "the node has not failed"
+        nodes.close()
+
+    def test_an_idle_connection_that_cannot_be_made_anew_is_told(self) -> None:
+        class Refusing(Nodes):
+            def admit(self, node: int, info: Any, use: Any) -> None:
+                if self.nodes[0].error is not None:
+                    raise NodeError("node0", "not this one")
+                use()
+
+        nodes, handler = Refusing(1, TransportOptions(PATIENCE, longest_idle=10.0)), Kept()
+        connection = nodes.nodes[0].connection
+        assert connection is not None
+        connection.used_at -= 11.0
+        nodes.send(echo("a", handler))
+        settled(nodes, handler)
+        assert nodes.changes == [(0, "not this one")]
         nodes.close()
 
     def test_a_command_that_nobody_wants_any_more_is_not_written(self, node: Nodes) -> None:
