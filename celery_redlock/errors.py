@@ -44,7 +44,9 @@ LONGEST_VALUE = 200  # characters of a wrong value that an error shows
 
 # the label of a run on the nodes: task id, task name, retries and nesting; then the worker
 LONGEST_LABEL = 500  # characters of it that people are shown
-RUN = re.compile(r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+(?:@[^@\s]+)?(?: (?P<worker>\S+))?")
+RUN = re.compile(
+    r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+(?:\+\d+)?(?:@[^@\s]+)?(?: (?P<worker>\S+))?"
+)
 _ABSTAINS = re.compile(r"(?P<node>.+): grants no lock for (?P<seconds>\d+) s more .restart guard.")
 
 

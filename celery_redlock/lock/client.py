@@ -130,7 +130,9 @@ class Redlock:
         addresses = [node.address for node in self.session.node_set.nodes]
         names, word = [one.name for one in addresses], self.session.platform.new_token()
         timeout = max(self.node_timeout, TRUST_TIMEOUT)
-        trusted, failing = trust_nodes(addresses, names, self.prefix, timeout, word)
+        trusted, failing = trust_nodes(
+            addresses, names, self.prefix, timeout, word, self.session.clock.wall_us()
+        )
         for name, cause in failing.items():
             extra = {"event": "node_not_trusted", "node": name}
             logger.warning("node %s could not be trusted: %s", name, cause, extra=extra)

@@ -217,7 +217,9 @@ def trust_nodes(
     Returns by node the name of one lock on the node ("" for none), and the causes by failed node.
     """
     word, timeout = redlock.session.platform.new_token(), max(PATIENCE, redlock.node_timeout)
-    return admin.trust_nodes(addresses_of(redlock), names, redlock.prefix, timeout, word)
+    return admin.trust_nodes(
+        addresses_of(redlock), names, redlock.prefix, timeout, word, redlock.session.clock.wall_us()
+    )
 
 
 def addresses_of(redlock: Redlock) -> list[Address]:

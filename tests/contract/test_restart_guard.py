@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from redis import Redis
 
 from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
-from celery_redlock.lock.model.keys import guard_keys
+from celery_redlock.lock.model.keys import fence_key, guard_keys
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from tests.conftest import (
     NODE_TIMEOUT,
@@ -29,6 +30,7 @@ from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Weather, proxies
 
 KEY = "{redlock}:lock:r"
 RUN, QUIET = guard_keys("redlock")
+FENCE = fence_key("redlock")
 
 
 def over(nodes: list[EmbeddedNode] | list[Proxy], **options: Any) -> Redlock:
@@ -416,6 +418,84 @@ class TestForgedTenures:
             nodes[0].client().delete("{redlock}:tenure")
             with self.over(nodes) as late:
                 late.trust()
+
+
+class TestForgedFencingCounters:
+    """What one node of three has as its fencing counter: no client has raised it so far."""
+
+    DAY_US = 86_400_000_000
+
+    def over(self, nodes: list[EmbeddedNode]) -> Redlock:
+        return over(nodes, max_ttl=30, node_timeout=PATIENCE)
+
+    def counters(self, nodes: list[EmbeddedNode]) -> list[int]:
+        return [int(str(node.client().get(FENCE))) for node in nodes]
+
+    def forge(self, node: EmbeddedNode, value: int | str | None) -> None:
+        node.client().delete(FENCE)
+        if value is None:
+            node.client().rpush(FENCE, "forged")
+        else:
+            node.client().set(FENCE, value)
+
+    @pytest.mark.parametrize("value", [2**53 - 9, 2**52 - 1, 10**16, "1e308", "nan", "x", None])
+    def test_they_cost_its_vote_for_fencing_and_no_token_and_trust_mends_it(
+        self, nodes: list[EmbeddedNode], value: int | str | None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        tokens = []
+        with self.over(nodes) as first, first.lock("r", fencing=True) as lock:
+            settle(first)
+            tokens.append(lock.fencing_token)
+            self.forge(nodes[0], value)
+            lock.extend()
+            settle(first)
+        for order in itertools.permutations(nodes):
+            for several in (False, True):
+                with self.over(list(order)) as late:
+                    made = late.lock(["a", "r"] if several else "r", fencing=True)
+                    with made as lock:
+                        settle(late)
+                        tokens.append(lock.fencing_token)
+        assert tokens == sorted(set(tokens))
+        assert tokens[-1] < tokens[0] + self.DAY_US
+        assert max(self.counters(nodes[1:])) < tokens[0] + self.DAY_US
+        warned = [
+            str(record.message) for record in caplog.records if "fence" in record.message.lower()
+        ]
+        assert any(str(nodes[0].port) in text and "trust --all" in text for text in warned)
+        with self.over(nodes) as late:
+            late.trust()
+            assert tokens[-1] <= self.counters(nodes[:1])[0] < tokens[0] + self.DAY_US
+            for down in nodes[1:]:
+                alive = [node.url for node in nodes if node is not down]
+                urls = [*alive, "redis://127.0.0.1:1"]
+                two = Redlock(urls, node_timeout=PATIENCE, max_ttl=30)
+                with two, two.lock("r", fencing=True) as lock:
+                    tokens.append(lock.fencing_token)
+        assert tokens == sorted(set(tokens))
+
+    def test_however_often_they_do_not_pull_the_others_on(self, nodes: list[EmbeddedNode]) -> None:
+        most = 0
+        for _ in range(20):
+            self.forge(nodes[0], (most or time.time_ns() // 1000) + self.DAY_US - 10**6)
+            with self.over(nodes) as redlock, redlock.lock("r", fencing=True):
+                settle(redlock)
+            most = max(self.counters(nodes[1:]))
+        assert most < time.time_ns() // 1000 + 2 * self.DAY_US
+
+    def test_counters_that_a_quorum_has_go_on_however_great(
+        self, nodes: list[EmbeddedNode]
+    ) -> None:
+        """A client's clock was wrong for once."""
+        for node, more in zip(nodes, (5, 0, 3), strict=True):
+            self.forge(node, 2**52 + more)
+        tokens = []
+        for order in itertools.permutations(nodes):
+            with self.over(list(order)) as redlock, redlock.lock("r", fencing=True) as lock:
+                settle(redlock)
+                tokens.append(lock.fencing_token)
+        assert tokens == sorted(set(tokens))
+        assert tokens[0] > 2**52
 
 
 class TestRepair:

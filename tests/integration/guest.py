@@ -47,7 +47,7 @@ if os.environ.get("GUEST_NODES"):  # a guest no more
 @inspect_command()
 def look_at_worker(state: Any) -> dict[str, Any]:
     steps = [*state.consumer.controller.blueprint.order, *state.consumer.blueprint.order]
-    return {**process(), "steps": [one.name for one in steps]}
+    return {**process(), "steps": sorted(one.name for one in steps)}
 
 
 def process() -> dict[str, Any]:

@@ -26,6 +26,7 @@ def header_of(task_id: str, key: str) -> dict[str, Any]:
         "id": task_id,
         "retries": 0,
         "is_revoked": False,
+        "life": 1,
         "deferral": {"count": 1, "since": "2026-01-01T00:00:00+00:00", "delay": 0.1},
         "redelivery": {"by_broker": True, "waits": 1},
         "wait": {

@@ -96,6 +96,28 @@ def test_a_message_that_is_dead_lettered_and_comes_back_begins_anew(stage: Stage
     assert [stage.runs_of(key) for key in ("retried", "plain")] == [2, 2]
 
 
+@pytest.mark.parametrize("ttl", [100, 700])
+def test_a_message_that_comes_back_at_once_runs_though_it_is_refused_a_lock(
+    stage: Stage, ttl: int
+) -> None:
+    parked = {"x-message-ttl": ttl, "x-dead-letter-exchange": "",
+              "x-dead-letter-routing-key": "odd-retried"}  # fmt: skip
+    with stage.app.connection_for_write() as connection:
+        Queue("odd-parked", queue_arguments=parked)(connection.default_channel).declare()
+    stage.worker(concurrency=4, queues=["odd-retried"])
+    task, keys = stage.tasks.late_end, [f"soon{number}" for number in range(4)]
+    refused = 0
+    for key in keys:
+        result = task.apply_async((key, "reject"), queue="odd-retried")
+        eventually(lambda key=key: stage.runs_of(key))
+        with stage.tasks.work.lock_for(key, wait=60):
+            eventually(lambda result=result: stage.info(result)["status"] != "FAILURE")
+            refused += stage.info(result)["status"] == "DEFERRED"
+        see_runs(stage, result)
+    assert refused > 0  # the others came back before the test had the lock
+    assert [stage.runs_of(key) for key in keys] == [2] * len(keys)
+
+
 def fill(stage: Stage, queue: str) -> list[Any]:
     """Send until a bounded queue is full; return the results of what it took."""
     sent = []

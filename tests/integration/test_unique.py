@@ -644,7 +644,7 @@ def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock
         raise QuorumUnreachable(key, [], 2)
 
     monkeypatch.setattr(UniqueToken, "release_at_start", fail)
-    unique = {"name": f"beside:{key}", "token": "t", "until": "started"}
+    unique = {"name": f"beside:{key}", "token": "7" * 32, "until": "started"}
     ended = run_here(beside, id=key, redlock={"id": key, "unique": unique})
     assert ended.retval == "free", ended
 

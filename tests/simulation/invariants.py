@@ -150,9 +150,9 @@ class Witness:
     # what happens
 
     def new_token(self) -> str:
-        """Return the next token: short, for people."""
+        """Return the next token; its first eight digits, which a name shows, are a number."""
         self._tokens += 1
-        return f"t{self._tokens:06}"
+        return f"{self._tokens:08x}{0:024x}"
 
     def claimed(self, claim: KeyLease, run: str, process: Process) -> None:
         """See a claim begin. run: the name of what may be delivered again, if it asks."""

@@ -59,7 +59,8 @@ STRANGE: dict[str, dict[str, Any]] = {
     },
     "origin": {"exchange": 5, "routing_key": None, "queue": 6},
 }  # fmt: skip
-STRANGE_FIELDS = {"options": [], "retries": None, "id": 7, "is_revoked": "no", "unique": "u"}
+STRANGE_FIELDS = {"options": [], "retries": None, "id": 7, "is_revoked": "no", "unique": "u",
+                  "life": -1}  # fmt: skip
 PARTS: dict[str, type] = {
     "deferral": Deferral, "redelivery": Redelivery, "wait": Wait, "origin": Origin,
 }  # fmt: skip
@@ -199,7 +200,9 @@ def test_a_message_that_was_dead_lettered_begins_anew(deaths: Any, begins_anew: 
     header = replace(header, redelivery=Redelivery(waits=2))
     message = request(header.to_message())
     message.update({"x-death": deaths})
-    assert LockHeader.of(message) == (LockHeader({"ttl": 9}, "1") if begins_anew else header)
+    assert LockHeader.of(message) == (
+        LockHeader({"ttl": 9}, "1", life=1) if begins_anew else header
+    )
 
 
 def test_the_claim_of_a_send_goes_on_through_deferrals_redeliveries_and_retries() -> None:

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from celery_redlock.errors import LockTaken, QuorumUnreachable, RedlockError
+from celery_redlock.errors import LockTaken, NodeError, QuorumUnreachable, RedlockError
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
@@ -31,6 +31,7 @@ from celery_redlock.lock.server.key_requests import Servers
 from celery_redlock.lock.server.scripts import GRANT
 from celery_redlock.lock.transport.command import Command
 
+IMPLAUSIBLE = "FENCE is far ahead of the other nodes"
 ROUNDS_IN_TTL = 4  # number of rounds that must fit into a ttl
 
 Failure = LockTaken | QuorumUnreachable
@@ -157,6 +158,8 @@ class Acquirer:
         nodes = servers.nodes
         sent = key_lease.sent = clock.now()
         least = None if key_lease.fence is None else proposal(clock.wall_us())
+        if key_lease.fence is not None:
+            key_lease.fence.proposed = least or 0
         request = servers.requests.acquire(key_lease, options, least)
         is_suffixed, is_dated = True, bool(least)
         command = Command(request, round_, GRANT, is_suffixed, is_dated)
@@ -174,9 +177,19 @@ class Acquirer:
             raise error(key_lease.key.resource)
         if nodes.replaced_at:
             round_.withdraw_replaced(nodes.replaced_at)
-        if round_.tally.reached and lease.begin(clock.now()):
+        # before the token is chosen: it must be as large as the counters of a quorum that counts
+        has_counters = key_lease.fence is None or self._has_counters(key_lease.fence, round_)
+        if round_.tally.reached and has_counters and lease.begin(clock.now()):
             return None
         return self._failed(round_, key_lease, options.limit, time_is_up=time_is_up)
+
+    def _has_counters(self, fence: Fence, round_: AcquireRound) -> bool:
+        """Return whether a quorum's counters count; tell of the nodes whose counters do not."""
+        nodes = self._servers.nodes
+        for node in fence.implausible:
+            round_.errors[node] = NodeError("", IMPLAUSIBLE)
+            nodes.on_error_reply(nodes.nodes[node], IMPLAUSIBLE)
+        return fence.has_quorum
 
     def _failed(
         self, round_: AcquireRound, key_lease: KeyLease, limit: int, *, time_is_up: bool

@@ -9,7 +9,7 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.model.fencing import LAST_TOKEN
+from celery_redlock.lock.model.fencing import LAST_TOKEN, Fence
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.lease import ACQUIRING, HELD, expires_in
 from celery_redlock.lock.model.options import CompletionMarker
@@ -90,8 +90,14 @@ class AcquireRound(Round):
         bit = 1 << node
         if self._due & bit:
             self._due ^= bit
-            if self.tally.add(vote):
+            fence = self._key_lease.fence
+            is_decided = self.tally.add(vote)
+            # without a quorum of plausible counters, the nodes that are still due decide
+            if is_decided and (not self._due or not self._lacks_counters(fence)):
                 self.decide()
+
+    def _lacks_counters(self, fence: Fence | None) -> bool:
+        return fence is not None and self.tally.reached and not fence.has_quorum
 
     def _vote(self, node: int, sent: float, reply: Any) -> Vote | None:
         """Return the vote in a reply; None if the run has ended or is superseded."""

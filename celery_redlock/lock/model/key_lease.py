@@ -73,6 +73,8 @@ class KeyLease:
         """Stop counting a node whose server was replaced by another server for a while."""
         self.granted.discard(node)
         self.lease.withdraw(node)
+        if self.fence is not None:
+            self.fence.withdraw(node)
 
     def replaced(self, replaced_at: dict[int, float]) -> list[int]:
         """Return the nodes whose replacement was detected after they were asked for this key.

@@ -10,8 +10,10 @@ from typing import Any, TypeVar, cast
 
 import redis
 
+from celery_redlock.lock.model.fencing import Fence, proposal
 from celery_redlock.lock.model.keys import (
     completion_key,
+    fence_key,
     guard_keys,
     inbox_channel,
     lock_key,
@@ -21,9 +23,10 @@ from celery_redlock.lock.model.keys import (
     waiting_key,
     wake_channel,
 )
+from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import read_info
-from celery_redlock.lock.server.scripts import BREAK, TRUST
+from celery_redlock.lock.server.scripts import BREAK, FENCE, TRUST
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.encoding import (
     encoded,
@@ -58,15 +61,21 @@ def ask_each(
 
 
 def trust_nodes(
-    addresses: Collection[Address], names: Collection[str], prefix: str, timeout: float, word: str
+    addresses: Collection[Address],
+    names: Collection[str],
+    prefix: str,
+    timeout: float,
+    word: str,
+    wall_us: int,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Let nodes vote from now on, and wake the clients that wait for that.
 
-    addresses: of all nodes. names: of the nodes to trust. word: new for each call. Returns by node
-    the name of one lock on the node ("" for none), and the causes by failed node.
+    addresses: of all nodes. names: of the nodes to trust. word: new for each call. wall_us: now.
+    Returns by node the name of one lock on the node ("" for none), and the causes by failed node.
     """
     trusted = [address for address in addresses if address.name in names]
     found, failing = ask_each(trusted, timeout, functools.partial(trust_node, prefix=prefix))
+    mend_counters(addresses, names, prefix, timeout, wall_us)
     if found:  # only once all of them vote: a client that receives the message tries at once
         ask_each(addresses, timeout, functools.partial(say_trusted, prefix=prefix, word=word))
     return found, failing
@@ -86,6 +95,37 @@ def trust_node(connection: Any, prefix: str) -> str:
     connection.send_command("EVAL", TRUST.source, str(len(keys)), *keys, facts["run_id"])
     connection.read_response()
     return _any_lock(connection, prefix)
+
+
+def mend_counters(
+    addresses: Collection[Address],
+    names: Collection[str],
+    prefix: str,
+    timeout: float,
+    wall_us: int,
+) -> None:
+    """Set fencing counters that another program has written to the largest one of a quorum.
+
+    No holder's token counts on such a node, and each token is on one node of that quorum. So tokens
+    still grow. Without such a quorum nothing is set. Arguments: as in `trust_nodes`.
+    """
+    name, fence = encoded(fence_key(prefix)), Fence(quorum_of(len(addresses)))
+    fence.proposed = proposal(wall_us)
+
+    def ask(connection: Any, *words: Any) -> int:
+        connection.send_command("EVAL", FENCE.source, "1", name, *words)
+        return read_number(connection.read_response())
+
+    counters, _ = ask_each(addresses, timeout, ask)
+    for node, address in enumerate(addresses):
+        if counters.get(address.name, -1) >= 0:
+            fence.counted(node, counters[address.name])
+    if fence.has_quorum and fence.greatest:
+        words, chosen = (
+            (str(fence.greatest), str(fence.bound)),
+            [a for a in addresses if a.name in names],
+        )
+        ask_each(chosen, timeout, lambda connection: ask(connection, *words))
 
 
 def say_trusted(connection: Any, prefix: str, word: str) -> None:

@@ -51,7 +51,9 @@ _MISCONFIGURED = {  # no vote before an operator changes a setting
     "NOPROTO|[Uu]nknown (?:Redis )?(?:sub)?command": (
         "a server before Redis 6.2, or one whose commands are renamed: name another"
     ),
-    "FENCE|:fence": "its clock or another program spoiled {prefix}:fence: correct both",
+    "FENCE|:fence": (
+        "a clock or another program spoiled {prefix}:fence: correct that, then `trust --all`"
+    ),
     "certificate verify failed: certificate (?:has expired|is not yet valid)": (
         "renew its certificate; if that is valid, correct this machine's clock"
     ),

@@ -21,7 +21,7 @@ def load_script(name: str, *before: str) -> Script:
 GRANT, RENEW, REGISTER = map(load_script, ("grant", "renew", "register"))
 RELEASE, BREAK = (load_script(name, "announce") for name in ("release", "break"))
 GUARD, TRUST = (load_script(name, "tenure") for name in ("guard", "trust"))
-MARKER = load_script("marker")
+MARKER, FENCE = map(load_script, ("marker", "fence"))
 
 
 class Requests:

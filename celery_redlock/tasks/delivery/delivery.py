@@ -65,7 +65,7 @@ class Delivery:
     @property
     def run_id(self) -> RunId:
         """What tells the run of this delivery from all others, but from redeliveries."""
-        return RunId.of(self.task.name, self.request)
+        return RunId.of(self.task.name, self.request, self.header.life)
 
     @property
     def route(self) -> Route:

@@ -107,7 +107,8 @@ class LockHeader:
     options: those of the call. id: the task that the header belongs to, for subtasks inherit the
     headers of their parent. retries: the message's own count when it was republished. is_revoked: a
     worker's main process was told so of this delivery. unique: what ends the claim of a
-    deduplicated send, as of `UniqueToken`.
+    deduplicated send, as of `UniqueToken`. life: how often RabbitMQ dead-lettered the message. Each
+    life is a run of its own: a marker of the one before, just ended, must not end it.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -119,10 +120,16 @@ class LockHeader:
     wait: Wait | None = None
     origin: Origin | None = None
     unique: Mapping[str, Any] | None = None
+    life: int = 0
 
     @classmethod
     def of(cls, request: Any) -> LockHeader:
         """Return the header of a request, `NO_HEADER` if it has none of its own."""
+        header, deaths = cls._carried(request), _deaths(request)
+        return replace(header, life=header.life + deaths) if deaths else header
+
+    @classmethod
+    def _carried(cls, request: Any) -> LockHeader:
         carried = request.__dict__.get(HEADER)
         if carried is None and isinstance(request.headers, Mapping):  # a sender may write any type
             carried = request.headers.get(HEADER)
@@ -134,9 +141,9 @@ class LockHeader:
         waits = 0 if header.redelivery is None else header.redelivery.waits
         # `by_broker` alone is no republication: `revoked` writes it, and no count of retries
         was_republished = header.deferral.since is not None or waits > 0
-        if was_republished and (header.retries != request.retries or _has_died_since(request)):
+        if was_republished and (header.retries != request.retries or _deaths(request)):
             # a real retry takes the lock anew: what the run before it waited is not its own
-            return LockHeader(header.options, header.id, unique=header.unique)
+            return LockHeader(header.options, header.id, unique=header.unique, life=header.life)
         return header
 
     @property
@@ -182,6 +189,8 @@ class LockHeader:
             carried["deferral"] = dict(vars(self.deferral))
         if self.unique is not None:
             carried["unique"] = self.unique
+        if self.life:
+            carried["life"] = self.life
         if self.is_revoked:
             carried["is_revoked"] = True
         return {"options": dict(self.options), "id": self.id, "retries": self.retries, **carried}
@@ -190,17 +199,19 @@ class LockHeader:
 NO_HEADER = LockHeader()
 
 
-def _has_died_since(request: Any) -> bool:
-    """Return whether a message was dead-lettered after it was republished, and has come back.
+def _deaths(request: Any) -> int:
+    """Return how often a message was dead-lettered since it was sent or republished.
 
     Source: RabbitMQ, "Dead Letter Exchanges": `x-death` has an entry for each queue. It is younger
     than the last republication, which leaves it out. RabbitMQ's delay adds entries of its own.
     """
     deaths = request.__dict__.get(DEATHS)
     if not isinstance(deaths, (list, tuple)):
-        return False
-    queues = [str(death.get("queue")) for death in deaths if isinstance(death, Mapping)]
-    return any(not queue.startswith(DELAY_QUEUES) for queue in queues)
+        return 0
+    own = [death for death in deaths if isinstance(death, Mapping)
+           and not str(death.get("queue")).startswith(DELAY_QUEUES)]  # fmt: skip
+    counts = [death.get("count") for death in own]
+    return sum(count if _fits(count, _COUNT) and count else 1 for count in counts)
 
 
 _COUNT, _LIMIT = range(10**9), range(1, MOST_PERMITS + 1)
@@ -214,6 +225,7 @@ _KINDS: Mapping[type, Mapping[str, Any]] = {  # by part: its fields, and their t
     Origin: {"exchange": str, "routing_key": str, "queue": str},
     LockHeader: {
         "options": Mapping, "id": str, "retries": _COUNT, "is_revoked": bool, "unique": Mapping,
+        "life": _COUNT,
     },
 }  # fmt: skip
 

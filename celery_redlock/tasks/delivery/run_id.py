@@ -9,7 +9,7 @@ from urllib.parse import quote
 from celery_redlock.tasks.delivery.route import QUEUE
 
 _TEXT = re.compile(
-    r"(?P<task_id>.+):(?P<name>[^:\s]+):(?P<retries>\d+):(?P<nesting>\d+)(?:@(?P<queue>[^@\s]+))?",
+    r"(?P<task_id>.+):(?P<name>[^:\s]+):(?P<retries>\d+):(?P<nesting>\d+)(?:\+(?P<life>\d+))?(?:@(?P<queue>[^@\s]+))?",
     re.DOTALL,
 )
 
@@ -28,14 +28,20 @@ class RunId(NamedTuple):
     retries: int = 0
     nesting: int = 0
     queue: str = ""
+    life: int = 0
 
     @classmethod
-    def of(cls, name: str, request: Any) -> RunId:
-        """Return the id of a task's run. name: the task's; request: Celery's `Context`."""
+    def of(cls, name: str, request: Any, life: int = 0) -> RunId:
+        """Return the id of a task's run. name: the task's; request: Celery's `Context`.
+
+        life: as of `LockHeader`.
+        """
         queue = ""
         if (request.delivery_info or {}).get("exchange"):
             queue = quote((request.properties or {}).get(QUEUE) or "", safe="")
-        return cls(request.id, name, request.retries, request.replaced_task_nesting or 0, queue)
+        return cls(
+            request.id, name, request.retries, request.replaced_task_nesting or 0, queue, life
+        )
 
     @classmethod
     def parse(cls, text: str) -> RunId | None:
@@ -44,15 +50,17 @@ class RunId(NamedTuple):
         if found is None:
             return None
         retries, nesting = int(found["retries"]), int(found["nesting"])
-        return cls(found["task_id"], found["name"], retries, nesting, found["queue"] or "")
+        queue, life = found["queue"] or "", int(found["life"] or 0)
+        return cls(found["task_id"], found["name"], retries, nesting, queue, life)
 
     def __str__(self) -> str:
         text = f"{self.task_id}:{self.name}:{self.retries}:{self.nesting}"
+        text = f"{text}+{self.life}" if self.life else text
         return f"{text}@{self.queue}" if self.queue else text
 
     @property
     def of_all_copies(self) -> RunId:
-        """The id without its queue, as the sender of the message knows it."""
+        """The id without its queue and its life, as the sender of the message knows it."""
         return RunId(self.task_id, self.name, self.retries, self.nesting)
 
     def label(self, hostname: str | None) -> str:

@@ -79,7 +79,7 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
     if error is None or error is request.__dict__.get(OUTER_ERROR):
         completed = is_completed(state, retval)
     else:
-        run_id = str(RunId.of(task.name, request))
+        run_id = str(RunId.of(task.name, request, LockHeader.of(request).life))
         completed = is_completed_before_hook(request, error) or is_end_announced(run_id)
     if completed and HEADER in request.__dict__:
         _end_claim_of_run(task.app, request, state)

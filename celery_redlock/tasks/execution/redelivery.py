@@ -74,7 +74,7 @@ def check_not_superseded(delivery: Delivery) -> None:
     not too early: the later send marks before it asks for the lock.
     """
     run = delivery.run_id
-    if not (run.queue or delivery.is_redelivered) or run.retries:
+    if not (run.queue or run.life or delivery.is_redelivered) or run.retries:
         return
     session = redlock_of(delivery.task.app).session
     sent = str(run.of_all_copies)

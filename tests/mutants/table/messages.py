@@ -27,9 +27,9 @@ MUTANTS = (
     ),
     Mutant(
         "a retry after a deferral forgets the claim of its send",
-        "tasks.delivery.header:LockHeader.of",
-        "return LockHeader(header.options, header.id, unique=header.unique)",
-        "return LockHeader(header.options, header.id)",
+        "tasks.delivery.header:LockHeader._carried",
+        "header.id, unique=header.unique, life=header.life)",
+        "header.id, life=header.life)",
         (
             f"{UNIT}/test_deferral.py::test_the_claim_of_a_send_goes_on_through_deferrals_"
             "redeliveries_and_retries",
@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "two copies of a message are one run",
         "tasks.delivery.run_id:RunId.of",
-        "request.replaced_task_nesting or 0, queue)",
-        "request.replaced_task_nesting or 0)",
+        "request.replaced_task_nesting or 0, queue, life",
+        "request.replaced_task_nesting or 0, '', life",
         (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
     ),
     Mutant(
@@ -259,15 +259,15 @@ MUTANTS = (
     ),
     Mutant(
         "a retry goes on with the wait of the run before it",
-        "tasks.delivery.header:LockHeader.of",
+        "tasks.delivery.header:LockHeader._carried",
         "header.retries != request.retries or ",
         "",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "a message that RabbitMQ dead-lettered counts as run once it comes back, and is discarded",
-        "tasks.delivery.header:LockHeader.of",
-        " or _has_died_since(request)",
+        "tasks.delivery.header:LockHeader._carried",
+        " or _deaths(request)",
         "",
         (f"{UNIT}/test_deferral.py",),
     ),
@@ -472,7 +472,7 @@ MUTANTS = (
     Mutant(
         "a redelivery runs although a later send has replaced it",
         "tasks.execution.redelivery:check_not_superseded",
-        "if not (run.queue or delivery.is_redelivered) or run.retries:",
+        "if not (run.queue or run.life or delivery.is_redelivered) or run.retries:",
         "if not run.queue or run.retries:",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"

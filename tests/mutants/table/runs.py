@@ -319,7 +319,7 @@ MUTANTS = (
     ),
     Mutant(
         "a revoked retry that is redelivered runs",
-        "tasks.delivery.header:LockHeader.of",
+        "tasks.delivery.header:LockHeader._carried",
         "or waits > 0",
         "or header.redelivery is not None",
         (

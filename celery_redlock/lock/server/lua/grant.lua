@@ -42,8 +42,9 @@ if ARGV[3] == '' then
   redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
   return done and {1, 0, done} or 1
 end
-local token = tonumber(redis.call('GET', KEYS[4]) or '0')
-if not token then
+local counter = redis.pcall('GET', KEYS[4])  -- an error if another program has written another type
+local token = type(counter) ~= 'table' and tonumber(counter or '0')
+if not token or token ~= token then  -- Lua reads 'nan' as a number
   return redis.error_reply('FENCE is not a number')
 end
 if current then

@@ -7,7 +7,7 @@
 -- Returns a list with one item for each lock
 --          1          renewed: the key lives for at least the ttl
 --          {1, token} the same, with the fencing counter, if a token was given; token 0 if another
---                     program has written the counter as another type, which then stays
+--                     program has written what is no number, which then stays
 --          0          the key is missing
 --          -1         the key has another client's value, or an operator broke the lock
 local count = #ARGV / 3
@@ -45,7 +45,10 @@ local function renewed(key, value, ttl, least)
   if reached == '' then
     return {1, 0}
   end
-  local token = tonumber(reached or '0') or 0
+  local token = tonumber(reached or '0')
+  if not token or token ~= token then
+    return {1, 0}
+  end
   if token < tonumber(least) and redis.pcall('SET', counter, least).ok then
     token = tonumber(least)
   end
