@@ -25,7 +25,6 @@ IF_A_WAIT_ENDED = [
     "tests/integration/test_exclusion.py",
     "tests/integration/test_fencing.py",
     "tests/integration/test_late_write.py",
-    "tests/integration/test_mixed_versions.py",
     "tests/integration/test_permits.py",
     "tests/integration/test_second_deliveries.py",
     "tests/integration/test_several_resources.py",

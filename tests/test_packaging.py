@@ -184,7 +184,7 @@ def test_the_sdist_has_what_its_tests_need(built: Path, tmp_path: Path) -> None:
     readers = ("unit/test_mutants.py", "test_architecture.py", "test_pictures.py")
     assert " passed" in run(*pytest_, *(f"tests/{name}" for name in readers), cwd=unpacked)
     kept = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile")
-    for name in (*kept, "tests/integration/earlier/celery_redlock.tar.xz"):
+    for name in kept:
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
 
 
