@@ -733,7 +733,7 @@ class TestPasswords:
             with over([nodes[source]]) as made:
                 said = texts_of(made, caplog)
         assert "s3cret" not in said
-        assert "unknown command 'AUTH" in said
+        assert re.search("unknown command .AUTH", said)
 
     @pytest.mark.parametrize(
         "reply",

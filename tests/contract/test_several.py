@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -302,7 +303,7 @@ class TestFencing:
         self, mortal_nodes: list[EmbeddedNode]
     ) -> None:
         first, second, third = mortal_nodes
-        ahead = 2**51
+        ahead = time.time_ns() // 1000 + 3600 * 10**6  # by an hour; a day ahead is a forged one
         first.client().set(FENCE, ahead)
         with over(mortal_nodes, NODE_TIMEOUT) as redlock:
             second.pause()

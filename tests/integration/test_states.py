@@ -330,7 +330,8 @@ def test_without_a_quorum_each_deferral_says_how_long_it_has_been_so(
     result = stage.tasks.work.apply_async(("k",), lock={"backoff": steady})
     stage.see_deferred(result, 3)
     assert stage.info(result)["result"]["waited"] >= 0.3
-    assert re.search(r"lock 'k:k' has no quorum of 2 nodes \(\S+: .*; \S+: .*\)\n", worker.output())
+    line = r"lock 'k:k' has no quorum of 2 nodes \(\S+: .*; \S+: .*\); it tries again in [\d.]+ s\n"
+    assert re.search(line, worker.output())
 
 
 def test_without_a_quorum_whoever_waits_is_told_by_every_rule(
