@@ -121,10 +121,8 @@ def mend_counters(
         if counters.get(address.name, -1) >= 0:
             fence.counted(node, counters[address.name])
     if fence.has_quorum and fence.greatest:
-        words, chosen = (
-            (str(fence.greatest), str(fence.bound)),
-            [a for a in addresses if a.name in names],
-        )
+        words = str(fence.greatest), str(fence.bound)
+        chosen = [address for address in addresses if address.name in names]
         ask_each(chosen, timeout, lambda connection: ask(connection, *words))
 
 

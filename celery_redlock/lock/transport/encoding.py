@@ -87,10 +87,8 @@ class ReplyHeaders:
     __slots__ = ("_rest", "_skip", "is_open")
 
     def __init__(self) -> None:
-        self._rest, self._skip = (
-            b"",
-            0,
-        )  # an incomplete line; bytes of a text that are still to come
+        self._rest = b""  # an incomplete line
+        self._skip = 0  # bytes of a text that are still to come
         self.is_open = False
 
     def check(self, data: bytes) -> None:
