@@ -72,7 +72,7 @@ def _value(conf: Mapping[str, Any], name: str) -> Any:
     """Return the value of an app-only setting, checked, or its default; raises SettingsError."""
     setting = APP_SETTING[name]
     value = conf.get(f"redlock_{name}", setting.default)
-    return value if setting.check is None else setting.check(app_source(name), value)
+    return setting.check(app_source(name), value)
 
 
 def _call_options(source: OptionSource, value: Any) -> frozenset[str] | None:
