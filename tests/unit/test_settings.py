@@ -28,7 +28,13 @@ from celery_redlock.tasks.settings.app import (
     AppSettings,
     pattern_for,
 )
-from celery_redlock.tasks.settings.conf import check_known_names, find_nodes, one_redis, read_app
+from celery_redlock.tasks.settings.conf import (
+    check_known_names,
+    find_nodes,
+    one_redis,
+    read_app,
+    visibility_timeout,
+)
 from celery_redlock.tasks.settings.digest import canonical, digest
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
@@ -886,11 +892,33 @@ class TestKeys:
 
 
 @pytest.mark.parametrize(
+    ("url", "given", "visibility"),
+    [
+        ("redis://a", None, 3600.0),
+        ("redis://a", 0, 3600.0),
+        (["rediss://a"], 60, 60.0),
+        ("redis+socket:///a", None, 3600.0),
+        ("sqs://", None, 1800.0),
+        ("amqp://a", 60, None),
+        (None, None, None),
+    ],
+)
+def test_brokers_take_a_message_for_lost_after_a_time_of_their_own(
+    url: Any, given: int | None, visibility: float | None
+) -> None:
+    conf = {"broker_url": url, "broker_transport_options": {"visibility_timeout": given}}
+    assert visibility_timeout(conf) == visibility
+
+
+ON_REDIS = {"broker_url": "redis://a"}
+
+
+@pytest.mark.parametrize(
     ("conf", "kept_for"),
     [
         ({}, 600.0),
-        ({"broker_transport_options": {"visibility_timeout": 120}}, 180.0),
-        ({"broker_transport_options": {"visibility_timeout": 7200}}, 600.0),
+        ({**ON_REDIS, "broker_transport_options": {"visibility_timeout": 120}}, 180.0),
+        ({**ON_REDIS, "broker_transport_options": {"visibility_timeout": 7200}}, 600.0),
         ({"redlock_done_ttl": 3600}, 3600.0),
         ({"redlock_done_ttl": None}, 600.0),
     ],
@@ -907,7 +935,9 @@ def test_a_done_mark_is_kept_until_no_other_delivery_is_to_be_expected(
         ({}, 300.0),
         ({"redlock_done_ttl": 3600}, 900.0),
         ({"redlock_done_ttl": 20}, 10.0),
-        ({"broker_transport_options": {"visibility_timeout": 120}}, 30.0),
+        ({**ON_REDIS, "broker_transport_options": {"visibility_timeout": 120}}, 30.0),
+        ({"broker_transport_options": {"visibility_timeout": 120}}, 300.0),  # no such timeout
+        ({"broker_url": "sqs://", "redlock_done_ttl": 3600}, 450.0),
     ],
 )
 def test_no_countdown_outlives_a_delivery_nor_the_mark_of_another_copys_end(

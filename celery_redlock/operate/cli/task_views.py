@@ -22,9 +22,9 @@ from celery_redlock.operate.cli.render import (
     seconds_since,
 )
 from celery_redlock.operate.control import Holder, in_iso
-from celery_redlock.operate.lints.facts import visibility_of
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.reporting import DEFERRED
+from celery_redlock.tasks.settings.conf import visibility_timeout
 
 NOTHING_KNOWN = "Which tasks wait cannot be known."
 REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
@@ -65,7 +65,7 @@ class WaitersView:
         ]
         waiting.sort(key=lambda row: str(row["since"]))
         registered = look_at_waiting(redlock_of(app))
-        return cls(sorted(by_worker), waiting, registered, visibility_of(app.conf), cause)
+        return cls(sorted(by_worker), waiting, registered, visibility_timeout(app.conf), cause)
 
     def for_resource(self, resource: str) -> WaitersView:
         """Return who waits for one resource."""

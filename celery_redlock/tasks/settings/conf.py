@@ -26,7 +26,9 @@ from celery_redlock.tasks.settings.sources import (
 )
 
 LONGEST_DONE_TTL = 600.0  # seconds, by default: each completion marker takes memory on the nodes
-VISIBILITY_TIMEOUT = 3600.0  # seconds: kombu's own, if `visibility_timeout` is not set
+# Seconds: kombu's own defaults, by transport; other transports have no such timeout.
+VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
+OTHER_BROKERS = 3600.0  # seconds: taken for a broker without a visibility timeout
 
 
 def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettings:
@@ -39,9 +41,9 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
     nodes, nodes_from = _nodes(conf)
     if nodes_from:
         check_nodes("app", nodes_from, nodes)
-    done_ttl = _value(conf, "done_ttl")
+    done_ttl, unacknowledged = _value(conf, "done_ttl"), visibility_timeout(conf) or OTHER_BROKERS
     if done_ttl is None:  # by then no other delivery of the run's message is expected
-        done_ttl = min(_visibility_timeout(conf) + 60.0, LONGEST_DONE_TTL)
+        done_ttl = min(unacknowledged + 60.0, LONGEST_DONE_TTL)
     bare = AppSettings(
         nodes=tuple(nodes),
         prefix=_value(conf, "prefix"),
@@ -54,7 +56,7 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
         queues={},
         tasks={},
         # so that a redelivery that waits asks again before the marker of the first one expires
-        countdown_cap=min(_visibility_timeout(conf) / 4, done_ttl / 2),
+        countdown_cap=min(unacknowledged / 4, done_ttl / 2),
         metrics=_value(conf, "metrics"),
         call_options=_call_options(app_source("call_options"), _value(conf, "call_options")),
         nodes_from=nodes_from,
@@ -183,13 +185,16 @@ def one_redis(url: Any) -> str | None:
     return f"unix://{path}" + (f"?db={database[0].strip('/')}" if database else "")
 
 
-def _visibility_timeout(conf: Mapping[str, Any]) -> float:
+def visibility_timeout(conf: Mapping[str, Any]) -> float | None:
     """Return the seconds after which the broker delivers an unacknowledged message again.
 
-    Countdowns stay well below it. Source: kombu's Redis and SQS transports deliver a message again
-    that is not acknowledged within `visibility_timeout`; a waiting message is not acknowledged.
+    None if it never does. Source: kombu's transports for Redis and SQS; a waiting message is not
+    acknowledged.
     """
-    options = conf.get("broker_transport_options") or {}
-    timeout = options.get("visibility_timeout", VISIBILITY_TIMEOUT)
-    is_set = isinstance(timeout, (int, float)) and timeout > 0
-    return float(timeout) if is_set else VISIBILITY_TIMEOUT
+    url = _url(conf, "broker_read_url") or _url(conf, "broker_url") or ""
+    scheme = str(url[0] if isinstance(url, (list, tuple)) else url).partition("://")[0]
+    default = VISIBILITY_TIMEOUTS.get(scheme.partition("+")[0])
+    if default is None:
+        return None
+    given = (conf.get("broker_transport_options") or {}).get("visibility_timeout")
+    return float(given) if isinstance(given, (int, float)) and given > 0 else default
