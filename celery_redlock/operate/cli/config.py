@@ -17,9 +17,7 @@ from celery_redlock.lock.node_status import (
 from celery_redlock.operate.cli.group import app_from, named, redlock
 from celery_redlock.operate.cli.node_views import NodesView
 from celery_redlock.operate.cli.render import as_json, command_error, print_json, print_line
-from celery_redlock.operate.lints.facts import facts_of
-from celery_redlock.operate.lints.model import ADVICE, ERROR, WARNING, Lint
-from celery_redlock.operate.lints.rules import left_open, lint
+from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, left_open, lint
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.sources import did_you_mean
 from celery_redlock.tasks.startup import locked_tasks
@@ -54,9 +52,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     """
     app = app_from(ctx)
     made, nodes_from = redlock_of(app), settings_of(app).nodes_from
-    facts = facts_of(app)
     wrong = (*_differing_settings(made), *_missing_rights(made))
-    lints = (*wrong, *lint(facts), *left_open(facts))
+    lints = (*wrong, *lint(app), *left_open(app))
     nodes = NodesView.of(made)
     if as_json:
         found = {"from": nodes_from, **nodes.summary()}

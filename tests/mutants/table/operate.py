@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "one task that cannot be meant ends the lints of all others",
-        "operate.lints.rules:_all",
+        "operate.lints:_all",
         "error.value, hint)\n",
         "error.value, hint)\n            return\n",
         (f"{UNIT}/test_lints.py::test_a_task_that_cannot_be_meant_leaves_other_tasks_their_lints",),
