@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +24,7 @@ from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, DEFAULT_PREFIX, is_glob, pattern_for
 from celery_redlock.tasks.settings.conf import one_redis, visibility_timeout
 from celery_redlock.tasks.settings.levels import decides_key
-from celery_redlock.tasks.settings.sources import EffectiveOptions, did_you_mean, pattern_source
+from celery_redlock.tasks.settings.sources import EffectiveOptions, OptionSource, did_you_mean
 from celery_redlock.tasks.settings.templates import templates_of
 from celery_redlock.tasks.startup import locked_tasks, locks_tasks
 from celery_redlock.tasks.task import LockedTask
@@ -188,7 +189,8 @@ def _in_its_queue(task: LockedTask) -> TaskInQueue:
     options = config.effective_options(queue)
     pattern = pattern_for(queue, config.app.queues)
     if pattern is not None and not decides_key(config.options):
-        config.keys.check(config.app.queues[pattern], pattern_source("queue", pattern))
+        source_of = partial(OptionSource.at, "queues", of=pattern)
+        config.keys.check(config.app.queues[pattern], source_of)
     return TaskInQueue(task, queue, options)
 
 

@@ -43,7 +43,7 @@ from celery_redlock.tasks.settings.options import (
     OPTION,
     TaskLockOptions,
 )
-from celery_redlock.tasks.settings.sources import app_source
+from celery_redlock.tasks.settings.sources import OptionSource
 from celery_redlock.tasks.settings.task_config import (
     TaskLockConfig,
     compile_adopted_config,
@@ -553,7 +553,7 @@ class TestTheTables:
     @pytest.mark.parametrize("name", OPTION)
     def test_a_default_passes_its_own_check(self, name: str) -> None:
         app, default = read_app({"redlock_nodes": NODES}), OPTION[name].default
-        assert OPTION[name].check(app_source(name), default, app) == default
+        assert OPTION[name].check(OptionSource.at("app", name), default, app) == default
 
     @pytest.mark.parametrize("name", OPTION)
     def test_a_callable_is_taken_by_two_options(self, name: str) -> None:

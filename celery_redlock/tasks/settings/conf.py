@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -17,13 +18,7 @@ from celery_redlock.tasks.settings.app import (
 )
 from celery_redlock.tasks.settings.levels import check_options, option_meant
 from celery_redlock.tasks.settings.options import OPTION
-from celery_redlock.tasks.settings.sources import (
-    OptionSource,
-    app_source,
-    did_you_mean,
-    pattern_source,
-    tasks_source,
-)
+from celery_redlock.tasks.settings.sources import OptionSource, did_you_mean
 
 LONGEST_DONE_TTL = 600.0  # seconds, by default: each completion marker takes memory on the nodes
 # Seconds: kombu's own defaults, by transport; other transports have no such timeout.
@@ -58,15 +53,15 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
         # so that a redelivery that waits asks again before the marker of the first one expires
         countdown_cap=min(unacknowledged / 4, done_ttl / 2),
         metrics=_value(conf, "metrics"),
-        call_options=_call_options(app_source("call_options"), _value(conf, "call_options")),
+        call_options=_call_options(conf),
         nodes_from=nodes_from,
     )
-    queues = _by_pattern("queue", _value(conf, "queues") or {}, bare, travels=True)
-    tasks = _by_pattern("task", _value(conf, "tasks") or {}, bare, travels=False)
+    queues = _by_pattern("queues", conf, bare, travels=True)
+    tasks = _by_pattern("tasks", conf, bare, travels=False)
     for pattern in tasks:
         if pattern.startswith(CELERY_PREFIX):
             hint = "Celery's own tasks are never locked: name tasks of your own or of others"
-            raise tasks_source(pattern).wrong(tasks[pattern], hint)
+            raise OptionSource.at("app", f"tasks[{pattern!r}]").wrong(tasks[pattern], hint)
     return replace(bare, options=_app_options(conf, bare), queues=queues, tasks=tasks)
 
 
@@ -74,11 +69,12 @@ def _value(conf: Mapping[str, Any], name: str) -> Any:
     """Return the value of an app-only setting, checked, or its default; raises SettingsError."""
     setting = APP_SETTING[name]
     value = conf.get(f"redlock_{name}", setting.default)
-    return setting.check(app_source(name), value)
+    return setting.check(OptionSource.at("app", name), value)
 
 
-def _call_options(source: OptionSource, value: Any) -> frozenset[str] | None:
+def _call_options(conf: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the names of the options that a message may carry; raises SettingsError."""
+    source, value = OptionSource.at("app", "call_options"), _value(conf, "call_options")
     if value is None:
         return None
     if not isinstance(value, (list, tuple, set, frozenset)):
@@ -108,17 +104,17 @@ def _app_options(conf: Mapping[str, Any], app: AppSettings) -> Mapping[str, Any]
     missing = object()
     given = {name: conf.get(f"redlock_{name}", missing) for name in OPTION}
     given = {name: value for name, value in given.items() if value is not missing}
-    return check_options(given, app, app_source, travels=False)
+    return check_options(given, app, partial(OptionSource.at, "app"), travels=False)
 
 
 def _by_pattern(
-    kind: str, given: Any, app: AppSettings, *, travels: bool
+    level: str, conf: Mapping[str, Any], app: AppSettings, *, travels: bool
 ) -> Mapping[str, Mapping[str, Any]]:
     """Return the options of queues or tasks by name or glob, checked; raises SettingsError.
 
-    kind: "queue" or "task". travels: see `check_options`.
+    level: "queues" or "tasks". travels: see `check_options`.
     """
-    whole = app_source(f"{kind}s")
+    given, kind, whole = _value(conf, level) or {}, level[:-1], OptionSource.at("app", level)
     if not isinstance(given, Mapping):
         raise whole.wrong(given, f"must map {kind} names or globs to options")
     result = {}
@@ -126,7 +122,7 @@ def _by_pattern(
         if not isinstance(pattern, str) or not isinstance(options, Mapping):
             hint = f"must map a {kind}'s name or glob to its options"
             raise whole.wrong({pattern: options}, hint)
-        source_of = pattern_source(kind, pattern)
+        source_of = partial(OptionSource.at, level, of=pattern)
         result[pattern] = check_options(options, app, source_of, travels=travels)
     return result
 

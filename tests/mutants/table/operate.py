@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "a key of the app that a task cannot fill is found at each run",
         "tasks.settings.task_config:_check_config",
-        'keys.check({"key": None, **app.options}, app_source)',
+        'keys.check({"key": None, **app.options}, partial(OptionSource.at, "app"))',
         "pass",
         (
             f"{UNIT}/test_settings.py::"
