@@ -21,7 +21,7 @@ from celery_redlock.operate.cli.group import (
     redlock_from,
     within_deadline,
 )
-from celery_redlock.operate.cli.lock_views import failing_lines, lock_name
+from celery_redlock.operate.cli.node_views import failing_lines, lock_name
 from celery_redlock.operate.cli.render import (
     as_data,
     as_json,

@@ -79,7 +79,7 @@ def within_deadline(ask: Callable[[], T]) -> tuple[T | None, str]:
         try:
             answers.append((ask(), ""))
         except Exception as error:  # each transport and backend has its own
-            answers.append((None, str(error)))
+            answers.append((None, str(error) or type(error).__name__))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

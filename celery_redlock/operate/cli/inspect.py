@@ -10,14 +10,14 @@ import click
 from celery_redlock.lock.held_locks import look_at_locks
 from celery_redlock.operate.cli.group import UNKNOWN, app_from, finite, named, redlock, redlock_from
 from celery_redlock.operate.cli.live_view import is_terminal, look_repeatedly, show_live
-from celery_redlock.operate.cli.lock_views import (
+from celery_redlock.operate.cli.node_views import (
     LOCKS_UNKNOWN,
+    NodesView,
     failing_lines,
     lock_table,
     unknown_lines,
     vote_table,
 )
-from celery_redlock.operate.cli.node_views import NodesView
 from celery_redlock.operate.cli.render import as_data, as_json, print_all, print_json
 from celery_redlock.operate.cli.task_views import TaskView, WaitersView
 from celery_redlock.tasks.per_app import redlock_of

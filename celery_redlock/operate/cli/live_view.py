@@ -22,8 +22,7 @@ import click
 from celery_redlock.errors import escaped
 from celery_redlock.lock.held_locks import Sight, look_at_locks
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.operate.cli.lock_views import lock_table, unknown_lines
-from celery_redlock.operate.cli.node_views import NodesView
+from celery_redlock.operate.cli.node_views import NodesView, lock_table, unknown_lines
 from celery_redlock.operate.cli.render import Table, as_data
 from celery_redlock.operate.cli.task_views import WaitersView
 from celery_redlock.tasks.per_app import redlock_of
