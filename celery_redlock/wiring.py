@@ -26,8 +26,7 @@ import celery_redlock_entry
 from celery_redlock import compatibility
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.client import Redlock
-from celery_redlock.operate import control, tracing
-from celery_redlock.operate.lints import startup as lints
+from celery_redlock.operate import control, lints, tracing
 from celery_redlock.operate.metrics import exporter
 from celery_redlock.tasks import per_app, startup, task, wrapping
 from celery_redlock.tasks.adoption import AdoptingRegistry
