@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
 from celery.concurrency import get_implementation
 
-from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.platform.threads import Waker, new_mutex
 from celery_redlock.tasks.children.journal import HELD, JournalEntry, JournalSlot
-from celery_redlock.tasks.children.observers import JournalingObserver, ParentObserver
 from celery_redlock.tasks.children.process import ChildProcess, start_time_of
-from celery_redlock.tasks.signals import SignalObserver
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ class Children:
     """The children that a process forks: their journals, and their processes.
 
     waker: each child wakes it once. watched: the processes whose exit is awaited. sending: a mutex,
-    held while a thread sends signals of a release or a node. So no fork copies a mutex that users'
+    held while the reaper or a watchdog sends signals. So no fork copies a mutex that users'
     receivers hold, counters of the metrics halfway through a change, or the lock of a signal.
     """
 
@@ -125,10 +123,8 @@ class ForkingProcess:
         parents, self.children, self.slot = self.children, None, None
         if parents is not None:
             self.slot = parents.become_child()
-        if self.slot is not None:
-            Redlock.observer = JournalingObserver(self.slot)
-        elif parents is not None or isinstance(Redlock.observer, JournalingObserver):
-            Redlock.observer = SignalObserver()  # also in a child's child, which has no reaper
+        Events.journal = self.slot  # None also in a child's child, which has no reaper
+        Events.sending = nullcontext()
 
 
 this_process = ForkingProcess()
@@ -164,7 +160,7 @@ def expect_children(sender: Any, **_: Any) -> Children | None:
     """
     if forks_children(sender) and this_process.children is None:
         this_process.children = Children()
-        Redlock.observer = ParentObserver(this_process.children.sending)
+        Events.sending = this_process.children.sending
     return this_process.children
 
 
