@@ -63,7 +63,6 @@ class NodeFailedEvent:
 
     node: str
     cause: str
-    resource: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,6 @@ class NodeRecoveredEvent:
     """A node replies again."""
 
     node: str
-    resource: str = ""
 
 
 class Events:
