@@ -235,7 +235,7 @@ class TestHandlers:
         def flood() -> None:
             while not told.is_set():
                 for _ in range(3):
-                    watchdog.tell(lambda: time.sleep(0.005))
+                    watchdog.call_soon(time.sleep, 0.005)
                 time.sleep(0.005)
 
         thread = threading.Thread(target=flood)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -140,9 +139,9 @@ class Events:
     def extended(self, acquisitions: Iterable[Acquisition]) -> None:
         """Report that a quorum renewed some locks."""
         for acquisition in acquisitions if self.wants(LockExtendedEvent) else ():
-            self._watchdog.tell(functools.partial(self._tell_extended, acquisition))
+            self._watchdog.call_soon(self._send_extended, acquisition)
 
-    def _tell_extended(self, acquisition: Acquisition) -> None:
+    def _send_extended(self, acquisition: Acquisition) -> None:
         remaining = acquisition.remaining(self._clock.now())
         with self.sending:
             self._send(acquisition, LockExtendedEvent(acquisition.resource, remaining))
@@ -151,29 +150,20 @@ class Events:
         """Report that a lock was released because its `Lock` was garbage collected."""
         text = "released %r: its Lock was garbage collected without a release"
         extra = {"event": "lock_abandoned", "resource": acquisition.resource}
-        log = functools.partial(logger.warning, text, acquisition.resource, extra=extra)
-        self._watchdog.tell(log)
+        self._watchdog.call_soon(logger.warning, text, acquisition.resource, extra=extra)
 
     def at_risk(self, acquisition: Acquisition, now: float) -> None:
-        """Report that a lock was not renewed for two thirds of its ttl."""
+        """Report that a lock was not renewed for two thirds of its ttl; only as `lost` is."""
         left = min(one.lease.remaining(now) for one in acquisition.key_leases)
         text = "%r is at risk: not renewed, lost in %.1f s"
         extra = {"event": "lock_at_risk", "resource": acquisition.resource, "remaining": left}
-        self._watchdog.say(
-            functools.partial(logger.warning, text, acquisition.resource, left, extra=extra)
-        )
+        logger.warning(text, acquisition.resource, left, extra=extra)
 
     def lost(self, acquisition: Acquisition, reason: str) -> None:
         """Report once that a lock is lost. Called only in the watchdog's second thread."""
-        if acquisition.mark_loss_told():
-            self._watchdog.unwatch(acquisition)
-            self._watchdog.say(functools.partial(self._tell_lost, acquisition, reason))
-
-    def lost_soon(self, acquisition: Acquisition, reason: str) -> None:
-        """Report that a lock is lost, in the watchdog's second thread."""
-        self._watchdog.tell(functools.partial(self.lost, acquisition, reason))
-
-    def _tell_lost(self, acquisition: Acquisition, reason: str) -> None:
+        if not acquisition.mark_loss_told():
+            return
+        self._watchdog.unwatch(acquisition)
         extra = {"event": "lock_lost", "resource": acquisition.resource, "reason": reason}
         text, see = "lost %r: %s. See %s", anchors.LOCK_LOST
         logger.error(text, acquisition.resource, reason, see, extra=extra)
@@ -182,11 +172,15 @@ class Events:
             if self.wants(LockLostEvent):
                 self._send(acquisition, LockLostEvent(acquisition.resource, reason))
 
+    def lost_soon(self, acquisition: Acquisition, reason: str) -> None:
+        """Report that a lock is lost, in the watchdog's second thread."""
+        self._watchdog.call_soon(self.lost, acquisition, reason)
+
     def node_changed(self, node: NodeClient, error: NodeError | None) -> None:
         """Report that a node stopped answering; without an error, that the node answers again."""
-        self._watchdog.tell(functools.partial(self._tell_of_node, node.name, error))
+        self._watchdog.call_soon(self._report_node, node.name, error)
 
-    def _tell_of_node(self, name: str, error: NodeError | None) -> None:
+    def _report_node(self, name: str, error: NodeError | None) -> None:
         record: Any
         if error is None:
             extra = {"event": "node_recovered", "node": name}
@@ -217,6 +211,4 @@ class Events:
 
     def _log(self, event: str, level: int, text: str, node: NodeClient, see: str) -> None:
         extra, line = {"event": event, "node": node.name}, "node %s %s. See %s"
-        self._watchdog.tell(
-            functools.partial(logger.log, level, line, node.name, text, see, extra=extra)
-        )
+        self._watchdog.call_soon(logger.log, level, line, node.name, text, see, extra=extra)
