@@ -28,7 +28,12 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.children import forks as forks_module
-from celery_redlock.tasks.children.forks import Children
+from celery_redlock.tasks.children.forks import (
+    ChildProcess,
+    Children,
+    pid_has_exited,
+    start_time_of,
+)
 from celery_redlock.tasks.children.journal import (
     CLAIMED,
     ENTRY_SIZE,
@@ -42,7 +47,6 @@ from celery_redlock.tasks.children.journal import (
     encode_entry,
     parse_entry,
 )
-from celery_redlock.tasks.children.process import ChildProcess, pid_has_exited, start_time_of
 from celery_redlock.tasks.children.reaper import ChildReaper, watch_children
 from celery_redlock.tasks.per_app import redlock_of
 

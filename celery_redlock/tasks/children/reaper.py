@@ -20,9 +20,8 @@ from celery_redlock.lock.model.keys import label_of
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.greenlets import new_poll
 from celery_redlock.lock.platform.threads import DeadlineTimer, start_thread
-from celery_redlock.tasks.children.forks import Children, this_process
+from celery_redlock.tasks.children.forks import ChildProcess, Children, this_process
 from celery_redlock.tasks.children.journal import CLAIMED, HELD, RELEASED, JournalEntry, JournalSlot
-from celery_redlock.tasks.children.process import ChildProcess
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 
 logger = logging.getLogger(__name__)
