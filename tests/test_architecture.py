@@ -123,13 +123,13 @@ SHORT = {
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
 # for a name finds one thing.
 TWICE = {
-    *("Client", "Connection", "Dispatcher", "Standing", "Turn", "WaitQueue", "Waiter"),
+    *("Connection", "Dispatcher", "Standing", "Turn", "WaitQueue", "Waiter"),
     *("ask_each", "in_iso", "merged", "missing_rights", "trust_nodes"),
     *("ASKED_AT_ONCE", "DEADLINE", "IDLE", "LINGER", "MOST_BYTES", "MOST_TURNS", "NOTHING_KNOWN"),
     *("PATIENCE", "RUN", "UNKNOWN"),
 }
 # Protocols that fewer than two classes of the package have.
-LONELY_PROTOCOLS = {"Heads", "Interruptible", "NodeOwner", "Teller"}
+LONELY_PROTOCOLS = {"Heads", "Interruptible", "NodeOwner"}
 # Classes that override a method of another class of ours. A round, an error and an interrupter say
 # what differs; of the others there is no new one.
 OVERRIDING = {
@@ -137,7 +137,6 @@ OVERRIDING = {
     *("DuplicateTask", "LockLost", "LockTaken", "NoRunError", "NodeError", "QuorumUnreachable"),
     *("SettingsError", "GreenletInterrupter", "SignalInterrupter", "UnyieldingTlsSocket"),
     *("FakeServer", "GuardedNodeSet", "NodeSet", "Unlocked"),
-    *("JournalingObserver", "ParentObserver", "SignalObserver", "TracingObserver"),
 }
 # Files that use a private name of another class of ours.
 OF_OTHERS = {
