@@ -235,7 +235,7 @@ class TestUnique:
         sender = Sender(alone, {})
         ticket: ClaimToken = sender.ticket(sender.send())
         lies.lie(UNIQUE, b"*1\r\n:1\r\n")
-        ticket.release_at_end(alone)
+        ticket.release_at_end(alone.session)
         lies.answers.clear()
         eventually(lambda: not nodes[0].client().keys("*:unique:*"))
 

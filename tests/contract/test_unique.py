@@ -20,6 +20,7 @@ from redis import Redis
 
 from celery_redlock import LockedTask, QuorumUnreachable, Redlock
 from celery_redlock.tasks.delivery.header import HEADER
+from celery_redlock.tasks.delivery.run_id import RunId
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
 from celery_redlock.tasks.unique import rounds
@@ -41,13 +42,13 @@ def a_claim(
     redlock: Redlock, name: str = NAME, unique_for: float = LONG, countdown: float = 0.0,
     **options: Any,
 ) -> Claim:  # fmt: skip
-    run_id = f"{next(_ids)}:shop.settle:0:0"
+    run_id = RunId(next(_ids), "shop.settle")
     lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": 30.0, **options})
     return Claim(redlock.session, name, run_id, lock_options, unique_for, countdown + LATE)
 
 
 def id_of(claim: Claim) -> str:
-    return claim.run_id.partition(":")[0]
+    return claim.run_id.task_id
 
 
 class Sender:
@@ -75,7 +76,7 @@ class Sender:
         return ticket
 
     def end(self, task_id: str) -> None:
-        self.ticket(task_id).release_at_end(self.redlock)
+        self.ticket(task_id).release_at_end(self.redlock.session)
         settle_voters(self.redlock)
 
 
@@ -200,7 +201,7 @@ class TestOneSend:
         self, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
         def publish(ticket: Any) -> str:
-            ticket.release_at_end(sender.redlock)
+            ticket.release_at_end(sender.redlock.session)
             return "sent and done"
 
         assert a_claim(sender.redlock).send(publish) == "sent and done"
@@ -413,7 +414,7 @@ class TestReplace:
         second = sender.send(on_duplicate="replace")
         for node in nodes:
             node.client().flushall()
-        sender.ticket(second).mark_superseded(sender.redlock, "shop.settle")
+        sender.ticket(second).mark_superseded(sender.redlock.session, "shop.settle")
         settle(sender.redlock)
         assert superseded(nodes, first)
 
@@ -422,7 +423,7 @@ class TestReplace:
         self, sender: Sender, nodes: list[EmbeddedNode], other: str
     ) -> None:
         forged = replace(sender.ticket(sender.send()), replaces=other)
-        forged.mark_superseded(sender.redlock, "shop.settle")
+        forged.mark_superseded(sender.redlock.session, "shop.settle")
         settle(sender.redlock)
         assert not nodes[0].client().keys("*:done:*")
 
@@ -431,7 +432,7 @@ class TestReplace:
     ) -> None:
         first, year = sender.send(), 366 * 86_400
         forged = replace(sender.ticket(first), replaces="1:shop.settle:0:0", kept_for=1e10)
-        forged.mark_superseded(sender.redlock, "shop.settle")
+        forged.mark_superseded(sender.redlock.session, "shop.settle")
         settle(sender.redlock)
         assert 0 < nodes[0].client().ttl("{redlock}:done:1:shop.settle:0:0") <= year
 
@@ -505,7 +506,7 @@ class TestFaults:
             first = sender.send()
             made[2].weather = Weather(refuses=True)
             made[2].cut()
-            sender.ticket(first).release_at_end(sender.redlock)
+            sender.ticket(first).release_at_end(sender.redlock.session)
             eventually(lambda: values(nodes[:2]) == [None, None])
             eventually(lambda: sender.redlock.session.node_set.nodes[2].error is not None)
             assert is_sent(values(nodes)[2], first)
@@ -526,7 +527,7 @@ class TestFaults:
             for proxy in made[1:]:
                 proxy.weather = Weather(refuses=True)
                 proxy.cut()
-            sender.ticket(first).release_at_end(sender.redlock)
+            sender.ticket(first).release_at_end(sender.redlock.session)
             late = time.monotonic() + 2 * rounds.DELIVER_FOR
             eventually(lambda: values(nodes)[0] is None and time.monotonic() > late)
             assert is_sent(values(nodes)[2], first)
@@ -544,7 +545,7 @@ class TestFaults:
             first = sender.send(unique_until="started")
             for proxy in made[1:]:
                 proxy.weather = Weather(delay=(1.0, 1.0))
-            sender.ticket(first).release_at_start(sender.redlock)
+            sender.ticket(first).release_at_start(sender.redlock.session)
             assert values(nodes).count(None) > 1
             sender.redlock.close()
 
@@ -557,7 +558,7 @@ class TestFaults:
         for node in mortal_nodes[1:]:
             node.client().config_set("min-replicas-to-write", 1)
         with caplog.at_level(logging.WARNING):
-            sender.ticket(first).release_at_start(sender.redlock)
+            sender.ticket(first).release_at_start(sender.redlock.session)
         assert f"no quorum of nodes released unique key '{NAME}'" in caplog.text
         assert all(is_sent(value, first) for value in values(mortal_nodes)[1:])
         for node in mortal_nodes[1:]:

@@ -28,10 +28,10 @@ from celery_redlock import (
     DuplicateTask,
     LockedTask,
     QuorumUnreachable,
-    Redlock,
     SettingsError,
     send_unique,
 )
+from celery_redlock.lock.engine.session import Session
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.claim import ClaimToken
 from celery_redlock.testing import EmbeddedNode
@@ -638,7 +638,7 @@ def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock
         eventually(lambda: is_free(stage.nodes, key), within=FREED)
         return "free"
 
-    def fail(ticket: ClaimToken, redlock: Redlock) -> None:
+    def fail(ticket: ClaimToken, session: Session) -> None:
         assert not is_free(stage.nodes, key)
         monkeypatch.setattr(ClaimToken, "release_at_start", begins)
         raise QuorumUnreachable(key, [], 2)

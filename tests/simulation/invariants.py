@@ -305,7 +305,7 @@ class Witness:
     def window_opened(self, send: Claim, lease: float, began: float, replaced: str) -> None:
         """See a send open its window; began: real s ago, below 0; replaced: the id before it."""
         lasting = lease * (1 - self.drift) + began
-        task_id = send.run_id.partition(":")[0]
+        task_id = send.run_id.task_id
         sent = Sent(send.name, task_id, self.world.now + lasting)
         other = self._open.get(send.name)
         if (

@@ -12,6 +12,7 @@ from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.release import acquisitions_of, release_all
+from celery_redlock.tasks.delivery.run_id import RunId
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
 from celery_redlock.tasks.unique.claim import MIN_ROUNDS, SENDING_TTL, Claim, ClaimToken
 from celery_redlock.tasks.unique.rounds import EarlierSend
@@ -148,7 +149,7 @@ class Worker:
         options = TaskLockOptions(
             **{**BUILT_IN, "ttl": TTL, "unique_until": "started", "on_duplicate": how}
         )
-        claim = Claim(self.process.redlock.session, name, f"{task_id}:t:0:0", options, KEPT, 0.0)
+        claim = Claim(self.process.redlock.session, name, RunId(task_id, "t"), options, KEPT, 0.0)
 
         def publish(ticket: ClaimToken | None) -> None:
             if ticket is not None:
@@ -180,7 +181,7 @@ class Worker:
             task_id, ticket = schedule.queue.pop(0)
             if ticket is not None:
                 schedule.witness.window_ends(task_id)
-                if ticket.release(self.process.redlock).wait():
+                if ticket.release(self.process.redlock.session).wait():
                     schedule.witness.window_over(task_id)
         return draw() * 2 * self.pause
 

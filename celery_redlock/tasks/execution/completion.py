@@ -98,7 +98,7 @@ def end_claim(app: Any, request: Any) -> None:
     """End the claim that a message's send has made; nothing happens if there is none."""
     token = ClaimToken.of(LockHeader.of(request).unique)
     if token is not None:
-        token.release_at_end(redlock_of(app))
+        token.release_at_end(redlock_of(app).session)
 
 
 def end_claim_of_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:

@@ -117,7 +117,7 @@ class LockedRun:
             refuse_aio_pool(self.delivery.task)
         if self.token is not None:
             task = self.delivery.task
-            self.token.mark_superseded(redlock_of(task.app), task.name)
+            self.token.mark_superseded(redlock_of(task.app).session, task.name)
         slot: outcomes.WaitInSlot | None = None
         try:
             is_over = False
@@ -198,7 +198,7 @@ class LockedRun:
         A retry has no claim any more: the task has started.
         """
         if self.token is not None and not self.delivery.request.retries:
-            self.token.release_at_start(redlock_of(self.delivery.task.app))
+            self.token.release_at_start(redlock_of(self.delivery.task.app).session)
 
     def _end_refused(self, error: NotAcquired) -> None:
         """End this delivery without its lock; return only if it is to run unlocked."""

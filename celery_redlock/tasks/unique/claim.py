@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from celery_redlock.errors import QuorumUnreachable
-from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.platform.interrupts import uninterruptible
@@ -52,7 +51,7 @@ class Claim:
     """
 
     def __init__(
-        self, session: Session, name: str, run_id: str, options: TaskLockOptions,
+        self, session: Session, name: str, run_id: RunId, options: TaskLockOptions,
         unique_for: float, delay: float,
     ) -> None:  # fmt: skip
         self._session, self.name, self.run_id = session, name, run_id
@@ -203,8 +202,8 @@ class Claim:
             for node in every:
                 is_told = left > 0 and node not in unchanged
                 node_set.send_to(node, confirmed if is_told else deleted, now)
-        if self.carried is not None and self.carried.replaces:
-            supersede(session, self.carried)
+        if self.carried is not None:
+            self.carried.mark_superseded(session, self.run_id.name)
         session.watchdog.run_maintenance_by(now + session.options.node_timeout)
         return now < self._opened_at + self._sending_ttl or left <= 0
 
@@ -268,47 +267,40 @@ class ClaimToken:
         """Return a mapping that any serializer takes."""
         return {name: value for name, value in vars(self).items() if value}
 
-    def mark_superseded(self, redlock: Redlock, task_name: str) -> None:
-        """Mark the run that this one replaces, in case its sender died before. Does not wait.
+    def mark_superseded(self, session: Session, task_name: str) -> None:
+        """Mark the run that this send replaces, if it replaces one. Does not wait.
 
-        Later commands on the same connections are executed after it: the grant of this run's lock.
-        task_name: of this run; a message can replace a first try of the same task alone.
+        The sender does that, and the run again, in case the sender died before. Later commands on
+        the same connections are executed after it: the grant of this run's lock. The marker is a
+        completion marker below 0; a marker that is there already stays. task_name: of this send; it
+        can replace a first try of the same task alone.
         """
-        if self.replaces.endswith(str(RunId("", task_name))):
-            supersede(redlock.session, self)
+        if self.replaces and self.replaces.endswith(str(RunId("", task_name))):
+            key, now = completion_key(session.options.prefix, self.replaces), session.clock.now()
+            since_ms = session.clock.wall_us() // 1000
+            ttl_ms = math.ceil(min(max(self.kept_for, MIN_MARKER_TTL), LONGEST) * 1000)
+            request = encode_command("SET", key, str(-since_ms), "PX", str(ttl_ms), "NX")
+            session.node_set.broadcast(Command(request, IGNORE_REPLY), now)
 
-    def release_at_start(self, redlock: Redlock) -> None:
+    def release_at_start(self, session: Session) -> None:
         """Release the key if that is due at the start, before the body reads anything.
 
         Waits for a quorum: a send from here on must not be dropped for what the body has read.
         """
-        if self.until == "started" and not self.release(redlock).wait():
+        if self.until == "started" and not self.release(session).wait():
             text = "no quorum of nodes released unique key %r: later sends may count as duplicates"
             extra = {"event": "window_stays", "resource": self.name}
             logger.warning(text, self.name, extra=extra)
 
-    def release_at_end(self, redlock: Redlock) -> None:
+    def release_at_end(self, session: Session) -> None:
         """Release the key, unless it is to last until it expires. Does not wait."""
         if self.until != "expired":
-            self.release(redlock)
+            self.release(session)
 
     @uninterruptible
-    def release(self, redlock: Redlock) -> ClaimRelease:
+    def release(self, session: Session) -> ClaimRelease:
         """Release the key now, and return the round. Does not wait."""
-        session = redlock.session
         expires_in = min(self.ends_at - session.clock.wall_us() / 1e6, LONGEST)
         release = ClaimRelease(session, self.name, self.token, expires_in)
         release.send()
         return release
-
-
-def supersede(session: Session, token: ClaimToken) -> None:
-    """Mark the run that a token replaces. Does not wait.
-
-    The marker is a completion marker below 0; a marker that is there already stays.
-    """
-    key, now = completion_key(session.options.prefix, token.replaces), session.clock.now()
-    since_ms = session.clock.wall_us() // 1000
-    ttl_ms = math.ceil(min(max(token.kept_for, MIN_MARKER_TTL), LONGEST) * 1000)
-    request = encode_command("SET", key, str(-since_ms), "PX", str(ttl_ms), "NX")
-    session.node_set.broadcast(Command(request, IGNORE_REPLY), now)

@@ -81,7 +81,7 @@ def send_claimed(
     unique_for = lock_options.unique_for or 0.0
     if expires is not None:
         unique_for = max(0.0, min(unique_for, seconds_until(app, expires)))
-    name, run_id = unique_name(task_name, resources), str(RunId(options["task_id"], task_name))
+    name, run_id = unique_name(task_name, resources), RunId(options["task_id"], task_name)
     delay = max(0.0, countdown) + settings_of(app).done_ttl
     claim = Claim(redlock_of(app).session, name, run_id, lock_options, unique_for, delay)
 

@@ -109,8 +109,8 @@ MUTANTS = (
     Mutant(
         "a body begins before a quorum knows that its window is over",
         "tasks.unique.claim:ClaimToken.release_at_start",
-        "not self.release(redlock).wait()",
-        "self.release(redlock) is None",
+        "not self.release(session).wait()",
+        "self.release(session) is None",
         (
             f"{CONTRACT}/test_unique.py::TestFaults::"
             "test_a_body_begins_once_a_quorum_has_heard_that_its_window_is_over",
@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "a message that a dead sender replaced runs beside the one that replaces it",
         "tasks.execution.run:LockedRun._acquire_or_end",
-        "            self.token.mark_superseded(redlock_of(task.app), task.name)\n",
+        "            self.token.mark_superseded(redlock_of(task.app).session, task.name)\n",
         "            pass\n",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
@@ -440,7 +440,7 @@ MUTANTS = (
     Mutant(
         "a send that was replaced runs as well",
         "tasks.unique.claim:Claim.confirm",
-        "if self.carried is not None and self.carried.replaces:",
+        "if self.carried is not None:",
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
         "the_earlier_one_marked",
@@ -464,7 +464,7 @@ MUTANTS = (
     Mutant(
         "a window that is to end at the start of its body stays until the end",
         "tasks.unique.claim:ClaimToken.release_at_start",
-        'if self.until == "started" and not self.release(redlock).wait():',
+        'if self.until == "started" and not self.release(session).wait():',
         "if False:",
         (f"{INTEGRATION}/test_unique.py",),
         "is_a_new_one_from_the_start_of_the_body",
