@@ -34,7 +34,7 @@ from celery_redlock.tasks.body.monitored import notify_bodies
 from celery_redlock.tasks.children import forks, reaper
 from celery_redlock.tasks.delivery.queue_names import RecordQueueNames
 from celery_redlock.tasks.execution import completion, untried
-from celery_redlock.tasks.unique import receivers
+from celery_redlock.tasks.unique import send
 from celery_redlock.tasks.waiting import room
 
 
@@ -77,7 +77,7 @@ PREPARATIONS: tuple[Callable[..., object], ...] = (
 )
 CONNECTIONS = (
     # any process
-    Connection(celery_signals.before_task_publish, receivers.carry_options),
+    Connection(celery_signals.before_task_publish, send.carry_options),
     # a worker's main process, once it consumes, and when it ends
     Connection(celery_signals.worker_ready, compatibility.warn_if_newer),
     Connection(celery_signals.worker_ready, startup.report_nodes),

@@ -133,7 +133,7 @@ LONELY_PROTOCOLS = {"Heads", "Interruptible", "NodeOwner"}
 # Classes that override a method of another class of ours. A round, an error and an interrupter say
 # what differs; of the others there is no new one.
 OVERRIDING = {
-    *("AcquireRound", "CompareAndSetRound", "Question"),
+    *("AcquireRound", "ClaimRound", "Question"),
     *("DuplicateTask", "LockLost", "LockTaken", "NoRunError", "NodeError", "QuorumUnreachable"),
     *("SettingsError", "GreenletInterrupter", "SignalInterrupter", "UnyieldingTlsSocket"),
     *("FakeServer", "GuardedNodeSet", "NodeSet", "Unlocked"),

@@ -107,7 +107,7 @@ class LockHeader:
     options: those of the call. id: the task that the header belongs to, for subtasks inherit the
     headers of their parent. retries: the message's own count when it was republished. is_revoked: a
     worker's main process was told so of this delivery. unique: what ends the claim of a
-    deduplicated send, as of `UniqueToken`. life: how often RabbitMQ dead-lettered the message. Each
+    deduplicated send, as of `ClaimToken`. life: how often RabbitMQ dead-lettered the message. Each
     life is a run of its own: a marker of the one before, just ended, must not end it.
     """
 
