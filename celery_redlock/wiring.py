@@ -1,4 +1,4 @@
-"""All that the package connects to Celery, in one list: receivers, bootsteps, commands, observer.
+"""All that the package connects to Celery, in one list: receivers, bootsteps, commands.
 
 Read this to learn when Celery calls which part. An import of the package connects nothing but the
 two hooks of `celery_redlock_entry`. A process gets `CONNECTIONS` when a locked task is bound to an
@@ -25,12 +25,12 @@ from celery.worker.control import inspect_command
 import celery_redlock_entry
 from celery_redlock import compatibility
 from celery_redlock.errors import SettingsError
-from celery_redlock.lock.client import Redlock
-from celery_redlock.operate import control, tracing
-from celery_redlock.operate.lints import startup as lints
+from celery_redlock.lock.engine.events import Events
+from celery_redlock.operate import control, lints, tracing
 from celery_redlock.operate.metrics import exporter
-from celery_redlock.tasks import per_app, startup, task, wrapping
+from celery_redlock.tasks import per_app, signals, startup, task, wrapping
 from celery_redlock.tasks.adoption import AdoptingRegistry
+from celery_redlock.tasks.body.monitored import notify_bodies
 from celery_redlock.tasks.children import forks, reaper
 from celery_redlock.tasks.delivery.queue_names import RecordQueueNames
 from celery_redlock.tasks.execution import completion, untried
@@ -120,7 +120,8 @@ def begin() -> None:
     """
     if per_app.on_locked_task is not on_locked_task:
         per_app.on_locked_task = on_locked_task
-        Redlock.observer = tracing.TracingObserver()  # a worker may replace it later
+        Events.wants, Events.send = staticmethod(tracing.wants), staticmethod(signals.send)
+        Events.on_loss = staticmethod(notify_bodies)
     finalized = [app for app in list(_get_active_apps()) if app.finalized]
     for app in finalized:
         watch(app)

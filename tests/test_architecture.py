@@ -38,7 +38,7 @@ ORDER = [
     *("tasks.body.*", "tasks.signals", "tasks.reporting", "tasks.children.*", "tasks.delivery.*"),
     *("tasks.unique.*", "tasks.waiting.*", "tasks.execution.*", "tasks.worker_request"),
     *("tasks.wrapping", "tasks.adoption", "tasks.task", "tasks.startup"),
-    *("operate.lints.*", "operate.control", "operate.metrics.*", "operate.tracing"),
+    *("operate.lints", "operate.control", "operate.metrics.*", "operate.tracing"),
     *("operate.cli.*", "wiring"),
 ]
 GROUPS += [(name, [name]) for name in ORDER]
@@ -48,7 +48,7 @@ FACES = [
     *("lock", "lock.platform", "lock.transport", "lock.model", "lock.server", "lock.engine"),
     *("tasks", "tasks.settings", "tasks.body", "tasks.children", "tasks.delivery", "tasks.unique"),
     *("tasks.waiting", "tasks.execution"),
-    *("operate", "operate.lints", "operate.metrics", "operate.cli", "signals"),
+    *("operate", "operate.metrics", "operate.cli", "signals"),
 ]
 # Folders that are small and say what lives there, relative to the package.
 FOLDERS = [
@@ -57,7 +57,7 @@ FOLDERS = [
     "tasks",
     *(f"tasks/{name}" for name in ("settings", "body", "children", "delivery", "unique")),
     *("tasks/waiting", "tasks/execution"),
-    *("operate", "operate/lints", "operate/metrics", "operate/cli"),
+    *("operate", "operate/metrics", "operate/cli"),
     "testing",
 ]
 # Public functions with more parameters than others: each is an option.
@@ -123,13 +123,13 @@ SHORT = {
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
 # for a name finds one thing.
 TWICE = {
-    *("Client", "Connection", "Dispatcher", "Standing", "Turn", "WaitQueue", "Waiter"),
+    *("Connection", "Dispatcher", "Standing", "Turn", "WaitQueue", "Waiter"),
     *("ask_each", "in_iso", "merged", "missing_rights", "trust_nodes"),
     *("ASKED_AT_ONCE", "DEADLINE", "IDLE", "LINGER", "MOST_BYTES", "MOST_TURNS", "NOTHING_KNOWN"),
     *("PATIENCE", "RUN", "UNKNOWN"),
 }
 # Protocols that fewer than two classes of the package have.
-LONELY_PROTOCOLS = {"Heads", "Interruptible", "NodeOwner", "Teller"}
+LONELY_PROTOCOLS = {"Heads", "Interruptible", "NodeOwner"}
 # Classes that override a method of another class of ours. A round, an error and an interrupter say
 # what differs; of the others there is no new one.
 OVERRIDING = {
@@ -137,7 +137,6 @@ OVERRIDING = {
     *("DuplicateTask", "LockLost", "LockTaken", "NoRunError", "NodeError", "QuorumUnreachable"),
     *("SettingsError", "GreenletInterrupter", "SignalInterrupter", "UnyieldingTlsSocket"),
     *("FakeServer", "GuardedNodeSet", "NodeSet", "Unlocked"),
-    *("JournalingObserver", "ParentObserver", "SignalObserver", "TracingObserver"),
 }
 # Files that use a private name of another class of ours.
 OF_OTHERS = {
