@@ -206,7 +206,8 @@ class TestAMessageForAnOlderVersionOfItsTask:
         assert after.get(timeout=120) == "k"
         said, name = str(caught.value), stage.tasks.rebuild.name
         assert f"task '{name}': arguments=(1 by position, until by name): do not fit" in said
-        assert f"{name}(key, since, *, until=''): missing a required argument: 'since'" in said
+        why = "missing 1 required positional argument: 'since'"
+        assert f"{name}(key, since, *, until=''): {why}" in said
         assert "sent for another version of the task" in said
         assert "s3cret" not in said
         stage.see_freed("k:k")

@@ -35,7 +35,6 @@ from celery_redlock.tasks.settings.conf import (
     read_app,
     visibility_timeout,
 )
-from celery_redlock.tasks.settings.digest import canonical, digest
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
 from celery_redlock.tasks.settings.options import (
@@ -49,6 +48,7 @@ from celery_redlock.tasks.settings.task_config import (
     compile_adopted_config,
     compile_config,
 )
+from celery_redlock.tasks.settings.templates import canonical, digest
 
 NODES = ["redis://a", "redis://b", "redis://c"]
 
@@ -707,9 +707,19 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("args", "kwargs", "given", "why"),
         [
-            ((), {}, "(0 by position)", "missing a required argument: 'a'"),
-            ((), {"b": "s3cret"}, "(0 by position, b by name)", "missing a required argument: 'a'"),
-            (("s3cret",), {"a": 1}, "(1 by position, a by name)", "multiple values for argument"),
+            ((), {}, "(0 by position)", "missing 1 required positional argument: 'a'"),
+            (
+                (),
+                {"b": "s3cret"},
+                "(0 by position, b by name)",
+                "missing 1 required positional argument: 'a'",
+            ),
+            (
+                ("s3cret",),
+                {"a": 1},
+                "(1 by position, a by name)",
+                "got multiple values for argument",
+            ),
         ],
     )
     def test_arguments_that_do_not_fit_are_named_with_the_task_and_none_is_shown(

@@ -77,10 +77,10 @@ class LockedRun:
         or what the body raises end the run as FAILURE.
         """
         delivery = self.delivery
-        if not delivery.is_plain and delivery.is_for_another_queue:
+        if delivery.is_for_another_queue:
             outcomes.discard_copy(delivery)
         self._resolve_options()
-        self.cancelled = None if delivery.is_plain else delivery.cancelled
+        self.cancelled = delivery.cancelled
         if self.resources:
             self._acquire_or_end()
         if self.cancelled is not None:  # no other delivery ran it, as the lock has shown
@@ -143,9 +143,8 @@ class LockedRun:
 
         wait_in_slot: seconds, of a message that the broker did not take back.
         """
-        delivery, marker = self.delivery, None
-        if not delivery.is_plain:
-            marker = completion_marker(delivery, is_unique=self.token is not None)
+        delivery = self.delivery
+        marker = completion_marker(delivery, is_unique=self.token is not None)
         label = delivery.run_id.label(delivery.request.hostname)
         self.lock = lock_of(delivery.task, self.options, self.resources, label, marker=marker)
         self.register()  # before the grant leaves, so that task_postrun finds the lock
@@ -214,7 +213,7 @@ class LockedRun:
         try:
             self._report_started()
             # no further publication of the message is to run
-            completed = not delivery.is_plain and delivery.may_have_run_elsewhere
+            completed = delivery.may_have_run_elsewhere
             if self.unlocked:
                 return body(*self.args, **self.kwargs)
             return self._run_monitored(body)
