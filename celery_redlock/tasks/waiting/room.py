@@ -35,7 +35,12 @@ from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import LockHeader, Wait
 from celery_redlock.tasks.delivery.route import CAME_BACK
-from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
+from celery_redlock.tasks.per_app import (
+    leave_redlock,
+    redlock_of,
+    settings_of,
+    time_of_nodes,
+)
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.capacity import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
@@ -109,10 +114,16 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._forget()
 
     def shutdown(self, parent: Any) -> None:
-        """Close the subscriptions, and have the last states stored."""
+        """Close the subscriptions, and have the last states stored; the worker has ended.
+
+        Source: celery.worker.worker sends no worker_shutdown if the worker ends by WorkerTerminate.
+        """
         self.states.flush()
         for subscriber in self._subscribers:
             subscriber.close()
+        _rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
+        if not any(rooms_of(parent.app)):
+            leave_redlock(parent.app)
 
     def waiting(self) -> list[Waiter]:
         """Return the waiters in order of first deferral; called by any thread."""
