@@ -26,7 +26,8 @@ from celery_redlock.operate.lints.facts import visibility_of
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.reporting import DEFERRED
 
-NOTHING_KNOWN = "Which tasks wait cannot be known."
+NO_PROCESSES_KNOWN = "Which processes wait cannot be known."
+NO_TASKS_KNOWN = "Which tasks wait cannot be known."
 REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
 
 
@@ -96,7 +97,7 @@ class WaitersView:
             for one in self.registered.processes
         ]  # fmt: skip
         is_known = self.registered.is_known
-        none = "No processes are registered as waiters." if is_known else NOTHING_KNOWN
+        none = "No processes are registered as waiters." if is_known else NO_PROCESSES_KNOWN
         return Table(heads, rows, none)
 
     def table(self) -> Table:
@@ -110,7 +111,7 @@ class WaitersView:
             )
             for row in self.waiting
         ]  # fmt: skip
-        none = "No tasks wait for a lock." if self.workers else NOTHING_KNOWN
+        none = "No tasks wait for a lock." if self.workers else NO_TASKS_KNOWN
         return Table(heads, rows, none)
 
     def note(self) -> list[str]:
