@@ -91,6 +91,7 @@ class Stage:
             apply_eta_task=self._hand_on,
             disable_rate_limits=False,
             _limit_move_to_pool=self._hand_on,
+            connection_for_read=str,
         )
         self.clock = ClockAhead()
         self.room = WaitingRoom(self.consumer, times, Platform(self.clock))
@@ -839,9 +840,8 @@ def test_of_a_room_that_opens_anew_no_sweep_is_left_over(gevent_hub: Any) -> Non
     timers = pytest.importorskip("celery.concurrency.gevent")
     timer, app = timers.Timer(), SimpleNamespace(conf={})
     parent = {"initial_prefetch_count": 1, "hub": None, "pool": None}
-    consumer = Consumer(
-        apply_eta_task=fail, _limit_move_to_pool=fail, app=app, timer=timer, **parent
-    )
+    names = ("apply_eta_task", "_limit_move_to_pool", "connection_for_read")
+    consumer = Consumer(app=app, timer=timer, **parent, **dict.fromkeys(names, fail))
     room = WaitingRoom(consumer, WaitingTimes(sweep_interval=0.01))
 
     def calls() -> set[Any]:
