@@ -129,6 +129,19 @@ def command_line_name(app: Any) -> str:
     return ""
 
 
+def leave_redlock(app: Any) -> None:
+    """Let an app's `Redlock` close itself, since its last worker in this process has ended.
+
+    Only if the process goes on, as that of a test does: there a worker has a thread of its own. A
+    `Redlock` that holds a lock stays. The next call of `redlock_of` makes another one.
+    """
+    redlock = _redlocks.get(app)
+    if redlock is None or threading.current_thread() is threading.main_thread():
+        return
+    if not redlock.session.watchdog.watches:
+        del _redlocks[app]
+
+
 def forget(app: Any) -> None:
     """Drop an app's settings, and close its `Redlock`; the next call makes both anew. For tests."""
     _settings.pop(app, None)

@@ -91,6 +91,7 @@ class Stage:
             apply_eta_task=self._hand_on,
             disable_rate_limits=False,
             _limit_move_to_pool=self._hand_on,
+            connection_for_read=str,
         )
         self.clock = ClockAhead()
         self.room = WaitingRoom(self.consumer, times, Platform(self.clock))
@@ -793,6 +794,39 @@ def test_a_worker_does_not_remember_every_release_that_it_heard(
     assert kept < parts * words * size / 2
 
 
+class TestTheEndOfAWorker:
+    """Its app lets go of its `Redlock`, if the process goes on and nothing else needs it."""
+
+    def end(self, stage: Stage, *, in_main_thread: bool = False) -> bool:
+        """End a worker; return whether its app still has the same `Redlock`."""
+        before = redlock_of(stage.app)
+        if in_main_thread:
+            stage.room.shutdown(stage.consumer)
+        else:
+            thread = threading.Thread(target=stage.room.shutdown, args=(stage.consumer,))
+            thread.start()
+            thread.join()
+        return redlock_of(stage.app) is before
+
+    def test_in_a_thread(self, stage: Stage) -> None:
+        assert not self.end(stage)
+
+    def test_in_the_main_thread_whose_process_ends_as_well(self, stage: Stage) -> None:
+        assert self.end(stage, in_main_thread=True)
+
+    def test_while_another_worker_of_the_app_runs(self, stage: Stage) -> None:
+        other = Consumer(**vars(stage.consumer))
+        room = WaitingRoom(other, STILL)
+        assert self.end(stage)
+        stage.consumer, stage.room = other, room
+        assert not self.end(stage)
+
+    def test_while_a_lock_is_held(self, stage: Stage) -> None:
+        with lock_of(redlock_of(stage.app)):
+            assert self.end(stage)
+        assert not self.end(stage)
+
+
 @pytest.fixture
 def gevent_hub() -> Iterator[Any]:
     """Give gevent, and end its hub: waits of later tests in this thread would go through it."""
@@ -806,9 +840,8 @@ def test_of_a_room_that_opens_anew_no_sweep_is_left_over(gevent_hub: Any) -> Non
     timers = pytest.importorskip("celery.concurrency.gevent")
     timer, app = timers.Timer(), SimpleNamespace(conf={})
     parent = {"initial_prefetch_count": 1, "hub": None, "pool": None}
-    consumer = Consumer(
-        apply_eta_task=fail, _limit_move_to_pool=fail, app=app, timer=timer, **parent
-    )
+    names = ("apply_eta_task", "_limit_move_to_pool", "connection_for_read")
+    consumer = Consumer(app=app, timer=timer, **parent, **dict.fromkeys(names, fail))
     room = WaitingRoom(consumer, WaitingTimes(sweep_interval=0.01))
 
     def calls() -> set[Any]:

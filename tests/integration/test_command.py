@@ -707,6 +707,9 @@ def test_without_a_quorum_no_command_says_that_no_lock_is_held(
         assert told.exit_code == 2, words
         assert "1 of 3 nodes answered, 2 needed" in told.output, words
         assert not re.search("No lock|No processes|No tasks", told.output), words
+        unknown = [line for line in told.output.splitlines() if line.endswith("cannot be known.")]
+        assert unknown, words
+        assert len({*unknown}) == len(unknown), words
         assert command(*words, "--json").exit_code == 2, words
 
 

@@ -339,6 +339,23 @@ def test_a_broken_connection_to_the_broker_forgets_nobody(
     eventually(lambda: {line.more["name"] for line in stage.lines("begin")} == {"a", "b"})
 
 
+def test_a_restart_of_the_broker_ends_no_worker_in_which_messages_wait(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    with EmbeddedNode() as broker:
+        stage = make_stage(nodes, broker, result_backend=nodes[0].url)
+        worker = stage.worker(concurrency=2)
+        with stage.tasks.patient.lock_for("k", wait=60):
+            defer(stage, "k", "a")
+            see_registered(stage, "k")
+            connected = worker.output().count("Connected to ")
+            broker.kill()
+            eventually(lambda: "Cannot connect to " in worker.output())
+            broker.start()
+            eventually(lambda: worker.output().count("Connected to ") > connected)
+            assert stage.tasks.patient.delay("other", "b").get(timeout=WOKEN) == "b"
+
+
 @pytest.mark.slow
 def test_when_the_first_is_gone_the_next_one_tries_by_itself(stage: Stage) -> None:
     for node in stage.nodes:

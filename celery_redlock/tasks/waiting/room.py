@@ -17,11 +17,12 @@ The way of a release: `Subscriber` thread -> `on_message` -> `Successor.on_messa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +36,12 @@ from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import LockHeader, Wait
 from celery_redlock.tasks.delivery.route import CAME_BACK
-from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
+from celery_redlock.tasks.per_app import (
+    leave_redlock,
+    redlock_of,
+    settings_of,
+    time_of_nodes,
+)
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.capacity import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
@@ -78,6 +84,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         parent.apply_eta_task = self._dispatcher.on_eta
         parent._limit_post_eta = self._dispatcher.on_limited_eta
         parent._limit_move_to_pool = self._dispatcher.on_token
+        parent.connection_for_read = functools.partial(_closing_twice, parent.connection_for_read)
         self._counting = platform.new_mutex()  # of the announcements; real threads compete for it
         self._subscribers: list[Subscriber] = []
         self._quorum_channel = ""  # of the waiters for which no quorum voted
@@ -109,10 +116,16 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._forget()
 
     def shutdown(self, parent: Any) -> None:
-        """Close the subscriptions, and have the last states stored."""
+        """Close the subscriptions, and have the last states stored; the worker has ended.
+
+        Source: celery.worker.worker sends no worker_shutdown if the worker ends by WorkerTerminate.
+        """
         self.states.flush()
         for subscriber in self._subscribers:
             subscriber.close()
+        _rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
+        if not any(rooms_of(parent.app)):
+            leave_redlock(parent.app)
 
     def waiting(self) -> list[Waiter]:
         """Return the waiters in order of first deferral; called by any thread."""
@@ -266,6 +279,24 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._refusals.keep(self._dispatcher.queues.has)
         self._dispatcher.dispatch_cancelled()
         self._successor.refresh_if_due()
+
+
+def _closing_twice(connect: Callable[..., Any], heartbeat: float | None = None) -> Any:
+    """Return a connection to the broker whose loss does not end the worker.
+
+    Source: celery.worker.consumer closes a lost connection twice. With Redis, unacknowledged
+    messages and an open BRPOP the first close fails, and the second one finds no transport to put
+    the messages back by: an AttributeError, which Celery does not expect.
+    """
+    connection = connect(heartbeat)
+    close = connection.close
+
+    def try_close() -> None:
+        with contextlib.suppress(AttributeError):
+            close()
+
+    connection.close = try_close
+    return connection
 
 
 _rooms: weakref.WeakKeyDictionary[Any, WaitingRoom] = weakref.WeakKeyDictionary()
