@@ -107,8 +107,6 @@ def in_order(resources: Iterable[str]) -> tuple[str, ...]:
 
     One order for all clients prevents deadlocks.
     """
-    if type(resources) is tuple and len(resources) == 1:
-        return resources  # as most locks have it
     return tuple(sorted(set(resources), key=encoded))
 
 

@@ -125,6 +125,8 @@ class LockHeader:
     @classmethod
     def of(cls, request: Any) -> LockHeader:
         """Return the header of a request, `NO_HEADER` if it has none of its own."""
+        if HEADER not in request.__dict__ and not request.headers:  # as most messages have none
+            return NO_HEADER
         header, deaths = cls._carried(request), _deaths(request)
         return replace(header, life=header.life + deaths) if deaths else header
 

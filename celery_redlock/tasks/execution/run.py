@@ -102,8 +102,7 @@ class LockedRun:
             changed = config.overridden(queue, self.options)
             log_call_options(delivery, carried, changed)
         call = TaskCall(task, args, kwargs, queue)
-        resources = config.resources(self.options, call)
-        self.resources = resources if len(resources) < 2 else in_order(resources)
+        self.resources = in_order(config.resources(self.options, call))
 
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
