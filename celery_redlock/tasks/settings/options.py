@@ -173,15 +173,13 @@ OPTIONS = (
     Option(
         name="backoff", check=check_backoff, default=Backoff(),
         shown_default="`Backoff(first=0.25, cap=30)`",
-        values=(
-            "`Backoff(first, cap, factor=2, jitter=\"full\")`, or a mapping of these fields; "
-            '`jitter` is `"full"`, `"decorrelated"` or `"none"`'
-        ),
+        values="`Backoff(first, cap, factor=2)`, or a mapping of these fields",
         doc="The delays between the deferrals of a message.",
         details=(
-            "`first` and `cap` are the first and the longest delay in seconds. A delay ends with "
-            "the lease of the holder at the latest. It is at most a quarter of the broker's "
-            "visibility timeout, and half of `redlock_done_ttl`. A release ends it early: see "
+            "Each is drawn from 0 to a bound: `first` seconds at the first deferral, `factor` "
+            "times as long at each later one, `cap` at most. A delay ends with the lease of the "
+            "holder at the latest. It is at most a quarter of the broker's visibility timeout, "
+            "and half of `redlock_done_ttl`. A release ends it early: see "
             "[waiting](docs/explanation/waiting.md)."
         ),
     ),
