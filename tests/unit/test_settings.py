@@ -469,6 +469,7 @@ class TestWrongSettings:
             ("redlock_clock_drift", 1, "fraction"),
             ("redlock_max_ttl", -1, "above 0"),
             ("redlock_restart_guard", "maybe", "'auto'"),
+            ("redlock_restart_guard", "on", "take 'strict'"),
             ("redlock_queues", ["q"], "must map"),
         ],
     )

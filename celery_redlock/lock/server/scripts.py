@@ -34,8 +34,8 @@ class Requests:
         names = b"".join(map(encode_text, (*guard_keys(prefix), fence_key(prefix)))).replace(
             b"%", b"%%"
         )
-        self._grant = b"*13\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
-        self._asking = b"*14\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
+        self._grant = b"*12\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
+        self._asking = b"*13\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
         inbox = encode_text(inbox_channel(prefix, "")).replace(b"%", b"%%")
         self._release = b"*8\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b%b" + inbox
         self._last = b"*11\r\n" + RELEASE.by_digest + b"$1\r\n3\r\n%b%b%b%b%b" + inbox + b"%b%b"

@@ -186,12 +186,11 @@ APP_SETTINGS = (
     AppSetting(
         name="restart_guard",
         default="auto",
-        values='`"auto"`, `"strict"`, `"on"` or `"off"`',
+        values='`"auto"`, `"strict"` or `"off"`',
         doc="Which nodes wait before they grant locks, since they may have lost some.",
         details=(
             '`"strict"`: a new or restarted node waits for `redlock_max_ttl` and one second. '
-            '`"on"`: the same, except for a node that has been up for longer than that. `"off"`: '
-            'no node waits. `"auto"`: `"strict"` with two nodes or more, `"off"` with one.'
+            '`"off"`: no node waits. `"auto"`: `"strict"` with two nodes or more, `"off"` with one.'
         ),
         check=lambda source, value: check_guard(source.level, source.name, value),
     ),
