@@ -25,7 +25,6 @@ from celery_redlock.lock.model.keys import (
     lock_key,
     tenure_key,
     waiting_key,
-    wake_channel,
 )
 from celery_redlock.lock.server.scripts import (
     BREAK,
@@ -54,7 +53,7 @@ DONE = completion_key("redlock", "1:t:0:0")
 OTHER = lock_key("redlock", "other")
 TENURE, ELSEWHERE = tenure_key("redlock"), tenure_key("redlock", "other:6379")
 KEYS = (LOCK, OTHER, RUN, QUIET, FENCE, BROKEN, DONE)
-WAITING, WAKE, INBOX = waiting_key("redlock", "r"), wake_channel("redlock", "r"), "inbox:"
+WAITING, INBOX = waiting_key("redlock", "r"), "inbox:"
 
 values = st.sampled_from(["t1:one", "t2:two", "t3"])
 # a renewal tells its ttl from what is left, within a ms: so it is given none that is an error
@@ -88,12 +87,12 @@ calls: st.SearchStrategy[Call] = st.one_of(
     st.tuples(
         st.just(RELEASE),
         st.just((LOCK, WAITING)),
-        st.tuples(values, st.sampled_from(["", WAKE]), st.just(INBOX)),
+        st.tuples(values, st.sampled_from(["", INBOX])),
     ),
     st.tuples(
         st.just(RELEASE),
         st.just((LOCK, WAITING, DONE)),
-        st.tuples(values, st.sampled_from(["", WAKE]), st.just(INBOX), marks, good_ttls),
+        st.tuples(values, st.sampled_from(["", INBOX]), marks, good_ttls),
     ),
     st.tuples(
         st.just(REGISTER),
@@ -113,7 +112,7 @@ calls: st.SearchStrategy[Call] = st.one_of(
     st.tuples(
         st.just(BREAK),
         st.just((LOCK, BROKEN, WAITING)),
-        st.tuples(values, good_ttls, st.just(WAKE), st.just(INBOX)),
+        st.tuples(values, good_ttls, st.just(INBOX)),
     ),
     st.tuples(st.just(MARKER), st.just((DONE,)), st.just(())),
     st.tuples(
@@ -148,16 +147,8 @@ def real(server: EmbeddedNode) -> Redis:
     return server.client()
 
 
-# the clients of a node that subscribe to something: a waiter to three channels, one of an earlier
-# version to one
-listeners = st.lists(
-    st.one_of(
-        st.just((WAKE,)),
-        waiters.map(lambda waiter: (WAKE, WAITING, INBOX + waiter)),
-        waiters.map(lambda waiter: (INBOX + waiter,)),
-    ),
-    max_size=4,
-)
+# the clients of a node that subscribe to something
+listeners = st.lists(waiters.map(lambda waiter: (INBOX + waiter,)), max_size=4)
 
 
 class RealEar:
@@ -243,7 +234,7 @@ taken = st.just(("SET", LOCK, "t1:one"))
 given_back = st.tuples(
     st.just(RELEASE),
     st.just((LOCK, WAITING)),
-    st.tuples(st.just("t1:one"), st.just(WAKE), st.just(INBOX)),
+    st.tuples(st.just("t1:one"), st.just(INBOX)),
 )
 handed_on = st.lists(st.one_of(registrations, registrations, taken, given_back), max_size=16)
 
