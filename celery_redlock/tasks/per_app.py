@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from datetime import datetime, timezone
-from types import ModuleType
 from typing import Any
-
-import click
 
 from celery_redlock.lock.client import Redlock
 from celery_redlock.tasks.settings.app import AppSettings
@@ -109,24 +105,6 @@ def note_worker(**_: Any) -> None:
     """Do not log each new node in this process: a worker logs all of them in one line."""
     global _is_worker
     _is_worker = True
-
-
-def command_line_name(app: Any) -> str:
-    """Return the value of `celery -A` for an app; "" if it is unknown.
-
-    As the command line of this process has it, else the module in which the app is a name.
-    Source: celery.bin.celery keeps the option as it was written, or the app if that was given.
-    """
-    context = click.get_current_context(silent=True)
-    written = None if context is None else context.find_root().params.get("app")
-    if isinstance(written, str):
-        return written
-    for module, found in list(sys.modules.items()):
-        if module != "__main__":
-            for name, value in list(vars(found).items()) if isinstance(found, ModuleType) else ():
-                if value is app:
-                    return f"{module}:{name}"
-    return ""
 
 
 def leave_redlock(app: Any) -> None:

@@ -406,9 +406,7 @@ def test_a_task_for_which_no_quorum_votes_is_among_those_that_wait(
     stage.worker(concurrency=1)
     for node in mortal_nodes[1:]:
         node.kill()
-    result = stage.tasks.work.apply_async(
-        ("k",), lock={"backoff": {"first": 100, "cap": 100, "jitter": "none"}}
-    )
+    result = stage.tasks.work.apply_async(("k",), lock={"backoff": {"first": 1e7, "cap": 1e7}})
     stage.see_deferred(result)
     (row,) = eventually(lambda: in_json("waiters")["waiting"])
     assert (row["task_id"], row["resources"]) == (result.id, ["k:k"])

@@ -133,7 +133,7 @@ BOMBS: tuple[dict[str, Any], ...] = (
     {"options": {"key": ["{key:.300000000}"]}},
     {"options": {"limit": 20_000_000}},
     {
-        "options": {"backoff": {"first": 1, "cap": 30, "factor": 3, "jitter": "none"}},
+        "options": {"backoff": {"first": 1, "cap": 30, "factor": 3}},
         "deferral": {"count": 3_000_000_000, "since": "2026-01-01T00:00:00+00:00", "delay": 1},
     },
 )

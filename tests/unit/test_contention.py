@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock import Backoff, LockTaken, NotAcquired, QuorumUnreachable, SettingsError
+from celery_redlock import LockTaken, NotAcquired, QuorumUnreachable, SettingsError
 from celery_redlock.tasks.execution.contention import (
     Contention,
     Decision,
@@ -39,7 +39,6 @@ class Past(NamedTuple):
 
     deferrals: int = 0
     waited: float = 0.0
-    delay: float | None = None
 
 
 def decided(
@@ -52,7 +51,7 @@ def decided(
 ) -> Decision:
     holder = refused.holder if isinstance(refused, LockTaken) else ""
     found = Contention(refused.resource, holder, past.deferrals, past.waited, None, (), {})
-    return decide(rules(**lock), refused, found, past.delay, uniform, cap)
+    return decide(rules(**lock), refused, found, uniform, cap)
 
 
 def test_by_default_the_message_goes_back() -> None:
@@ -153,11 +152,6 @@ def test_a_conflict_callable_decides_by_what_it_is_told() -> None:
 def test_a_conflict_callable_that_returns_another_word_is_an_error() -> None:
     with pytest.raises(SettingsError, match="returned 'perhaps'"):
         decided(on_conflict=lambda contention: "perhaps")
-
-
-def test_decorrelated_delays_follow_the_one_before() -> None:
-    backoff = Backoff(first=1, cap=100, jitter="decorrelated")
-    assert decided(AWAY, Past(3, 9.0, delay=4.0), backoff=backoff) == Defer(12.0, 12.0)
 
 
 @given(st.integers(0, 200), st.floats(0, 100), st.integers())

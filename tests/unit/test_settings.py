@@ -4,17 +4,14 @@ import dataclasses
 import datetime as dt
 import enum
 import inspect
-import sys
 import tracemalloc
 import uuid
 from collections.abc import Callable
 from decimal import Decimal
-from types import ModuleType
 from typing import Any
 
 import pytest
 from celery import Celery
-from celery.utils.imports import symbol_by_name
 from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
@@ -22,7 +19,7 @@ from redis.sentinel import Sentinel
 
 from celery_redlock import Backoff, LockedTask, SettingsError
 from celery_redlock.lock.validation import check_nodes
-from celery_redlock.tasks.per_app import command_line_name, settings_of
+from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.settings.app import (
     APP_SETTING,
     AppSettings,
@@ -258,15 +255,6 @@ class TestTasksOfOthers:
         assert pattern_for(name, ["*.c", "a.*", "a.b"][::-1]) == pattern
 
 
-def test_an_app_is_named_as_a_command_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, app = ModuleType("shop_of_a_test"), Celery("shop", set_as_default=False)
-    assert command_line_name(app) == ""
-    module.__dict__["orders"] = app
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert command_line_name(app) == "shop_of_a_test:orders"
-    assert symbol_by_name(command_line_name(app)) is app
-
-
 class TestWrongSettings:
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -470,6 +458,7 @@ class TestWrongSettings:
             ("redlock_clock_drift", 1, "fraction"),
             ("redlock_max_ttl", -1, "above 0"),
             ("redlock_restart_guard", "maybe", "'auto'"),
+            ("redlock_restart_guard", "on", "take 'strict'"),
             ("redlock_queues", ["q"], "must map"),
         ],
     )

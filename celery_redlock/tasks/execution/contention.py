@@ -76,15 +76,13 @@ def decide(
     options: TaskLockOptions,
     refusal: NotAcquired,
     contention: Contention,
-    last_delay: float | None,
     uniform: Uniform,
     countdown_cap: float,
 ) -> Decision:
     """Return what to do; calls a callable `on_conflict`.
 
-    last_delay: seconds, of the message's last deferral. countdown_cap: seconds, the longest
-    countdown, whatever the backoff gives. Raises SettingsError for what a callable raises, or if it
-    returns no strategy.
+    countdown_cap: seconds, the longest countdown, whatever the backoff gives. Raises SettingsError
+    for what a callable raises, or if it returns no strategy.
     """
     if isinstance(refusal, LockTaken):
         strategy = _strategy(options.on_conflict, contention)
@@ -102,7 +100,7 @@ def decide(
             return failure
         reason = f"gave up on {refusal.resource!r} after {contention.waited:.1f} s"
         return Skip(f"{reason}, {contention.deferrals} deferrals")
-    delay = options.backoff.delay(contention.deferrals, uniform, last_delay)
+    delay = options.backoff.delay(contention.deferrals, uniform)
     countdown = _cut_to_lease(min(delay, countdown_cap), options.backoff, refusal, uniform)
     if options.max_wait is not None:
         countdown = min(countdown, max(0.0, options.max_wait - contention.waited))

@@ -112,9 +112,7 @@ def decide_refused(delivery: Delivery, refusal: Refusal) -> tuple[Decision, Cont
         refusal.kwargs,
     )
     cap = settings_of(delivery.task.app).countdown_cap
-    decision = decide(
-        refusal.options, refusal.error, contention, deferral.delay, random.uniform, cap
-    )
+    decision = decide(refusal.options, refusal.error, contention, random.uniform, cap)
     return decision, contention
 
 

@@ -315,6 +315,14 @@ MUTANTS = (
         "an_ear_that_ends",
     ),
     Mutant(
+        "a release before the inbox opens on its node is missed",
+        "lock.engine.wait_queue:WaitQueue.look_again",
+        "waiter.decide()",
+        "pass",
+        (f"{UNIT}/test_wakeup.py",),
+        "inbox_opens",
+    ),
+    Mutant(
         "a release between the refusal and the wait is missed",
         "lock.engine.wait_queue:WaitQueue._join",
         "waiter.decide()",
