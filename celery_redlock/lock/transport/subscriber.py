@@ -114,8 +114,7 @@ class Subscriber:
             self._pinged, self._spoke_at = False, self._clock.now()
         if self._connection is None:
             return self._rest(LINGER)
-        for kind in _by_kind(wanted - self._asked):
-            self._send("SUBSCRIBE", kind)
+        self._send("SUBSCRIBE", wanted - self._asked)
         self._send("UNSUBSCRIBE", self._asked - wanted)
         self._asked = wanted
         came = self._rest(self._timeout if self._pinged else LINGER)
@@ -182,17 +181,6 @@ class Subscriber:
         self._asked, self.confirmed = set(), set()
         if connection is not None:
             connection.disconnect()
-
-
-def _by_kind(channels: Iterable[str]) -> Iterable[list[str]]:
-    """Return the channels in lists of one kind each: the word after the prefix is the same.
-
-    A server's ACL that denies one channel denies the whole command.
-    """
-    kinds: dict[str, list[str]] = {}
-    for channel in sorted(channels):
-        kinds.setdefault(channel.partition("}:")[2].partition(":")[0], []).append(channel)
-    return kinds.values()
 
 
 def _poll(awaited: Iterable[tuple[int, int]], seconds: float) -> list[tuple[int, int]]:

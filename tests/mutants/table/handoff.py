@@ -110,14 +110,6 @@ MUTANTS = (
         "forked_child",
     ),
     Mutant(
-        "a denied inbox costs the channel of votes, too",
-        "lock.transport.subscriber:Subscriber._listen",
-        "for kind in _by_kind(wanted - self._asked):",
-        "for kind in [wanted - self._asked]:",
-        (HAND_OFF,),
-        "TestRights",
-    ),
-    Mutant(
         "those behind try in vain after each release",
         "lock.retry_schedule:RetrySchedule.taken",
         "if is_first or self._hold.splits",
