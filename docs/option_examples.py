@@ -76,27 +76,20 @@ OPTIONS = {
         "@shared_task(\n    base=LockedTask,\n"
         '    lock_key="mail:{user}",\n    lock_backoff=Backoff(first=1, cap=60),\n)\n'
         "def send_mail(user): ...",
-        ("on_conflict", "max_wait", "max_deferrals"),
+        ("on_conflict", "max_wait"),
     ),
     "max_wait": Shown(
         "`float`, seconds, or `None`",
         "# gives up ten minutes after the first try\n"
         '@shared_task(base=LockedTask, lock_key="order:{order}", lock_max_wait=600)\n'
         "def settle(order): ...",
-        ("max_deferrals", "on_give_up", "wait"),
-    ),
-    "max_deferrals": Shown(
-        "`int` or `None`",
-        "# gives up when it finds the lock taken for the sixth time\n"
-        '@shared_task(base=LockedTask, lock_key="bill:{order}", lock_max_deferrals=5)\n'
-        "def print_invoice(order): ...",
-        ("max_wait", "on_give_up"),
+        ("on_give_up", "wait"),
     ),
     "on_give_up": Shown(
         "`str`",
         '@shared_task(\n    base=LockedTask,\n    lock_key="cache:{page}",\n    lock_max_wait=60,\n'
         '    lock_on_give_up="skip",\n)\ndef warm_cache(page): ...',
-        ("max_wait", "max_deferrals"),
+        ("max_wait",),
     ),
     "on_lost": Shown(
         "`str`",

@@ -96,8 +96,8 @@ def test_the_last_delay_is_cut_to_max_wait(
         assert waited + decision.countdown <= 100 + 1e-6
 
 
-def test_spent_deferrals_end_as_failure_with_what_happened() -> None:
-    decision = decided(TAKEN, Past(deferrals=3, waited=7.5), max_deferrals=3)
+def test_a_spent_wait_ends_as_failure_with_what_happened() -> None:
+    decision = decided(TAKEN, Past(deferrals=3, waited=7.5), max_wait=7.5)
     assert isinstance(decision, Fail)
     error = decision.error
     assert isinstance(error, LockTaken)
@@ -107,19 +107,15 @@ def test_spent_deferrals_end_as_failure_with_what_happened() -> None:
     assert "max_wait" in str(error)
 
 
-def test_giving_up_counts_deferrals_whatever_their_cause_and_names_the_last_one() -> None:
-    decision = decided(AWAY, Past(deferrals=3), max_deferrals=3)
+def test_giving_up_counts_the_wait_whatever_its_cause_and_names_the_last_one() -> None:
+    decision = decided(AWAY, Past(waited=7.5), max_wait=7.5)
     assert isinstance(decision, Fail)
     assert isinstance(decision.error, QuorumUnreachable)
     assert decision.error.causes == ["a:1: refused"]
 
 
 def test_giving_up_can_skip() -> None:
-    assert isinstance(decided(TAKEN, Past(deferrals=1), max_deferrals=1, on_give_up="skip"), Skip)
-
-
-def test_no_deferral_at_all_can_be_asked_for() -> None:
-    assert isinstance(decided(max_deferrals=0), Fail)
+    assert isinstance(decided(TAKEN, Past(waited=1.0), max_wait=1, on_give_up="skip"), Skip)
 
 
 def test_conflict_can_skip_or_fail() -> None:

@@ -123,10 +123,10 @@ CASES: list[tuple[str, Facts, Facts, str, str]] = [
     ),
     (
         "a budget of deferrals that never come about",
-        facts(lock={"on_conflict": "skip", "on_unreachable": "fail", "max_deferrals": 3}),
-        facts(lock={"on_conflict": "skip", "max_deferrals": 3}),
+        facts(lock={"on_conflict": "skip", "on_unreachable": "fail", "max_wait": 3}),
+        facts(lock={"on_conflict": "skip", "max_wait": 3}),
         "warning",
-        f"{MINE}max_deferrals",
+        f"{MINE}max_wait",
     ),
     (
         "an end of a budget that is not there",

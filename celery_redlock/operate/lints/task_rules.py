@@ -109,18 +109,16 @@ def _max_hold(one: TaskInQueue) -> Iterator[Lint]:
 
 
 def _budgets(options: EffectiveOptions) -> Iterator[Lint]:
-    """Give budgets of deferrals without deferrals, and the end of a budget without a budget."""
+    """Give a budget of deferrals without deferrals, and the end of a budget without a budget."""
     on_conflict, on_unreachable = options["on_conflict"].value, options["on_unreachable"].value
-    budgets = [options[name] for name in ("max_wait", "max_deferrals")]
-    if on_conflict in ("skip", "fail") and on_unreachable != "defer":
-        for budget in budgets:
-            if budget.value is not None:
-                both = f"on_conflict={on_conflict!r} and on_unreachable={on_unreachable!r}"
-                hint = f"has no effect: with {both} no message is ever deferred"
-                yield Lint(WARNING, str(budget.source), f"{budget.value:g}", hint)
+    budget = options["max_wait"]
+    if on_conflict in ("skip", "fail") and on_unreachable != "defer" and budget.value is not None:
+        both = f"on_conflict={on_conflict!r} and on_unreachable={on_unreachable!r}"
+        hint = f"has no effect: with {both} no message is ever deferred"
+        yield Lint(WARNING, str(budget.source), f"{budget.value:g}", hint)
     on_give_up = options["on_give_up"]
-    if on_give_up.source.level != "built-in" and all(budget.value is None for budget in budgets):
-        hint = "has no effect without max_wait or max_deferrals: a run never gives up"
+    if on_give_up.source.level != "built-in" and budget.value is None:
+        hint = "has no effect without max_wait: a run never gives up"
         yield Lint(WARNING, str(on_give_up.source), repr(on_give_up.value), hint)
 
 

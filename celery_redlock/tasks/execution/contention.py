@@ -97,7 +97,7 @@ def decide(
     failure = Fail(with_history(refusal, contention.waited, contention.deferrals))
     if strategy == "fail":
         return failure
-    if _is_budget_spent(options, contention):
+    if options.max_wait is not None and contention.waited >= options.max_wait:
         if options.on_give_up == "fail":
             return failure
         reason = f"gave up on {refusal.resource!r} after {contention.waited:.1f} s"
@@ -107,13 +107,6 @@ def decide(
     if options.max_wait is not None:
         countdown = min(countdown, max(0.0, options.max_wait - contention.waited))
     return Defer(countdown, delay)
-
-
-def _is_budget_spent(options: TaskLockOptions, contention: Contention) -> bool:
-    most = options.max_deferrals
-    if most is not None and contention.deferrals >= most:
-        return True
-    return options.max_wait is not None and contention.waited >= options.max_wait
 
 
 def decide_redelivery(

@@ -61,8 +61,7 @@ class Refusal:
         So it may wait in the worker's memory for longer than its countdown.
         """
         options = self.options
-        has_budget = options.max_wait is not None or options.max_deferrals is not None
-        return self.is_taken and options.on_conflict == "defer" and not has_budget
+        return self.is_taken and options.on_conflict == "defer" and options.max_wait is None
 
     def to_wait(self, countdown: float) -> Wait:
         """Return what the republished message carries of it. countdown: seconds."""

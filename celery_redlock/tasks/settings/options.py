@@ -46,7 +46,6 @@ class TaskLockOptions:
     on_conflict: Any
     backoff: Backoff
     max_wait: float | None
-    max_deferrals: int | None
     on_give_up: str
     on_lost: str
     on_unreachable: str
@@ -71,14 +70,6 @@ def _one_of(*words: str, or_callable: bool = False) -> Check:
 
 def _seconds_or_none(source: OptionSource, value: Any, app: AppSettings) -> float | None:
     return None if value is None else check_seconds(source.level, source.name, value)
-
-
-def _count_or_none(source: OptionSource, value: Any, app: AppSettings) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise source.wrong(value, "must be a whole number, 0 or more, or None")
-    return value
 
 
 def _bool(source: OptionSource, value: Any, app: AppSettings) -> bool:
@@ -191,14 +182,9 @@ OPTIONS = (
         doc="The time since the first try after which `on_give_up` applies.",
     ),
     Option(
-        name="max_deferrals", check=_count_or_none, default=None,
-        values="a whole number, 0 or more, or `None` for no limit",
-        doc="The number of deferrals after which `on_give_up` applies.",
-    ),
-    Option(
         name="on_give_up", check=_one_of("fail", "skip"), default="fail",
         values='`"fail"` or `"skip"`',
-        doc="What a run does after `max_wait` or `max_deferrals`.",
+        doc="What a run does after `max_wait`.",
         details=(
             '`"fail"`: FAILURE with `LockTaken` or `QuorumUnreachable`. `"skip"`: the body does '
             "not run (REVOKED)."

@@ -190,7 +190,7 @@ MUTANTS = (
     Mutant(
         "a message with a budget waits for a release alone",
         "tasks.execution.deferral:Refusal.waits_for_release",
-        " and not has_budget",
+        " and options.max_wait is None",
         "",
         (
             f"{INTEGRATION}/test_waiting.py::"
@@ -244,7 +244,7 @@ MUTANTS = (
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
-        "max_deferrals never ends a wait",
+        "a message that was deferred often is tried again as soon as at first",
         "tasks.delivery.header:Deferral.next",
         "self.count + 1",
         "1",
@@ -307,10 +307,10 @@ MUTANTS = (
         (f"{UNIT}/test_contention.py",),
     ),
     Mutant(
-        "a message is deferred once more than max_deferrals",
-        "tasks.execution.contention:_is_budget_spent",
-        "contention.deferrals >= most",
-        "contention.deferrals > most",
+        "max_wait never ends a wait",
+        "tasks.execution.contention:decide",
+        "contention.waited >= options.max_wait",
+        "False",
         (f"{UNIT}/test_contention.py",),
     ),
     Mutant(
