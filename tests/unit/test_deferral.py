@@ -403,7 +403,7 @@ def test_a_revoked_message_stays_so_in_every_worker_but_for_a_retry() -> None:
 def test_a_revoked_message_that_was_only_deferred_is_no_redelivery() -> None:
     header = deferred(LockHeader(), utc_now(), task_id="1").revoked()
     assert LockHeader.of(request(header.to_message())) == header
-    assert not header.is_redelivered
+    assert header.redelivery is None
 
 
 def test_the_retry_of_a_redelivered_run_is_no_redelivery() -> None:

@@ -147,11 +147,6 @@ class LockHeader:
         return header
 
     @property
-    def is_redelivered(self) -> bool:
-        """Whether this is not the first delivery of its message, as far as anybody has said."""
-        return self.redelivery is not None
-
-    @property
     def may_have_run_elsewhere(self) -> bool:
         """Whether another delivery of this message may be running, or have run."""
         return self.redelivery is not None or self.deferral.since is not None
@@ -162,7 +157,9 @@ class LockHeader:
         Seconds; inf: any marker is. An older one is that of an earlier message with the same task
         id. now: by the clocks of the nodes.
         """
-        return math.inf if self.is_redelivered else self.deferral.waited(now) + CLOCKS_DIFFER
+        return (
+            math.inf if self.redelivery is not None else self.deferral.waited(now) + CLOCKS_DIFFER
+        )
 
     def redelivered(self) -> LockHeader:
         """Return the header of a delivery of which the broker says that it is not the first."""

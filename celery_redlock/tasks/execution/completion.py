@@ -13,8 +13,8 @@ from celery.exceptions import Reject
 
 from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.tasks.children.forks import is_end_announced
+from celery_redlock.tasks.delivery.delivery import RunId
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
-from celery_redlock.tasks.delivery.run_id import RunId
 from celery_redlock.tasks.execution.outcomes import CONTINUES
 from celery_redlock.tasks.execution.run import OUTER_ERROR, run_of
 from celery_redlock.tasks.per_app import redlock_of

@@ -19,8 +19,8 @@ from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round
 from celery_redlock.lock.transport.encoding import encode_command, text_of
 from celery_redlock.lock.validation import LONGEST
+from celery_redlock.tasks.delivery.delivery import RunId
 from celery_redlock.tasks.delivery.header import is_moment
-from celery_redlock.tasks.delivery.run_id import RunId
 from celery_redlock.tasks.unique.rounds import UNIQUE, EarlierSend, UniqueKey, check_reply
 
 logger = logging.getLogger(__name__)

@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     Mutant(
         "two copies of a message are one run",
-        "tasks.delivery.run_id:RunId.of",
+        "tasks.delivery.delivery:RunId.of",
         "request.replaced_task_nesting or 0, queue, life",
         "request.replaced_task_nesting or 0, '', life",
         (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
