@@ -35,7 +35,6 @@ from celery_redlock.tasks.delivery.header import (
     NEVER_DEFERRED,
     Deferral,
     LockHeader,
-    Origin,
     Redelivery,
     Wait,
 )
@@ -62,7 +61,7 @@ STRANGE: dict[str, dict[str, Any]] = {
 STRANGE_FIELDS = {"options": [], "retries": None, "id": 7, "is_revoked": "no", "unique": "u",
                   "life": -1}  # fmt: skip
 PARTS: dict[str, type] = {
-    "deferral": Deferral, "redelivery": Redelivery, "wait": Wait, "origin": Origin,
+    "deferral": Deferral, "redelivery": Redelivery, "wait": Wait, "origin": Route,
 }  # fmt: skip
 
 
@@ -157,7 +156,7 @@ def test_the_header_comes_through_a_message(serializer: str) -> None:
     wait = Wait(("a", "b"), "a", 17.5, 2, True)
     full = LockHeader(
         {"ttl": 9}, "1", 0, True, redelivery=Redelivery(True, 2), wait=wait,
-        origin=Origin("x", "k", "q"), unique={"name": "n"},
+        origin=Route("x", "k", "q"), unique={"name": "n"},
     )  # fmt: skip
     for header in (deferred(LockHeader({"ttl": 9}), utc_now(), 1.5), full, LockHeader()):
         content_type, encoding, body = dumps(header.to_message(), serializer)

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from celery_redlock.lock.validation import MOST_PERMITS
+from celery_redlock.tasks.delivery.route import Route
 
 HEADER = "redlock"
 DEATHS = "x-death"  # RabbitMQ's header
@@ -88,15 +89,6 @@ class Wait:
         return max(0.0, self.countdown - self.seconds_since_refusal(now))
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where the message was sent to at first, and the queue that this copy of it goes back to."""
-
-    exchange: str | None = None
-    routing_key: str = ""
-    queue: str | None = None
-
-
 NEVER_DEFERRED = Deferral()
 
 
@@ -106,9 +98,10 @@ class LockHeader:
 
     options: those of the call. id: the task that the header belongs to, for subtasks inherit the
     headers of their parent. retries: the message's own count when it was republished. is_revoked: a
-    worker's main process was told so of this delivery. unique: what ends the claim of a
-    deduplicated send, as of `UniqueToken`. life: how often RabbitMQ dead-lettered the message. Each
-    life is a run of its own: a marker of the one before, just ended, must not end it.
+    worker's main process was told so of this delivery. origin: where the message was sent to first,
+    and the queue that this copy of it goes back to. unique: what ends the claim of a deduplicated
+    send, as of `UniqueToken`. life: how often RabbitMQ dead-lettered the message. Each life is a
+    run of its own: a marker of the one before, just ended, must not end it.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -118,7 +111,7 @@ class LockHeader:
     deferral: Deferral = NEVER_DEFERRED
     redelivery: Redelivery | None = None
     wait: Wait | None = None
-    origin: Origin | None = None
+    origin: Route | None = None
     unique: Mapping[str, Any] | None = None
     life: int = 0
 
@@ -219,7 +212,7 @@ _KINDS: Mapping[type, Mapping[str, Any]] = {  # by part: its fields, and their t
         "resources": (list, tuple), "refused_by": str, "refused_at": float,
         "limit": _LIMIT, "waits_for_release": bool, "reason": str, "countdown": float,
     },
-    Origin: {"exchange": str, "routing_key": str, "queue": str},
+    Route: {"exchange": str, "routing_key": str, "queue": str},
     LockHeader: {
         "options": Mapping, "id": str, "retries": _COUNT, "is_revoked": bool, "unique": Mapping,
         "life": _COUNT,
@@ -237,7 +230,7 @@ def _parse(carried: Mapping[str, Any]) -> LockHeader:
         deferral=deferral if _is_time(deferral.since) else NEVER_DEFERRED,
         redelivery=None if redelivery == Redelivery() else redelivery,
         wait=wait,
-        origin=_part(Origin, carried.get("origin")),
+        origin=_part(Route, carried.get("origin")),
         **_known(LockHeader, carried),
     )
 

@@ -27,7 +27,7 @@ from kombu.serialization import registry
 
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.delivery.delivery import ARGUMENTS, Delivery, own_headers
-from celery_redlock.tasks.delivery.header import HEADER, LockHeader, Origin
+from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.producer import (
     QueueGoneError,
     confirming_producer,
@@ -141,14 +141,14 @@ def _publish(
     Source: celery.app.base: Celery.send_task makes and sends a message by the same two calls.
     """
     task, request, route = delivery.task, delivery.request, delivery.route
-    app, where = task.app, Origin(route.exchange, route.routing_key, route.queue)
+    app = task.app
     args, kwargs = request.__dict__.get(ARGUMENTS) or (request.args, request.kwargs)
     fields = _fields_of_message(task, request)
     message = app.amqp.create_task_message(
         request.id, task.name, args, kwargs, countdown=countdown, **fields
     )
     properties = request.get("properties") or {}
-    carried = replace(header, origin=where).to_message()
+    carried = replace(header, origin=route).to_message()
     with confirming_producer(app, anew=anew) as producer:
         send = functools.partial(
             app.amqp.send_task_message,
