@@ -20,7 +20,7 @@ from celery_redlock.tasks.task import REQUEST
 from celery_redlock.tasks.worker_request import Request
 
 PAST = "2026-01-01T00:00:00+00:00"
-DEFERRED = LockHeader(deferral=Deferral(1, PAST, 1.0))
+DEFERRED = LockHeader(deferral=Deferral(1, 1.7e9, 1.7e9))
 
 
 def delivery_of(

@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from typing import NoReturn
 
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
 
 from celery_redlock.errors import LockTaken, NotAcquired, RedlockError
 from celery_redlock.tasks import signals
-from celery_redlock.tasks.delivery.delivery import Delivery
-from celery_redlock.tasks.delivery.header import Wait
+from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
+from celery_redlock.tasks.delivery.header import Deferral
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
-from celery_redlock.tasks.delivery.route import supported_countdown
-from celery_redlock.tasks.execution.contention import (
-    Defer,
+from celery_redlock.tasks.delivery.route import is_kept_by_broker, supported_countdown
+from celery_redlock.tasks.execution.deferral import (
+    OF_REDELIVERIES,
+    Refusal,
     RunUnlocked,
     Skip,
-    decide_redelivery,
+    countdown_of,
+    decide,
     describe_refusal,
     with_history,
-)
-from celery_redlock.tasks.execution.deferral import (
-    Deferred,
-    Refusal,
-    decide_refused,
-    plan,
-    report,
-    send_signal,
 )
 from celery_redlock.tasks.execution.redelivery import (
     is_completed_since,
@@ -88,7 +83,8 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
     may_wait = refusal.is_taken or refusal.options.on_unreachable == "defer"
     if may_wait and is_to_wait_for_first_delivery(delivery, refusal.error):
         wait_for_first_delivery(delivery, refusal.error)
-    decision, contention = decide_refused(delivery, refusal)
+    before, cap = delivery.header.deferral, settings_of(delivery.task.app).countdown_cap
+    decision = decide(refusal, before, cap, random.uniform)
     _end_if_completed_meanwhile(delivery, refusal)
     error = refusal.error
     if isinstance(decision, RunUnlocked):
@@ -96,10 +92,10 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
         logger.error("%s runs WITHOUT its lock: %s", delivery.task.name, error, extra=extra)
     elif isinstance(decision, Skip):
         skip(delivery, error.resource, decision.reason)
-    elif isinstance(decision, Defer) and delivery.can_republish:
+    elif isinstance(decision, Deferral) and delivery.can_republish:
         defer(delivery, refusal, decision)
     else:
-        raise with_history(error, contention.waited, contention.deferrals)
+        raise with_history(refusal, before)
 
 
 def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
@@ -120,21 +116,61 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
         wait_for_first_delivery(delivery, refusal.error)
 
 
-def defer(delivery: Delivery, refusal: Refusal, decision: Defer) -> NoReturn:
-    """Republish the message: DEFERRED stored, sent, published, Ignore raised, in this order.
+class Deferred(Ignore):
+    """Ends a run without its lock, once its message is published again.
 
-    Raises Deferred if the lock is taken.
+    It reaches the worker's main process: see `tasks/worker_request.py`.
     """
-    request, error = delivery.request, refusal.error
-    deferral = plan(delivery, refusal, decision)
-    report(delivery, deferral, StateReporter(delivery.task, request))
-    republish(delivery, deferral.header, deferral.countdown)
+
+    def __init__(self, deferral: Deferral) -> None:
+        super().__init__(deferral)  # pickle makes a copy of that
+        self.deferral = deferral
+
+    def __str__(self) -> str:
+        return f"deferred: {self.deferral.why}"
+
+
+def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
+    """Republish the message: DEFERRED stored, sent, published, Deferred raised, in this order."""
+    task, request = delivery.task, delivery.request
+    deferral = report(delivery, refusal, deferral, StateReporter(task, request))
+    header = delivery.header.deferred(request, deferral)
+    republish(delivery, header, deferral.countdown)
     request.__dict__[CONTINUES] = True
-    send_signal(delivery, deferral)
-    if isinstance(error, LockTaken):
-        limit = refusal.options.limit
-        raise Deferred(error.resource, error.holder, error.expires_in, limit)
-    raise Ignore(f"deferred: {deferral.why}")
+    signals.lock_deferred.send(task, event=deferral.event())
+    raise Deferred(deferral)
+
+
+def report(
+    delivery: Delivery, refusal: Refusal, deferral: Deferral, reporter: StateReporter
+) -> Deferral:
+    """Log a deferral, store DEFERRED, and send its event; return what the message is to carry.
+
+    That has a countdown as the broker can keep it.
+    """
+    countdown = supported_countdown(delivery.task.app, deferral.countdown, delivery.route)
+    deferral = replace(deferral, countdown=countdown)
+    info, waits = deferral.info(utc_now()), _describe_wait(delivery, refusal, deferral)
+    text, verb = "Task %s deferred: lock %r %s %s; it %s", "is" if deferral.is_taken else "has"
+    extra = delivery.log_extra("run_deferred", **info)
+    logger.info(text, delivery, deferral.resource, verb, deferral.why, waits, extra=extra)
+    reporter.deferred(info, deferral.why)
+    return deferral
+
+
+def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> str:
+    """Return in few words what ends the wait of a message.
+
+    A message that RabbitMQ keeps back hears of no release.
+    """
+    error, countdown = refusal.error, deferral.countdown
+    if not isinstance(error, LockTaken) or is_kept_by_broker(delivery.task.app, delivery.route):
+        return f"tries again in {countdown:.2f} s"
+    if not deferral.waits_for_release or delivery.request.expires is not None:
+        return f"waits for a release, for {countdown:.2f} s at most"
+    if error.unrenewed_for is not None:
+        return f"waits for a release, or for the end of the lease in {error.expires_in:.0f} s"
+    return "waits for a release"
 
 
 def end_superseded(delivery: Delivery, resource: str) -> NoReturn:
@@ -163,8 +199,8 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     redelivery = delivery.header.redelivery
     waits = 0 if redelivery is None else redelivery.waits
     cap = settings_of(task.app).countdown_cap
-    decision = decide_redelivery(refusal, waits, random.uniform, cap)
-    countdown = supported_countdown(task.app, decision.countdown, delivery.route)
+    countdown = countdown_of(OF_REDELIVERIES, waits, refusal, cap, random.uniform)
+    countdown = supported_countdown(task.app, countdown, delivery.route)
     first = "another delivery of its message"
     reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
     why = f"waits: whether it runs already, by {first}, is not known yet ({reason})"
@@ -173,8 +209,8 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
         why = f"runs already, by {first}" if runs else f"has ended already, by {first}"
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)
     logger.info("%s %s: this one looks again in %.2f s", delivery, why, countdown, extra=extra)
-    wait = Wait(refused_at=time_of_nodes(task.app).timestamp(), countdown=countdown)
-    header = delivery.header.waiting_for_first_delivery(request.retries, request.id, wait)
+    now = time_of_nodes(task.app)
+    header = delivery.header.waiting_for_first_delivery(request, now, countdown)
     republish(delivery, header, countdown)
     request.__dict__[CONTINUES] = True
     raise Ignore("runs already")

@@ -202,10 +202,10 @@ class LockedRun:
 
     def _end_refused(self, error: NotAcquired) -> None:
         """End this delivery without its lock; return only if it is to run unlocked."""
-        at = time_of_nodes(self.delivery.task.app).timestamp()
+        at = time_of_nodes(self.delivery.task.app)
         outcomes.end_cancelled_if_refused(self.delivery, self.cancelled, error)
-        args, kwargs = tuple(self.args), dict(self.kwargs)
-        refusal = Refusal(error, at, self.options, self.resources, args, kwargs)
+        how = self.delivery.task, tuple(self.args), dict(self.kwargs)
+        refusal = Refusal(error, at, self.options, self.resources, *how)
         outcomes.end_refused(self.delivery, refusal)
 
     def _run_body(self, body: Body) -> Any:
