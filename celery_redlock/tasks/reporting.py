@@ -352,7 +352,7 @@ class StateReporter:
             self._thread.put(id_, store, lost, is_final=is_final)
 
     def _send(self, event: str, **fields: Any) -> None:
-        self._attempt(lambda: self._send_event(event, **fields))
+        self._attempt(functools.partial(self._send_event, event, **fields))
 
     def _attempt(
         self, report: Callable[[], object], let_through: tuple[type[Exception], ...] = ()

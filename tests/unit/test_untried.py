@@ -23,7 +23,8 @@ from celery_redlock import LockedTask
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader, Redelivery
-from celery_redlock.tasks.execution.untried import defer_untried, note_deferred
+from celery_redlock.tasks.execution.outcomes import Deferred
+from celery_redlock.tasks.execution.untried import defer_untried
 from celery_redlock.tasks.signals import LockDeferredEvent, lock_deferred
 from celery_redlock.tasks.waiting.room import WaitingRoom
 from celery_redlock.tasks.waiting.times import WaitingTimes
@@ -92,7 +93,7 @@ class Worker:
         refused = Deferral(
             resource=resource, holder=HOLDER, limit=limit, expires_in=expires_in, is_taken=is_taken
         )
-        note_deferred(self.app, refused)
+        self.room.note_refusal(refused)
 
     def task(self, **options: Any) -> LockedTask:
         """Declare a task whose lock is that of its argument."""
@@ -341,8 +342,10 @@ def test_a_message_of_a_task_without_a_lock_is_let_alone(worker: Worker) -> None
 
 def test_the_end_of_a_refused_run_lets_the_next_message_wait(worker: Worker) -> None:
     task = worker.task()
-    assert worker.receive(task, args=("other",)).eta is None
-    worker.refuse("k:other")
+    first = worker.receive(task, args=("other",))
+    assert first.eta is None
+    deferred = Deferred(Deferral(resource="k:other", holder=HOLDER, expires_in=LEASE))
+    first.on_failure(SimpleNamespace(type=Deferred, exception=deferred))
     request = worker.receive(task, args=("other",))
     assert request.eta is not None
     stored = eventually(lambda: task.AsyncResult(request.id).info)

@@ -21,6 +21,7 @@ from celery_redlock.tasks.delivery.route import (
     has_way_back,
     queue_of,
 )
+from celery_redlock.tasks.reporting import StateReporter
 
 ARGUMENTS = "_redlock_arguments"  # the name on the request of the arguments as they came
 NESTED = "redlock_nested"  # the property of a delivery that has a header called "headers"
@@ -68,6 +69,11 @@ class Delivery:
         return RunId.of(self.task.name, self.request, self.header.life)
 
     @property
+    def reporter(self) -> StateReporter:
+        """What stores the run's states and sends its events."""
+        return StateReporter(self.task, self.request)
+
+    @property
     def route(self) -> Route:
         """Where the message came from."""
         origin = self.header.origin
@@ -91,7 +97,7 @@ class Delivery:
     @property
     def may_have_run_elsewhere(self) -> bool:
         """Whether another delivery of this message may be running, or have run."""
-        return self.header.may_have_run_elsewhere
+        return self.header.redelivery is not None or self.header.deferral.since > 0
 
     @property
     def is_for_another_queue(self) -> bool:

@@ -114,31 +114,20 @@ class LockHeader:
     @classmethod
     def of(cls, request: Any) -> LockHeader:
         """Return the header of a request, `NO_HEADER` if it has none of its own."""
-        header, deaths = cls._carried(request), _deaths(request)
-        return replace(header, life=header.life + deaths) if deaths else header
-
-    @classmethod
-    def _carried(cls, request: Any) -> LockHeader:
         carried = request.__dict__.get(HEADER)
         if carried is None and isinstance(request.headers, Mapping):  # a sender may write any type
             carried = request.headers.get(HEADER)
-        if not isinstance(carried, Mapping):
-            return NO_HEADER
-        header = _parse(carried)
+        header = _parse(carried) if isinstance(carried, Mapping) else NO_HEADER
         if header.id not in (None, request.id):
-            return NO_HEADER  # inherited from a parent
+            header = NO_HEADER  # inherited from a parent
+        deaths = _deaths(request)
         waits = 0 if header.redelivery is None else header.redelivery.waits
         # `by_broker` alone is no republication: `revoked` writes it, and no count of retries
         was_republished = header.deferral.since > 0 or waits > 0
-        if was_republished and (header.retries != request.retries or _deaths(request)):
+        if was_republished and (header.retries != request.retries or deaths):
             # a real retry takes the lock anew: what the run before it waited is not its own
-            return LockHeader(header.options, header.id, unique=header.unique, life=header.life)
-        return header
-
-    @property
-    def may_have_run_elsewhere(self) -> bool:
-        """Whether another delivery of this message may be running, or have run."""
-        return self.redelivery is not None or self.deferral.since > 0
+            header = LockHeader(header.options, header.id, unique=header.unique, life=header.life)
+        return replace(header, life=header.life + deaths) if deaths else header
 
     def ran_within(self, now: float) -> float:
         """Return the age up to which a completion marker is one of this message's own runs.

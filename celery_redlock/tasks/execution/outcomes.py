@@ -72,7 +72,7 @@ class WaitInSlot:
     def report_lost(self, delivery: Delivery, end: BaseException) -> None:
         """Store FAILURE, as the worker ends and nobody else has the message."""
         lost = f"republished nowhere: {type(end).__name__}, and {self._error.reason}"
-        StateReporter(delivery.task, delivery.request).message_lost(RedlockError(lost))
+        delivery.reporter.message_lost(RedlockError(lost))
 
 
 def end_refused(delivery: Delivery, refusal: Refusal) -> None:
@@ -112,7 +112,7 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
     if not delivery.is_redelivered or not delivery.can_republish:
         return
     stores_a_state = refusal.is_taken or options.on_unreachable != "run"
-    if stores_a_state and StateReporter(delivery.task, delivery.request).has_final_state():
+    if stores_a_state and delivery.reporter.has_final_state():
         wait_for_first_delivery(delivery, refusal.error)
 
 
@@ -132,12 +132,12 @@ class Deferred(Ignore):
 
 def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
     """Republish the message: DEFERRED stored, sent, published, Deferred raised, in this order."""
-    task, request = delivery.task, delivery.request
-    deferral = report(delivery, refusal, deferral, StateReporter(task, request))
+    request = delivery.request
+    deferral = report(delivery, refusal, deferral, delivery.reporter)
     header = delivery.header.deferred(request, deferral)
     republish(delivery, header, deferral.countdown)
     request.__dict__[CONTINUES] = True
-    signals.lock_deferred.send(task, event=deferral.event())
+    signals.lock_deferred.send(delivery.task, event=deferral.event())
     raise Deferred(deferral)
 
 
@@ -175,7 +175,7 @@ def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> 
 
 def end_superseded(delivery: Delivery, resource: str) -> NoReturn:
     """Skip a run whose message a later send has replaced; its lock shows that no other runs."""
-    _discard_if_ended(delivery, StateReporter(delivery.task, delivery.request))
+    _discard_if_ended(delivery)
     skip(delivery, resource, "a later send of the same took its place")
 
 
@@ -183,7 +183,7 @@ def skip(delivery: Delivery, resource: str, reason: str) -> NoReturn:
     """End a run without its body: REVOKED is stored, SKIPPED sent, and Ignore raised."""
     extra = delivery.log_extra("run_skipped", resource=resource, reason=reason)
     logger.info("skipped %s: %s", delivery, reason, extra=extra)
-    StateReporter(delivery.task, delivery.request).skipped(resource, reason)
+    delivery.reporter.skipped(resource, reason)
     signals.lock_skipped.send(delivery.task, event=signals.LockSkippedEvent(resource, reason))
     raise Ignore(reason)
 
@@ -224,9 +224,9 @@ def discard_redelivery(delivery: Delivery) -> NoReturn:
     raise Ignore("done already")
 
 
-def _discard_if_ended(delivery: Delivery, reporter: StateReporter) -> None:
+def _discard_if_ended(delivery: Delivery) -> None:
     """Discard a redelivery whose first delivery died after it had stored its final state."""
-    if delivery.is_redelivered and reporter.has_final_state():
+    if delivery.is_redelivered and delivery.reporter.has_final_state():
         discard_redelivery(delivery)
 
 
@@ -259,11 +259,10 @@ def end_cancelled(delivery: Delivery, reason: str) -> NoReturn:
 
     reason: "expired" or "revoked". Source: celery.worker.request: Request._announce_revoked.
     """
-    reporter = StateReporter(delivery.task, delivery.request)
-    _discard_if_ended(delivery, reporter)
+    _discard_if_ended(delivery)
     extra = delivery.log_extra("run_cancelled", reason=reason)
     logger.info("%s is not run: %s", delivery, reason, extra=extra)
-    reporter.revoked(reason)
+    delivery.reporter.revoked(reason)
     raise Ignore(reason)
 
 

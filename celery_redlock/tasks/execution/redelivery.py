@@ -18,7 +18,6 @@ from celery_redlock.lock.server.scripts import MARKER
 from celery_redlock.lock.transport.encoding import read_number
 from celery_redlock.tasks.delivery.delivery import Delivery, clock
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
-from celery_redlock.tasks.reporting import StateReporter
 
 LATER_MARKED = 1.0  # s: for which a run may go on after its result is stored
 
@@ -108,7 +107,7 @@ def is_completed_elsewhere(delivery: Delivery, began: float) -> bool:
     """
     if not is_completed_since(delivery, began):
         return False
-    return StateReporter(delivery.task, delivery.request).has_final_state_if_wanted()
+    return delivery.reporter.has_final_state_if_wanted()
 
 
 def is_held_by_own_run(delivery: Delivery, refusal: NotAcquired) -> bool:

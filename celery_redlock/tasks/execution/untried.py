@@ -29,7 +29,7 @@ from celery_redlock.tasks.execution.outcomes import report
 from celery_redlock.tasks.per_app import settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.settings.keys import TaskCall
-from celery_redlock.tasks.waiting.room import WaitingRoom, room_of, rooms_of
+from celery_redlock.tasks.waiting.room import WaitingRoom, room_of
 
 
 def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
@@ -95,10 +95,3 @@ def _let_wait(delivery: Delivery, request: Any, deferral: Deferral) -> None:
     request.request_dict[HEADER] = header.to_message()
     request.__dict__.pop("_context", None)  # made from that
     request._eta = utc_now() + timedelta(seconds=deferral.countdown)
-
-
-def note_deferred(app: Any, deferral: Deferral) -> None:
-    """Remember in an app's worker that a run of it has just been refused."""
-    for room in rooms_of(app):
-        if deferral.is_taken:
-            room.note_refusal(deferral)

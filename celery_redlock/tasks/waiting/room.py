@@ -142,9 +142,10 @@ class WaitingRoom(bootsteps.StartStopStep):
                 subscriber.resubscribe()
 
     def note_refusal(self, deferral: Deferral) -> None:
-        """Remember for a moment that a lock was refused to a run of this worker; in any thread."""
-        queue = self._queue_of(deferral.resource, deferral.limit)
-        self._refusals[queue] = self._clock.now(), deferral
+        """Remember for a moment that a run of this worker was refused a lock; in any thread."""
+        if deferral.is_taken:
+            queue = self._queue_of(deferral.resource, deferral.limit)
+            self._refusals[queue] = self._clock.now(), deferral
 
     def may_refuse(self, task_name: str) -> bool:
         """Return whether `refusal_of` may know of any refusal, or is to note a message."""
@@ -309,7 +310,9 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
         return
     came_back = (request.delivery_info or {}).get("exchange") == CAME_BACK
     try:
-        _set_eta(sender.app, request, deferral, came_back=came_back)
+        left = 0.0 if came_back else _countdown_left(sender.app, deferral)
+        # whatever the clock of its sender says. celery.worker.strategy reads this after the signal
+        request._eta = utc_now() + timedelta(seconds=left)
         # one that is due is run by Celery now; from here it would run once more
         if deferral.resources and not came_back and request.eta > utc_now():
             room.admit(request, deferral)
@@ -319,18 +322,13 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
         logger.warning(text, request.name, request.id, error, extra=extra)
 
 
-def _set_eta(app: Any, request: Any, deferral: Deferral, *, came_back: bool) -> None:
-    """Let a message run at the end of its countdown, whatever the clock of its sender says.
+def _countdown_left(app: Any, deferral: Deferral) -> float:
+    """Return the seconds that are left of the countdown of a message that the broker gives now.
 
-    came_back: the broker has delayed it. Otherwise one that has come later than its countdown waits
-    as long from now on, if it may: its queue takes longer than the countdown, and at each turn of
-    the queue it would only be refused again.
-    Source: celery.worker.strategy reads `Request.eta` after task_received.
+    One that has come later than its countdown waits as long from now on, if it may: its queue takes
+    longer than the countdown, and at each turn of the queue it would only be refused again.
     """
-    left = 0.0
-    if not came_back:
-        since_refusal = max(0.0, time_of_nodes(app) - deferral.at)
-        left = max(0.0, deferral.countdown - since_refusal)
-        if not left and deferral.waits_for_release:
-            left = deferral.countdown
-    request._eta = utc_now() + timedelta(seconds=left)
+    since_refusal = max(0.0, time_of_nodes(app) - deferral.at)
+    if since_refusal < deferral.countdown:
+        return deferral.countdown - since_refusal
+    return deferral.countdown if deferral.waits_for_release else 0.0

@@ -27,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "a retry after a deferral forgets the claim of its send",
-        "tasks.delivery.header:LockHeader._carried",
+        "tasks.delivery.header:LockHeader.of",
         "header.id, unique=header.unique, life=header.life)",
         "header.id, life=header.life)",
         (
@@ -259,16 +259,16 @@ MUTANTS = (
     ),
     Mutant(
         "a retry goes on with the wait of the run before it",
-        "tasks.delivery.header:LockHeader._carried",
+        "tasks.delivery.header:LockHeader.of",
         "header.retries != request.retries or ",
         "",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "a message that RabbitMQ dead-lettered counts as run once it comes back, and is discarded",
-        "tasks.delivery.header:LockHeader._carried",
-        " or _deaths(request)",
-        "",
+        "tasks.delivery.header:LockHeader.of",
+        " or deaths)",
+        ")",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(

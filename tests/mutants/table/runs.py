@@ -316,7 +316,7 @@ MUTANTS = (
     ),
     Mutant(
         "a revoked retry that is redelivered runs",
-        "tasks.delivery.header:LockHeader._carried",
+        "tasks.delivery.header:LockHeader.of",
         "or waits > 0",
         "or header.redelivery is not None",
         (
