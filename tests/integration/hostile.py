@@ -32,7 +32,8 @@ def header_of(task_id: str, key: str) -> dict[str, Any]:
             "resources": [f"k:{key}"], "limit": 1, "is_taken": True, "why": "held by it",
             "waits_for_release": True,
         },
-        "redelivery": {"by_broker": True, "waits": 1},
+        "is_flagged": True,
+        "waits": 1,
         "origin": {"exchange": "", "routing_key": "celery", "queue": "celery"},
         "unique": {
             "name": f"tests.work:{key}", "token": "0" * 32, "until": "finished", "replaces": "",

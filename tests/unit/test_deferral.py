@@ -35,7 +35,6 @@ from celery_redlock.tasks.delivery.header import (
     NEVER_DEFERRED,
     Deferral,
     LockHeader,
-    Redelivery,
 )
 from celery_redlock.tasks.delivery.producer import QueueGoneError
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, Requeue, own_serializer
@@ -46,6 +45,8 @@ from celery_redlock.tasks.delivery.route import (
     supported_countdown,
 )
 from celery_redlock.tasks.execution.outcomes import LONGEST_PAUSE, Deferred, WaitInSlot
+from celery_redlock.tasks.execution.redelivery import ran_since
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.signals import LockDeferredEvent
 
 STRANGE: dict[str, dict[str, Any]] = {
@@ -53,12 +54,12 @@ STRANGE: dict[str, dict[str, Any]] = {
         "count": "3", "since": "yesterday", "at": "now", "countdown": "soon", "resource": 8,
         "resources": None, "limit": "3", "is_taken": 1, "why": 5, "waits_for_release": None,
     },
-    "redelivery": {"by_broker": 1, "waits": []},
     "origin": {"exchange": 5, "routing_key": None, "queue": 6},
 }  # fmt: skip
 STRANGE_FIELDS = {"options": [], "retries": None, "id": 7, "is_revoked": "no", "unique": "u",
+                  "is_flagged": 1, "waits": [],
                   "life": -1}  # fmt: skip
-PARTS: dict[str, type] = {"deferral": Deferral, "redelivery": Redelivery, "origin": Route}
+PARTS: dict[str, type] = {"deferral": Deferral, "origin": Route}
 OF_ITS_WORKER = {"holder", "expires_in"}  # fields of a deferral that no message carries
 NOW = 1_700_000_000.0  # s since 1970
 
@@ -121,12 +122,12 @@ def test_a_field_of_a_part_that_a_stranger_wrote_counts_as_absent(
     "field",
     [
         "retries", "deferral.count", "deferral.since", "deferral.at", "deferral.countdown",
-        "deferral.limit", "redelivery.waits",
+        "deferral.limit", "waits",
     ],
 )  # fmt: skip
 def test_a_number_that_no_worker_writes_counts_as_absent(field: str, value: Any) -> None:
     part, _, name = field.rpartition(".")
-    plain: dict[str, Any] = {"deferral": {}, "redelivery": {}}
+    plain: dict[str, Any] = {"deferral": {}}
     strange = {**plain, name: value}
     if part:
         strange = {**plain, part: {**plain[part], name: value}}
@@ -153,7 +154,7 @@ def test_the_header_comes_through_a_message(serializer: str) -> None:
         waits_for_release=True,
     )  # fmt: skip
     full = LockHeader(
-        {"ttl": 9}, "1", 0, True, deferral, Redelivery(True, 2), Route("x", "k", "q"), {"name": "n"}
+        {"ttl": 9}, "1", 0, True, deferral, True, 2, Route("x", "k", "q"), {"name": "n"}, 3
     )
     for header in (deferred(LockHeader({"ttl": 9})), full, LockHeader()):
         content_type, encoding, body = dumps(header.to_message(), serializer)
@@ -191,7 +192,7 @@ PARKED = {"queue": "parked", "reason": "expired", "count": 1}
 )
 def test_a_message_that_was_dead_lettered_begins_anew(deaths: Any, begins_anew: bool) -> None:
     header = deferred(LockHeader({"ttl": 9}))
-    header = replace(header, redelivery=Redelivery(waits=2))
+    header = replace(header, waits=2)
     message = request(header.to_message())
     message.update({"x-death": deaths})
     assert LockHeader.of(message) == (
@@ -337,15 +338,25 @@ def test_a_message_that_rabbitmq_kept_back_still_knows_where_it_was_sent() -> No
     assert Route.of(own, "wide") == Route("", "0.1.slow")
 
 
+def delivery_of(header: LockHeader) -> Delivery:
+    """Return a delivery of a message with a header, in an app whose nodes are never asked."""
+    app = Celery("t", broker="memory://", set_as_default=False)
+    app.conf.redlock_nodes = ["redis://nowhere"]
+    return Delivery(app.tasks["celery.backend_cleanup"], request(header.to_message()))
+
+
 def test_a_message_that_the_broker_redelivers_asks_for_any_marker_from_then_on() -> None:
     header = LockHeader().redelivered()
-    for known in (header, deferred(header)):
-        assert known.ran_within(NOW) == math.inf
+    for known in (header, deferred(header), waiting(LockHeader())):
+        assert ran_since(delivery_of(known)) == -math.inf
 
 
 def test_a_deferred_message_asks_for_markers_since_its_first_try() -> None:
-    header = deferred(deferred(LockHeader()), NOW + 60)
-    assert header.ran_within(NOW + 65) == 65 + CLOCKS_DIFFER
+    now = utc_now().timestamp()
+    delivery = delivery_of(deferred(deferred(LockHeader(), now - 65), now - 5))
+    clock = redlock_of(delivery.task.app).session.clock
+    age = clock.now() - ran_since(delivery) - CLOCKS_DIFFER
+    assert 65 <= age <= 65.01 + utc_now().timestamp() - now
 
 
 @pytest.mark.parametrize(("countdown", "at"), [(None, 0), (60, 60), (-60, 0)])
@@ -369,14 +380,12 @@ def received(request_dict: dict[str, Any]) -> float | None:
     return Delivery(task, Context(request_dict)).received_at
 
 
-def test_a_redelivery_that_waits_asks_for_any_marker_and_has_deferrals_of_its_own() -> None:
+def test_a_redelivery_that_waits_has_deferrals_of_its_own() -> None:
     header = deferred(LockHeader({"ttl": 9}))
     for _ in range(2):
         header = waiting(header)
-    again = Redelivery(waits=2)
     looks_again = Deferral(at=NOW, countdown=2.0)
-    assert header == LockHeader({"ttl": 9}, id="1", redelivery=again, deferral=looks_again)
-    assert header.ran_within(NOW) == math.inf
+    assert header == LockHeader({"ttl": 9}, id="1", waits=2, deferral=looks_again)
     assert LockHeader.of(request(header.to_message())) == header
 
 
@@ -389,7 +398,7 @@ def test_a_revoked_message_stays_so_in_every_worker_but_for_a_retry() -> None:
 def test_a_revoked_message_that_was_only_deferred_is_no_redelivery() -> None:
     header = deferred(LockHeader()).revoked()
     assert LockHeader.of(request(header.to_message())) == header
-    assert header.redelivery is None
+    assert not delivery_of(header).is_redelivered
 
 
 def test_the_retry_of_a_redelivered_run_is_no_redelivery() -> None:

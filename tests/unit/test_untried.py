@@ -22,7 +22,7 @@ from kombu.common import Broadcast
 from celery_redlock import LockedTask
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader, Redelivery
+from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
 from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.execution.untried import defer_untried
 from celery_redlock.tasks.signals import LockDeferredEvent, lock_deferred
@@ -281,7 +281,7 @@ def test_a_message_of_which_the_lock_alone_decides_waits(
         ({"lock_wait": 5}, {}),
         ({"lock_limit": 2}, {}),
         ({"acks_late": True}, {"change": redelivered}),
-        ({}, {"change": with_header(redelivery=Redelivery(waits=1))}),
+        ({}, {"change": with_header(waits=1)}),
         ({}, {"change": with_header(deferral=Deferral(since=1.0))}),
         ({}, {"change": with_header(deferral=Deferral(at=1.0))}),
         ({}, {"change": with_header(unique={"name": "n"})}),

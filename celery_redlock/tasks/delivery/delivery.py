@@ -86,18 +86,17 @@ class Delivery:
 
     def queue(self, known: dict[tuple[str | None, str], str]) -> str:
         """Return the name of the queue that the message came through; known: as of `queue_of`."""
-        noted = (self.request.properties or {}).get(QUEUE)
-        return noted or queue_of(self.task.app, self.route, known)
+        return self._noted_queue or queue_of(self.task.app, self.route, known)
 
     @property
     def is_redelivered(self) -> bool:
         """Whether this is not the first delivery of its message, as far as anybody has said."""
-        return self.header.redelivery is not None
+        return self.header.is_flagged or self.header.waits > 0
 
     @property
     def may_have_run_elsewhere(self) -> bool:
         """Whether another delivery of this message may be running, or have run."""
-        return self.header.redelivery is not None or self.header.deferral.since > 0
+        return self.is_redelivered or self.header.deferral.since > 0
 
     @property
     def is_for_another_queue(self) -> bool:

@@ -7,7 +7,6 @@ range, count as absent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -74,18 +73,6 @@ class Deferral:
         return LockDeferredEvent(self.resource, self.holder, self.count, waited, self.countdown)
 
 
-@dataclass(frozen=True)
-class Redelivery:
-    """What is known of another delivery of the same message.
-
-    by_broker: the broker has said so. waits: how often this one was republished while its first
-    delivery held the lock.
-    """
-
-    by_broker: bool = False
-    waits: int = 0
-
-
 NEVER_DEFERRED = Deferral()
 
 
@@ -95,10 +82,12 @@ class LockHeader:
 
     options: those of the call. id: the task that the header belongs to, for subtasks inherit the
     headers of their parent. retries: the message's own count when it was republished. is_revoked: a
-    worker's main process was told so of this delivery. origin: where the message was sent to first,
-    and the queue that this copy of it goes back to. unique: what ends the claim of a deduplicated
-    send, as of `UniqueToken`. life: how often RabbitMQ dead-lettered the message. Each life is a
-    run of its own: a marker of the one before, just ended, must not end it.
+    worker's main process was told so of this delivery. is_flagged: the broker has said that it is
+    not the first one. waits: how often a redelivery was republished while its first delivery held
+    the lock. origin: where the message was sent to first, and the queue that this copy of it goes
+    back to. unique: what ends the claim of a deduplicated send, as of `UniqueToken`. life: how
+    often RabbitMQ dead-lettered the message. Each life is a run of its own: a marker of the one
+    before, just ended, must not end it.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -106,7 +95,8 @@ class LockHeader:
     retries: int = 0
     is_revoked: bool = False
     deferral: Deferral = NEVER_DEFERRED
-    redelivery: Redelivery | None = None
+    is_flagged: bool = False
+    waits: int = 0
     origin: Route | None = None
     unique: Mapping[str, Any] | None = None
     life: int = 0
@@ -117,32 +107,20 @@ class LockHeader:
         carried = request.__dict__.get(HEADER)
         if carried is None and isinstance(request.headers, Mapping):  # a sender may write any type
             carried = request.headers.get(HEADER)
-        header = _parse(carried) if isinstance(carried, Mapping) else NO_HEADER
+        header = _read(cls, carried) if isinstance(carried, Mapping) else NO_HEADER
         if header.id not in (None, request.id):
             header = NO_HEADER  # inherited from a parent
         deaths = _deaths(request)
-        waits = 0 if header.redelivery is None else header.redelivery.waits
-        # `by_broker` alone is no republication: `revoked` writes it, and no count of retries
-        was_republished = header.deferral.since > 0 or waits > 0
+        # `is_flagged` alone is no republication: `revoked` writes it, and no count of retries
+        was_republished = header.deferral.since > 0 or header.waits > 0
         if was_republished and (header.retries != request.retries or deaths):
             # a real retry takes the lock anew: what the run before it waited is not its own
             header = LockHeader(header.options, header.id, unique=header.unique, life=header.life)
         return replace(header, life=header.life + deaths) if deaths else header
 
-    def ran_within(self, now: float) -> float:
-        """Return the age up to which a completion marker is one of this message's own runs.
-
-        Seconds; inf: any marker is. An older one is that of an earlier message with the same task
-        id. now: by the clocks of the nodes.
-        """
-        return (
-            math.inf if self.redelivery is not None else self.deferral.waited(now) + CLOCKS_DIFFER
-        )
-
     def redelivered(self) -> LockHeader:
         """Return the header of a delivery of which the broker says that it is not the first."""
-        known = self.redelivery or Redelivery()
-        return self if known.by_broker else replace(self, redelivery=replace(known, by_broker=True))
+        return self if self.is_flagged else replace(self, is_flagged=True)
 
     def revoked(self) -> LockHeader:
         """Return the header of a delivery that was revoked; the run acts on it."""
@@ -154,24 +132,20 @@ class LockHeader:
 
     def waiting_for_first_delivery(self, request: Any, now: float, countdown: float) -> LockHeader:
         """Return the header of a redelivery that is republished; its own deferrals begin anew."""
-        known = self.redelivery or Redelivery()
-        again = replace(self, redelivery=replace(known, waits=known.waits + 1))
+        again = replace(self, waits=self.waits + 1)
         return again.deferred(request, Deferral(at=now, countdown=countdown))
 
     def to_message(self) -> dict[str, Any]:
         """Return a mapping that any serializer takes; parts that are absent are left out."""
-        carried: dict[str, Any] = {}
-        for name in ("deferral", "redelivery", "origin"):
+        carried = {"options": dict(self.options), "id": self.id, "retries": self.retries}
+        for name in ("is_revoked", "is_flagged", "waits", "unique", "life"):
+            if value := getattr(self, name):
+                carried[name] = value
+        for name in ("deferral", "origin"):
             part = getattr(self, name)
             if part is not None and part is not NEVER_DEFERRED:
                 carried[name] = {field: getattr(part, field) for field in _KINDS[type(part)]}
-        if self.unique is not None:
-            carried["unique"] = self.unique
-        if self.life:
-            carried["life"] = self.life
-        if self.is_revoked:
-            carried["is_revoked"] = True
-        return {"options": dict(self.options), "id": self.id, "retries": self.retries, **carried}
+        return carried
 
 
 NO_HEADER = LockHeader()
@@ -193,43 +167,33 @@ def _deaths(request: Any) -> int:
 
 
 _COUNT, _LIMIT = range(10**9), range(1, MOST_PERMITS + 1)
-# by part: the fields that a message carries, and their types or ranges
+# by part: the fields that a message carries, and their types, ranges or parts
 _KINDS: Mapping[type, Mapping[str, Any]] = {
     Deferral: {
         "count": _COUNT, "since": float, "at": float, "countdown": float, "resource": str,
-        "resources": (list, tuple), "limit": _LIMIT, "is_taken": bool, "why": str,
+        "resources": tuple, "limit": _LIMIT, "is_taken": bool, "why": str,
         "waits_for_release": bool,
     },
-    Redelivery: {"by_broker": bool, "waits": _COUNT},
     Route: {"exchange": str, "routing_key": str, "queue": str},
     LockHeader: {
-        "options": Mapping, "id": str, "retries": _COUNT, "is_revoked": bool, "unique": Mapping,
-        "life": _COUNT,
+        "options": Mapping, "id": str, "retries": _COUNT, "is_revoked": bool, "is_flagged": bool,
+        "waits": _COUNT, "unique": Mapping, "life": _COUNT, "deferral": Deferral, "origin": Route,
     },
 }  # fmt: skip
 
 
-def _parse(carried: Mapping[str, Any]) -> LockHeader:
-    deferral = _part(Deferral, carried.get("deferral")) or NEVER_DEFERRED
-    if deferral is not NEVER_DEFERRED:  # JSON makes a list of a tuple
-        deferral = replace(deferral, resources=tuple(map(str, deferral.resources)))
-    redelivery = _part(Redelivery, carried.get("redelivery"))
-    return LockHeader(
-        deferral=deferral,
-        redelivery=None if redelivery == Redelivery() else redelivery,
-        origin=_part(Route, carried.get("origin")),
-        **_known(LockHeader, carried),
-    )
-
-
-def _part(kind: type[P], carried: object) -> P | None:
-    return kind(**_known(kind, carried)) if isinstance(carried, Mapping) else None
-
-
-def _known(kind: type, carried: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a part carries with the right type, and in their range."""
-    types = _KINDS[kind]
-    return {name: carried[name] for name in types if _fits(carried.get(name), types[name])}
+def _read(kind: type[P], carried: Mapping[str, Any]) -> P:
+    """Return a part from its fields that have the right type and are in their range."""
+    fields: dict[str, Any] = {}
+    for name, field_kind in _KINDS[kind].items():
+        value = carried.get(name)
+        if field_kind in (Deferral, Route) and isinstance(value, Mapping):
+            fields[name] = _read(field_kind, value)
+        elif field_kind is tuple and isinstance(value, (list, tuple)):  # JSON makes lists of tuples
+            fields[name] = tuple(map(str, value))
+        elif _fits(value, field_kind):
+            fields[name] = value
+    return kind(**fields)
 
 
 def _fits(value: object, kind: Any) -> bool:

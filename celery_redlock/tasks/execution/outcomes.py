@@ -196,10 +196,8 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     conflict strategy and all budgets. Raises Ignore or Requeue.
     """
     task, request = delivery.task, delivery.request
-    redelivery = delivery.header.redelivery
-    waits = 0 if redelivery is None else redelivery.waits
-    cap = settings_of(task.app).countdown_cap
-    countdown = countdown_of(OF_REDELIVERIES, waits, refusal, cap, random.uniform)
+    tries, cap = delivery.header.waits, settings_of(task.app).countdown_cap
+    countdown = countdown_of(OF_REDELIVERIES, tries, refusal, cap, random.uniform)
     countdown = supported_countdown(task.app, countdown, delivery.route)
     first = "another delivery of its message"
     reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)

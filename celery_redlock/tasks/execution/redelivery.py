@@ -17,6 +17,7 @@ from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.server.scripts import MARKER
 from celery_redlock.lock.transport.encoding import read_number
 from celery_redlock.tasks.delivery.delivery import Delivery, clock
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
 
 LATER_MARKED = 1.0  # s: for which a run may go on after its result is stored
@@ -60,9 +61,15 @@ def _marker_of_deliveries(delivery: Delivery, run: str) -> CompletionMarker | No
 
 
 def ran_since(delivery: Delivery) -> float:
-    """Return since when another delivery of this message may have run, in monotonic seconds."""
+    """Return since when another delivery of this message may have run, in monotonic seconds.
+
+    -inf: at any time. An older marker is that of an earlier message with the same task id.
+    """
+    if delivery.is_redelivered:
+        return -math.inf
     app = delivery.task.app
-    return redlock_of(app).session.clock.now() - delivery.header.ran_within(time_of_nodes(app))
+    waited = delivery.header.deferral.waited(time_of_nodes(app))
+    return redlock_of(app).session.clock.now() - waited - CLOCKS_DIFFER
 
 
 def check_not_superseded(delivery: Delivery) -> None:

@@ -227,7 +227,7 @@ class LockedRun:
         was_deferred = delivery.header.deferral.count > 0
         # taken over from `track_started` by `LockedTask.on_bound`
         tracks = getattr(delivery.task, "_redlock_track_started", False)
-        if tracks or was_deferred or delivery.header.redelivery is not None:
+        if tracks or was_deferred or delivery.is_redelivered:
             delivery.reporter.started(was_deferred=was_deferred)
 
     def _run_monitored(self, body: Body) -> Any:

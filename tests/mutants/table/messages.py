@@ -38,8 +38,8 @@ MUTANTS = (
     Mutant(
         "a redelivery that waits forgets the claim of its send",
         "tasks.delivery.header:LockHeader.waiting_for_first_delivery",
-        "waits=known.waits + 1)",
-        "waits=known.waits + 1), unique=None",
+        "waits=self.waits + 1)",
+        "waits=self.waits + 1, unique=None)",
         (
             f"{UNIT}/test_deferral.py::test_the_claim_of_a_send_goes_on_through_deferrals_"
             "redeliveries_and_retries",

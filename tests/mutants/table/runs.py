@@ -317,8 +317,8 @@ MUTANTS = (
     Mutant(
         "a revoked retry that is redelivered runs",
         "tasks.delivery.header:LockHeader.of",
-        "or waits > 0",
-        "or header.redelivery is not None",
+        "or header.waits > 0",
+        "or header.is_flagged",
         (
             f"{UNIT}/test_delivery.py::"
             "test_a_revocation_that_is_left_to_the_run_survives_in_a_retry_that_is_redelivered",
