@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from celery_redlock.errors import (
     LockTaken,
@@ -75,17 +75,8 @@ class Skip:
     reason: str
 
 
-@dataclass(frozen=True)
-class Fail:
-    """End the run as FAILURE."""
-
-
-@dataclass(frozen=True)
-class RunUnlocked:
-    """Run the body without a lock, and log an error."""
-
-
-Decision = Deferral | Skip | Fail | RunUnlocked
+# "fail": end the run as FAILURE. "run": run the body without a lock, and log an error.
+Decision = Deferral | Skip | Literal["fail", "run"]
 
 
 def decide(refusal: Refusal, before: Deferral, countdown_cap: float, uniform: Uniform) -> Decision:
@@ -101,12 +92,12 @@ def decide(refusal: Refusal, before: Deferral, countdown_cap: float, uniform: Un
     if strategy == "skip":
         return Skip(f"{error.resource!r} is {describe_refusal(error)}")
     if strategy == "run":
-        return RunUnlocked()
+        return "run"
     if strategy == "fail":
-        return Fail()
+        return "fail"
     if max_wait is not None and waited >= max_wait:
         if options.on_give_up == "fail":
-            return Fail()
+            return "fail"
         return Skip(f"gave up on {error.resource!r} after {waited:.1f} s, {before.count} deferrals")
     countdown = countdown_of(options.backoff, before.count, error, countdown_cap, uniform)
     if max_wait is not None:

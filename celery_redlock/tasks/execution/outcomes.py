@@ -22,7 +22,6 @@ from celery_redlock.tasks.delivery.route import is_kept_by_broker, supported_cou
 from celery_redlock.tasks.execution.deferral import (
     OF_REDELIVERIES,
     Refusal,
-    RunUnlocked,
     Skip,
     countdown_of,
     decide,
@@ -87,7 +86,7 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
     decision = decide(refusal, before, cap, random.uniform)
     _end_if_completed_meanwhile(delivery, refusal)
     error = refusal.error
-    if isinstance(decision, RunUnlocked):
+    if decision == "run":
         extra = delivery.log_extra("run_unlocked", resource=error.resource)
         logger.error("%s runs WITHOUT its lock: %s", delivery.task.name, error, extra=extra)
     elif isinstance(decision, Skip):
