@@ -1,15 +1,17 @@
 """The public signals: `from celery_redlock.signals import lock_acquired`."""
 
-from celery_redlock.tasks.signals import (
+from celery_redlock.lock.engine.events import (
     LockAcquiredEvent,
-    LockDeferredEvent,
     LockExtendedEvent,
-    LockHandedOffEvent,
     LockLostEvent,
     LockReleasedEvent,
-    LockSkippedEvent,
     NodeFailedEvent,
     NodeRecoveredEvent,
+)
+from celery_redlock.tasks.signals import (
+    LockDeferredEvent,
+    LockHandedOffEvent,
+    LockSkippedEvent,
     lock_acquired,
     lock_deferred,
     lock_extended,

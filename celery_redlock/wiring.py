@@ -1,4 +1,4 @@
-"""All that the package connects to Celery, in one list: receivers, bootsteps, commands, observer.
+"""All that the package connects to Celery, in one list: receivers, bootsteps, commands.
 
 Read this to learn when Celery calls which part. An import of the package connects nothing but the
 two hooks of `celery_redlock_entry`. A process gets `CONNECTIONS` when a locked task is bound to an
@@ -25,16 +25,16 @@ from celery.worker.control import inspect_command
 import celery_redlock_entry
 from celery_redlock import compatibility
 from celery_redlock.errors import SettingsError
-from celery_redlock.lock.client import Redlock
-from celery_redlock.operate import control, tracing
-from celery_redlock.operate.lints import startup as lints
+from celery_redlock.lock.engine.events import Events
+from celery_redlock.operate import control, lints, tracing
 from celery_redlock.operate.metrics import exporter
-from celery_redlock.tasks import per_app, startup, task, wrapping
+from celery_redlock.tasks import per_app, signals, startup, task, wrapping
 from celery_redlock.tasks.adoption import AdoptingRegistry
+from celery_redlock.tasks.body.monitored import notify_bodies
 from celery_redlock.tasks.children import forks, reaper
 from celery_redlock.tasks.delivery.queue_names import RecordQueueNames
 from celery_redlock.tasks.execution import completion, untried
-from celery_redlock.tasks.unique import receivers
+from celery_redlock.tasks.unique import send
 from celery_redlock.tasks.waiting import room
 
 
@@ -77,7 +77,7 @@ PREPARATIONS: tuple[Callable[..., object], ...] = (
 )
 CONNECTIONS = (
     # any process
-    Connection(celery_signals.before_task_publish, receivers.carry_options),
+    Connection(celery_signals.before_task_publish, send.carry_options),
     # a worker's main process, once it consumes, and when it ends
     Connection(celery_signals.worker_ready, compatibility.warn_if_newer),
     Connection(celery_signals.worker_ready, startup.report_nodes),
@@ -120,7 +120,8 @@ def begin() -> None:
     """
     if per_app.on_locked_task is not on_locked_task:
         per_app.on_locked_task = on_locked_task
-        Redlock.observer = tracing.TracingObserver()  # a worker may replace it later
+        Events.wants, Events.send = staticmethod(tracing.wants), staticmethod(signals.send)
+        Events.on_loss = staticmethod(notify_bodies)
     finalized = [app for app in list(_get_active_apps()) if app.finalized]
     for app in finalized:
         watch(app)

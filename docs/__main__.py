@@ -1,6 +1,5 @@
 """Build the site into build/site: `python3 -m docs`; a warning is an error.
 
-`python3 -m docs --tables` writes the pages' tables of options anew, and builds nothing.
 `python3 -m docs --outputs [PAGE ...]` runs the commands of the pages, and writes what they print.
 """
 
@@ -22,10 +21,6 @@ def main() -> int:
         console.write([Path(page).resolve() for page in sys.argv[2:]], print)
         return 0
     ensure("docs")
-    if sys.argv[1:] == ["--tables"]:
-        tables = importlib.import_module("docs.tables")  # it needs the environment
-        tables.write()
-        return 0
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     where = ["-c", "docs", "-d", "build/doctrees", ".", "build/site"]
     failed = subprocess.run([*build, *where], cwd=REPOSITORY, check=False).returncode

@@ -9,6 +9,7 @@ import socket
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from celery_redlock import Lock, Redlock
+from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.node_status import ask_nodes
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from tests.clocks import WallClock
@@ -158,6 +161,36 @@ def brisk_redlock(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
     with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
         settle(made)
         yield made
+
+
+class Journal:
+    """Hears of each key that a `Redlock` claims, as a forked child's journal does."""
+
+    def claiming(self, session: bytes, at: float, holding: Acquisition, claim: KeyLease) -> None:
+        """Hear that a request is about to leave."""
+
+    def held(self, holding: Acquisition) -> None:
+        """Hear that a lock is held."""
+
+    def released(self, holding: Acquisition) -> None:
+        """Hear that it is released."""
+
+    def settled(self, claim: KeyLease) -> None:
+        """Hear that no node keeps a key."""
+
+
+@contextmanager
+def receiving(signal: Any, receiver: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call this with the sender and the record of each signal that is sent meanwhile."""
+
+    def receive(sender: Any, event: Any, **_: Any) -> None:
+        receiver(sender, event)
+
+    signal.connect(receive)
+    try:
+        yield
+    finally:
+        signal.disconnect(receive)
 
 
 def settle(redlock: Redlock) -> None:

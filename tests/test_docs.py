@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
-import inspect
 import io
 import json
 import re
@@ -27,15 +26,9 @@ from django.core.management import get_commands as django_commands
 from prometheus_client import CollectorRegistry
 from sphinx.search.en import SearchEnglish
 
-from celery_redlock import Backoff
 from celery_redlock.operate.cli.group import redlock as redlock_command
 from celery_redlock.operate.metrics.counters import Metrics
-from celery_redlock.tasks.settings.app import APP_SETTING
-from celery_redlock.tasks.settings.conf import read_app
-from celery_redlock.tasks.settings.options import OPTION
-from celery_redlock.tasks.settings.task_config import compile_config
 from celery_redlock.testing import EmbeddedNode
-from docs import tables
 from tests.conftest import made_once
 from tests.integration.flower.browser import browser
 from tests.integration.test_how_to import GUIDES
@@ -378,37 +371,6 @@ def check_extras(target: str) -> None:
     name, _, extras = target.rstrip("]").partition("[")
     known = metadata("celery_redlock" if name == "." else name).get_all("Provides-Extra", [])
     assert {extra for extra in extras.split(",") if extra} <= set(known), target
-
-
-def option_rows() -> dict[str, str]:
-    """Return the table of options: the default of each, by its name."""
-    page = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
-    table = page.partition("\n## All options\n")[2].partition("<!-- end of table -->")[0]
-    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| [`")]
-    return {name: row[1] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
-
-
-def test_every_option_is_in_the_table_with_the_default_that_it_has() -> None:
-    rows = option_rows()
-    assert list(rows) == list(OPTION)
-    app = read_app({"redlock_nodes": ["redis://a"]})
-    rules = compile_config(app, "f", {}, inspect.signature(lambda: None)).options_for("celery")
-    assert rows.pop("key") == "all arguments"
-    for name, told in rows.items():
-        default = eval(told.removesuffix(" s").strip("`"), {"Backoff": Backoff})
-        assert default == getattr(rules, name), name
-
-
-@pytest.mark.parametrize("page", tables.PAGES)
-def test_the_tables_of_options_are_those_of_the_package(page: str) -> None:
-    written = (ROOT / page).read_text(encoding="utf-8")
-    assert written.count("<!-- end of table -->") == 2
-    assert written == tables.renewed(page), "run python3 -m docs --tables"
-
-
-def test_every_setting_of_the_app_is_on_the_page_of_settings() -> None:
-    page = (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
-    assert [name for name in APP_SETTING if f"\n### redlock_{name}\n" not in page] == []
 
 
 def test_every_command_metric_and_event_is_on_its_page() -> None:

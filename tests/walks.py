@@ -2,16 +2,18 @@
 
 A reader who follows a run opens these files and functions. Four walks: a plain lock; a message in a
 solo worker that acknowledges late; one that is refused, until it waits; and from the release to its
-end. Prints one JSON object a walk. The functions of `celery_redlock.testing` do not count.
+end. Prints one JSON object a walk: of three times the median, as threads and timers that come between
+add some. The functions of `celery_redlock.testing` do not count.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -27,12 +29,14 @@ from celery_redlock.testing import embedded_nodes
 
 PACKAGE = f"{Path(celery_redlock.__file__).parent}/"
 PATIENCE = 60.0  # s
+TIMES = 3
 
 
 class Walks:
     """Notes each function of the package that any thread enters during a walk."""
 
     def __init__(self) -> None:
+        self.figures: dict[str, list[dict[str, int]]] = {}  # by title, each time's
         self._entered: set[tuple[str, str]] = set()
         self._is_on = False
 
@@ -45,24 +49,23 @@ class Walks:
                 self._entered.add((name, frame.f_code.co_qualname))  # type: ignore[attr-defined]
 
     @contextmanager
-    def of(self, title: str) -> Any:
-        """Print what is entered inside the block."""
+    def of(self, title: str) -> Iterator[None]:
+        """Count what is entered inside the block."""
         self._is_on = True
         yield
         self._is_on = False
         names = {(file, name.split(".<locals>")[0]) for file, name in self._entered}
         figures = {
-            "walk": title,
             "files": len({file for file, _ in self._entered}),
             "functions": len(self._entered),
             "classes": len({(file, n.partition(".")[0]) for file, n in names if "." in n}),
         }
-        print(json.dumps(figures), flush=True)
+        self.figures.setdefault(title, []).append(figures)
         self._entered.clear()
 
 
 def main() -> None:
-    """Walk, and print the figures."""
+    """Walk, and print the medians."""
     walks = Walks()
     threading.setprofile(walks.note)
     sys.setprofile(walks.note)
@@ -77,7 +80,11 @@ def main() -> None:
 
         with Redlock(nodes) as redlock:
             redlock.trust()
-            walk(app, take, redlock, walks)
+            for _ in range(TIMES):
+                walk(app, take, redlock, walks)
+    for title, times in walks.figures.items():
+        medians = {name: statistics.median(one[name] for one in times) for name in times[0]}
+        print(json.dumps({"walk": title, **medians}))
 
 
 def walk(app: Celery, take: Any, redlock: Redlock, walks: Walks) -> None:

@@ -8,10 +8,9 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from celery_redlock.errors import QuorumUnreachable, SettingsError
-from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.grace_period import Guard, grace_period
@@ -52,8 +51,6 @@ class Redlock:
     One object serves all threads and greenlets of a process. A forked child makes its own
     connections. Raises SettingsError.
     """
-
-    observer: ClassVar[Observer] = Observer()
 
     def __init__(
         self,

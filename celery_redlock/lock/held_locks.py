@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from celery_redlock.errors import RUN, describe_holder
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.model.grace_period import grace_period
 from celery_redlock.lock.model.keys import (
@@ -20,7 +21,7 @@ from celery_redlock.lock.model.keys import (
     waiting_key,
     wake_channel,
 )
-from celery_redlock.lock.node_status import ask_each
+from celery_redlock.lock.node_status import ask_each, in_iso
 from celery_redlock.lock.server.admin import force_unlock, names_on
 from celery_redlock.lock.transport.encoding import (
     encoded,
@@ -35,56 +36,62 @@ GONE = -2  # Source: the Redis command PTTL
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A lock on the nodes: one value of one key.
+class Holder:
+    """The holder of a lock. task_id, task, worker: "" if the holder is no task."""
 
-    permit: number of a semaphore's permit. holder: the holder's label. since: seconds since 1970 by
-    the holder's clock; None if another program wrote the value. ttl: seconds of the holder's lease;
-    None likewise. votes: by node, the seconds until the key expires; inf for never. needed: size of
-    a quorum.
+    label: str
+    task_id: str = ""
+    task: str = ""
+    worker: str = ""
+
+    @classmethod
+    def of(cls, label: str) -> Holder:
+        """Parse the label in a lock's value, as the nodes store it."""
+        found = RUN.fullmatch(label)
+        return cls(label) if found is None else cls(label, **found.groupdict(default=""))
+
+    def __str__(self) -> str:
+        return describe_holder(self.label)
+
+
+@dataclass(frozen=True)
+class LockReport:
+    """A lock on the nodes: one value of one key. Its fields are those of the documented JSON.
+
+    permit: number of a semaphore's permit. since: a moment by the holder's clock, in ISO 8601.
+    held_for: seconds since then. since_renewal: seconds since the last renewal, or the grant; a
+    living holder renews every third of its ttl. These three are None if another program wrote the
+    value. held: whether a quorum has the key; if not, the lock changes hands or is about to expire.
+    valid_for: seconds for which a quorum keeps the key without a renewal; 0.0 if none has it.
+    votes: by node, the seconds until the key expires; inf for never. needed: size of a quorum.
     """
 
     resource: str
     permit: int
-    holder: str
-    since: float | None
-    ttl: float | None
+    holder: Holder
+    since: str | None
+    held_for: float | None
+    since_renewal: float | None
+    held: bool
+    valid_for: float
     votes: Mapping[str, float]
     needed: int
     key: Any = field(repr=False)
     value: Any = field(repr=False)
-
-    @property
-    def held(self) -> bool:
-        """Whether a quorum has the key. If not, the lock changes hands or is about to expire."""
-        return len(self.votes) >= self.needed
-
-    @property
-    def valid_for(self) -> float:
-        """Seconds for which a quorum keeps the key without a renewal; 0.0 if none has it."""
-        return sorted(self.votes.values(), reverse=True)[self.needed - 1] if self.held else 0.0
-
-    @property
-    def since_renewal(self) -> float | None:
-        """Seconds since the last renewal, or the grant; None if that is not known.
-
-        A living holder renews every third of its ttl.
-        """
-        return None if self.ttl is None else max(0.0, self.ttl - max(self.votes.values()))
 
 
 @dataclass(frozen=True)
 class Sight:
     """The locks on the nodes that answer. failing: by node, the cause of its failure.
 
-    needed: the number of nodes that must answer; with fewer, a lock may be held that none of them
-    knows.
+    asked: the number of nodes. needed: how many must answer; with fewer, a lock may be held that
+    none of them knows.
     """
 
-    locks: tuple[Standing, ...]
+    locks: tuple[LockReport, ...]
     failing: Mapping[str, str]
-    asked: int
-    needed: int
+    asked: int = field(repr=False)
+    needed: int = field(repr=False)
 
     @property
     def is_known(self) -> bool:
@@ -97,8 +104,7 @@ def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
 
     Scans each node's keys in parts, so that no other client waits.
     """
-    prefix, needed = redlock.prefix, redlock.session.node_set.size
-    beginning = lock_key(prefix, "")
+    beginning, node_set = lock_key(redlock.prefix, ""), redlock.session.node_set
 
     def look(connection: Any) -> list[tuple[Any, Any, float]]:
         return list(_values(connection, list(set(names_on(connection, beginning)))))
@@ -108,27 +114,36 @@ def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
     for node, values in found.items():
         for key, value, left in values:
             votes.setdefault((key, value), {})[node] = left
-    standing = [_standing(prefix, key, value, on, needed) for (key, value), on in votes.items()]
-    of_it = [lock for lock in standing if resource in (None, lock.resource)]
-    return Sight(
-        tuple(sorted(of_it, key=lambda lock: (lock.resource, lock.permit, -len(lock.votes)))),
-        failing,
-        len(redlock.session.node_set.nodes),
-        needed,
+    reports = [_report(redlock, key, value, on) for (key, value), on in votes.items()]
+    of_it = [lock for lock in reports if resource in (None, lock.resource)]
+    of_it.sort(key=lambda lock: (lock.resource, lock.permit, -len(lock.votes)))
+    return Sight(tuple(of_it), failing, len(node_set.nodes), node_set.size)
+
+
+def _report(redlock: Redlock, key: Any, value: Any, votes: Mapping[str, float]) -> LockReport:
+    session, (resource, permit) = redlock.session, resource_of(redlock.prefix, text_of(key))
+    text = "" if value is None else text_of(value)
+    label = label_of(text) if text else "no lock, but a key of another type"
+    since, ttl, needed = since_of(text), ttl_of(text), session.node_set.size
+    left = sorted(votes.values(), reverse=True)
+    held = len(votes) >= needed
+    return LockReport(
+        resource,
+        permit,
+        Holder.of(label),
+        since=in_iso(since),
+        held_for=None if since is None else max(0.0, session.clock.wall_us() / 1e6 - since),
+        since_renewal=None if ttl is None else max(0.0, ttl - left[0]),
+        held=held,
+        valid_for=left[needed - 1] if held else 0.0,
+        votes=votes,
+        needed=needed,
+        key=key,
+        value=value,
     )
 
 
-def _standing(
-    prefix: str, key: Any, value: Any, votes: Mapping[str, float], needed: int
-) -> Standing:
-    resource, permit = resource_of(prefix, text_of(key))
-    text = "" if value is None else text_of(value)
-    holder = label_of(text) if text else "no lock, but a key of another type"
-    times = since_of(text), ttl_of(text)
-    return Standing(resource, permit, holder, *times, votes, needed, key, value)
-
-
-def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Mapping[str, str]]:
+def break_lock(redlock: Redlock, lock: LockReport) -> tuple[Mapping[str, bool], Mapping[str, str]]:
     """Delete a lock, and record the break so that the holder cannot reclaim it.
 
     The holder notices this at its next renewal. Until then it may run together with a new holder. A

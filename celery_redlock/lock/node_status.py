@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from celery_redlock.errors import NodeError
@@ -145,7 +146,7 @@ class NodeStatus:
     then. role: "master" or "slave". uptime, latency: seconds. clock: seconds by which the node's
     clock is ahead of this machine's. policy: the maxmemory-policy. silent_for: remaining seconds of
     the grace period, in which the node abstains. knows_us: whether the server has voted for this
-    prefix, or may do so without `trust`.
+    prefix, or may do so without `trust`. Its fields are those of the documented JSON.
     """
 
     node: str = ""
@@ -158,11 +159,7 @@ class NodeStatus:
     policy: str = ""
     silent_for: float = 0.0
     knows_us: bool = False
-
-    def votes(self, guard: str) -> bool:
-        """Return whether the node votes. guard: the setting restart_guard."""
-        knows_us = self.knows_us or guard == "off"
-        return not self.error and self.role == "master" and knows_us and self.silent_for <= 0
+    votes: bool = False
 
 
 def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
@@ -182,15 +179,18 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
         _, new, _ = guard.arguments(run_id, uptime)  # milliseconds of a new node's grace period
         knows_us = new == "0" if run is None else read_text(run) == run_id
         version = facts.get("valkey_version") or facts.get("redis_version", "")
+        role, silent_for = facts.get("role", ""), max(0, read_number(left)) / 1000
+        may_vote = role == "master" and silent_for <= 0
         return NodeStatus(
             server=f"{facts.get('server_name', 'redis')} {version}",  # Redis reports no name
-            role=facts.get("role", ""),
+            role=role,
             uptime=uptime,
             latency=latency,
             clock=ahead,
             policy=facts.get("maxmemory_policy", ""),
-            silent_for=max(0, read_number(left)) / 1000,
+            silent_for=silent_for,
             knows_us=knows_us,
+            votes=may_vote and (knows_us or guard.word == "off"),
         )
 
     found, failing = ask_each(redlock, look)
@@ -220,6 +220,15 @@ def trust_nodes(
     return admin.trust_nodes(
         addresses_of(redlock), names, redlock.prefix, timeout, word, redlock.session.clock.wall_us()
     )
+
+
+def in_iso(seconds: float | None) -> str | None:
+    """Return a moment, in seconds since 1970, as ISO 8601 in UTC; None if out of range."""
+    try:
+        moment = None if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
+    except (ValueError, OverflowError, OSError):  # another program wrote the value
+        return None
+    return None if moment is None else moment.isoformat()
 
 
 def addresses_of(redlock: Redlock) -> list[Address]:

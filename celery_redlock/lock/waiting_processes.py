@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis
 
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.model.keys import MOST_DIGITS, inbox_channel, waiting_key
-from celery_redlock.lock.node_status import ask_each, reply_of
+from celery_redlock.lock.node_status import ask_each, in_iso, reply_of
 from celery_redlock.lock.server.admin import names_on
 from celery_redlock.lock.transport.encoding import encoded, read_list, read_text, text_of
 
@@ -25,52 +25,39 @@ ASKED_AT_ONCE = 500  # sets
 
 @dataclass(frozen=True)
 class WaitingProcess:
-    """A process that waits for a resource, as the nodes know it.
+    """A process that waits for a resource, as the nodes know it. Its fields are those of the JSON.
 
-    rank: how many processes are before it. waiter: its name on the nodes, new in each process.
-    since: seconds since 1970, when its first caller or message began to wait. nodes: those that
-    have it registered. listens: whether it is connected to any node; a process that is gone is not.
+    rank: how many processes are before it. name: that of the worker; if a caller with `wait`
+    registered it, of the machine. pid: None if another program wrote the name. waiter: its name on
+    the nodes, new in each process. since: when its first caller or message began to wait, in ISO
+    8601. nodes: those that have it registered. listens: whether it is connected to any node; a
+    process that is gone is not.
     """
 
     resource: str
     rank: int
+    name: str
+    pid: int | None
     waiter: str
-    since: float
+    since: str | None
     nodes: tuple[str, ...]
     listens: bool
-
-    @property
-    def name(self) -> str:
-        """The name of the worker; if a caller with `wait` registered it, of the machine."""
-        return self._parts[0]
-
-    @property
-    def pid(self) -> int | None:
-        """The process id; None if another program wrote the name."""
-        return self._parts[1]
-
-    @property
-    def _parts(self) -> tuple[str, int | None]:
-        parts = self.waiter.rsplit(":", 2)  # as engine/wait_queue.py: process_name
-        if len(parts) != 3 or not parts[1].isdecimal() or len(parts[1]) > MOST_DIGITS:
-            return self.waiter, None
-        return parts[0], int(parts[1])
 
 
 @dataclass(frozen=True)
 class WaitingSight:
     """The waiting processes on the nodes that answer, by resource and in order.
 
-    asked: the number of nodes. needed: how many must answer. wrong_type: by resource, the nodes on
-    which a key of another program has the name of the set of waiters. failing: by node, the cause
-    of its failure.
+    wrong_type: by resource, the nodes on which a key of another program has the name of the set of
+    waiters. failing: by node, the cause of its failure. asked: the number of nodes. needed: how
+    many must answer.
     """
 
     processes: tuple[WaitingProcess, ...]
-    asked: int
-    needed: int
     wrong_type: Mapping[str, tuple[str, ...]]
     failing: Mapping[str, str]
+    asked: int = field(repr=False)
+    needed: int = field(repr=False)
 
     @property
     def is_known(self) -> bool:
@@ -110,7 +97,7 @@ def look_at_waiting(redlock: Redlock) -> WaitingSight:
         _in_order(resource, waiters, listens) for resource, waiters in sorted(registered.items())
     )
     processes = tuple(itertools.chain(*lines))
-    return WaitingSight(processes, len(node_set.nodes), node_set.size, wrong_type, failing)
+    return WaitingSight(processes, wrong_type, failing, len(node_set.nodes), node_set.size)
 
 
 def _in_order(
@@ -126,13 +113,22 @@ def _in_order(
         WaitingProcess(
             resource,
             rank,
+            *_name_of(text_of(waiter)),
             text_of(waiter),
-            since,
+            in_iso(since),
             tuple(waiters[waiter]),
             listens is None or waiter in listens,
         )
         for rank, (since, waiter) in enumerate(order)
     ]
+
+
+def _name_of(waiter: str) -> tuple[str, int | None]:
+    """Return the name of a process, and its process id."""
+    parts = waiter.rsplit(":", 2)  # as engine/wait_queue.py: process_name
+    if len(parts) != 3 or not parts[1].isdecimal() or len(parts[1]) > MOST_DIGITS:
+        return waiter, None
+    return parts[0], int(parts[1])
 
 
 def _agreed(since: Iterable[float]) -> float:

@@ -8,11 +8,11 @@ the locks of its children from the memory that it shares with them.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from typing import Any
 
-from celery_redlock.errors import RUN
+from celery_redlock.lock.held_locks import Holder
 from celery_redlock.lock.model.keys import label_of, since_of
+from celery_redlock.lock.node_status import in_iso
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children.forks import held_by_children
 from celery_redlock.tasks.delivery.header import LockHeader
@@ -21,38 +21,12 @@ from celery_redlock.tasks.waiting.room import waiters_of
 
 
 @dataclass(frozen=True)
-class Holder:
-    """The holder of a lock. task_id, task, worker: "" if the holder is no task."""
-
-    label: str
-    task_id: str = ""
-    task: str = ""
-    worker: str = ""
-
-    @classmethod
-    def of(cls, label: str) -> Holder:
-        """Parse the label in a lock's value, as the nodes store it."""
-        found = RUN.fullmatch(label)
-        return cls(label) if found is None else cls(label, **found.groupdict(default=""))
-
-
-def in_iso(seconds: float | None) -> str | None:
-    """Return a moment, in seconds since 1970, as ISO 8601 in UTC; None if out of range."""
-    try:
-        return (
-            None if seconds is None else datetime.fromtimestamp(seconds, timezone.utc).isoformat()
-        )
-    except (ValueError, OverflowError, OSError):  # another program wrote the value
-        return None
-
-
-@dataclass(frozen=True)
 class HeldLock:
-    """A lock that a worker holds. since: seconds since 1970."""
+    """A lock that a worker holds. since: ISO 8601."""
 
     resource: str
     holder: Holder
-    since: float | None
+    since: str | None
 
 
 def held_locks_of(app: Any) -> list[HeldLock]:
@@ -63,14 +37,14 @@ def held_locks_of(app: Any) -> list[HeldLock]:
         if acquisition.held(session.clock.now()):
             found |= {(lease.key.resource, lease.value) for lease in acquisition.key_leases}
     return [
-        HeldLock(resource, Holder.of(label_of(value)), since_of(value))
+        HeldLock(resource, Holder.of(label_of(value)), in_iso(since_of(value)))
         for resource, value in sorted(found)
     ]
 
 
 def redlock_held(state: Any) -> list[dict[str, Any]]:
     """Return the locks that this worker holds: resource, holder, since."""
-    return [{**asdict(held), "since": in_iso(held.since)} for held in held_locks_of(state.app)]
+    return [asdict(held) for held in held_locks_of(state.app)]
 
 
 def redlock_waiting(state: Any) -> list[dict[str, Any]]:

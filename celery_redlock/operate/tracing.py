@@ -2,7 +2,7 @@
 
 A public signal without receivers costs nothing, so nothing is connected in a process that records
 no spans. That may begin at any time, and therefore a process looks for a tracer provider when an
-app finalizes, before its first run, and at each lock that its code acquires outside of a worker.
+app finalizes, before its first run, and at each lock that it acquires.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from celery.signals import task_prerun
 
-from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.engine.events import LockAcquiredEvent
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.header import LockHeader
 from celery_redlock.tasks.execution.run import run_of
 from celery_redlock.tasks.per_app import time_of_nodes
-from celery_redlock.tasks.signals import SignalObserver
 
 TRACE, SDK = "opentelemetry.trace", "opentelemetry.sdk.trace"
+_has_sdk = False  # as the last look has seen
 
 
 def _on_acquired(sender: Any = None, event: Any = None, **_: Any) -> None:
@@ -83,23 +83,16 @@ def look_again(**_: Any) -> None:
     task_prerun.connect(connect_at_first_run, weak=False)
 
 
-class TracingObserver(SignalObserver):
-    """Sends the signals, and looks at each lock for OpenTelemetry's SDK, until it is imported.
+def wants(kind: type[Any]) -> bool:
+    """Return whether records of a class have receivers; at a lock, look for the SDK before that.
 
-    For processes that run no task and may finalize no app, such as a web server. A worker that
-    forks has observers of its own, and looks before its first run.
+    For processes that run no task and may finalize no app, such as a web server.
     """
-
-    def __init__(self) -> None:
-        self._connected = False
-
-    def acquired(self, redlock: Any, acquisition: Acquisition) -> None:
-        """Connect the receivers if the SDK is imported by now, and send lock_acquired."""
-        if not self._connected and SDK in sys.modules:  # one look-up, for each lock pays for it
-            connect_if_recording()
-            self._connected = True
-        if signals.lock_acquired.receivers:
-            super().acquired(redlock, acquisition)
+    global _has_sdk
+    if kind is LockAcquiredEvent and not _has_sdk and SDK in sys.modules:  # each lock pays for it
+        connect_if_recording()
+        _has_sdk = True
+    return bool(signals.SIGNALS[kind].receivers)
 
 
 def _write_to_span(sender: Any, event: Any, outcome: str) -> None:

@@ -16,7 +16,7 @@ from celery_redlock.tasks.declaration import ENTRY
 from celery_redlock.tasks.per_app import is_checked
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, pattern_for
 from celery_redlock.tasks.settings.options import OPTION
-from celery_redlock.tasks.settings.sources import task_source, tasks_source
+from celery_redlock.tasks.settings.sources import OptionSource
 from celery_redlock_entry import lock_names
 
 
@@ -83,7 +83,8 @@ class AdoptingRegistry(TaskRegistry):
                 f"{name} is a LockedTask already: set lock_* on it, or from outside by Celery's "
                 f'task_annotations = {{{name!r}: {{"lock_ttl": 30}}}}'
             )
-            raise tasks_source(name).wrong(self.app.conf.redlock_tasks[name], hint)
+            entry = self.app.conf.redlock_tasks[name]
+            raise OptionSource.at("app", f"tasks[{name!r}]").wrong(entry, hint)
 
     def _check_unlocked(self, name: str, task: Any) -> None:
         """Raise SettingsError if a task without a lock has an option of one.
@@ -98,7 +99,8 @@ class AdoptingRegistry(TaskRegistry):
         for written in sorted(found):
             value = vars(type(task))[written]
             hint = "has no effect without base=LockedTask: the task would run without a lock"
-            raise task_source(name)(written.removeprefix("lock_")).wrong(value, hint)
+            option = written.removeprefix("lock_")
+            raise OptionSource.at("task", option, name).wrong(value, hint)
 
 
 def adopt_task(task: Any, pattern: str, locked_task: Any) -> None:

@@ -30,8 +30,7 @@ from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.settings.sources import EffectiveOptions
 from celery_redlock.tasks.settings.task_config import TaskLockConfig
 from celery_redlock.tasks.signatures import is_wrapper
-from celery_redlock.tasks.unique.receivers import options_to_message
-from celery_redlock.tasks.unique.send import UniqueCall, is_awaited
+from celery_redlock.tasks.unique.send import is_awaited, options_to_message, send_claimed
 from celery_redlock.tasks.wrapping import wrap_hook, wrap_run
 
 HOOKS = ("on_success", "on_failure", "on_retry", "after_return")
@@ -193,8 +192,11 @@ class LockedTask(Task):
         resources = config.resources(lock_options, call_of)
         if not resources:
             return super().apply_async(args, kwargs, **options)
-        call = UniqueCall(self.app, self.name, resources, lock_options, options)
-        return call.send(functools.partial(super().apply_async, args, kwargs), self.AsyncResult)
+        return send_claimed(
+            self.app, self.name, resources, lock_options, options,
+            publish=functools.partial(super().apply_async, args, kwargs),
+            result_of=self.AsyncResult,
+        )  # fmt: skip
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process under its lock; `lock={...}` as in `apply_async`."""

@@ -12,10 +12,9 @@ from typing import Any
 import redis
 from celery import current_app
 
-from celery_redlock.errors import describe_holder
 from celery_redlock.lock.client import Redlock, sessions
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.held_locks import Sight, Standing, break_lock, look_at_locks
+from celery_redlock.lock.held_locks import LockReport, Sight, break_lock, look_at_locks
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.platform.clock import SystemClock
@@ -125,23 +124,22 @@ def assert_released(*resources: str, on: Any = None, within: float = 5.0) -> Non
 
         if _eventually(is_free, within):
             return
-        now = redlock.session.clock.wall_us() / 1e6
         total = len(redlock.session.node_set.nodes)
-        lines = [describe(lock, now, total) for sight in found for lock in sight.locks]
+        lines = [describe(lock, total) for sight in found for lock in sight.locks]
         failing = {node: cause for sight in found for node, cause in sight.failing.items()}
         lines += [f"{node} cannot be asked: {cause}" for node, cause in failing.items()]
         raise AssertionError(f"not released after {within:g} s:\n  " + "\n  ".join(lines))
 
 
-def describe(lock: Standing, now: float, nodes: int) -> str:
-    """Return a text with a lock's holder, nodes and time of acquire. now: seconds since 1970."""
+def describe(lock: LockReport, nodes: int) -> str:
+    """Return a text with a lock's holder, nodes and time of acquire."""
     permit = f" (permit {lock.permit})" if lock.permit else ""
     since = "since an unknown time"
     if lock.since is not None:
-        acquired_at = dt.datetime.fromtimestamp(lock.since, dt.timezone.utc)
-        since = f"since {acquired_at:%Y-%m-%d %H:%M:%S} UTC ({max(0.0, now - lock.since):.1f} s)"
+        acquired_at = dt.datetime.fromisoformat(lock.since)
+        since = f"since {acquired_at:%Y-%m-%d %H:%M:%S} UTC ({lock.held_for:.1f} s)"
     on = ", ".join(f"{node} ({left:.1f} s left)" for node, left in lock.votes.items())
-    holder = f"{lock.resource!r}{permit} is held by {describe_holder(lock.holder)!r}"
+    holder = f"{lock.resource!r}{permit} is held by {str(lock.holder)!r}"
     return f"{holder} {since} on {len(lock.votes)} of {nodes} nodes: {on}"
 
 
@@ -181,7 +179,7 @@ def _redlock_over(nodes: Sequence[Any], prefix: str) -> Redlock:
     return Redlock(addresses_of(nodes), prefix=prefix, node_timeout=2.0)
 
 
-def _holders_of(lock: Standing) -> list[tuple[Session, Acquisition]]:
+def _holders_of(lock: LockReport) -> list[tuple[Session, Acquisition]]:
     """Return the acquisitions of this process that hold a lock, each with its session."""
     return [
         (session, acquisition)

@@ -21,8 +21,7 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
 from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.tasks.unique import send as send_module
-from celery_redlock.tasks.unique.send import send_once
+from celery_redlock.tasks.unique.claim import Claim
 
 __all__ = ["locking_off"]
 
@@ -70,7 +69,7 @@ def locking_off() -> Iterator[None]:
     """
     if in_worker():
         raise RedlockError("locking_off() is for tests: a run in a worker is always locked")
-    pid, locking_acquire = os.getpid(), Session.try_acquire
+    pid, locking_acquire, claiming_send = os.getpid(), Session.try_acquire, Claim.send
 
     def is_off() -> bool:
         return os.getpid() == pid and not in_worker()
@@ -86,14 +85,14 @@ def locking_off() -> Iterator[None]:
         session.events.acquired(acquisition)
         return None
 
-    def send(redlock: Any, message: Any, publish: Any) -> Any:
-        return publish(None) if is_off() else send_once(redlock, message, publish)
+    def send(claim: Claim, publish: Any) -> Any:
+        return publish(None) if is_off() else claiming_send(claim, publish)
 
-    # by name: a test fails if a send is deduplicated by a function of another name
+    # by name: a test fails if a send is deduplicated by a method of another name
     with (
         mock.patch.object(Session, "new_acquisition", new_acquisition),
         mock.patch.object(Session, "try_acquire", try_acquire),
-        mock.patch.object(send_module, "send_once", send),
+        mock.patch.object(Claim, "send", send),
     ):
         yield
 

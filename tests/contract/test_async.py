@@ -24,12 +24,11 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock.engine.events import Observer
-from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.coroutines import FEW_THREADS, MOST_THREADS, WorkItem
 from celery_redlock.lock.retry_schedule import LONGEST_SPIN
+from celery_redlock.signals import lock_acquired
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
@@ -38,6 +37,7 @@ from tests.conftest import (
     TTL,
     eventually,
     is_free,
+    receiving,
     see_freed,
     see_quorum,
     see_renewal,
@@ -176,18 +176,15 @@ class TestOneTask:
         request = contextvars.ContextVar("request", default="")
         told = []
 
-        class Tells(Observer):
-            def acquired(self, redlock: object, holding: Acquisition) -> None:
-                told.append((request.get(), threading.current_thread() is threading.main_thread()))
-
-        class Told(Redlock):
-            observer = Tells()
+        def note(sender: object, event: object) -> None:
+            told.append((request.get(), threading.current_thread() is threading.main_thread()))
 
         async def body() -> None:
             request.set("of the task")
             await hold(made.lock("r"))
 
-        with Told([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
+        urls = [node.url for node in nodes]
+        with Redlock(urls, node_timeout=NODE_TIMEOUT) as made, receiving(lock_acquired, note):
             run(body)
         assert told == [("of the task", False)]
 

@@ -15,8 +15,9 @@ from weakref import ref
 import pytest
 
 from celery_redlock import LockTaken, Redlock
+from celery_redlock.signals import node_recovered
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
+from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, receiving, see_freed, settle
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts in /proc")
 UNCLOSED = pytest.mark.filterwarnings("ignore:unclosed <Redlock:ResourceWarning")
@@ -50,13 +51,16 @@ def over(nodes: list[EmbeddedNode]) -> Redlock:
     return Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT)
 
 
-def test_what_stands_for_it_has_what_observers_ask_for() -> None:
+def test_what_becomes_known_after_its_end_has_no_sender() -> None:
     redlock = Redlock(["redis://127.0.0.1:1"])  # never connected to
-    session = redlock.session
+    session, senders = redlock.session, []
+    (node,) = session.node_set.nodes
     del redlock
     gc.collect()
-    assert session.client().session is session
-    assert session.client().observer is Redlock.observer
+    with receiving(node_recovered, lambda sender, event: senders.append(sender)):
+        session.events.node_changed(node, None)
+        eventually(lambda: senders == [None])
+    session.close()
 
 
 @UNCLOSED

@@ -6,22 +6,24 @@ import math
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from celery_redlock import Lock, Redlock
-from celery_redlock.lock.held_locks import Standing, break_lock, look_at_locks
+from celery_redlock.lock.held_locks import LockReport, break_lock, look_at_locks
 from celery_redlock.lock.model.keys import broken_key, fence_key, lock_key
 from celery_redlock.lock.node_status import look_at_nodes, missing_rights, trust_nodes
 from celery_redlock.lock.server.scripts import RENEW
 from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.lock.waiting_processes import look_at_waiting
+from celery_redlock.operate.cli.render import as_data
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import TTL, eventually, is_free, settle
 
 
-def only(redlock: Redlock, resource: str | None = None) -> Standing:
+def only(redlock: Redlock, resource: str | None = None) -> LockReport:
     (found,) = look_at_locks(redlock, resource).locks
     return found
 
@@ -38,9 +40,9 @@ def test_a_lock_is_shown_with_holder_time_and_votes(
         settle(redlock)
         found = only(redlock)
     assert (found.resource, found.permit, found.held) == ("r", 0, True)
-    assert found.holder.startswith("pid ")
+    assert found.holder.label.startswith("pid ")
     assert found.since is not None
-    assert before - 0.01 <= found.since <= time.time()
+    assert before - 0.01 <= datetime.fromisoformat(found.since).timestamp() <= time.time()
     assert sorted(found.votes) == sorted(names(nodes))
     assert 10 < found.valid_for <= 30
     assert not look_at_locks(redlock).locks
@@ -52,7 +54,7 @@ def test_neither_token_nor_key_is_in_what_a_person_may_print(redlock: Redlock) -
         found = only(redlock)
         token = bytes(found.value).partition(b":")[0].decode()
         assert len(token) == 32
-        assert token not in repr(found)
+        assert token not in repr(found) + repr(as_data(found))
 
 
 @pytest.mark.parametrize("resource", ["a*", "a#3", "[x]", "späť:\\", "a#1\n", "file:\udcff"])
@@ -91,9 +93,10 @@ def test_a_strangers_key_is_shown_as_what_it_is(
     for node in nodes:
         node.client().set(lock_key("redlock", "text"), "by hand")
         node.client().hset(lock_key("redlock", "wrong"), "a", "b")
+    assert as_data(only(redlock, "text"))["valid_for"] is None  # JSON has no infinity
     wrong, text = (only(redlock, name) for name in ("wrong", "text"))
-    assert (text.holder, text.since, text.valid_for) == ("by hand", None, math.inf)
-    assert "another type" in wrong.holder
+    assert (text.holder.label, text.since, text.valid_for) == ("by hand", None, math.inf)
+    assert "another type" in wrong.holder.label
 
 
 def test_a_node_that_is_away_is_named_with_its_cause(mortal_nodes: list[EmbeddedNode]) -> None:
@@ -102,7 +105,7 @@ def test_a_node_that_is_away_is_named_with_its_cause(mortal_nodes: list[Embedded
         sight = look_at_locks(redlock)
         assert list(sight.failing) == names(mortal_nodes)[1:2]
         assert "refused" in sight.failing[names(mortal_nodes)[1]]
-        assert [node.votes("strict") for node in look_at_nodes(redlock)] == [True, False, True]
+        assert [node.votes for node in look_at_nodes(redlock)] == [True, False, True]
 
 
 def test_a_node_says_what_it_is(redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
@@ -112,7 +115,7 @@ def test_a_node_says_what_it_is(redlock: Redlock, nodes: list[EmbeddedNode]) -> 
     finally:
         nodes[2].client().replicaof("NO", "ONE")
     assert (first.role, last.role) == ("master", "slave")
-    assert not last.votes("strict")
+    assert not last.votes
     assert first.node == names(nodes)[0]
     assert first.policy == "noeviction"
     assert first.uptime >= 0 < first.latency
@@ -124,11 +127,12 @@ def test_a_new_node_is_shown_as_one_that_will_not_vote_until_it_is_trusted(
 ) -> None:
     mortal_nodes[0].client().flushall()
     with Redlock([node.url for node in mortal_nodes]) as redlock:
-        assert [node.votes("strict") for node in look_at_nodes(redlock)] == [False, True, True]
-        assert look_at_nodes(redlock)[0].votes("off")
+        assert [node.votes for node in look_at_nodes(redlock)] == [False, True, True]
+        with Redlock([node.url for node in mortal_nodes], restart_guard="off") as unguarded:
+            assert look_at_nodes(unguarded)[0].votes
         told, failing = trust_nodes(redlock, names(mortal_nodes)[:1])
         assert (dict(told), dict(failing)) == ({names(mortal_nodes)[0]: ""}, {})
-        assert all(node.votes("strict") for node in look_at_nodes(redlock))
+        assert all(node.votes for node in look_at_nodes(redlock))
 
 
 def see_lost(lock: Lock) -> None:

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
-from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.engine.releaser import Releaser
-from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.fencing import Fence
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.transport.command import PING, Command
 from celery_redlock.lock.transport.encoding import encode_text
+from celery_redlock.signals import LockLostEvent, lock_lost
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
@@ -32,6 +31,7 @@ from tests.conftest import (
     TTL,
     eventually,
     is_free,
+    receiving,
     see_quorum,
     settle,
     trust_nodes,
@@ -198,6 +198,15 @@ class TestHandlers:
         eventually(lambda: not lock.held)
         lock.release()
 
+    def test_bodies_hear_of_a_loss_before_receivers_do(
+        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        told: list[str] = []
+        brisk_redlock.session.events.on_loss = lambda: told.append("bodies")
+        with receiving(lock_lost, lambda sender, event: told.append("receivers")):
+            self.lose(brisk_redlock, "a", nodes)
+            eventually(lambda: told == ["bodies", "receivers"])
+
     def test_one_that_exits_does_not_end_the_telling(
         self, brisk_redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -205,15 +214,14 @@ class TestHandlers:
         caplog.set_level(logging.CRITICAL)  # its traceback is no news here
         told: list[str] = []
 
-        class Exits(Observer):
-            def lost(self, redlock: object, holding: Acquisition, reason: str) -> None:
-                told.append(holding.resource)
-                raise SystemExit("the worker shall stop")
+        def leave(sender: object, event: LockLostEvent) -> None:
+            told.append(event.resource)
+            raise SystemExit("the worker shall stop")
 
-        redlock.observer = Exits()  # type: ignore[misc]
-        for name in ("a", "b"):
-            self.lose(redlock, name, nodes)
-        eventually(lambda: told == ["a", "b"])
+        with receiving(lock_lost, leave):
+            for name in ("a", "b"):
+                self.lose(redlock, name, nodes)
+            eventually(lambda: told == ["a", "b"])
 
     @pytest.mark.slow
     def test_a_flood_of_news_does_not_keep_a_loss_from_being_told(
@@ -222,23 +230,19 @@ class TestHandlers:
         redlock = brisk_redlock
         told = threading.Event()
 
-        class Waits(Observer):
-            def lost(self, redlock: object, holding: Acquisition, reason: str) -> None:
-                told.set()
-
-        redlock.observer = Waits()  # type: ignore[misc]
         watchdog = redlock.session.watchdog
 
         def flood() -> None:
             while not told.is_set():
                 for _ in range(3):
-                    watchdog.tell(lambda: time.sleep(0.005))
+                    watchdog.call_soon(time.sleep, 0.005)
                 time.sleep(0.005)
 
         thread = threading.Thread(target=flood)
         thread.start()
-        lock = redlock.lock("r", ttl=TTL, renew=False).acquire(wait=60)
-        assert told.wait(60)
+        with receiving(lock_lost, lambda sender, event: told.set()):
+            lock = redlock.lock("r", ttl=TTL, renew=False).acquire(wait=60)
+            assert told.wait(60)
         thread.join()
         lock.release()
 

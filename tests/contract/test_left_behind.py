@@ -11,35 +11,32 @@ from celery import Celery
 
 from celery_redlock import LockTaken, Redlock
 from celery_redlock.lock.client import session_of
-from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.engine.releaser import REPEATED_AFTER, OrphanedKey
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease, lock_keys
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.tasks.children.forks import Children
+from celery_redlock.tasks.children.forks import ChildProcess, Children, start_time_of
 from celery_redlock.tasks.children.journal import (
     CLAIMED,
     HELD,
     RELEASED,
     JournalSlot,
-    encode_entry,
 )
-from celery_redlock.tasks.children.process import ChildProcess, start_time_of
 from celery_redlock.tasks.children.reaper import ChildReaper
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
+from tests.conftest import NODE_TIMEOUT, TTL, Journal, eventually, is_free, see_freed, settle
 from tests.contract.proxy import FAIR, Proxy, Way, Weather, proxies
 
 
-class Ledger(Observer):
+class Ledger(Journal):
     """Keeps what is claimed until it hears that no node has anything of it any more."""
 
     def __init__(self) -> None:
         self.open: list[KeyLease] = []
         self.written: list[str] = []
 
-    def claiming(self, redlock: object, holding: Acquisition, claim: KeyLease) -> None:
+    def claiming(self, session: bytes, at: float, holding: Acquisition, claim: KeyLease) -> None:
         assert holding.key_leases[-1] is claim
         self.open.append(claim)
         self.written.append(claim.key.name)
@@ -51,8 +48,8 @@ class Ledger(Observer):
 
 @pytest.fixture
 def ledger(redlock: Redlock) -> Ledger:
-    redlock.observer = Ledger()  # type: ignore[misc]
-    return redlock.observer
+    redlock.session.events.journal = made = Ledger()
+    return made
 
 
 @pytest.fixture
@@ -69,13 +66,13 @@ def left_by(resource: str, value: str) -> tuple[LockOptions, list[OrphanedKey]]:
 def test_a_claim_is_told_of_before_its_request_leaves(before: list[Proxy]) -> None:
     sent: list[int] = []
 
-    class Watches(Observer):
-        def claiming(self, redlock: object, holding: Acquisition, claim: KeyLease) -> None:
+    class Watches(Journal):
+        def claiming(self, *claim: object) -> None:
             sent.append(sum(proxy.received[Way.TO_NODE] for proxy in before))
 
     with Redlock([proxy.url for proxy in before], node_timeout=NODE_TIMEOUT) as redlock:
         redlock.trust()
-        redlock.observer = Watches()  # type: ignore[misc]
+        redlock.session.events.journal = Watches()
         settle(redlock)
         so_far = sum(proxy.received[Way.TO_NODE] for proxy in before)
         with redlock.lock("k"):
@@ -106,7 +103,7 @@ def test_a_claim_stays_open_while_a_node_has_not_answered(before: list[Proxy]) -
     with Redlock([proxy.url for proxy in before], node_timeout=NODE_TIMEOUT) as redlock:
         redlock.trust()
         settle(redlock)
-        ledger = redlock.observer = Ledger()  # type: ignore[misc]
+        ledger = redlock.session.events.journal = Ledger()
         lock = redlock.lock("k").acquire()
         before[0].weather = Weather(swallows=frozenset(Way))
         lock.release()
@@ -121,7 +118,7 @@ def test_a_claim_is_settled_when_its_time_is_up(mortal_nodes: list[EmbeddedNode]
     urls = [node.url for node in mortal_nodes]
     with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock:
         settle(redlock)
-        ledger = redlock.observer = Ledger()  # type: ignore[misc]
+        ledger = redlock.session.events.journal = Ledger()
         lock = redlock.lock("k", ttl=TTL).acquire()
         mortal_nodes[0].kill()
         lock.release()
@@ -221,7 +218,10 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
         holding = Acquisition(terms, keys, session.reentrancy.current_owner())
         holding.key_leases = [session.acquirer.new_key_lease(terms, key) for key in keys]
         slot, known = JournalSlot(), Children()
-        slot.set_state(slot.write(encode_entry(session, holding, holding.key_leases[0])), state)
+        slot.sign(os.getpid(), 0)
+        slot.claiming(session.identity, session.clock.now(), holding, holding.key_leases[0])
+        if state != CLAIMED:
+            (slot.held if state == HELD else slot.released)(holding)
         slot.announce_end(run)
         known.slots.append(slot)
         process = ChildProcess(os.getpid(), start_time_of(os.getpid()))

@@ -15,8 +15,8 @@ from celery_redlock.lock.node_status import ask_nodes, look_at_nodes, look_at_sh
 from celery_redlock.lock.release import acquisitions_of
 from celery_redlock.lock.server.scripts import GRANT, MARKER, RELEASE, RENEW
 from celery_redlock.tasks.execution.redelivery import read_markers
+from celery_redlock.tasks.unique.claim import ClaimToken
 from celery_redlock.tasks.unique.rounds import UNIQUE
-from celery_redlock.tasks.unique.token import UniqueToken
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
 from tests.contract.liar import Liar, liar
@@ -233,9 +233,9 @@ class TestUnique:
         self, alone: Redlock, lies: Liar, nodes: list[EmbeddedNode]
     ) -> None:
         sender = Sender(alone, {})
-        ticket: UniqueToken = sender.ticket(sender.send())
+        ticket: ClaimToken = sender.ticket(sender.send())
         lies.lie(UNIQUE, b"*1\r\n:1\r\n")
-        ticket.release_at_end(alone)
+        ticket.release_at_end(alone.session)
         lies.answers.clear()
         eventually(lambda: not nodes[0].client().keys("*:unique:*"))
 

@@ -26,22 +26,23 @@ from celery_redlock import (
     SettingsError,
 )
 from celery_redlock.lock import retry_schedule
-from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.hold import SPLIT_TRIES
-from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import fence_key, lock_key, wake_channel
 from celery_redlock.lock.node_status import ask_nodes
 from celery_redlock.lock.release import acquisitions_of, release_all
 from celery_redlock.lock.transport.connection import Connection
+from celery_redlock.signals import LockLostEvent, NodeFailedEvent, lock_lost, node_failed
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
     NODE_TIMEOUT,
     PATIENCE,
     TTL,
+    Journal,
     end_of,
     eventually,
     keys_on,
+    receiving,
     see_freed,
     see_quorum,
     see_renewal,
@@ -144,14 +145,14 @@ class TestAcquireAndRelease:
             node.client().set(KEY, rival)  # for ever, so that no end of a lease is waited for
         tries: list[object] = []
 
-        class Counting(Observer):
-            def claiming(self, redlock: object, holding: object, claim: object) -> None:
+        class Counting(Journal):
+            def claiming(self, *claim: object) -> None:
                 tries.append(claim)
                 if len(tries) == SPLIT_TRIES:
                     for node in nodes[:2]:
                         node.client().delete(KEY)
 
-        monkeypatch.setattr(Redlock, "observer", Counting())
+        redlock.session.events.journal = Counting()
         with redlock.session.wait_queue.waiting([wake_channel("redlock", "r")]) as other:
             redlock.session.node_set.wait(other, redlock.session.clock.now() + WAIT)
             assert other.take()  # it is heard already: what is said by that is no reason to try
@@ -394,12 +395,10 @@ class TestLoss:
         caplog.set_level(logging.WARNING)
         seen: list[str] = []
 
-        class Recorder(Observer):
-            def lost(self, redlock: object, holding: Acquisition, reason: str) -> None:
-                seen.append(holding.resource)
+        def note(sender: object, event: LockLostEvent) -> None:
+            seen.append(event.resource)
 
-        with over(mortal_nodes, node_timeout=NODE_TIMEOUT) as made:
-            made.observer = Recorder()  # type: ignore[misc]
+        with over(mortal_nodes, node_timeout=NODE_TIMEOUT) as made, receiving(lock_lost, note):
             settle(made)
             # at risk for a third of it, which whoever is to say so must not sleep through
             lock = made.lock("r", ttl=18).acquire()
@@ -430,18 +429,17 @@ class TestLoss:
     ) -> None:
         seen: list[str] = []
 
-        class Recorder(Observer):
-            def lost(self, redlock: object, holding: Acquisition, reason: str) -> None:
-                seen.append(reason)
+        def note(sender: object, event: LockLostEvent) -> None:
+            seen.append(event.reason)
 
-        redlock.observer = Recorder()  # type: ignore[misc]
         lock = redlock.lock("r", renew=False).acquire()
         settle(redlock)  # a grant that comes later would prolong it
         (claim,) = acquisitions_of(lock)[0].key_leases
-        claim.lease.valid_until = 0.0  # as if the process had been stopped meanwhile
-        assert not lock.held
-        lock.release()
-        eventually(lambda: len(seen) == 1)
+        with receiving(lock_lost, note):
+            claim.lease.valid_until = 0.0  # as if the process had been stopped meanwhile
+            assert not lock.held
+            lock.release()
+            eventually(lambda: len(seen) == 1)
 
     @pytest.mark.slow
     def test_a_key_that_was_overwritten_before_its_release_is_told_of(
@@ -460,16 +458,14 @@ class TestLoss:
         heard: list[bool] = []
         go_on = threading.Event()
 
-        class Slow(Observer):
-            def node_failed(self, redlock: Redlock, node: str, cause: str) -> None:
-                with redlock.lock("audit", wait=60) as audit:
-                    heard.append(audit.held)
-                go_on.wait(120)
+        def lock_and_wait(redlock: Redlock, event: NodeFailedEvent) -> None:
+            with redlock.lock("audit", wait=60) as audit:
+                heard.append(audit.held)
+            go_on.wait(120)
 
         with over(mortal_nodes, node_timeout=NODE_TIMEOUT) as made:
             settle(made)
-            made.observer = Slow()  # type: ignore[misc]
-            with made.lock("r", ttl=TTL) as lock:
+            with receiving(node_failed, lock_and_wait), made.lock("r", ttl=TTL) as lock:
                 mortal_nodes[0].kill()
                 eventually(lambda: heard == [True])
                 for _ in range(2):

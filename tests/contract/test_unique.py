@@ -19,13 +19,14 @@ from celery import Celery
 from redis import Redis
 
 from celery_redlock import LockedTask, QuorumUnreachable, Redlock
+from celery_redlock.tasks.delivery.delivery import RunId
 from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.unique import token
-from celery_redlock.tasks.unique.claim import UniqueClaim, UniqueSend
+from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
+from celery_redlock.tasks.unique import rounds
+from celery_redlock.tasks.unique.claim import Claim, ClaimToken
 from celery_redlock.tasks.unique.rounds import UNIQUE, EarlierSend
-from celery_redlock.tasks.unique.send import add_token, send_once
-from celery_redlock.tasks.unique.token import UniqueToken
+from celery_redlock.tasks.unique.send import add_token
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, eventually, settle
 from tests.contract.proxy import FAIR, Way, Weather, proxies
@@ -33,20 +34,21 @@ from tests.contract.proxy import FAIR, Way, Weather, proxies
 NAME = "shop.settle:7"
 KEY = "{redlock}:unique:" + NAME
 LONG, SHORT = 500.0, 2.0  # s: windows that outlive a test, and that do not
+LATE = 60.0  # s: for which a message may come after its window
 _ids = map(str, itertools.count(1))
 
 
-def a_send(**other: Any) -> UniqueSend:
-    task_id = next(_ids)
-    send = UniqueSend(
-        name=NAME, run_id=f"{task_id}:shop.settle:0:0", unique_for=LONG, unique_until="finished",
-        on_duplicate="existing", on_unreachable="defer", countdown=0.0, max_delay=60.0,
-    )  # fmt: skip
-    return replace(send, **other)
+def a_claim(
+    redlock: Redlock, name: str = NAME, unique_for: float = LONG, countdown: float = 0.0,
+    **options: Any,
+) -> Claim:  # fmt: skip
+    run_id = RunId(next(_ids), "shop.settle")
+    lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": 30.0, **options})
+    return Claim(redlock.session, name, run_id, lock_options, unique_for, countdown + LATE)
 
 
-def id_of(send: UniqueSend) -> str:
-    return send.run_id.partition(":")[0]
+def id_of(claim: Claim) -> str:
+    return claim.run_id.task_id
 
 
 class Sender:
@@ -57,24 +59,24 @@ class Sender:
 
     def send(self, **options: Any) -> str:
         """Return the id of the message that is good now."""
-        send = a_send(**options)
+        claim = a_claim(self.redlock, **options)
 
-        def publish(ticket: Mapping[str, Any] | None) -> str:
+        def publish(ticket: ClaimToken | None) -> str:
             settle_voters(self.redlock)  # a broker takes its time, in which the last node answers
-            self.published[id_of(send)] = ticket
-            return id_of(send)
+            self.published[id_of(claim)] = None if ticket is None else ticket.to_message()
+            return id_of(claim)
 
-        found = send_once(self.redlock, send, publish)
+        found = claim.send(publish)
         settle_voters(self.redlock)
         return found.task_id if isinstance(found, EarlierSend) else found
 
-    def ticket(self, task_id: str) -> UniqueToken:
-        ticket = UniqueToken.of(self.published[task_id])
+    def ticket(self, task_id: str) -> ClaimToken:
+        ticket = ClaimToken.of(self.published[task_id])
         assert ticket is not None
         return ticket
 
     def end(self, task_id: str) -> None:
-        self.ticket(task_id).release_at_end(self.redlock)
+        self.ticket(task_id).release_at_end(self.redlock.session)
         settle_voters(self.redlock)
 
 
@@ -199,12 +201,10 @@ class TestOneSend:
         self, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
         def publish(ticket: Any) -> str:
-            carried = UniqueToken.of(ticket)
-            assert carried is not None
-            carried.release_at_end(sender.redlock)
+            ticket.release_at_end(sender.redlock.session)
             return "sent and done"
 
-        assert send_once(sender.redlock, a_send(), publish) == "sent and done"
+        assert a_claim(sender.redlock).send(publish) == "sent and done"
         settle(sender.redlock)
         assert values(nodes) == [None] * 3
 
@@ -215,7 +215,7 @@ class TestOneSend:
             raise OSError("no broker")
 
         with pytest.raises(OSError, match="no broker"):
-            send_once(sender.redlock, a_send(), publish)
+            a_claim(sender.redlock).send(publish)
         settle(sender.redlock)
         assert values(nodes) == [None] * 3
 
@@ -234,40 +234,40 @@ class TestOneSend:
         monkeypatch: pytest.MonkeyPatch,
         took: int,
     ) -> None:
-        clock, send = redlock.session.clock, a_send()
+        clock, claim = redlock.session.clock, a_claim(redlock)
         now, wall_us = clock.now, clock.wall_us
 
         def publish(ticket: Mapping[str, Any] | None) -> str:
             settle_voters(redlock)
             monkeypatch.setattr(clock, "now", lambda: now() + took)
             monkeypatch.setattr(clock, "wall_us", lambda: wall_us() + took * 1_000_000)
-            return id_of(send)
+            return id_of(claim)
 
         begun = wall_us() / 1e6
-        send_once(redlock, send, publish)
+        claim.send(publish)
         settle_voters(redlock)
         for value in values(nodes):
-            assert is_sent(value, id_of(send))
+            assert is_sent(value, id_of(claim))
             gone_by = EarlierSend.of(str(value), 1).gone_by
-            assert gone_by >= begun + took + send.unique_for + send.max_delay
+            assert gone_by >= begun + took + LONG + LATE
         for node in nodes:  # the window is counted from its opening, however long a publish takes
-            assert node.client().pttl(KEY) / 1000 <= send.unique_for - took
+            assert node.client().pttl(KEY) / 1000 <= LONG - took
 
 
 class TestSendersThatDie:
     def test_a_send_that_was_never_published_holds_nobody_for_longer_than_its_lease(
         self, redlock: Redlock, sender: Sender
     ) -> None:
-        dead = UniqueClaim(redlock.session, a_send(unique_for=SHORT))
+        dead = a_claim(redlock, unique_for=SHORT)
         assert dead.open() is None
-        assert dead.is_open
+        assert dead.carried is not None
         sent = sender.send(unique_for=SHORT)
         assert list(sender.published) == [sent]
 
     def test_it_is_not_taken_for_an_earlier_send(
         self, redlock: Redlock, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
-        dead = UniqueClaim(redlock.session, a_send())
+        dead = a_claim(redlock)
         dead.open()
         before = scripts_run(nodes[0])
         waiting = threading.Thread(target=sender.send)
@@ -282,7 +282,7 @@ class TestSendersThatDie:
         self, redlock: Redlock, sender: Sender, nodes: list[EmbeddedNode]
     ) -> None:
         """A node that was away hears of a release late: then it would end the next try's window."""
-        dead = UniqueClaim(redlock.session, a_send())
+        dead = a_claim(redlock)
         dead.open()
         nodes[2].client().delete(KEY)  # so that each try takes this one, and releases it
         with nodes[2].client().monitor() as monitor:
@@ -305,14 +305,13 @@ class TestSendersThatDie:
     def test_who_waits_for_a_sender_gets_its_message_once_it_is_sent(
         self, redlock: Redlock, sender: Sender
     ) -> None:
-        first, found = a_send(), []
-        slow = UniqueClaim(redlock.session, first)
+        slow, found = a_claim(redlock), []
         slow.open()
         waiting = threading.Thread(target=lambda: found.append(sender.send()))
         waiting.start()
         slow.confirm()
         waiting.join(60)
-        assert found == [id_of(first)]
+        assert found == [id_of(slow)]
         assert not sender.published
 
     def test_a_send_whose_claim_expires_before_it_is_published_says_so(
@@ -327,10 +326,10 @@ class TestSendersThatDie:
             eventually(lambda: values(nodes) == [None] * 3)
 
         with caplog.at_level(logging.WARNING):
-            send_once(redlock, a_send(), publish)
+            a_claim(redlock).send(publish)
             assert "too slowly to be remembered" in caplog.text
             caplog.clear()
-            send_once(redlock, a_send(unique_for=0.5), publish)  # by then no send is a duplicate
+            a_claim(redlock, unique_for=0.5).send(publish)  # by then no send is a duplicate
         assert not caplog.text
 
 
@@ -415,7 +414,7 @@ class TestReplace:
         second = sender.send(on_duplicate="replace")
         for node in nodes:
             node.client().flushall()
-        sender.ticket(second).mark_superseded(sender.redlock, "shop.settle")
+        sender.ticket(second).mark_superseded(sender.redlock.session, "shop.settle")
         settle(sender.redlock)
         assert superseded(nodes, first)
 
@@ -424,7 +423,7 @@ class TestReplace:
         self, sender: Sender, nodes: list[EmbeddedNode], other: str
     ) -> None:
         forged = replace(sender.ticket(sender.send()), replaces=other)
-        forged.mark_superseded(sender.redlock, "shop.settle")
+        forged.mark_superseded(sender.redlock.session, "shop.settle")
         settle(sender.redlock)
         assert not nodes[0].client().keys("*:done:*")
 
@@ -433,7 +432,7 @@ class TestReplace:
     ) -> None:
         first, year = sender.send(), 366 * 86_400
         forged = replace(sender.ticket(first), replaces="1:shop.settle:0:0", kept_for=1e10)
-        forged.mark_superseded(sender.redlock, "shop.settle")
+        forged.mark_superseded(sender.redlock.session, "shop.settle")
         settle(sender.redlock)
         assert 0 < nodes[0].client().ttl("{redlock}:done:1:shop.settle:0:0") <= year
 
@@ -445,7 +444,7 @@ class TestReplace:
 
         first = sender.send()
         with pytest.raises(OSError, match="no broker"):
-            send_once(sender.redlock, a_send(on_duplicate="replace"), publish)
+            a_claim(sender.redlock, on_duplicate="replace").send(publish)
         settle(sender.redlock)
         assert not superseded(nodes, first)
         assert all(is_sent(value, first) for value in values(nodes))
@@ -462,7 +461,7 @@ class TestReplace:
             raise OSError("no broker")
 
         with pytest.raises(OSError, match="no broker"):
-            send_once(sender.redlock, a_send(on_duplicate="replace"), publish)
+            a_claim(sender.redlock, on_duplicate="replace").send(publish)
         eventually(lambda: values(nodes) == [None] * 3)
         assert sender.send() != first
 
@@ -507,7 +506,7 @@ class TestFaults:
             first = sender.send()
             made[2].weather = Weather(refuses=True)
             made[2].cut()
-            sender.ticket(first).release_at_end(sender.redlock)
+            sender.ticket(first).release_at_end(sender.redlock.session)
             eventually(lambda: values(nodes[:2]) == [None, None])
             eventually(lambda: sender.redlock.session.node_set.nodes[2].error is not None)
             assert is_sent(values(nodes)[2], first)
@@ -520,7 +519,7 @@ class TestFaults:
         self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
-        monkeypatch.setattr(token, "DELIVER_FOR", 0.1)
+        monkeypatch.setattr(rounds, "DELIVER_FOR", 0.1)
         with proxies(nodes) as made:
             sender = make_sender(made)
             settle(sender.redlock)
@@ -528,8 +527,8 @@ class TestFaults:
             for proxy in made[1:]:
                 proxy.weather = Weather(refuses=True)
                 proxy.cut()
-            sender.ticket(first).release_at_end(sender.redlock)
-            late = time.monotonic() + 2 * token.DELIVER_FOR
+            sender.ticket(first).release_at_end(sender.redlock.session)
+            late = time.monotonic() + 2 * rounds.DELIVER_FOR
             eventually(lambda: values(nodes)[0] is None and time.monotonic() > late)
             assert is_sent(values(nodes)[2], first)
             for proxy in made[1:]:
@@ -546,7 +545,7 @@ class TestFaults:
             first = sender.send(unique_until="started")
             for proxy in made[1:]:
                 proxy.weather = Weather(delay=(1.0, 1.0))
-            sender.ticket(first).release_at_start(sender.redlock)
+            sender.ticket(first).release_at_start(sender.redlock.session)
             assert values(nodes).count(None) > 1
             sender.redlock.close()
 
@@ -559,7 +558,7 @@ class TestFaults:
         for node in mortal_nodes[1:]:
             node.client().config_set("min-replicas-to-write", 1)
         with caplog.at_level(logging.WARNING):
-            sender.ticket(first).release_at_start(sender.redlock)
+            sender.ticket(first).release_at_start(sender.redlock.session)
         assert f"no quorum of nodes released unique key '{NAME}'" in caplog.text
         assert all(is_sent(value, first) for value in values(mortal_nodes)[1:])
         for node in mortal_nodes[1:]:
@@ -574,7 +573,9 @@ class TestFaults:
             for each in (sender, worker):
                 settle(each.redlock)
             made[2].weather = Weather(swallows=frozenset({Way.TO_NODE}))
-            send_once(sender.redlock, a_send(), lambda ticket: worker.published.update(it=ticket))
+            a_claim(sender.redlock).send(
+                lambda ticket: worker.published.update(it=ticket.to_message())
+            )
             worker.end("it")
             assert values(nodes) == [None] * 3
             made[2].weather = FAIR
@@ -705,6 +706,6 @@ def test_nodes_keep_of_a_send_that_it_may_come_that_much_later(
 def test_a_send_with_its_parents_headers_has_a_window_of_its_own() -> None:
     parents = {HEADER: {"options": {"ttl": 9}, "id": "parent", "unique": {"token": "theirs"}}}
     options = {"headers": {**parents, "tenant": "a"}, "task_id": "child"}
-    add_token(options, {"token": "ours"})
+    add_token(options, ClaimToken(token="ours"))
     carried = {"options": {}, "id": "child", "unique": {"token": "ours"}}
     assert options["headers"] == {"tenant": "a", HEADER: carried}

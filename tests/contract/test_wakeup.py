@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection
 import pytest
 
 from celery_redlock import Redlock
-from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.keys import wake_channel
@@ -28,7 +27,7 @@ from celery_redlock.lock.transport import subscriber
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, NODE_TIMEOUT, eventually, see_quorum, settle
+from tests.conftest import FREED, NODE_TIMEOUT, Journal, eventually, see_quorum, settle
 from tests.contract.contention import PROCESSES
 
 CHANNEL = wake_channel("redlock", "r")
@@ -218,10 +217,12 @@ class TestSeveral:
     ) -> None:
         waiting: list[Future[float]] = []
 
-        class Slow(Observer):
+        class Slow(Journal):
             """Tells of its second key only once somebody waits for the first."""
 
-            def claiming(self, redlock: object, holding: Acquisition, claim: KeyLease) -> None:
+            def claiming(
+                self, session: bytes, at: float, holding: Acquisition, claim: KeyLease
+            ) -> None:
                 if claim.key.resource == "s":
                     waiting.append(pool.submit(take, rival))
                     see_waiting(rival)
@@ -231,7 +232,7 @@ class TestSeveral:
         hand_offs = []
         for _ in range(9):
             with rival.lock("s", wait=WAIT):
-                redlock.observer = Slow()  # type: ignore[misc]
+                redlock.session.events.journal = Slow()
                 assert not redlock.lock(["r", "s"]).try_acquire()
                 given_back = now()
                 hand_offs.append(waiting.pop().result(WAIT) - given_back)

@@ -35,9 +35,7 @@ from kombu.common import Broadcast
 
 import celery_redlock.tasks.worker_request
 from celery_redlock import Backoff, Contention, LockedTask, LockLost, current_lock
-from celery_redlock.tasks.execution.outcomes import Deferred
-from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.signals import (
+from celery_redlock.signals import (
     LockExtendedEvent,
     LockReleasedEvent,
     lock_acquired,
@@ -46,6 +44,8 @@ from celery_redlock.tasks.signals import (
     lock_released,
     lock_skipped,
 )
+from celery_redlock.tasks.execution.outcomes import Deferred
+from celery_redlock.tasks.per_app import redlock_of
 
 LOG = Path(os.environ.get("TEST_LOG", os.devnull))
 NODES = os.environ.get("TEST_NODES", "redis://nowhere")

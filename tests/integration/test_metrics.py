@@ -176,11 +176,12 @@ def test_a_child_goes_on_with_the_counts_of_the_one_before_it(
 
 
 COUNTS = """
-import os, signal, threading
+import logging, os, signal, threading, time
 from celery import Celery
 from celery.signals import worker_init
-from celery_redlock import LockedTask, Redlock
+from celery_redlock import LockedTask, NodeError, Redlock
 from celery_redlock.operate.metrics import exporter
+from celery_redlock.signals import node_failed
 
 app = Celery("counts", broker="memory://")
 app.conf.update(redlock_nodes=["redis://127.0.0.1:1"], redlock_metrics="127.0.0.1:0")
@@ -194,19 +195,33 @@ worker_init.send(sender=Worker)
 app.finalize()
 assert exporter._exporter is not None
 
+logging.disable()
+redlock = Redlock(["redis://127.0.0.1:1"])
+(node,) = redlock.session.node_set.nodes
+counted, mutex = threading.Event(), threading.Lock()
+
+@node_failed.connect  # after the counter's own receiver
+def on_failed(**_):
+    with mutex:
+        time.sleep(0.001)
+    counted.set()
+
 def count():
-    Redlock.observer.node_failed(None, "a", "away")
+    redlock.session.events.node_changed(node, NodeError("a", "away"))
 
 def count_on():
     while True:
         count()
+        time.sleep(0.002)
 
 threading.Thread(target=count_on, daemon=True).start()
 for _ in range(100):
     pid = os.fork()
     if not pid:
         signal.alarm(30)
+        counted = threading.Event()
         count()
+        counted.wait()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0, "it waits for ever"
 """

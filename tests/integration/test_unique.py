@@ -28,12 +28,12 @@ from celery_redlock import (
     DuplicateTask,
     LockedTask,
     QuorumUnreachable,
-    Redlock,
     SettingsError,
     send_unique,
 )
+from celery_redlock.lock.engine.session import Session
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.unique.token import UniqueToken
+from celery_redlock.tasks.unique.claim import ClaimToken
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, PATIENCE, eventually, is_free
 from tests.integration.conftest import ROOT, Stage, slow_but
@@ -630,7 +630,7 @@ def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock
     stage: Stage, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where its window cannot be ended: `on_unreachable` decides, and that lock goes back."""
-    app, begins = stage.app, UniqueToken.release_at_start
+    app, begins = stage.app, ClaimToken.release_at_start
 
     @app.task(base=LockedTask, shared=False, name="tests.beside", lock_key=key,
               lock_on_unreachable="run")  # fmt: skip
@@ -638,12 +638,12 @@ def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock
         eventually(lambda: is_free(stage.nodes, key), within=FREED)
         return "free"
 
-    def fail(ticket: UniqueToken, redlock: Redlock) -> None:
+    def fail(ticket: ClaimToken, session: Session) -> None:
         assert not is_free(stage.nodes, key)
-        monkeypatch.setattr(UniqueToken, "release_at_start", begins)
+        monkeypatch.setattr(ClaimToken, "release_at_start", begins)
         raise QuorumUnreachable(key, [], 2)
 
-    monkeypatch.setattr(UniqueToken, "release_at_start", fail)
+    monkeypatch.setattr(ClaimToken, "release_at_start", fail)
     unique = {"name": f"beside:{key}", "token": "7" * 32, "until": "started"}
     ended = run_here(beside, id=key, redlock={"id": key, "unique": unique})
     assert ended.retval == "free", ended

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from celery_redlock import LockTaken, Redlock
-from celery_redlock.lock.engine.events import Observer
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.clocks import HOUR, WallClock
-from tests.conftest import NODE_TIMEOUT, TTL, eventually
+from tests.conftest import NODE_TIMEOUT, TTL, Journal, eventually
 from tests.integration.conftest import Stage, slow_but
 
 POOLS = ["prefork", "threads", "solo", "gevent"]
@@ -418,18 +417,18 @@ def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
     hold(stage, f"k:z-{key}")
     waits: list[Any] = []
 
-    class Slow(Observer):
+    class Slow(Journal):
         """Tells of its second key only once somebody was refused its first."""
 
-        def claiming(self, redlock: object, holding: Acquisition, claim: KeyLease) -> None:
+        def claiming(
+            self, session: bytes, at: float, holding: Acquisition, claim: KeyLease
+        ) -> None:
             if claim.key.resource == f"k:z-{key}":
                 waits.extend(defer(stage, key, "one"))
                 see_registered(stage, key)
 
-    class SlowRedlock(Redlock):
-        observer = Slow()
-
-    with SlowRedlock([node.url for node in stage.nodes], max_ttl=200) as rival:
+    with Redlock([node.url for node in stage.nodes], max_ttl=200) as rival:
+        rival.session.events.journal = Slow()
         assert not rival.lock([f"k:{key}", f"k:z-{key}"], ttl=200).try_acquire()
         assert waits[0].get(timeout=WOKEN) == "one"
 

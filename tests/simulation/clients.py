@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.engine.events import Observer
+from celery_redlock.lock.engine.events import Events, LockLostEvent
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.platform.clock import Platform
@@ -23,6 +23,7 @@ from celery_redlock.lock.server.handshake import Notes, ServerInfo
 from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
 from celery_redlock.lock.transport.address import Address as ShippedAddress
 from celery_redlock.lock.transport.encoding import encode_words
+from tests.conftest import Journal
 from tests.simulation.network import Link, Path
 from tests.simulation.nodes import Node
 from tests.simulation.world import STALE, Thread, World, running
@@ -474,35 +475,47 @@ class Address(ShippedAddress):
         return str(error)
 
 
-class Witness(Observer):
+class Witness(Journal):
     """Hands on what the shipped code says of its acquisitions."""
 
-    def claiming(self, redlock: Any, acquisition: Acquisition, key_lease: KeyLease) -> None:
+    def __init__(self, process: Process, events: Events) -> None:
+        self._process, self._lost = process, events.lost
+        self._losing: Acquisition | None = None
+        events.journal, events.wants, events.send = self, self._wants, self._told
+        events.lost = self._look_at_lost  # type: ignore[method-assign]
+
+    def claiming(self, session: bytes, at: float, holding: Acquisition, claim: KeyLease) -> None:
         """Take note that the request for a key is about to leave."""
-        marker = acquisition.options.marker
-        run, process = "" if marker is None else marker.run, redlock.process
-        process.world.witness.claimed(key_lease, run, process)
+        marker = holding.options.marker
+        run = "" if marker is None else marker.run
+        self._process.world.witness.claimed(claim, run, self._process)
 
-    def acquired(self, redlock: Any, acquisition: Acquisition) -> None:
+    def held(self, holding: Acquisition) -> None:
         """Take note that a lock is held from now on."""
-        redlock.process.world.witness.acquired()
+        self._process.world.witness.acquired()
 
-    def lost(self, redlock: Any, acquisition: Acquisition, reason: str) -> None:
+    def _look_at_lost(self, acquisition: Acquisition, reason: str) -> None:
+        self._losing = acquisition  # a record does not say which one it is of
+        self._lost(acquisition, reason)
+
+    def _wants(self, kind: type[Any]) -> bool:
+        return kind is LockLostEvent
+
+    def _told(self, sender: Any, record: LockLostEvent) -> None:
         """Take note that a lock is lost."""
-        process = redlock.process
-        process.lost.append(acquisition)
-        process.world.witness.lost(acquisition, process)
+        assert self._losing is not None
+        self._process.lost.append(self._losing)
+        self._process.world.witness.lost(self._losing, self._process)
 
 
 class SimulatedRedlock(Redlock):
     """A shipped `Redlock` in a simulated process."""
 
-    observer = Witness()
-
     def __init__(self, process: Process, nodes: Sequence[Address], **options: Any) -> None:
         self.process = process
         super().__init__(nodes, **options)
         self.session.exchanged_every = math.inf  # events that many schedules have no use for
+        Witness(process, self.session.events)
         self._dropped.detach()  # it ends with its world
 
 

@@ -45,7 +45,7 @@ from celery_redlock.testing.model import digest_of
 from tests.simulation.nodes import Node
 
 if TYPE_CHECKING:
-    from celery_redlock.tasks.unique.claim import UniqueSend
+    from celery_redlock.tasks.unique.claim import Claim
     from tests.simulation.clients import Process
     from tests.simulation.network import Link
     from tests.simulation.world import World
@@ -302,10 +302,10 @@ class Witness:
         """See an error that the shipped code caught, though there should be none."""
         self.violated("no_inner_error", "%r", error)
 
-    def window_opened(self, send: UniqueSend, lease: float, began: float, replaced: str) -> None:
+    def window_opened(self, send: Claim, lease: float, began: float, replaced: str) -> None:
         """See a send open its window; began: real s ago, below 0; replaced: the id before it."""
         lasting = lease * (1 - self.drift) + began
-        task_id = send.run_id.partition(":")[0]
+        task_id = send.run_id.task_id
         sent = Sent(send.name, task_id, self.world.now + lasting)
         other = self._open.get(send.name)
         if (

@@ -33,7 +33,7 @@ from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.script import Script
-from celery_redlock.tasks.unique.rounds import CompareAndSetRound, EarlierSend
+from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
 from tests.simulation.invariants import Witness
@@ -588,15 +588,15 @@ def sending_is_sent() -> Iterator[None]:
 def one_node_knows_it() -> Iterator[None]:
     """One node that knows of an earlier send is enough to drop one."""
 
-    def agreed(self: CompareAndSetRound) -> EarlierSend | None:
+    def agreed(self: ClaimRound) -> EarlierSend | None:
         return next((s for s in self.earlier.values() if s.is_sent), None)
 
-    with patched(CompareAndSetRound, agreed=property(agreed)):
+    with patched(ClaimRound, agreed=property(agreed)):
         yield
 
 
 @mutant("one_window", profile="sends")
 def a_window_of_one_node() -> Iterator[None]:
     """One node opens a window."""
-    with patched(CompareAndSetRound, reached=property(lambda self: bool(self.changed))):
+    with patched(ClaimRound, reached=property(lambda self: bool(self.changed))):
         yield

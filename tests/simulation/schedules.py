@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +12,10 @@ from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.release import acquisitions_of, release_all
-from celery_redlock.tasks.unique.claim import MIN_ROUNDS, SENDING_TTL, UniqueSend
+from celery_redlock.tasks.delivery.delivery import RunId
+from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
+from celery_redlock.tasks.unique.claim import MIN_ROUNDS, SENDING_TTL, Claim, ClaimToken
 from celery_redlock.tasks.unique.rounds import EarlierSend
-from celery_redlock.tasks.unique.send import send_once
-from celery_redlock.tasks.unique.token import UniqueToken
 from tests.simulation.clients import Process, SoftTimeLimit
 from tests.simulation.faults import NODE_TIMEOUT, TTL, Faults, Profile, guard_silence, options_of
 from tests.simulation.invariants import Witness
@@ -50,7 +49,7 @@ class Schedule:
         world.witness = self.witness = Witness(world, self.nodes, profile.drift)
         self.processes: list[Process] = []
         self.workers: list[Thread] = []
-        self.queue: list[tuple[str, UniqueToken | None]] = []  # what was sent: task id, its window
+        self.queue: list[tuple[str, ClaimToken | None]] = []  # what was sent: task id, its window
         for index in range(draw.choice(profile.clients)):
             self._add_process(index, guard)
         for node in self.nodes:
@@ -145,29 +144,29 @@ class Worker:
         schedule, witness, draw = self.schedule, self.schedule.witness, self.random.random
         schedule.world.counts["sends"] += 1
         task_id = f"m{schedule.world.counts['sends']}"
-        send = UniqueSend(
-            name=f"s{self.random.randrange(schedule.profile.sends)}", run_id=f"{task_id}:t:0:0",
-            unique_for=KEPT, unique_until="started",
-            on_duplicate="replace" if draw() < 0.2 else "existing", on_unreachable="defer",
-            countdown=0.0, max_delay=0.0,
-        )  # fmt: skip
+        name = f"s{self.random.randrange(schedule.profile.sends)}"
+        how = "replace" if draw() < 0.2 else "existing"
+        options = TaskLockOptions(
+            **{**BUILT_IN, "ttl": TTL, "unique_until": "started", "on_duplicate": how}
+        )
+        claim = Claim(self.process.redlock.session, name, RunId(task_id, "t"), options, KEPT, 0.0)
 
-        def publish(ticket: Mapping[str, Any] | None) -> None:
+        def publish(ticket: ClaimToken | None) -> None:
             if ticket is not None:
-                lease = min(send.unique_for, max(SENDING_TTL, MIN_ROUNDS * NODE_TIMEOUT))
-                began = self.process.clock.since(ticket["ends_at"] - send.unique_for)
-                replaced = ticket.get("replaces", "").partition(":")[0]
-                witness.window_opened(send, lease, began, replaced)
+                lease = min(KEPT, max(SENDING_TTL, MIN_ROUNDS * NODE_TIMEOUT))
+                began = self.process.clock.since(ticket.ends_at - KEPT)
+                replaced = ticket.replaces.partition(":")[0]
+                witness.window_opened(claim, lease, began, replaced)
             self.process.clock.sleep(draw() * 0.1)
             if draw() < 0.1:
                 witness.window_ends(task_id)
                 raise OSError("no broker")
             witness.published(task_id)
-            schedule.queue.append((task_id, UniqueToken.of(ticket)))
+            schedule.queue.append((task_id, ticket))
 
         began = schedule.world.now
         try:
-            found = send_once(self.process.redlock, send, publish)
+            found = claim.send(publish)
         except (OSError, SoftTimeLimit):
             witness.window_ends(task_id)
         else:
@@ -182,7 +181,7 @@ class Worker:
             task_id, ticket = schedule.queue.pop(0)
             if ticket is not None:
                 schedule.witness.window_ends(task_id)
-                if ticket.release(self.process.redlock).wait():
+                if ticket.release(self.process.redlock.session).wait():
                     schedule.witness.window_over(task_id)
         return draw() * 2 * self.pause
 

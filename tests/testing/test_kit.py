@@ -28,7 +28,7 @@ from celery_redlock import (
     current_lock,
     send_unique,
 )
-from celery_redlock.tasks.signals import LockLostEvent, lock_lost
+from celery_redlock.signals import LockLostEvent, lock_lost
 from celery_redlock.testing import (
     FakeNode,
     assert_released,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
 
 from celery_redlock import LockedTask, SettingsError
-from celery_redlock.operate.lints.facts import facts_of
+from celery_redlock.operate.lints import lint
 from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.tasks.settings.digest import digest
 from celery_redlock.tasks.settings.keys import TaskCall
@@ -215,4 +215,5 @@ def test_a_task_whose_key_is_none_or_whose_args_are_set_is_looked_at_by_the_lint
     for name, lock in locks.items():
         app.task(base=LockedTask, shared=False, name=name, **lock)(take)
     app.finalize()
-    assert sorted(task.name for task in facts_of(app).tasks) == ["args", "none"]
+    (found,) = (one for one in lint(app) if one.setting == "acks_late")
+    assert found.hint.startswith("args, none: ")

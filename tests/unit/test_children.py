@@ -23,11 +23,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from celery_redlock.lock.client import Redlock, session_of
+from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.children import forks as forks_module
-from celery_redlock.tasks.children.forks import Children
+from celery_redlock.tasks.children.forks import (
+    ChildProcess,
+    Children,
+    pid_has_exited,
+    start_time_of,
+)
 from celery_redlock.tasks.children.journal import (
     CLAIMED,
     ENTRY_SIZE,
@@ -41,12 +47,11 @@ from celery_redlock.tasks.children.journal import (
     encode_entry,
     parse_entry,
 )
-from celery_redlock.tasks.children.observers import JournalingObserver
-from celery_redlock.tasks.children.process import ChildProcess, pid_has_exited, start_time_of
 from celery_redlock.tasks.children.reaper import ChildReaper, watch_children
 from celery_redlock.tasks.per_app import redlock_of
 
 NOWHERE = Redlock(["redis://127.0.0.1:1"])  # never connected to
+IDENTITY = NOWHERE.session.identity
 TEXTS = st.text(st.characters(codec=None), max_size=60)  # surrogates, too
 
 
@@ -69,9 +74,24 @@ def holding_of(
     return holding
 
 
+def line_of(holding: Acquisition, session: bytes = IDENTITY) -> bytes:
+    return encode_entry(session, 1.0, holding, holding.key_leases[0])
+
+
 def a_line(resource: str = "k", label: str = "label") -> bytes:
-    holding = holding_of(resource, label=label)
-    return encode_entry(NOWHERE.session, holding, holding.key_leases[0])
+    return line_of(holding_of(resource, label=label))
+
+
+def a_slot(memory: bytearray | None = None) -> JournalSlot:
+    """Return the slot of this process."""
+    slot = JournalSlot(bytearray(SIZE) if memory is None else memory)
+    slot.sign(os.getpid(), 0)
+    return slot
+
+
+def claim(slot: JournalSlot, holding: Acquisition, session: bytes = IDENTITY) -> None:
+    for key_lease in holding.key_leases:
+        slot.claiming(session, 1.0, holding, key_lease)
 
 
 def read(slot: JournalSlot) -> list[JournalEntry]:
@@ -103,15 +123,15 @@ class Tape(bytearray):
 @given(TEXTS, TEXTS, st.integers(0, 2**32 - 1))
 def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit: int) -> None:
     holding = holding_of(resource, permit=permit, label=label)
-    slot = JournalSlot(bytearray(SIZE))
-    at = slot.write(encode_entry(NOWHERE.session, holding, holding.key_leases[0]))
-    slot.set_state(at, HELD)
+    slot = a_slot()
+    claim(slot, holding)
+    slot.held(holding)
     [entry] = read(slot)
     assert (entry.resource, entry.permit, entry.ttl) == (resource, permit, 30.0)
     assert entry.value == holding.key_leases[0].value
     assert (entry.state, entry.task_name, entry.acquisition) == (HELD, "shop.order", holding.number)
     assert entry.is_requested
-    assert entry.session == NOWHERE.session.identity
+    assert entry.session == IDENTITY
 
 
 def test_no_two_acquisitions_are_taken_for_one() -> None:
@@ -121,26 +141,27 @@ def test_no_two_acquisitions_are_taken_for_one() -> None:
 
 
 DOES = st.one_of(
-    st.tuples(st.just("write"), st.text(max_size=8)),
-    st.tuples(st.sampled_from(["hold", "release", "clear"]), st.integers(0, 3)),
+    st.tuples(st.just("claim"), st.text(max_size=8)),
+    st.tuples(st.sampled_from(["hold", "release", "settle"]), st.integers(0, 3)),
 )
 
 
 @given(st.lists(DOES, min_size=1, max_size=8))
-@example([("write", "a"), ("hold", 0), ("clear", 0), ("write", "b"), ("write", "c")])
+@example([("claim", "a"), ("hold", 0), ("settle", 0), ("claim", "b"), ("claim", "c")])
 def test_a_child_that_is_killed_at_any_byte_leaves_whole_lines(doings: list[Any]) -> None:
     tape = Tape(SIZE)
-    slot, lines, stages = JournalSlot(tape), [], [set()]
+    slot, lines, stages = a_slot(tape), [], [set()]
     for what, which in doings:
-        if what == "write":
-            line = a_line(which)
-            lines.append([slot.write(line), CLAIMED, line])
-        elif which < len(lines) and what == "clear":
-            slot.clear(lines.pop(which)[0])
+        if what == "claim":
+            holding = holding_of(which)
+            claim(slot, holding)
+            lines.append([holding, CLAIMED])
+        elif which < len(lines) and what == "settle":
+            slot.settled(lines.pop(which)[0].key_leases[0])
         elif which < len(lines):
-            lines[which][1] = HELD if what == "hold" else RELEASED
-            slot.set_state(lines[which][0], lines[which][1])
-        stages.append({(state, line) for _, state, line in lines})
+            holding, lines[which][1] = lines[which][0], HELD if what == "hold" else RELEASED
+            (slot.held if what == "hold" else slot.released)(holding)
+        stages.append({(state, line_of(holding)) for holding, state in lines})
     wanted = [{parse_entry(state, line) for state, line in stage} for stage in stages]
     seen = 0
     for memory in tape.cuts():
@@ -171,45 +192,51 @@ def test_a_child_is_known_by_its_last_byte_alone() -> None:
     assert last == (4711, 123_456_789_012)
 
 
-def test_what_is_too_long_or_too_much_is_not_written() -> None:
-    slot = JournalSlot(bytearray(SIZE))
-    assert not slot.write(a_line("k" * ENTRY_SIZE))
-    places = {slot.write(a_line()) for _ in range(MAX_ENTRIES)}
-    assert len(places) == MAX_ENTRIES
-    assert min(places) == HEADER_SIZE
-    assert max(places) == SIZE - ENTRY_SIZE
-    assert not slot.write(a_line())
-    slot.clear(HEADER_SIZE)
-    assert slot.write(a_line()) == HEADER_SIZE
+def test_what_is_too_long_or_too_much_is_not_written_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tape = Tape(SIZE)
+    slot = a_slot(tape)
+    del tape.strokes[:]
+    too_long = holding_of("k" * ENTRY_SIZE)
+    claim(slot, too_long)
+    slot.held(too_long)
+    slot.released(too_long)
+    slot.settled(too_long.key_leases[0])
+    assert not tape.strokes
+    many = [holding_of("k") for _ in range(MAX_ENTRIES)]
+    for holding in many:
+        claim(slot, holding)
+    places = {start for start, stroke in tape.strokes if stroke == bytes([CLAIMED])}
+    assert (min(places), max(places)) == (HEADER_SIZE, SIZE - ENTRY_SIZE)
+    del tape.strokes[:]
+    claim(slot, holding_of("one too many"))
+    assert not tape.strokes
+    slot.settled(many[7].key_leases[0])
+    claim(slot, holding_of("again"))
+    assert [entry.resource for entry in read(slot)].index("again") == 7
+    assert [record.getMessage().count("expires with its ttl") for record in caplog.records] == [1]
 
 
 def test_a_journal_follows_each_claim_from_its_request_to_its_last_release() -> None:
-    slot = JournalSlot(bytearray(SIZE))
-    observer = JournalingObserver(slot)
+    slot = a_slot()
     holding = holding_of("one", "two")
-    for claim in holding.key_leases:
-        observer.claiming(NOWHERE, holding, claim)
+    claim(slot, holding)
     assert [(e.resource, e.state) for e in read(slot)] == [("one", CLAIMED), ("two", CLAIMED)]
-    observer.acquired(NOWHERE, holding)
+    slot.held(holding)
     assert {entry.state for entry in read(slot)} == {HELD}
-    observer.released(NOWHERE, holding)
+    slot.released(holding)
     assert {entry.state for entry in read(slot)} == {RELEASED}
-    for claim in holding.key_leases:
-        observer.settled(claim)
-        observer.settled(claim)  # also where a second release was under way
+    for key_lease in holding.key_leases:
+        slot.settled(key_lease)
+        slot.settled(key_lease)  # also where a second release was under way
     assert read(slot) == []
 
 
-def test_an_observer_says_once_what_it_cannot_write(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_was_forked_without_a_hook_writes_nothing_in_its_parents_slot() -> None:
     slot = JournalSlot(bytearray(SIZE))
-    observer = JournalingObserver(slot)
-    for _ in range(2):
-        holding = holding_of("k" * ENTRY_SIZE)
-        observer.claiming(NOWHERE, holding, holding.key_leases[0])
-        observer.acquired(NOWHERE, holding)
-        observer.released(NOWHERE, holding)
-        observer.settled(holding.key_leases[0])
-    assert [record.getMessage().count("expires with its ttl") for record in caplog.records] == [1]
+    slot.sign(os.getppid(), 0)
+    claim(slot, holding_of("k"))
     assert read(slot) == []
 
 
@@ -245,7 +272,7 @@ def test_only_a_pool_that_may_fork_is_looked_after(
     pool: object, forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forks_module.this_process, "children", None)
-    monkeypatch.setattr(Redlock, "observer", Redlock.observer)
+    monkeypatch.setattr(Events, "sending", Events.sending)
     known = forks_module.expect_children(SimpleNamespace(pool_cls=pool))
     assert (known is not None) == forks
     looks = SimpleNamespace(uses_semaphore=True, num_processes=2)
@@ -290,7 +317,7 @@ def test_forks_of_two_threads_at_once_have_a_slot_each(monkeypatch: pytest.Monke
 GENERATIONS = """
 import os
 from types import SimpleNamespace
-from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.engine.events import Events
 from celery_redlock.tasks.children import forks as forks_module
 
 def fork(run):
@@ -304,7 +331,10 @@ def fork(run):
     return pid
 
 def say(who):
-    print(who, type(Redlock.observer).__name__, flush=True)
+    children, slot = forks_module.this_process.children, forks_module.this_process.slot
+    has_journal = Events.journal is not None and Events.journal is slot
+    waits = children is not None and Events.sending is children.sending
+    print(who, "journal" if has_journal else "-", "mutex" if waits else "-", flush=True)
 
 def child():
     say("child")
@@ -323,10 +353,8 @@ def test_each_child_writes_in_its_own_slot_and_a_childs_child_in_none() -> None:
     made = subprocess.run(
         [sys.executable, "-c", GENERATIONS], capture_output=True, text=True, check=True, timeout=120
     )
-    child = ["child JournalingObserver", "grandchild SignalObserver", "child JournalingObserver"]
-    assert made.stdout.splitlines() == [
-        "of no pool TracingObserver", *child, *child, "parent ParentObserver",
-    ]  # fmt: skip
+    child = ["child journal -", "grandchild - -", "child journal -"]
+    assert made.stdout.splitlines() == ["of no pool - -", *child, *child, "parent - mutex"]
 
 
 @pytest.fixture(params=["pidfd", "waitid", "kill"])
@@ -418,14 +446,15 @@ def test_the_parent_warns_of_a_ttl_only_where_something_may_be_left(
     strangers = Redlock(["redis://127.0.0.1:2"])
     holding = holding_of("k", redlock=strangers)
     identity = strangers.session.identity
-    line = encode_entry(strangers.session, holding, holding.key_leases[0])
+    slot = JournalSlot()
+    slot.sign(os.getpid(), 0)
+    claim(slot, holding, identity)
+    if state != CLAIMED:
+        (slot.held if state == HELD else slot.released)(holding)
     strangers.close()
     del strangers, holding
     gc.collect()
     assert session_of(identity) is None  # so that it is of nodes that this process does not know
-    slot = JournalSlot()
-    at = slot.write(line)
-    slot.set_state(at, state)
     app = Celery("warns", set_as_current=False)
     app.conf.redlock_nodes = ["redis://127.0.0.1:1"]
     known = Children()

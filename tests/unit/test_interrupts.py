@@ -22,9 +22,8 @@ from celery_redlock.tasks.body.interrupt import running_bodies
 from celery_redlock.tasks.body.monitored import UNINTERRUPTIBLE_MODULES, MonitoredBody
 from celery_redlock.tasks.execution import completion
 from celery_redlock.tasks.execution.run import LockedRun
-from celery_redlock.tasks.unique.claim import UniqueClaim
-from celery_redlock.tasks.unique.send import send_once
-from celery_redlock.tasks.unique.token import UniqueRelease, UniqueToken
+from celery_redlock.tasks.unique.claim import Claim, ClaimToken
+from celery_redlock.tasks.unique.rounds import ClaimRelease
 from celery_redlock.testing import locking_off
 
 RELEASES = [
@@ -38,10 +37,10 @@ RELEASES = [
     Releaser.roll_back_last,
     Releaser.release_if_abandoned,
     Releaser.release_if_unused,
-    UniqueClaim.give_up,
-    UniqueClaim.confirm,
-    UniqueRelease.send,
-    UniqueToken.release,
+    Claim.give_up,
+    Claim.confirm,
+    ClaimRelease.send,
+    ClaimToken.release,
     completion.release_after_run,
     completion.end_run,
     completion.end_claim,
@@ -49,7 +48,7 @@ RELEASES = [
 ]
 OF_EACH_MODULE = [
     *(billiard.pool.Pool.apply_async, trace.build_tracer, Signal.send, logging.Logger.handle),
-    *(LockedTask.apply_async, LockedTask.apply, send_once),
+    *(LockedTask.apply_async, LockedTask.apply, Claim.send),
     *(completion.release_after_run, completion.end_run),
 ]
 

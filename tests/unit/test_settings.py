@@ -4,7 +4,6 @@ import dataclasses
 import datetime as dt
 import enum
 import inspect
-import re
 import sys
 import tracemalloc
 import uuid
@@ -26,23 +25,25 @@ from celery_redlock.lock.validation import check_nodes
 from celery_redlock.tasks.per_app import command_line_name, settings_of
 from celery_redlock.tasks.settings.app import (
     APP_SETTING,
-    APP_SETTINGS,
     AppSettings,
-    Setting,
     pattern_for,
 )
-from celery_redlock.tasks.settings.conf import check_known_names, find_nodes, one_redis, read_app
+from celery_redlock.tasks.settings.conf import (
+    check_known_names,
+    find_nodes,
+    one_redis,
+    read_app,
+    visibility_timeout,
+)
 from celery_redlock.tasks.settings.digest import canonical, digest
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
 from celery_redlock.tasks.settings.options import (
     BUILT_IN,
     OPTION,
-    OPTIONS,
-    Option,
     TaskLockOptions,
 )
-from celery_redlock.tasks.settings.sources import app_source
+from celery_redlock.tasks.settings.sources import OptionSource
 from celery_redlock.tasks.settings.task_config import (
     TaskLockConfig,
     compile_adopted_config,
@@ -550,34 +551,27 @@ class TestWrongSettings:
 
 class TestTheTables:
     def test_the_options_are_the_fields_of_a_run_in_the_same_order(self) -> None:
-        assert [option.name for option in OPTIONS] == list(TaskLockOptions.__dataclass_fields__)
-        assert len(OPTION) == len(OPTIONS)
+        assert list(OPTION) == list(TaskLockOptions.__dataclass_fields__)
 
     def test_every_setting_of_the_app_alone_is_a_field_of_its_settings(self) -> None:
         fields = {one.name for one in dataclasses.fields(AppSettings)}
-        assert len(APP_SETTING) == len(APP_SETTINGS)
         assert fields - set(APP_SETTING) == {"options", "countdown_cap", "nodes_from"}
         assert set(APP_SETTING) - fields == set()
         assert not set(APP_SETTING) & set(OPTION)
 
-    @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-    def test_a_default_passes_its_own_check(self, option: Option) -> None:
-        app = read_app({"redlock_nodes": NODES})
-        assert option.check(app_source(option.name), option.default, app) == option.default
+    @pytest.mark.parametrize("name", OPTION)
+    def test_a_default_passes_its_own_check(self, name: str) -> None:
+        app, default = read_app({"redlock_nodes": NODES}), OPTION[name].default
+        assert OPTION[name].check(OptionSource.at("app", name), default, app) == default
 
-    @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-    def test_a_callable_is_taken_by_the_options_that_say_so(self, option: Option) -> None:
+    @pytest.mark.parametrize("name", OPTION)
+    def test_a_callable_is_taken_by_two_options(self, name: str) -> None:
         refused = None
         try:
-            plan(**{option.name: lambda *_: "x"})
+            plan(**{name: lambda *_: "x"})
         except SettingsError as error:
             refused = error
-        assert (refused is None) == option.may_be_callable
-
-    @pytest.mark.parametrize("setting", [*OPTIONS, *APP_SETTINGS], ids=lambda one: one.name)
-    def test_the_meaning_is_one_sentence(self, setting: Setting) -> None:
-        assert re.fullmatch(r"[A-Z].*\.", setting.doc)
-        assert not re.search(r"[a-z]\. [A-Z]", setting.doc)
+        assert (refused is None) == (name in ("key", "on_conflict"))
 
 
 class TestOptionsThatExcludeEachOther:
@@ -907,11 +901,33 @@ class TestKeys:
 
 
 @pytest.mark.parametrize(
+    ("url", "given", "visibility"),
+    [
+        ("redis://a", None, 3600.0),
+        ("redis://a", 0, 3600.0),
+        (["rediss://a"], 60, 60.0),
+        ("redis+socket:///a", None, 3600.0),
+        ("sqs://", None, 1800.0),
+        ("amqp://a", 60, None),
+        (None, None, None),
+    ],
+)
+def test_brokers_take_a_message_for_lost_after_a_time_of_their_own(
+    url: Any, given: int | None, visibility: float | None
+) -> None:
+    conf = {"broker_url": url, "broker_transport_options": {"visibility_timeout": given}}
+    assert visibility_timeout(conf) == visibility
+
+
+ON_REDIS = {"broker_url": "redis://a"}
+
+
+@pytest.mark.parametrize(
     ("conf", "kept_for"),
     [
         ({}, 600.0),
-        ({"broker_transport_options": {"visibility_timeout": 120}}, 180.0),
-        ({"broker_transport_options": {"visibility_timeout": 7200}}, 600.0),
+        ({**ON_REDIS, "broker_transport_options": {"visibility_timeout": 120}}, 180.0),
+        ({**ON_REDIS, "broker_transport_options": {"visibility_timeout": 7200}}, 600.0),
         ({"redlock_done_ttl": 3600}, 3600.0),
         ({"redlock_done_ttl": None}, 600.0),
     ],
@@ -928,7 +944,9 @@ def test_a_done_mark_is_kept_until_no_other_delivery_is_to_be_expected(
         ({}, 300.0),
         ({"redlock_done_ttl": 3600}, 900.0),
         ({"redlock_done_ttl": 20}, 10.0),
-        ({"broker_transport_options": {"visibility_timeout": 120}}, 30.0),
+        ({**ON_REDIS, "broker_transport_options": {"visibility_timeout": 120}}, 30.0),
+        ({"broker_transport_options": {"visibility_timeout": 120}}, 300.0),  # no such timeout
+        ({"broker_url": "sqs://", "redlock_done_ttl": 3600}, 450.0),
     ],
 )
 def test_no_countdown_outlives_a_delivery_nor_the_mark_of_another_copys_end(

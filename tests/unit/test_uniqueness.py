@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from celery_redlock.tasks.unique.claim import ClaimToken
 from celery_redlock.tasks.unique.send import unique_name
-from celery_redlock.tasks.unique.token import UniqueToken
 
 texts = st.text(alphabet="t:%1", min_size=1, max_size=5)
 sends = st.tuples(texts, st.lists(texts, min_size=1, max_size=2).map(tuple))
@@ -40,5 +40,5 @@ TOKEN = {"name": "t:k", "token": "0f" * 16, "until": "finished"}
     ],
 )  # fmt: skip
 def test_a_token_that_no_sender_wrote_counts_as_absent(strange: dict[str, Any]) -> None:
-    assert UniqueToken.of(TOKEN) is not None
-    assert UniqueToken.of({**TOKEN, **strange}) is None
+    assert ClaimToken.of(TOKEN) is not None
+    assert ClaimToken.of({**TOKEN, **strange}) is None

@@ -28,7 +28,8 @@ import celery_redlock
 from celery import Celery, Task, _state, signals
 from celery.utils.dispatch import Signal
 from celery.worker.control import Panel
-from celery_redlock import LockedTask, Redlock, signals as public
+from celery_redlock import LockedTask, signals as public
+from celery_redlock.lock.engine.events import Events
 
 def name_of(function):
     if isinstance(function, weakref.ReferenceType):
@@ -45,7 +46,7 @@ def registered():
         "public": in_order(public),
         "finalizers": sorted(map(name_of, _state._on_app_finalizers)),
         "commands": {n: name_of(c) for n, c in Panel.data.items() if n in Panel.meta},
-        "observer": id(Redlock.observer),
+        "hooks": [id(Events.wants), id(Events.send), id(Events.on_loss)],
     }
 
 def with_a_task(base):

@@ -1,17 +1,20 @@
-"""Notifies observers and writes the log about events of locks and nodes."""
+"""Reports what happens to locks and nodes: to the log, as public records, and to a journal."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 from celery_redlock import anchors
 from celery_redlock.errors import NodeError, abstention_cause
+from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.transport.node_client import NodeClient
@@ -19,149 +22,178 @@ from celery_redlock.lock.transport.node_client import NodeClient
 logger = logging.getLogger(__name__)
 
 
-class Observer:
-    """Receives events of locks and nodes. This class ignores them.
+@dataclass(frozen=True)
+class LockAcquiredEvent:
+    """A lock was acquired. ttl: seconds. fencing_token: 0 without the option `fencing`."""
 
-    `claiming`, `acquired` and `released` are called in the caller's thread, `settled` in any
-    thread. The other methods are called in the watchdog's second thread, which does no I/O. No
-    method influences the lock. redlock: the `Redlock` of the lock.
-    """
-
-    def claiming(self, redlock: Any, acquisition: Acquisition, key_lease: KeyLease) -> None:
-        """Take note that the acquire request for one key is about to be written."""
-
-    def settled(self, key_lease: KeyLease) -> None:
-        """Take note that no node keeps a key any more, so that no release is due."""
-
-    def acquired(self, redlock: Any, acquisition: Acquisition) -> None:
-        """Take note that a lock is acquired."""
-
-    def released(self, redlock: Any, acquisition: Acquisition) -> None:
-        """Take note that a lock is released."""
-
-    def extended(self, redlock: Any, acquisition: Acquisition) -> None:
-        """Take note that a quorum renewed a lock."""
-
-    @property
-    def hears_extensions(self) -> bool:
-        """Whether `extended` is to be called. With many locks it is called often."""
-        return False
-
-    def lost(self, redlock: Any, acquisition: Acquisition, reason: str) -> None:
-        """Take note that a lock is lost. reason: for people."""
-
-    def node_failed(self, redlock: Any, node: str, cause: str) -> None:
-        """Take note that a node stopped answering. cause: for people."""
-
-    def node_recovered(self, redlock: Any, node: str) -> None:
-        """Take note that a node answers again."""
+    resource: str
+    ttl: float
+    fencing_token: int = 0
 
 
-class Teller(Protocol):
-    """Calls users' code in the watchdog, so that the code delays neither I/O nor renewals."""
+@dataclass(frozen=True)
+class LockReleasedEvent:
+    """A lock was released. held_for: seconds. by: "holder", or "parent" of a killed holder."""
 
-    def tell(self, news: Callable[[], None]) -> None:
-        """Call a function soon, in another thread."""
+    resource: str
+    held_for: float
+    by: str = "holder"
 
-    def say(self, do: Callable[[], None]) -> None:
-        """Call a function now, and log any exception."""
 
-    def unwatch(self, acquisition: Acquisition) -> None:
-        """Stop watching an acquisition."""
+@dataclass(frozen=True)
+class LockLostEvent:
+    """A lock was lost. reason: for people."""
+
+    resource: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LockExtendedEvent:
+    """A quorum renewed a lock. remaining: seconds for which it is valid from now on."""
+
+    resource: str
+    remaining: float
+
+
+@dataclass(frozen=True)
+class NodeFailedEvent:
+    """A node stopped replying. node: its address. cause: the server's or the system's message."""
+
+    node: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class NodeRecoveredEvent:
+    """A node replies again."""
+
+    node: str
 
 
 class Events:
-    """Passes events of one `Redlock` to its observer and to the log.
+    """Writes the log, and sends a record of each event that somebody wants to hear of.
 
-    client: the `Redlock`, as a weak reference. dropped: its substitute once it is garbage
-    collected. tells_of_new_nodes: whether an abstaining node is a warning already at the first
-    connection to it; False if the caller reports such nodes itself.
+    client: the `Redlock`, the sender of records that no task sends; kept as a weak reference.
+    identity: `Session.identity`. Records of the caller's own acquire and release are sent in its
+    thread, the others in the watchdog's second thread, which does no I/O. None influences the lock.
+    tells_of_new_nodes: whether an abstaining node is a warning already at the first connection to
+    it; False if the caller reports such nodes itself.
+
+    What is above the lock sets these, for all sessions of the process:
+    - wants: return whether records of a class are heard. Asked first: it is all that others cost.
+    - send: send a record. sender: the task, or the `Redlock`; None once that is garbage collected.
+    - on_loss: called in the watchdog when a lock is lost, before its record is sent.
+    - journal: in a forked child its `JournalSlot`, which hears of each key until no node keeps it.
+    - sending: held while the watchdog sends. A process that forks has a mutex here.
     """
 
+    wants: Callable[[type[Any]], bool] = staticmethod(lambda kind: False)
+    send: Callable[[Any, Any], object] = staticmethod(lambda sender, record: None)
+    on_loss: Callable[[], object] = staticmethod(lambda: None)
+    journal: Any = None
+    sending: AbstractContextManager[Any] = nullcontext()
     tells_of_new_nodes = True
 
-    def __init__(self, client: Any, dropped: Any, teller: Teller) -> None:
-        self._client, self._dropped, self._teller = ref(client), dropped, teller
+    def __init__(
+        self, client: Any, identity: bytes, clock: Clock, watchdog: Watchdog[Acquisition]
+    ) -> None:
+        self._client, self._identity = ref(client), identity
+        self._clock, self._watchdog = clock, watchdog
         self.forget()
 
     def forget(self) -> None:
         """Reset in a forked child."""
         self._greeted: set[int] = set()  # nodes that this process has connected to before
 
+    def claiming(self, acquisition: Acquisition, key_lease: KeyLease) -> None:
+        """Report that the acquire request for a key is about to be written."""
+        if self.journal is not None:
+            self.journal.claiming(self._identity, self._clock.now(), acquisition, key_lease)
+
     def settled(self, key_lease: KeyLease) -> None:
         """Report that no node keeps a key any more, so that no release is due."""
-        (self._client() or self._dropped).observer.settled(key_lease)
-
-    def claiming(self, acquisition: Acquisition, key_lease: KeyLease) -> None:
-        """Report that the request for a key is about to be written."""
-        client = self._client() or self._dropped
-        client.observer.claiming(client, acquisition, key_lease)
+        if self.journal is not None:
+            self.journal.settled(key_lease)
 
     def acquired(self, acquisition: Acquisition) -> None:
         """Report that a lock is acquired."""
-        client = self._client() or self._dropped
-        client.observer.acquired(client, acquisition)
+        if self.journal is not None:
+            self.journal.held(acquisition)
+        if self.wants(LockAcquiredEvent):
+            ttl, token = acquisition.options.ttl, acquisition.fencing_token
+            self._send(acquisition, LockAcquiredEvent(acquisition.resource, ttl, token))
 
-    def released(self, acquisition: Acquisition) -> None:
+    def released(self, acquisition: Acquisition, by: str = "holder") -> None:
         """Report that a lock is released."""
-        client = self._client() or self._dropped
-        client.observer.released(client, acquisition)
+        if self.journal is not None:
+            self.journal.released(acquisition)
+        if self.wants(LockReleasedEvent):
+            held_for = acquisition.held_for(self._clock.now())
+            self._send(acquisition, LockReleasedEvent(acquisition.resource, held_for, by))
+
+    def _send(self, acquisition: Acquisition, record: Any) -> None:
+        sender = acquisition.options.sender
+        self.send(self._client() if sender is None else sender, record)
 
     def extended(self, acquisitions: Iterable[Acquisition]) -> None:
         """Report that a quorum renewed some locks."""
-        client = self._client() or self._dropped
-        observer = client.observer
-        for acquisition in acquisitions if observer.hears_extensions else ():
-            self._teller.tell(functools.partial(observer.extended, client, acquisition))
+        for acquisition in acquisitions if self.wants(LockExtendedEvent) else ():
+            self._watchdog.call_soon(self._send_extended, acquisition)
+
+    def _send_extended(self, acquisition: Acquisition) -> None:
+        remaining = acquisition.remaining(self._clock.now())
+        with self.sending:
+            self._send(acquisition, LockExtendedEvent(acquisition.resource, remaining))
 
     def abandoned(self, acquisition: Acquisition) -> None:
         """Report that a lock was released because its `Lock` was garbage collected."""
         text = "released %r: its Lock was garbage collected without a release"
         extra = {"event": "lock_abandoned", "resource": acquisition.resource}
-        log = functools.partial(logger.warning, text, acquisition.resource, extra=extra)
-        self._teller.tell(log)
+        self._watchdog.call_soon(logger.warning, text, acquisition.resource, extra=extra)
 
     def at_risk(self, acquisition: Acquisition, now: float) -> None:
-        """Report that a lock was not renewed for two thirds of its ttl."""
+        """Report that a lock was not renewed for two thirds of its ttl; only as `lost` is."""
         left = min(one.lease.remaining(now) for one in acquisition.key_leases)
         text = "%r is at risk: not renewed, lost in %.1f s"
         extra = {"event": "lock_at_risk", "resource": acquisition.resource, "remaining": left}
-        self._teller.say(
-            functools.partial(logger.warning, text, acquisition.resource, left, extra=extra)
-        )
+        logger.warning(text, acquisition.resource, left, extra=extra)
 
     def lost(self, acquisition: Acquisition, reason: str) -> None:
         """Report once that a lock is lost. Called only in the watchdog's second thread."""
-        if acquisition.mark_loss_told():
-            self._teller.unwatch(acquisition)
-            self._teller.say(functools.partial(self._tell_lost, acquisition, reason))
-
-    def lost_soon(self, acquisition: Acquisition, reason: str) -> None:
-        """Report that a lock is lost, in the watchdog's second thread."""
-        self._teller.tell(functools.partial(self.lost, acquisition, reason))
-
-    def _tell_lost(self, acquisition: Acquisition, reason: str) -> None:
+        if not acquisition.mark_loss_told():
+            return
+        self._watchdog.unwatch(acquisition)
         extra = {"event": "lock_lost", "resource": acquisition.resource, "reason": reason}
         text, see = "lost %r: %s. See %s", anchors.LOCK_LOST
         logger.error(text, acquisition.resource, reason, see, extra=extra)
-        client = self._client() or self._dropped
-        client.observer.lost(client, acquisition, reason)
+        self.on_loss()  # first: a receiver may take its time
+        with self.sending:
+            if self.wants(LockLostEvent):
+                self._send(acquisition, LockLostEvent(acquisition.resource, reason))
+
+    def lost_soon(self, acquisition: Acquisition, reason: str) -> None:
+        """Report that a lock is lost, in the watchdog's second thread."""
+        self._watchdog.call_soon(self.lost, acquisition, reason)
 
     def node_changed(self, node: NodeClient, error: NodeError | None) -> None:
         """Report that a node stopped answering; without an error, that the node answers again."""
-        self._teller.tell(functools.partial(self._tell_of_node, node.name, error))
+        self._watchdog.call_soon(self._report_node, node.name, error)
 
-    def _tell_of_node(self, name: str, error: NodeError | None) -> None:
-        client = self._client() or self._dropped
+    def _report_node(self, name: str, error: NodeError | None) -> None:
+        record: Any
         if error is None:
             extra = {"event": "node_recovered", "node": name}
             logger.info("node %s answers again", name, extra=extra)
-            client.observer.node_recovered(client, name)
+            record = NodeRecoveredEvent(name)
         else:
             extra = {"event": "node_failed", "node": name}
             text, see = "node %s gives no vote: %s. See %s", anchors.NODE_FAILS
             logger.error(text, name, with_hint(error.cause), see, extra=extra)
-            client.observer.node_failed(client, name, error.cause)
+            record = NodeFailedEvent(name, error.cause)
+        with self.sending:
+            if self.wants(type(record)):
+                self.send(self._client(), record)
 
     def node_connected(self, node: NodeClient, greeting: ServerInfo) -> None:
         """Log a node that abstains, or that may evict keys."""
@@ -179,6 +211,4 @@ class Events:
 
     def _log(self, event: str, level: int, text: str, node: NodeClient, see: str) -> None:
         extra, line = {"event": event, "node": node.name}, "node %s %s. See %s"
-        self._teller.tell(
-            functools.partial(logger.log, level, line, node.name, text, see, extra=extra)
-        )
+        self._watchdog.call_soon(logger.log, level, line, node.name, text, see, extra=extra)

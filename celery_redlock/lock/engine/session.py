@@ -5,16 +5,14 @@ Each part gets here the other parts that it uses. No part uses the session.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
-from weakref import ref
+from typing import Any
 
 from celery_redlock.errors import CLOSED, QuorumUnreachable, SettingsError
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
-from celery_redlock.lock.engine.events import Events, Observer
+from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.reentrancy import Reentrancy
 from celery_redlock.lock.engine.registrar import Registrar
 from celery_redlock.lock.engine.releaser import OrphanedKey, Releaser
@@ -39,58 +37,40 @@ EXCHANGED_EVERY = 1 / 3  # of a grace period: how often nodes get the tenures of
 IDLE = 30.0  # seconds after which an unused connection is checked by a PING
 
 
-class Client(Protocol):
-    """The `Redlock` that a session belongs to."""
-
-    @property
-    def observer(self) -> Observer:
-        """The receiver of events of its locks and nodes."""
-
-
-class DroppedClient:
-    """Replaces a garbage collected `Redlock` until its session has ended."""
-
-    def __init__(self, made: type[Any], session: Session) -> None:
-        self._made, self.session = made, session
-
-    @property
-    def observer(self) -> Observer:
-        """The receiver of events of its locks and nodes."""
-        observer: Observer = self._made.observer
-        return observer
-
-
 class Session:
     """Everything that one process keeps for all locks of one `Redlock`.
 
     client: the `Redlock`; neither the session nor its threads keep it alive. options: common to all
     its locks. warns: whether to warn if the `Redlock` is garbage collected without `close`.
-    is_closed: whether it was closed.
+    is_closed: whether it was closed. identity: 8 bytes that are the same in every process for these
+    nodes and this prefix.
     """
 
     warns = True
 
     def __init__(
         self,
-        client: Client,
+        client: Any,
         options: ClientOptions,
         addresses: Sequence[Address],
         platform: Platform,
     ) -> None:
-        self._client, self._level = ref(client), type(client).__name__
-        self._dropped = DroppedClient(type(client), self)
+        self._level = type(client).__name__
         self.options, self.platform, self.clock = options, platform, platform.clock
         self.exchanged_every = options.guard.grace_period * EXCHANGED_EVERY  # seconds
+        servers = sorted(address.server for address in addresses)
+        text = encoded("\n".join((options.prefix, *servers)))
+        self.identity = hashlib.blake2b(text, digest_size=8).digest()
         self._build(client, addresses)
         self._forget_own()
 
-    def _build(self, client: Client, addresses: Sequence[Address]) -> None:
+    def _build(self, client: Any, addresses: Sequence[Address]) -> None:
         """Make the parts. No connection is made and no thread starts yet."""
         platform, options = self.platform, self.options
         self.watchdog: Watchdog[Acquisition] = Watchdog(
             platform, self._renew_due, self._run_maintenance, self._check_deadline
         )
-        self.events = Events(client, self._dropped, self.watchdog)
+        self.events = Events(client, self.identity, self.clock, self.watchdog)
         told = NodeEvents(self.events.node_changed, self._node_connected, self._node_replaced)
         self.node_set = GuardedNodeSet(
             addresses, options.node_timeout, platform, options.guard, told
@@ -109,22 +89,11 @@ class Session:
             servers, platform, self.events, self.releaser, self.renewer, self.check_distinct
         )
 
-    def client(self) -> Any:
-        """Return the `Redlock`, or its substitute once it is garbage collected."""
-        return self._client() or self._dropped
-
     @property
     def is_used(self) -> bool:
         """Whether the session has connections or threads."""
         is_used = any(node.is_used for node in self.node_set.nodes)
         return not self.is_closed and (is_used or self.watchdog.is_started)
-
-    @functools.cached_property
-    def identity(self) -> bytes:
-        """8 bytes that are the same in every process for these nodes and this prefix."""
-        servers = sorted(node.address.server for node in self.node_set.nodes)
-        text = "\n".join((self.options.prefix, *servers))
-        return hashlib.blake2b(encoded(text), digest_size=8).digest()
 
     def forget(self) -> None:
         """Reset in a forked child, which uses and releases nothing of its parent."""

@@ -12,7 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from redis.backoff import ExponentialBackoff
 
@@ -65,7 +65,7 @@ class Watchdog(Generic[W]):
         self._watched: dict[int, W] = {}
         self._maintenance_at = math.inf  # used by the first thread alone
         self._asked: deque[float] = deque()  # requests for maintenance, by any thread
-        self._news: deque[Callable[[], None]] = deque()
+        self._pending: deque[Callable[[], object]] = deque()  # calls for the second thread
         self._renewals, self._deadlines = (
             self._platform.deadline_timer(),
             self._platform.deadline_timer(),
@@ -103,7 +103,7 @@ class Watchdog(Generic[W]):
     @property
     def is_busy(self) -> bool:
         """Whether any acquisition is watched, or a report to users' code is pending."""
-        return bool(self._watched or self._news)
+        return bool(self._watched or self._pending)
 
     @property
     def watches(self) -> bool:
@@ -124,11 +124,11 @@ class Watchdog(Generic[W]):
         self._asked.append(moment)  # not compared here: two callers at once might lose the earlier
         self._renewals.by(moment)
 
-    def tell(self, news: Callable[[], None]) -> None:
+    def call_soon(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
         """Call users' code soon, in the second thread, where it delays neither I/O nor renewals."""
         if not self._started:
             self._start()
-        self._news.append(news)
+        self._pending.append(functools.partial(function, *args, **options))
         self._deadlines.wake()
 
     def look(self) -> None:
@@ -162,8 +162,7 @@ class Watchdog(Generic[W]):
                 # the thread must go on: otherwise every lock of the process would expire
                 text = "renewal failed; it is tried again in a moment. See %s"
                 extra, see = {"event": "renewal_failed"}, anchors.UNEXPECTED
-                log = functools.partial(logger.exception, text, see, exc_info=error, extra=extra)
-                self.say(log)
+                self._call_safely(logger.exception, text, see, exc_info=error, extra=extra)
                 timer.sleep(AFTER_ERROR.compute(failures))
                 failures = min(failures + 1, 16)
             timer.rest(min(self._maintenance_at, soonest), self._clock.now())
@@ -196,22 +195,22 @@ class Watchdog(Generic[W]):
             for acquisition in list(self._watched.values()):
                 moment = acquisition.deadline
                 if moment <= now:
-                    self.say(functools.partial(self._check_deadline, acquisition, now))
+                    self._call_safely(self._check_deadline, acquisition, now)
                     moment = acquisition.deadline
                 if moment < soonest:
                     soonest = moment
-            if self._news:  # one at a time: many reports must not delay the report of a loss
-                self.say(self._news.popleft())
+            if self._pending:  # one at a time: many reports must not delay the report of a loss
+                self._call_safely(self._pending.popleft())
                 timer.wake()
             now = self._clock.now()
             if self._renewals.is_late(now):  # otherwise C code may take the GIL before the renewal
                 self._platform.pause_keeping_gil(HEAD_START)
             timer.rest(soonest, now)
 
-    def say(self, do: Callable[[], None]) -> None:
+    def _call_safely(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
         """Call a function that writes the log or is users' code; log any exception."""
         try:
-            do()
+            function(*args, **options)
         except BaseException:  # SystemExit, too: this thread must go on to report other losses
             text = "a receiver of an event of a lock or a node raised an exception. See %s"
             logger.exception(text, anchors.UNEXPECTED, extra={"event": "receiver_failed"})

@@ -5,14 +5,14 @@ from __future__ import annotations
 import getpass
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
 from celery_redlock.errors import escaped
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.held_locks import Standing, break_lock, look_at_locks
+from celery_redlock.lock.held_locks import LockReport, break_lock, look_at_locks
 from celery_redlock.lock.node_status import trust_nodes
 from celery_redlock.operate.cli.group import (
     app_from,
@@ -21,15 +21,15 @@ from celery_redlock.operate.cli.group import (
     redlock_from,
     within_deadline,
 )
-from celery_redlock.operate.cli.lock_views import failing_lines, holder_text, lock_data, lock_name
+from celery_redlock.operate.cli.node_views import failing_lines, lock_name
 from celery_redlock.operate.cli.render import (
+    as_data,
     as_json,
     command_error,
     print_all,
     print_json,
     print_line,
 )
-from celery_redlock.operate.control import Holder
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.settings.sources import did_you_mean
 
@@ -55,11 +55,12 @@ def break_(ctx: click.Context, resource: str, permit: int | None, yes: bool, as_
         raise command_error(f"no lock stands on {resource}{rest and f' ({rest})'}")
     if not yes:
         for lock in found:
-            print_line(f"{holder_text(lock)} loses {lock_name(lock)}", err=as_json)
+            print_line(f"{lock.holder} loses {lock_name(lock)}", err=as_json)
         click.confirm("Its body goes on until its next renewal. Break it?", abort=True, err=as_json)
     broken = [BrokenLock.of(made, lock) for lock in found]
     if as_json:
-        print_json({"resource": resource, "broken": [one.data() for one in broken]})
+        told = [{**as_data(one.lock), **as_data(one)} for one in broken]
+        print_json({"resource": resource, "broken": told})
     else:
         print_all(*(one.text() for one in broken))
     for one in broken:  # after the lines above: a broker may be silent for the whole deadline
@@ -84,7 +85,7 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
     chosen = _chosen_nodes(made, nodes, every)
     if not yes:
         for lock in look_at_locks(made).locks:
-            print_line(f"{holder_text(lock)} holds {lock_name(lock)} now", err=as_json)
+            print_line(f"{lock.holder} holds {lock_name(lock)} now", err=as_json)
         text = (
             f"Let {', '.join(chosen)} grant locks at once? If a task may still run under a lock "
             "that they lost, two tasks can run together."
@@ -123,12 +124,12 @@ class BrokenLock:
     gone_from: the nodes that have deleted the key. failing: by node, why it could not be reached.
     """
 
-    lock: Standing
+    lock: LockReport = field(repr=False)
     gone_from: Sequence[str]
     failing: dict[str, str]
 
     @classmethod
-    def of(cls, redlock: Redlock, lock: Standing) -> BrokenLock:
+    def of(cls, redlock: Redlock, lock: LockReport) -> BrokenLock:
         """Break a lock."""
         deleted, failing = break_lock(redlock, lock)
         return cls(lock, [node for node, gone in deleted.items() if gone], dict(failing))
@@ -137,33 +138,24 @@ class BrokenLock:
         """Send `task-lock-broken` to monitors; without a broker the lock is broken all the same."""
         if not self.gone_from:
             return
-        holder = Holder.of(self.lock.holder)
-        fields = {"resource": self.lock.resource, "holder": self.lock.holder}
-        try:
+        resource, holder = self.lock.resource, self.lock.holder
+
+        def send() -> None:
             by = f"{getpass.getuser()}@{socket.gethostname()}"
-            fields["result"] = f"{self.lock.resource}: its lock is broken by {by}"
+            result = f"{resource}: its lock is broken by {by}"
+            fields = {"resource": resource, "holder": holder.label, "by": by, "result": result}
+            with app.events.default_dispatcher() as dispatcher:
+                dispatcher.send("task-lock-broken", uuid=holder.task_id, **fields)
 
-            def send() -> None:
-                with app.events.default_dispatcher() as dispatcher:
-                    dispatcher.send("task-lock-broken", uuid=holder.task_id, by=by, **fields)
-
-            within_deadline(send)
-        except Exception as error:  # each transport has its own; or the user has no name
-            print_line(f"no event is sent: {error}", err=True)
+        _, cause = within_deadline(send)
+        if cause:
+            print_line(f"no event is sent: {cause}", err=True)
 
     def text(self) -> str:
         """Return the result in one line."""
         name = lock_name(self.lock)
         if not self.gone_from and not self.failing:
             return f"{name} was over before: nothing was broken"
-        text = f"{name} is broken on {', '.join(self.gone_from)}; {holder_text(self.lock)} had it"
+        text = f"{name} is broken on {', '.join(self.gone_from)}; {self.lock.holder} had it"
         rest = "; ".join(f"{node} could not be told: {why}" for node, why in self.failing.items())
         return f"{text}. {rest}" if rest else text
-
-    def data(self) -> dict[str, Any]:
-        """Return the result for JSON."""
-        return {
-            **lock_data(self.lock),
-            "gone_from": list(self.gone_from),
-            "failing": self.failing,
-        }

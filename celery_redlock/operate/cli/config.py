@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -16,10 +15,14 @@ from celery_redlock.lock.node_status import (
 )
 from celery_redlock.operate.cli.group import app_from, named, redlock
 from celery_redlock.operate.cli.node_views import NodesView
-from celery_redlock.operate.cli.render import as_json, command_error, print_json, print_line
-from celery_redlock.operate.lints.facts import facts_of
-from celery_redlock.operate.lints.model import ADVICE, ERROR, WARNING, Lint
-from celery_redlock.operate.lints.rules import left_open, lint
+from celery_redlock.operate.cli.render import (
+    as_data,
+    as_json,
+    command_error,
+    print_json,
+    print_line,
+)
+from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, left_open, lint
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.sources import did_you_mean
 from celery_redlock.tasks.startup import locked_tasks
@@ -54,17 +57,26 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     """
     app = app_from(ctx)
     made, nodes_from = redlock_of(app), settings_of(app).nodes_from
-    facts = facts_of(app)
     wrong = (*_differing_settings(made), *_missing_rights(made))
-    lints = (*wrong, *lint(facts), *left_open(facts))
+    lints = (*wrong, *lint(app), *left_open(app))
     nodes = NodesView.of(made)
     if as_json:
-        found = {"from": nodes_from, **nodes.summary()}
-        print_json({"nodes": found, "lints": [asdict(one) for one in lints]})
+        up = [node for node in nodes.nodes if not node.error and not node.votes]
+        found = {
+            "from": nodes_from,
+            "nodes": len(nodes.nodes),
+            "quorum": nodes.needed,
+            "voting": nodes.voting,
+            "names": [node.node for node in nodes.nodes],
+            "failing": [f"{node.node}: {node.error}" for node in nodes.nodes if node.error],
+            "silent": {node.node: node.silent_for for node in up if node.silent_for > 0},
+            "new": [node.node for node in up if not node.silent_for and node.role == "master"],
+        }
+        print_json({"nodes": found, "lints": as_data(lints)})
     else:
         print_line(nodes.quorum_line())
         for node in nodes.nodes:
-            level = ERROR if node.error else "ok" if node.votes(nodes.guard) else WARNING
+            level = ERROR if node.error else "ok" if node.votes else WARNING
             print_line(f"{level:<7}  {node.node} ({nodes_from}): {nodes.vote_of(node)}")
         for one in lints:
             print_line(f"{one.level:<7}  {one}")

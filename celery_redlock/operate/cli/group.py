@@ -67,26 +67,21 @@ def redlock_from(ctx: click.Context) -> Redlock:
     return redlock_of(app_from(ctx))
 
 
-def within_deadline(ask: Callable[[], T]) -> T:
-    """Return what a call to the broker or the result backend returns.
+def within_deadline(ask: Callable[[], T]) -> tuple[T | None, str]:
+    """Call the broker or the result backend; return its answer and "", else None and the cause.
 
-    Raises TimeoutError after `DEADLINE`: a server that accepts a connection and stays silent would
-    keep a command for ever. The thread of such a call ends with the process.
+    A server that accepts a connection and stays silent would keep a command for ever. The thread of
+    such a call ends with the process.
     """
-    results: list[T] = []
-    errors: list[Exception] = []
+    answers: list[tuple[T | None, str]] = []
 
     def run() -> None:
         try:
-            results.append(ask())
-        except Exception as error:  # handed to the caller
-            errors.append(error)
+            answers.append((ask(), ""))
+        except Exception as error:  # each transport and backend has its own
+            answers.append((None, str(error) or type(error).__name__))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(DEADLINE)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"no answer within {DEADLINE:g} s")
-    return results[0]
+    return answers[0] if answers else (None, f"no answer within {DEADLINE:g} s")

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 
 import click
 
 from celery_redlock.lock.held_locks import look_at_locks
 from celery_redlock.operate.cli.group import UNKNOWN, app_from, finite, named, redlock, redlock_from
-from celery_redlock.operate.cli.live_view import Look, is_terminal, look_repeatedly, show_live
-from celery_redlock.operate.cli.lock_views import (
-    NOTHING_KNOWN,
+from celery_redlock.operate.cli.live_view import is_terminal, look_repeatedly, show_live
+from celery_redlock.operate.cli.node_views import (
+    LOCKS_UNKNOWN,
+    NodesView,
     failing_lines,
-    lock_data,
     lock_table,
-    locks_data,
     unknown_lines,
     vote_table,
 )
-from celery_redlock.operate.cli.node_views import NodesView
-from celery_redlock.operate.cli.render import as_json, print_all, print_json
+from celery_redlock.operate.cli.render import as_data, as_json, print_all, print_json
 from celery_redlock.operate.cli.task_views import TaskView, WaitersView
 from celery_redlock.tasks.per_app import redlock_of
 
@@ -35,7 +33,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
     """
     nodes = NodesView.of(redlock_from(ctx))
     if as_json:
-        print_json(nodes.data())
+        print_json(as_data(nodes))
     else:
         print_all(nodes.table(), nodes.quorum_line())
     if not nodes.has_quorum:
@@ -52,10 +50,9 @@ def locks(ctx: click.Context, as_json: bool) -> None:
     """
     sight = look_at_locks(redlock_from(ctx))
     if as_json:
-        print_json(locks_data(sight.locks, sight))
+        print_json(as_data(sight))
     else:
-        unknown = unknown_lines(sight)
-        print_all(lock_table(sight.locks, sight), *failing_lines(sight.failing), *unknown)
+        print_all(lock_table(sight), *failing_lines(sight.failing), *unknown_lines(sight))
     if not sight.is_known:
         ctx.exit(UNKNOWN)
 
@@ -98,16 +95,17 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     if task is not None:
         locks = [lock for lock in sight.locks if lock.resource in task.resources]
         waiting = everyone.for_task(name)
+    shown = replace(sight, locks=tuple(locks))
     if as_json:
-        found = {"task": None if task is None else asdict(task), **locks_data(locks, sight)}
+        found = {"task": as_data(task), **as_data(shown)}
         print_json({"resource": name, **found, "waiters": waiting.data()})
     elif task is not None:
-        found_locks = [lock_table(locks, sight)] if locks else []
+        found_locks = [lock_table(shown)] if locks else []
         print_all(task.table(), *found_locks)
         print_all(*failing_lines(sight.failing), *unknown_lines(sight))
     else:
-        none = f"No lock stands on {name}." if sight.is_known else NOTHING_KNOWN
-        print_all(lock_table(locks, sight) if locks else none)
+        none = f"No lock stands on {name}." if sight.is_known else LOCKS_UNKNOWN
+        print_all(lock_table(shown) if locks else none)
         print_all(*(vote_table(lock, sight) for lock in locks))
         failing = failing_lines({**sight.failing, **waiting.registered.failing})
         print_all(waiting.process_table(), waiting.table(), *waiting.note(), *failing)
@@ -136,14 +134,9 @@ def top(ctx: click.Context, interval: float, count: int | None, as_json: bool) -
     looks = look_repeatedly(app_from(ctx), interval, count)
     if as_json:
         for look in looks:
-            click.echo(json.dumps(_data(look), default=str))
+            click.echo(json.dumps(look.data(), default=str))
     elif is_terminal():
         show_live(looks)
     else:
         for look in looks:
-            print_all(*look.tables(), *look.waiting.note())
-
-
-def _data(look: Look) -> dict[str, object]:
-    locks = [lock_data(one) for one in look.sight.locks]
-    return {**look.nodes.data(), "locks": locks, "waiters": look.waiting.data()}
+            print_all(*look.tables(), *look.notes())

@@ -22,9 +22,8 @@ import click
 from celery_redlock.errors import escaped
 from celery_redlock.lock.held_locks import Sight, look_at_locks
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.operate.cli.lock_views import lock_table, unknown_lines
-from celery_redlock.operate.cli.node_views import NodesView
-from celery_redlock.operate.cli.render import Table
+from celery_redlock.operate.cli.node_views import NodesView, lock_table, unknown_lines
+from celery_redlock.operate.cli.render import Table, as_data
 from celery_redlock.operate.cli.task_views import WaitersView
 from celery_redlock.tasks.per_app import redlock_of
 
@@ -43,17 +42,25 @@ class Look:
 
     def tables(self) -> tuple[Table, Table, Table, Table]:
         """Return the tables of nodes, locks, waiting processes and waiting tasks."""
-        locks = lock_table(self.sight.locks, self.sight)
-        return self.nodes.table(), locks, self.waiting.process_table(), self.waiting.table()
+        waiting = self.waiting
+        return self.nodes.table(), lock_table(self.sight), waiting.process_table(), waiting.table()
+
+    def notes(self) -> list[str]:
+        """Return a line for whatever is not known."""
+        return [*unknown_lines(self.sight), *self.waiting.note()]
+
+    def data(self) -> dict[str, Any]:
+        """Return all of it for JSON."""
+        locks = as_data(self.sight)["locks"]
+        return {**as_data(self.nodes), "locks": locks, "waiters": self.waiting.data()}
 
     def screen(self, width: int, height: int) -> list[str]:
         """Return what fits a terminal: each table gets its share of the lines, long cells are cut.
 
         A table that needs less than its share leaves the rest to those below it.
         """
-        notes = [*unknown_lines(self.sight), *self.waiting.note()]
         lines: list[str] = []
-        tables = self.tables()
+        notes, tables = self.notes(), self.tables()
         for number, table in enumerate(tables):
             share = (height - len(notes[:3]) - len(lines)) // (len(tables) - number)
             lines += table.cut_lines(width, max(3, share))

@@ -6,8 +6,8 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -120,6 +120,17 @@ def print_all(*shown: str | Table) -> None:
     for one in shown:
         for line in [escaped(one)] if isinstance(one, str) else one.lines(width):
             click.echo(line)
+
+
+def as_data(shown: Any) -> Any:
+    """Return records for JSON: each field that their repr shows, and None for infinity."""
+    if is_dataclass(shown):
+        return {one.name: as_data(getattr(shown, one.name)) for one in fields(shown) if one.repr}
+    if isinstance(shown, Mapping):
+        return {key: as_data(one) for key, one in shown.items()}
+    if isinstance(shown, (list, tuple)):
+        return [as_data(one) for one in shown]
+    return None if isinstance(shown, float) and math.isinf(shown) else shown
 
 
 def print_json(data: Any) -> None:

@@ -1,9 +1,9 @@
-"""One task, and who waits for a lock, as tables and as data for JSON."""
+"""One task, and who waits for a lock, as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from celery.backends.base import DisabledBackend
@@ -11,22 +11,22 @@ from celery.states import PENDING
 
 from celery_redlock.errors import describe_holder
 from celery_redlock.lock.held_locks import Sight
+from celery_redlock.lock.node_status import in_iso
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.waiting_processes import WaitingProcess, WaitingSight, look_at_waiting
+from celery_redlock.lock.waiting_processes import WaitingSight, look_at_waiting
 from celery_redlock.operate.cli.group import within_deadline
-from celery_redlock.operate.cli.lock_views import holder_text
 from celery_redlock.operate.cli.render import (
     Table,
+    as_data,
     format_duration,
     print_line,
     seconds_since,
 )
-from celery_redlock.operate.control import Holder, in_iso
-from celery_redlock.operate.lints.facts import visibility_of
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.reporting import DEFERRED
+from celery_redlock.tasks.settings.conf import visibility_timeout
 
-NOTHING_KNOWN = "Which tasks wait cannot be known."
+TASKS_UNKNOWN = "Which tasks wait cannot be known."
 REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
 
 
@@ -42,20 +42,16 @@ class WaitersView:
 
     workers: Sequence[str]
     waiting: Sequence[dict[str, Any]]
-    registered: WaitingSight
-    visibility: float | None
-    cause: str = ""
+    registered: WaitingSight = field(repr=False)
+    visibility: float | None = field(repr=False)
+    cause: str = field(default="", repr=False)
 
     @classmethod
     def ask(cls, app: Any) -> WaitersView:
         """Ask the workers and the nodes; no worker answers if the broker is down."""
-        cause = ""
-        try:
-            replies = within_deadline(
-                lambda: app.control.broadcast("redlock_waiting", reply=True, timeout=REPLY_TIMEOUT)
-            )
-        except Exception as error:  # each transport has its own
-            replies, cause = None, str(error)
+        replies, cause = within_deadline(
+            lambda: app.control.broadcast("redlock_waiting", reply=True, timeout=REPLY_TIMEOUT)
+        )
         by_worker = {worker: rows for reply in replies or () for worker, rows in reply.items()}
         waiting = [
             {**row, "worker": worker}
@@ -65,7 +61,7 @@ class WaitersView:
         ]
         waiting.sort(key=lambda row: str(row["since"]))
         registered = look_at_waiting(redlock_of(app))
-        return cls(sorted(by_worker), waiting, registered, visibility_of(app.conf), cause)
+        return cls(sorted(by_worker), waiting, registered, visibility_timeout(app.conf), cause)
 
     def for_resource(self, resource: str) -> WaitersView:
         """Return who waits for one resource."""
@@ -90,13 +86,13 @@ class WaitersView:
         rows = [
             (
                 one.resource, str(one.rank), one.name, "" if one.pid is None else str(one.pid),
-                format_duration(seconds_since(since)) if (since := in_iso(one.since)) else "",
+                format_duration(seconds_since(one.since)) if one.since else "",
                 f"{len(one.nodes)} of {self.registered.asked}", "waits" if one.listens else "gone",
             )
             for one in self.registered.processes
         ]  # fmt: skip
         is_known = self.registered.is_known
-        none = "No processes are registered as waiters." if is_known else NOTHING_KNOWN
+        none = "No processes are registered as waiters." if is_known else TASKS_UNKNOWN
         return Table(heads, rows, none)
 
     def table(self) -> Table:
@@ -110,7 +106,7 @@ class WaitersView:
             )
             for row in self.waiting
         ]  # fmt: skip
-        none = "No tasks wait for a lock." if self.workers else NOTHING_KNOWN
+        none = "No tasks wait for a lock." if self.workers else TASKS_UNKNOWN
         return Table(heads, rows, none)
 
     def note(self) -> list[str]:
@@ -137,14 +133,7 @@ class WaitersView:
 
     def data(self) -> dict[str, Any]:
         """Return all of it for JSON."""
-        registered = self.registered
-        return {
-            "workers": self.workers,
-            "waiting": self.waiting,
-            "processes": [_process_data(one) for one in registered.processes],
-            "wrong_type": registered.wrong_type,
-            "failing": registered.failing,
-        }
+        return {**as_data(self), **as_data(self.registered)}
 
 
 def _only(registered: WaitingSight, resources: Collection[str]) -> WaitingSight:
@@ -152,19 +141,6 @@ def _only(registered: WaitingSight, resources: Collection[str]) -> WaitingSight:
     processes = tuple(one for one in registered.processes if one.resource in resources)
     wrong = {name: nodes for name, nodes in registered.wrong_type.items() if name in resources}
     return replace(registered, processes=processes, wrong_type=wrong)
-
-
-def _process_data(process: WaitingProcess) -> dict[str, Any]:
-    return {
-        "resource": process.resource,
-        "rank": process.rank,
-        "name": process.name,
-        "pid": process.pid,
-        "waiter": process.waiter,
-        "since": in_iso(process.since),
-        "nodes": process.nodes,
-        "listens": process.listens,
-    }
 
 
 @dataclass(frozen=True)
@@ -188,9 +164,9 @@ class TaskView:
     def find(cls, app: Any, task_id: str, sight: Sight, waiters: WaitersView) -> TaskView | None:
         """Return what nodes, workers and result backend know of a task; None if that is nothing."""
         state, info = _stored_state(app, task_id)
-        held = [lock for lock in sight.locks if Holder.of(lock.holder).task_id == task_id]
+        held = [lock for lock in sight.locks if lock.holder.task_id == task_id]
         if held:
-            name = Holder.of(held[0].holder).task
+            name = held[0].holder.task
             resources = tuple(dict.fromkeys(lock.resource for lock in held))
             is_known = state and state != DEFERRED
             return cls(task_id, name, state if is_known else "STARTED", resources, holds=True)
@@ -244,18 +220,25 @@ class TaskView:
 
 def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
     """Return a task's state and info from its result backend; "" and {} if it has none."""
-    try:
+
+    def ask() -> Mapping[str, Any] | None:
         backend = app.backend
-        if isinstance(backend, DisabledBackend):
-            return "", {}
-        meta = within_deadline(lambda: backend.get_task_meta(task_id, cache=False))
-    except Exception as error:  # each backend has its own
-        print_line(f"the result backend cannot be queried: {error}", err=True)
+        off = isinstance(backend, DisabledBackend)
+        return None if off else backend.get_task_meta(task_id, cache=False)
+
+    meta, cause = within_deadline(ask)
+    if cause:
+        print_line(f"the result backend cannot be queried: {cause}", err=True)
+    if meta is None:
         return "", {}
     state, info = str(meta["status"]), meta.get("result")
     return "" if state == PENDING else state, info if isinstance(info, dict) else {}
 
 
 def _holders_of(resources: Sequence[str], sight: Sight) -> str:
-    holders = [holder_text(one) for one in sight.locks if one.held and one.resource in resources]
+    holders = [
+        describe_holder(one.holder.label)
+        for one in sight.locks
+        if one.held and one.resource in resources
+    ]
     return ", ".join(dict.fromkeys(holders))

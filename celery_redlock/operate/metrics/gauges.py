@@ -45,9 +45,8 @@ class StateCollector:
         latency = _gauge("node_latency_seconds", "A round trip to a node.", "node")
         text = "By how much a node's clock is ahead of the worker's."
         ahead = _gauge("node_clock_seconds", text, "node")
-        guard = redlock.session.options.guard.word
         for node in look_at_nodes(redlock):
-            votes.add_metric([node.node], float(node.votes(guard)))
+            votes.add_metric([node.node], float(node.votes))
             if not node.error:
                 latency.add_metric([node.node], node.latency)
                 ahead.add_metric([node.node], node.clock)

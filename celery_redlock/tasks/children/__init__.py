@@ -2,7 +2,6 @@
 
 For pools that fork. Not here: what a release sends to the nodes (`lock/engine/releaser.py`).
 Read `reaper.py` first: it waits for the exit of each child and releases what the child's journal
-still names. `journal.py` is that journal, in memory shared by the two processes, and `observers.py`
-writes it. `forks.py` has the hooks of a fork and what one process knows of its children;
-`process.py` detects the exit of a process.
+still names. `journal.py` is that journal, in memory shared by the two processes. `forks.py` has the
+hooks of a fork and what one process knows of its children: also whether one has exited.
 """

@@ -1,28 +1,86 @@
-"""The hooks of a fork, and what one process knows of the children that it forks."""
+"""The hooks of a fork, what a process knows of the children that it forks, and their exit."""
 
 from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import get_ident
 from typing import Any
 
 from celery.concurrency import get_implementation
 
-from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.platform.threads import Waker, new_mutex
 from celery_redlock.tasks.children.journal import HELD, JournalEntry, JournalSlot
-from celery_redlock.tasks.children.observers import JournalingObserver, ParentObserver
-from celery_redlock.tasks.children.process import ChildProcess, start_time_of
-from celery_redlock.tasks.signals import SignalObserver
 
 logger = logging.getLogger(__name__)
 
 
 MAX_UNWATCHED = 1000  # slots of forks that failed, or of children that have not signed theirs yet
 FORK_WAIT = 1.0  # seconds that a fork waits for receivers of signals to return
+
+
+class ChildProcess:
+    """A child process whose exit is to be detected.
+
+    descriptor: a pidfd, readable once the process has exited, also before its parent has waited for
+    it; -1 if the system has none, and `has_exited` must be polled. start_time: as of
+    `start_time_of`, because pids are reused.
+    """
+
+    def __init__(self, pid: int, start_time: int) -> None:
+        self.pid, self._start_time = pid, start_time
+        self.descriptor, self._exited = -1, False
+        try:
+            self.descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._exited = True
+        except (AttributeError, OSError):  # not this system, an older kernel, or not allowed
+            return
+        self._exited = self._pid_is_reused()
+
+    def has_exited(self, ready: set[int]) -> bool:
+        """Return whether the process has exited. ready: the descriptors that are readable."""
+        if self._exited or self.descriptor >= 0:
+            return self._exited or self.descriptor in ready
+        return pid_has_exited(self.pid) or self._pid_is_reused()
+
+    def _pid_is_reused(self) -> bool:
+        """Return whether the pid is another process's by now; False if a start time is unknown."""
+        now = start_time_of(self.pid)  # 0 if this process may open no more files
+        return now not in (0, self._start_time) and self._start_time != 0
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        descriptor, self.descriptor = self.descriptor, -1  # first: a fork may copy this moment
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def pid_has_exited(pid: int) -> bool:
+    """Return whether a child has exited, and leave its exit status to the pool."""
+    try:
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            os.kill(pid, 0)  # the pid is there until the pool has waited for it
+            return False
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    except (ProcessLookupError, ChildProcessError):
+        return True
+
+
+def start_time_of(pid: int) -> int:
+    """Return the start time of a process in clock ticks since boot; 0 if it is unknown.
+
+    Source: proc(5), /proc/<pid>/stat, field 22; the name before it may contain any character.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
 
 
 @dataclass(frozen=True)
@@ -37,7 +95,7 @@ class Children:
     """The children that a process forks: their journals, and their processes.
 
     waker: each child wakes it once. watched: the processes whose exit is awaited. sending: a mutex,
-    held while a thread sends signals of a release or a node. So no fork copies a mutex that users'
+    held while the reaper or a watchdog sends signals. So no fork copies a mutex that users'
     receivers hold, counters of the metrics halfway through a change, or the lock of a signal.
     """
 
@@ -125,10 +183,8 @@ class ForkingProcess:
         parents, self.children, self.slot = self.children, None, None
         if parents is not None:
             self.slot = parents.become_child()
-        if self.slot is not None:
-            Redlock.observer = JournalingObserver(self.slot)
-        elif parents is not None or isinstance(Redlock.observer, JournalingObserver):
-            Redlock.observer = SignalObserver()  # also in a child's child, which has no reaper
+        Events.journal = self.slot  # None also in a child's child, which has no reaper
+        Events.sending = nullcontext()
 
 
 this_process = ForkingProcess()
@@ -164,7 +220,7 @@ def expect_children(sender: Any, **_: Any) -> Children | None:
     """
     if forks_children(sender) and this_process.children is None:
         this_process.children = Children()
-        Redlock.observer = ParentObserver(this_process.children.sending)
+        Events.sending = this_process.children.sending
     return this_process.children
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import mmap
+import os
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.keys import label_of
+
+logger = logging.getLogger(__name__)
 
 HEADER_SIZE, ENTRY_SIZE, MAX_ENTRIES = 64, 1024, 255  # bytes, bytes, keys of one child at a time
 SIZE = HEADER_SIZE + ENTRY_SIZE * MAX_ENTRIES  # pages that are never written take no memory
@@ -55,14 +58,16 @@ class JournalEntry:
         return label_of(self.value).rpartition(" ")[0]
 
 
-def encode_entry(session: Session, acquisition: Acquisition, key_lease: KeyLease) -> bytes:
+def encode_entry(
+    session: bytes, requested_at: float, acquisition: Acquisition, key_lease: KeyLease
+) -> bytes:
     """Return the entry of one key, without its state."""
     key, options = key_lease.key, acquisition.options
     resource = key.resource.encode("utf-8", "surrogatepass")
     task_name = getattr(options.sender, "name", "").encode("utf-8", "surrogatepass")
     value = key_lease.value.encode("utf-8", "surrogatepass")
     head = _HEAD.pack(
-        session.identity, acquisition.number, session.clock.now(), options.ttl,
+        session, acquisition.number, requested_at, options.ttl,
         key.resource in options.resources, key.permit, len(resource), len(task_name), len(value),
     )  # fmt: skip
     body = head + resource + task_name + value
@@ -93,6 +98,7 @@ def _digest(run_id: str) -> bytes:
 class JournalSlot:
     """The journal of one child, in memory that only the child and its parent share.
 
+    The child notes each key from its acquire request until no node may keep it any more.
     An entry is complete or free at any moment: the child writes the first byte last, and clears it
     before it uses the place again. memory: SIZE zeros.
     """
@@ -101,9 +107,12 @@ class JournalSlot:
         self._memory = mmap.mmap(-1, SIZE) if memory is None else memory
         last = HEADER_SIZE + ENTRY_SIZE * (MAX_ENTRIES - 1)
         self._free = list(range(last, 0, -ENTRY_SIZE))  # the lowest offset is used first
+        self._offsets: dict[KeyLease, int] = {}  # of the entries, in the child
+        self._pid, self._has_warned = 0, False
 
     def sign(self, pid: int, start_time: int) -> None:
         """Write the child's identity, before its first entry. start_time: as of `start_time_of`."""
+        self._pid = pid
         self._memory[1 : 1 + _CHILD.size] = _CHILD.pack(pid, start_time)
         self._memory[0] = SIGNED
 
@@ -123,23 +132,51 @@ class JournalSlot:
         """Return whether the parent noted the end of this run."""
         return bytes(self._memory[ENDED_AT : ENDED_AT + ENDED_SIZE]) == _digest(run_id)
 
-    def write(self, encoded: bytes) -> int:
-        """Write an encoded entry, and return its offset; 0 if there is no room for it."""
+    def claiming(
+        self, session: bytes, requested_at: float, acquisition: Acquisition, key_lease: KeyLease
+    ) -> None:
+        """Write the entry before the acquire request leaves, so that no kill leaves it unknown."""
+        if os.getpid() != self._pid:  # a fork outside of Python ran no hook: the slot is another's
+            return
+        encoded = encode_entry(session, requested_at, acquisition, key_lease)
         if len(encoded) >= ENTRY_SIZE or not self._free:
-            return 0
+            self._warn_once(key_lease.key.resource)
+            return
         offset = self._free.pop()
         self._memory[offset + 1 : offset + 1 + len(encoded)] = encoded
         self._memory[offset] = CLAIMED  # last: a child killed before this leaves no entry
-        return offset
+        self._offsets[key_lease] = offset
 
-    def set_state(self, offset: int, state: int) -> None:
-        """Change the state of an entry."""
-        self._memory[offset] = state
+    def _warn_once(self, resource: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the parent process does not know of lock %r: its name is too long, or too many "
+                "locks are held at once; if this process is killed, the lock expires with its ttl",
+                resource,
+                extra={"event": "parent_not_told", "resource": resource},
+            )
 
-    def clear(self, offset: int) -> None:
-        """Free the place of an entry."""
-        self._memory[offset] = FREE
-        self._free.append(offset)
+    def held(self, acquisition: Acquisition) -> None:
+        """Mark the entries of an acquisition as held."""
+        self._set_state(acquisition, HELD)
+
+    def released(self, acquisition: Acquisition) -> None:
+        """Mark the entries of an acquisition as released."""
+        self._set_state(acquisition, RELEASED)
+
+    def _set_state(self, acquisition: Acquisition, state: int) -> None:
+        for key_lease in acquisition.key_leases:
+            offset = self._offsets.get(key_lease)
+            if offset is not None:
+                self._memory[offset] = state
+
+    def settled(self, key_lease: KeyLease) -> None:
+        """Free the place of an entry: no node keeps the key any more."""
+        offset = self._offsets.pop(key_lease, None)
+        if offset is not None:
+            self._memory[offset] = FREE
+            self._free.append(offset)
 
     def read(self) -> Iterator[JournalEntry]:
         """Yield the entries."""

@@ -20,11 +20,9 @@ from celery_redlock.lock.model.keys import label_of
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.greenlets import new_poll
 from celery_redlock.lock.platform.threads import DeadlineTimer, start_thread
-from celery_redlock.tasks.children.forks import Children, this_process
+from celery_redlock.tasks.children.forks import ChildProcess, Children, this_process
 from celery_redlock.tasks.children.journal import CLAIMED, HELD, RELEASED, JournalEntry, JournalSlot
-from celery_redlock.tasks.children.process import ChildProcess
 from celery_redlock.tasks.per_app import redlock_of, settings_of
-from celery_redlock.tasks.signals import send_released
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +154,7 @@ class ChildReaper:
             if process.has_exited(ready):
                 released += self.reap(slot, process)
         for session, acquisition in released:  # last: a receiver may take its time
-            send_released(session.client(), acquisition, by="parent")
+            session.events.released(acquisition, by="parent")
 
     def reap(self, slot: JournalSlot, process: ChildProcess) -> list[tuple[Session, Acquisition]]:
         """Release what an exited child claimed; return the locks that it held."""

@@ -85,7 +85,7 @@ class LockHeader:
     worker's main process was told so of this delivery. is_flagged: the broker has said that it is
     not the first one. waits: how often a redelivery was republished while its first delivery held
     the lock. origin: where the message was sent to first, and the queue that this copy of it goes
-    back to. unique: what ends the claim of a deduplicated send, as of `UniqueToken`. life: how
+    back to. unique: what ends the claim of a deduplicated send, as of `ClaimToken`. life: how
     often RabbitMQ dead-lettered the message. Each life is a run of its own: a marker of the one
     before, just ended, must not end it.
     """

@@ -18,7 +18,7 @@ from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.execution.outcomes import CONTINUES
 from celery_redlock.tasks.execution.run import OUTER_ERROR, run_of
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.unique.token import UniqueToken
+from celery_redlock.tasks.unique.claim import ClaimToken
 
 
 def is_completed(state: str | None, outcome: object) -> bool:
@@ -92,9 +92,9 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
 @uninterruptible
 def end_claim(app: Any, header: LockHeader) -> None:
     """End the claim that a message's send has made; nothing happens if there is none."""
-    token = UniqueToken.of(header.unique)
+    token = ClaimToken.of(header.unique)
     if token is not None:
-        token.release_at_end(redlock_of(app))
+        token.release_at_end(redlock_of(app).session)
 
 
 def end_claim_of_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:

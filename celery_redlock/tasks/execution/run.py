@@ -32,7 +32,7 @@ from celery_redlock.tasks.execution.redelivery import (
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.unique.token import UniqueToken
+from celery_redlock.tasks.unique.claim import ClaimToken
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class LockedRun:
     def __init__(self, delivery: Delivery, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.delivery, self.args, self.kwargs = delivery, args, kwargs
         unique = delivery.header.unique
-        self.token = None if unique is None else UniqueToken.of(unique)
+        self.token = None if unique is None else ClaimToken.of(unique)
         self.unlocked = self.outcome_stored = False
         outer = sys.exc_info()[1]
         if outer is not None:  # Celery closes a lost connection, and its solo pool runs this there
@@ -116,7 +116,7 @@ class LockedRun:
             refuse_aio_pool(self.delivery.task)
         if self.token is not None:
             task = self.delivery.task
-            self.token.mark_superseded(redlock_of(task.app), task.name)
+            self.token.mark_superseded(redlock_of(task.app).session, task.name)
         slot: outcomes.WaitInSlot | None = None
         try:
             is_over = False
@@ -197,7 +197,7 @@ class LockedRun:
         A retry has no claim any more: the task has started.
         """
         if self.token is not None and not self.delivery.request.retries:
-            self.token.release_at_start(redlock_of(self.delivery.task.app))
+            self.token.release_at_start(redlock_of(self.delivery.task.app).session)
 
     def _end_refused(self, error: NotAcquired) -> None:
         """End this delivery without its lock; return only if it is to run unlocked."""

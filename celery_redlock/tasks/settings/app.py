@@ -1,11 +1,14 @@
-"""The settings of a whole app: their table, and their values, checked and frozen."""
+"""The settings of a whole app: their table, and their values, checked and frozen.
+
+The meaning of each stands in docs/reference/settings.md; a test compares names and defaults.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery_redlock.lock.validation import (
     check_drift,
@@ -21,33 +24,15 @@ CELERY_PREFIX = "celery."  # the start of the names of Celery's own tasks
 LOOPBACK = "127.0.0.1"  # metrics have no password: others see them only if a host is named
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One row of a table of settings. The tables of the documentation are made from these rows.
+class Setting(NamedTuple):
+    """A setting or option.
 
-    name: without a prefix, as "ttl". default: the built-in value; shown_default: that in words, if
-    its text is not enough. unit: "s" for seconds. values: the allowed values; doc: the meaning in
-    one sentence; details: further sentences; these three are Markdown for users.
+    check: returns the value to use or raises SettingsError; takes the source and the value, and for
+    an option the app's settings, too. default: the built-in value.
     """
 
-    name: str
+    check: Callable[..., Any]
     default: Any
-    values: str
-    doc: str
-    details: str = ""
-    unit: str = ""
-    shown_default: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AppSetting(Setting):
-    """A setting `redlock_<name>` of the whole app.
-
-    check: takes the source and the value; returns the value to use or raises SettingsError. None
-    for a value that is checked together with others, in `conf.py`.
-    """
-
-    check: Callable[[OptionSource, Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +94,8 @@ def _seconds(source: OptionSource, value: Any) -> float:
     return check_seconds(source.level, source.name, value)
 
 
-def _seconds_or_none(source: OptionSource, value: Any) -> float | None:
+def seconds_or_none(source: OptionSource, value: Any, _: object = None) -> float | None:
+    """Check an option or setting that is a time above 0, or None."""
     return None if value is None else _seconds(source, value)
 
 
@@ -124,124 +110,21 @@ def _listen_address(source: OptionSource, value: Any) -> tuple[str, int] | None:
     return host.strip("[]") or LOOPBACK, int(port)
 
 
-APP_SETTINGS = (
-    AppSetting(
-        name="nodes",
-        default=None,
-        shown_default="the broker, else the result backend, if it is one Redis",
-        values="URLs (`redis://`, `rediss://`, `unix://`, `sentinel://`) or redis-py clients",
-        doc="The lock nodes: independent primaries, best three or five.",
-        details=(
-            "Without the setting, the broker is the only node if it is one Redis, else the result "
-            "backend. With `broker_use_ssl` the setting is required. See [three lock "
-            "nodes](docs/getting-started/three-nodes.md)."
-        ),
-    ),
-    AppSetting(
-        name="prefix",
-        default=DEFAULT_PREFIX,
-        values="a text without braces, not empty",
-        doc="The start of all key names on the nodes.",
-        details=(
-            "Clients with the same prefix share their locks. They must also have the same nodes, "
-            "`redlock_max_ttl` and `redlock_restart_guard`. A `global_keyprefix` of the broker or "
-            "the result backend does not apply to lock keys."
-        ),
-        check=lambda source, value: check_prefix(source.level, source.name, value),
-    ),
-    AppSetting(
-        name="node_timeout",
-        default=0.2,
-        unit="s",
-        values="seconds, above 0",
-        doc="The time for one node to answer a request.",
-        details=(
-            "Every `ttl` must be at least four times this value, the built-in one too. So "
-            "`redlock_node_timeout = 60` requires a `redlock_ttl` and a `redlock_max_ttl` of 240 s."
-            " An acquire that has to connect may take 2 s, unless a quorum answers sooner. A node "
-            "that a connect has failed to costs later acquires no more than this value."
-        ),
-        check=_seconds,
-    ),
-    AppSetting(
-        name="clock_drift",
-        default=0.01,
-        values="a fraction from 0 to below 0.5",
-        doc="How much the clocks of two machines may differ in speed; 0.01 is 1 %.",
-        details="It is subtracted from the time for which a lease is valid.",
-        check=lambda source, value: check_drift(source.level, source.name, value),
-    ),
-    AppSetting(
-        name="max_ttl",
-        default=DEFAULT_MAX_TTL,
-        unit="s",
-        values="seconds, above 0",
-        doc="The longest `ttl` of any client of the prefix.",
-        details=(
-            "A new or restarted node grants no locks for this time and one second. Raise the "
-            "setting in all clients before you raise a `ttl`."
-        ),
-        check=_seconds,
-    ),
-    AppSetting(
-        name="restart_guard",
-        default="auto",
-        values='`"auto"`, `"strict"`, `"on"` or `"off"`',
-        doc="Which nodes wait before they grant locks, since they may have lost some.",
-        details=(
-            '`"strict"`: a new or restarted node waits for `redlock_max_ttl` and one second. '
-            '`"on"`: the same, except for a node that has been up for longer than that. `"off"`: '
-            'no node waits. `"auto"`: `"strict"` with two nodes or more, `"off"` with one.'
-        ),
-        check=lambda source, value: check_guard(source.level, source.name, value),
-    ),
-    AppSetting(
-        name="done_ttl",
-        default=None,
-        shown_default="the broker's visibility timeout and 60 s, at most 600 s",
-        values="seconds, above 0, or `None` for the default",
-        doc="How long the nodes remember a finished run, to drop its redelivered message.",
-        details=(
-            "It matters to tasks that acknowledge late. A completion marker takes about 150 bytes "
-            "on each node."
-        ),
-        check=_seconds_or_none,
-    ),
-    AppSetting(
-        name="metrics",
-        default=None,
-        values='a port, `"host:port"`, or `None` for no metrics',
-        doc="Where a worker serves its Prometheus [metrics](docs/operations/monitoring.md).",
-        details=(
-            'A port alone is for this machine. `"0.0.0.0:9808"` listens on all interfaces, without '
-            "a password. Port 0 is any free port. It needs the extra `celery_redlock[metrics]`."
-        ),
-        check=_listen_address,
-    ),
-    AppSetting(
-        name="call_options",
-        default=None,
-        shown_default="all",
-        values="a list of [options](docs/reference/options.md#options), `[]`, or `None` for all",
-        doc="The options that a call may set in its message.",
-        details=(
-            "Each client that may send to the broker can set them. A send with another option "
-            "raises a `SettingsError`. A run ignores another option of a message, with a WARNING. "
-            "See [messages](docs/operations/security.md#messages)."
-        ),
-    ),
-    AppSetting(
-        name="queues",
-        default=None,
-        values="a mapping from queue names or globs to options",
-        doc="The [options](docs/reference/options.md#options) of a queue's tasks.",
-        details="A value cannot be a callable.",
-    ),
-    AppSetting(
-        name="tasks",
-        default=None,
-        values="a mapping from task names or globs to options",
-        doc="Locks [tasks of others](docs/reference/options.md#tasks-of-others), by name or glob.",
-    ),
-)
-APP_SETTING: Mapping[str, AppSetting] = {setting.name: setting for setting in APP_SETTINGS}
+def _in_conf(source: OptionSource, value: Any) -> Any:
+    """Return a value that `conf.py` checks together with others."""
+    return value
+
+
+APP_SETTING: Mapping[str, Setting] = {
+    "nodes": Setting(_in_conf, None),
+    "prefix": Setting(lambda at, value: check_prefix(at.level, at.name, value), DEFAULT_PREFIX),
+    "node_timeout": Setting(_seconds, 0.2),
+    "clock_drift": Setting(lambda at, value: check_drift(at.level, at.name, value), 0.01),
+    "max_ttl": Setting(_seconds, DEFAULT_MAX_TTL),
+    "restart_guard": Setting(lambda at, value: check_guard(at.level, at.name, value), "auto"),
+    "done_ttl": Setting(seconds_or_none, None),
+    "metrics": Setting(_listen_address, None),
+    "call_options": Setting(_in_conf, None),
+    "queues": Setting(_in_conf, None),
+    "tasks": Setting(_in_conf, None),
+}

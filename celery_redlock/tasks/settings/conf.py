@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -17,16 +18,12 @@ from celery_redlock.tasks.settings.app import (
 )
 from celery_redlock.tasks.settings.levels import check_options, option_meant
 from celery_redlock.tasks.settings.options import OPTION
-from celery_redlock.tasks.settings.sources import (
-    OptionSource,
-    app_source,
-    did_you_mean,
-    pattern_source,
-    tasks_source,
-)
+from celery_redlock.tasks.settings.sources import OptionSource, did_you_mean
 
 LONGEST_DONE_TTL = 600.0  # seconds, by default: each completion marker takes memory on the nodes
-VISIBILITY_TIMEOUT = 3600.0  # seconds: kombu's own, if `visibility_timeout` is not set
+# Seconds: kombu's own defaults, by transport; other transports have no such timeout.
+VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
+OTHER_BROKERS = 3600.0  # seconds: taken for a broker without a visibility timeout
 
 
 def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettings:
@@ -39,9 +36,9 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
     nodes, nodes_from = _nodes(conf)
     if nodes_from:
         check_nodes("app", nodes_from, nodes)
-    done_ttl = _value(conf, "done_ttl")
+    done_ttl, unacknowledged = _value(conf, "done_ttl"), visibility_timeout(conf) or OTHER_BROKERS
     if done_ttl is None:  # by then no other delivery of the run's message is expected
-        done_ttl = min(_visibility_timeout(conf) + 60.0, LONGEST_DONE_TTL)
+        done_ttl = min(unacknowledged + 60.0, LONGEST_DONE_TTL)
     bare = AppSettings(
         nodes=tuple(nodes),
         prefix=_value(conf, "prefix"),
@@ -54,17 +51,17 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
         queues={},
         tasks={},
         # so that a redelivery that waits asks again before the marker of the first one expires
-        countdown_cap=min(_visibility_timeout(conf) / 4, done_ttl / 2),
+        countdown_cap=min(unacknowledged / 4, done_ttl / 2),
         metrics=_value(conf, "metrics"),
-        call_options=_call_options(app_source("call_options"), _value(conf, "call_options")),
+        call_options=_call_options(conf),
         nodes_from=nodes_from,
     )
-    queues = _by_pattern("queue", _value(conf, "queues") or {}, bare, travels=True)
-    tasks = _by_pattern("task", _value(conf, "tasks") or {}, bare, travels=False)
+    queues = _by_pattern("queues", conf, bare, travels=True)
+    tasks = _by_pattern("tasks", conf, bare, travels=False)
     for pattern in tasks:
         if pattern.startswith(CELERY_PREFIX):
             hint = "Celery's own tasks are never locked: name tasks of your own or of others"
-            raise tasks_source(pattern).wrong(tasks[pattern], hint)
+            raise OptionSource.at("app", f"tasks[{pattern!r}]").wrong(tasks[pattern], hint)
     return replace(bare, options=_app_options(conf, bare), queues=queues, tasks=tasks)
 
 
@@ -72,11 +69,12 @@ def _value(conf: Mapping[str, Any], name: str) -> Any:
     """Return the value of an app-only setting, checked, or its default; raises SettingsError."""
     setting = APP_SETTING[name]
     value = conf.get(f"redlock_{name}", setting.default)
-    return value if setting.check is None else setting.check(app_source(name), value)
+    return setting.check(OptionSource.at("app", name), value)
 
 
-def _call_options(source: OptionSource, value: Any) -> frozenset[str] | None:
+def _call_options(conf: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the names of the options that a message may carry; raises SettingsError."""
+    source, value = OptionSource.at("app", "call_options"), _value(conf, "call_options")
     if value is None:
         return None
     if not isinstance(value, (list, tuple, set, frozenset)):
@@ -106,17 +104,17 @@ def _app_options(conf: Mapping[str, Any], app: AppSettings) -> Mapping[str, Any]
     missing = object()
     given = {name: conf.get(f"redlock_{name}", missing) for name in OPTION}
     given = {name: value for name, value in given.items() if value is not missing}
-    return check_options(given, app, app_source, travels=False)
+    return check_options(given, app, partial(OptionSource.at, "app"), travels=False)
 
 
 def _by_pattern(
-    kind: str, given: Any, app: AppSettings, *, travels: bool
+    level: str, conf: Mapping[str, Any], app: AppSettings, *, travels: bool
 ) -> Mapping[str, Mapping[str, Any]]:
     """Return the options of queues or tasks by name or glob, checked; raises SettingsError.
 
-    kind: "queue" or "task". travels: see `check_options`.
+    level: "queues" or "tasks". travels: see `check_options`.
     """
-    whole = app_source(f"{kind}s")
+    given, kind, whole = _value(conf, level) or {}, level[:-1], OptionSource.at("app", level)
     if not isinstance(given, Mapping):
         raise whole.wrong(given, f"must map {kind} names or globs to options")
     result = {}
@@ -124,7 +122,7 @@ def _by_pattern(
         if not isinstance(pattern, str) or not isinstance(options, Mapping):
             hint = f"must map a {kind}'s name or glob to its options"
             raise whole.wrong({pattern: options}, hint)
-        source_of = pattern_source(kind, pattern)
+        source_of = partial(OptionSource.at, level, of=pattern)
         result[pattern] = check_options(options, app, source_of, travels=travels)
     return result
 
@@ -183,13 +181,16 @@ def one_redis(url: Any) -> str | None:
     return f"unix://{path}" + (f"?db={database[0].strip('/')}" if database else "")
 
 
-def _visibility_timeout(conf: Mapping[str, Any]) -> float:
+def visibility_timeout(conf: Mapping[str, Any]) -> float | None:
     """Return the seconds after which the broker delivers an unacknowledged message again.
 
-    Countdowns stay well below it. Source: kombu's Redis and SQS transports deliver a message again
-    that is not acknowledged within `visibility_timeout`; a waiting message is not acknowledged.
+    None if it never does. Source: kombu's transports for Redis and SQS; a waiting message is not
+    acknowledged.
     """
-    options = conf.get("broker_transport_options") or {}
-    timeout = options.get("visibility_timeout", VISIBILITY_TIMEOUT)
-    is_set = isinstance(timeout, (int, float)) and timeout > 0
-    return float(timeout) if is_set else VISIBILITY_TIMEOUT
+    url = _url(conf, "broker_read_url") or _url(conf, "broker_url") or ""
+    scheme = str(url[0] if isinstance(url, (list, tuple)) else url).partition("://")[0]
+    default = VISIBILITY_TIMEOUTS.get(scheme.partition("+")[0])
+    if default is None:
+        return None
+    given = (conf.get("broker_transport_options") or {}).get("visibility_timeout")
+    return float(given) if isinstance(given, (int, float)) and given > 0 else default

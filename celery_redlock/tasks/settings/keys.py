@@ -19,7 +19,6 @@ from celery_redlock.tasks.settings.sources import (
     OptionSource,
     SourceOf,
     did_you_mean,
-    pattern_source,
 )
 from celery_redlock.tasks.settings.templates import (
     FORMATTER,
@@ -151,7 +150,7 @@ class TaskKeys:
         if len(chosen) < len(options.args):
             # a queue's names cannot be checked against every task when the app finalizes
             pattern = pattern_for(call.queue, self.app.queues) or call.queue
-            self._check_names(options.args, pattern_source("queue", pattern)("args"))
+            self._check_names(options.args, OptionSource.at("queues", "args", pattern))
         return f"{self.task_name}:{digest(chosen, self.task_name)}"
 
     def shapes(self, options: TaskLockOptions, queue: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
 from celery_redlock.lock.validation import check_permits
 from celery_redlock.tasks.settings.app import AppSettings
 from celery_redlock.tasks.settings.options import BUILT_IN, OPTION
-from celery_redlock.tasks.settings.sources import SourceOf, built_in_source, did_you_mean
+from celery_redlock.tasks.settings.sources import OptionSource, SourceOf, did_you_mean
 from celery_redlock.tasks.settings.templates import templates_of
 
 # Other locks' words for these options: by its spelling alone, `timeout` is closest to `limit`.
@@ -92,7 +92,7 @@ def check_built_in(app: AppSettings, options: Mapping[str, Any]) -> None:
         f"must be at least {ROUNDS_IN_TTL} x redlock_node_timeout = {least:g} s: set redlock_ttl"
         f"{longer}, or lower redlock_node_timeout={app.node_timeout:g}"
     )
-    raise built_in_source("ttl").wrong(options["ttl"], hint)
+    raise OptionSource.at("built-in", "ttl").wrong(options["ttl"], hint)
 
 
 def option_meant(written: object, prefix: str = "") -> str:

@@ -9,6 +9,17 @@ from typing import Any
 
 from celery_redlock.errors import LONGEST_VALUE, SettingsError
 
+# How each level is named, and how an option is written there: "queues" and "tasks" are entries of
+# redlock_queues and redlock_tasks, and "task" is a task's own attributes.
+_WRITTEN = {
+    "built-in": ("built-in", "{name}"),
+    "app": ("app", "redlock_{name}"),
+    "queues": ("queue {of!r}", "redlock_queues[{of!r}][{name!r}]"),
+    "tasks": ("task {of!r}", "redlock_tasks[{of!r}][{name!r}]"),
+    "task": ("task {of!r}", "lock_{name}"),
+    "call": ("call", "lock={{{name!r}}}"),
+}
+
 
 @dataclass(frozen=True)
 class OptionSource:
@@ -16,6 +27,15 @@ class OptionSource:
 
     level: str
     name: str
+
+    @classmethod
+    def at(cls, level: str, name: str, of: str = "") -> OptionSource:
+        """Return the source of an option at a level.
+
+        level: a key of `_WRITTEN`. of: the name of the task, or the name or glob of the entry.
+        """
+        words, written = _WRITTEN[level]
+        return cls(words.format(of=of), written.format(name=name, of=of))
 
     def __str__(self) -> str:
         return self.level if self.level == "built-in" else f"{self.level}: {self.name}"
@@ -33,38 +53,6 @@ TAKEN_OUT = {
         "max_wait ends a wait by its time, and a callable on_conflict by the number of deferrals"
     )
 }
-
-
-def built_in_source(name: str) -> OptionSource:
-    """Return the source of an option that no level sets."""
-    return OptionSource("built-in", name)
-
-
-def app_source(name: str) -> OptionSource:
-    """Return the source of an option that is set for the whole app."""
-    return OptionSource("app", f"redlock_{name}")
-
-
-def pattern_source(kind: str, pattern: str) -> SourceOf:
-    """Return the sources of a queue's or task's name or glob. kind: "queue" or "task"."""
-    return lambda name: OptionSource(
-        f"{kind} {pattern!r}", f"redlock_{kind}s[{pattern!r}][{name!r}]"
-    )
-
-
-def tasks_source(pattern: str) -> OptionSource:
-    """Return the source of an entry of `redlock_tasks` as a whole."""
-    return OptionSource("app", f"redlock_tasks[{pattern!r}]")
-
-
-def task_source(task_name: str) -> SourceOf:
-    """Return the sources of a task's own `lock_*` attributes."""
-    return lambda name: OptionSource(f"task {task_name!r}", f"lock_{name}")
-
-
-def call_source(name: str) -> OptionSource:
-    """Return the source of an option that is set for a single call."""
-    return OptionSource("call", f"lock={{{name!r}}}")
 
 
 @dataclass(frozen=True)

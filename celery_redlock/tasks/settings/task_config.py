@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from celery_redlock.errors import SettingsError
@@ -26,15 +27,10 @@ from celery_redlock.tasks.settings.sources import (
     OptionSource,
     OptionValue,
     SourceOf,
-    app_source,
-    built_in_source,
-    call_source,
-    pattern_source,
-    task_source,
-    tasks_source,
 )
 from celery_redlock.tasks.settings.templates import names_queue
 
+_CALL: SourceOf = partial(OptionSource.at, "call")
 _FIELDS = tuple(one.name for one in fields(TaskLockOptions))
 
 
@@ -118,13 +114,13 @@ class TaskLockConfig:
         self, queue: str, call: Mapping[str, Any]
     ) -> Iterator[tuple[Mapping[str, Any], SourceOf]]:
         """Give the options of each level with their sources; the nearest level comes last."""
-        yield built_in(self.app), built_in_source
-        yield self.app.options, app_source
+        yield built_in(self.app), partial(OptionSource.at, "built-in")
+        yield self.app.options, partial(OptionSource.at, "app")
         pattern = pattern_for(queue, self.app.queues)
         if pattern is not None:
-            yield self.app.queues[pattern], pattern_source("queue", pattern)
+            yield self.app.queues[pattern], partial(OptionSource.at, "queues", of=pattern)
         yield self.options, self.keys.source
-        yield call, call_source
+        yield call, _CALL
 
     def _merge(self, queue: str, call: Mapping[str, Any]) -> TaskLockOptions:
         """Return the options of all levels as one. call: checked."""
@@ -156,12 +152,12 @@ class TaskLockConfig:
 
         Raises SettingsError.
         """
-        valid = check_options(options, self.app, call_source, travels=True)
+        valid = check_options(options, self.app, _CALL, travels=True)
         for name in valid:
             if not self.app.may_carry(name):
                 hint = "is not in redlock_call_options, so no call may set it: set it at the task"
-                raise call_source(name).wrong(options[name], hint)
-        self.keys.check(valid, call_source)
+                raise _CALL(name).wrong(options[name], hint)
+        self.keys.check(valid, _CALL)
         check_together("call", merged(self._of_task, valid))
         return valid
 
@@ -190,7 +186,7 @@ def compile_config(
         elif not callable(value) and written not in others:
             hint = f"is not an option{option_meant(written, 'lock_')}"
             raise SettingsError(f"task {task_name!r}", written, repr(value), hint)
-    source = task_source(task_name)
+    source = partial(OptionSource.at, "task", of=task_name)
     options = check_options(options, app, source, travels=False)
     keys = TaskKeys(task_name, app, signature, source)
     return _check_config(TaskLockConfig(task_name, app, options, keys))
@@ -205,8 +201,9 @@ def compile_adopted_config(
     """
     if pattern not in app.tasks:
         hint = "came after the settings had been read: set it before the app finalizes"
-        raise tasks_source(pattern).wrong("...", hint)
-    keys = TaskKeys(task_name, app, signature, pattern_source("task", pattern))
+        raise OptionSource.at("app", f"tasks[{pattern!r}]").wrong("...", hint)
+    source = partial(OptionSource.at, "tasks", of=pattern)
+    keys = TaskKeys(task_name, app, signature, source)
     return _check_config(TaskLockConfig(task_name, app, app.tasks[pattern], keys))
 
 
@@ -219,7 +216,7 @@ def _check_config(config: TaskLockConfig) -> TaskLockConfig:
     if decides_key(options):
         keys.check(options, keys.source)
     elif decides_key(app.options) or not any(map(decides_key, app.queues.values())):
-        keys.check({"key": None, **app.options}, app_source)
+        keys.check({"key": None, **app.options}, partial(OptionSource.at, "app"))
     check_together(f"task {config.task_name!r}", merged(app.options, options))
     of_all_queues = app.for_queue("")  # the options of a glob that matches every name
     check_built_in(app, merged(built_in(app), app.options, of_all_queues, options))

@@ -1,81 +1,109 @@
-"""The claim of one unique send, from its first request until it is confirmed or given up."""
+"""The claim of a unique send on its key, and the token of it that the message carries."""
 
 from __future__ import annotations
 
+import logging
 import math
 import random
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from celery_redlock.errors import QuorumUnreachable
 from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
+from celery_redlock.lock.transport.encoding import encode_command
 from celery_redlock.lock.validation import LONGEST
+from celery_redlock.tasks.delivery.delivery import RunId
+from celery_redlock.tasks.delivery.header import is_moment
+from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.rounds import (
     SENDING,
     SENT,
     UNIQUE,
-    CompareAndSetRound,
+    ClaimRelease,
+    ClaimRound,
     EarlierSend,
-    UniqueKey,
-    encode_ttl,
+    change,
 )
-from celery_redlock.tasks.unique.token import MIN_MARKER_TTL, UniqueRelease, supersede
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SENDING_TTL = 5.0  # seconds for which others wait for an unconfirmed send: it may be slow, or dead
 MIN_ROUNDS = 4  # node timeouts that SENDING_TTL leaves time for at least
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # seconds between tries while another send is unconfirmed
-MAX_PUBLISH = 1.0  # seconds; after a publish that took longer the confirmation is encoded anew
+MIN_MARKER_TTL = 60.0  # seconds
+_ENDS = ("started", "finished", "expired")
+_IS_A_TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
-@dataclass(frozen=True)
-class UniqueSend:
-    """A send that is to be deduplicated. Times in seconds.
-
-    name: as of `unique_name`. run_id: of the run that its message leads to. unique_for: how long
-    the claim lasts. unique_until, on_duplicate, on_unreachable: the options of these names.
-    countdown: of the message. max_delay: how long after countdown and unique_for the message may
-    still be delivered.
-    """
-
-    name: str
-    run_id: str
-    unique_for: float
-    unique_until: str
-    on_duplicate: str
-    on_unreachable: str
-    countdown: float
-    max_delay: float
-
-
-class UniqueClaim:
+class Claim:
     """The claim of one send, from its first request until it is confirmed or given up.
 
-    is_open: a quorum has it, and it was not given up. replaced: the earlier send whose value it has
-    replaced.
+    name: of the unique key. run_id: of the run that the message leads to. options: those of the
+    send. unique_for: seconds that the claim lasts. delay: seconds after these for which the message
+    may still be delivered. carried: by the message; None unless a quorum has the claim.
     """
 
-    def __init__(self, session: Session, send: UniqueSend) -> None:
-        self._session, self._send = session, send
-        self._key = UniqueKey(session.options.prefix, send.name)
-        self._token, self.is_open = "", False
-        self._confirmation = b""  # a request without its ttl
-        self.replaced: EarlierSend | None = None
+    def __init__(
+        self, session: Session, name: str, run_id: RunId, options: TaskLockOptions,
+        unique_for: float, delay: float,
+    ) -> None:  # fmt: skip
+        self._session, self.name, self.run_id = session, name, run_id
+        self._options, self._unique_for, self._delay = options, unique_for, delay
+        self.carried: ClaimToken | None = None
+        self._token = ""  # with which the value on the nodes begins
         self._opened_at = 0.0
         min_ttl = max(SENDING_TTL, MIN_ROUNDS * session.options.node_timeout)
-        self._sending_ttl = min(send.unique_for, min_ttl)
+        self._sending_ttl = min(unique_for, min_ttl)
         # of the token in use: its rounds, and what it may have replaced, by node
-        self._rounds: list[CompareAndSetRound] = []
+        self._rounds: list[ClaimRound] = []
         self._before: dict[int, EarlierSend] = {}
+
+    def send(self, publish: Callable[[ClaimToken | None], T]) -> T | EarlierSend:
+        """Publish the message, or return the earlier send that this one is a duplicate of.
+
+        publish: takes the token for the message, None without a claim. If it raises, the claim is
+        given up. Raises QuorumUnreachable if on_unreachable="fail", and SettingsError.
+        """
+        earlier, why = None, f"no quorum of nodes agrees on an earlier send of {self.name!r}"
+        try:
+            try:
+                earlier = self.open()
+            except QuorumUnreachable as error:
+                if self._options.on_unreachable == "fail":
+                    raise
+                why = str(error)
+            if earlier is not None:
+                return earlier
+            if self.carried is None:
+                self._warn("sent_without_check", "sending %s without deduplication: %s", why)
+                return publish(None)
+            result = publish(self.carried)
+        except BaseException:  # also if it was interrupted in `open`: the key must not stay claimed
+            self.give_up()
+            raise
+        if not self.confirm():
+            self._warn(
+                "send_not_remembered",
+                "%s was published too slowly to be remembered: a later send is no duplicate of it",
+            )
+        return result
+
+    def _warn(self, event: str, text: str, *why: str) -> None:
+        logger.warning(text, self.run_id, *why, extra={"event": event, "resource": self.name})
 
     def open(self) -> EarlierSend | None:
         """Claim the key, or return the earlier send that this one is a duplicate of.
 
         Waits while another send of the name is unconfirmed. If no quorum agrees within that time,
-        returns None with the claim not open: then the message is to be sent. Raises
-        QuorumUnreachable, SettingsError.
+        returns None without a token: then the message is to be sent. Raises QuorumUnreachable,
+        SettingsError.
         """
         clock = self._session.clock
         until, tries = clock.now() + self._sending_ttl, 0
@@ -83,7 +111,7 @@ class UniqueClaim:
             rival = self._attempt()
             if isinstance(rival, EarlierSend):
                 return rival
-            if self.is_open or not rival or clock.now() > until:
+            if not rival or clock.now() > until:
                 return None
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tries, 16))
             clock.sleep(random.uniform(0.001, pause))  # noqa: S311 - no secret
@@ -91,80 +119,62 @@ class UniqueClaim:
 
     def _attempt(self) -> EarlierSend | bool:
         """Try once: return the earlier send, or whether to try again as a rival is unconfirmed."""
-        session = self._session
-        # a new token for each try: the release of an old one, delivered late, cannot end this one
+        session, replaced = self._session, None
+        # a new one for each try: the release of an old one, delivered late, cannot end this one
         self._token, self._rounds, self._before = session.platform.new_token(), [], {}
         self._opened_at = session.clock.now()
         first = self._ask("")
         earlier = first.agreed
         if not first.reached and earlier is not None and earlier.is_sent:
-            if self._send.on_duplicate != "replace":
+            if self._options.on_duplicate != "replace":
                 self.give_up()
                 return earlier
-            self._take_over(earlier, first)
-        if first.reached or self.replaced is not None:
-            self.is_open = True
+            # replaces it on the nodes that have it
+            others, known = set(range(len(session.node_set.nodes))) - first.changed, first.earlier
+            self._before = {node: known.get(node, earlier) for node in others}
+            if self._ask(earlier.token).reached:
+                replaced = earlier
+        if first.reached or replaced is not None:
+            self.carried = self._message_token(replaced)
             return False
         self.give_up()
-        node_set = session.node_set
-        if first.voted < node_set.size:
-            raise QuorumUnreachable(self._send.name, causes_of(node_set.nodes), node_set.size)
-        has_unconfirmed = any(not one.is_sent for one in first.earlier.values())
-        return has_unconfirmed or earlier is not None
+        if first.voted < session.node_set.size:
+            causes = causes_of(session.node_set.nodes)
+            raise QuorumUnreachable(self.name, causes, session.node_set.size)
+        return earlier is not None or any(not one.is_sent for one in first.earlier.values())
 
-    def _take_over(self, earlier: EarlierSend, first: CompareAndSetRound) -> None:
-        """Replace an earlier send on the nodes that have it."""
-        others = set(range(len(self._session.node_set.nodes))) - first.changed
-        known = first.earlier
-        self._before = {node: known.get(node, earlier) for node in others}
-        if self._ask(earlier.token).reached:
-            self.replaced = earlier
+    def _message_token(self, replaced: EarlierSend | None) -> ClaimToken:
+        clock, until = self._session.clock, self._options.unique_until
+        wall = clock.wall_us() / 1e6
+        ends_at = wall + self._opened_at + self._unique_for - clock.now()
+        if replaced is None:
+            return ClaimToken(self.name, self._token, until, ends_at)
+        kept_for = max(0.0, replaced.gone_by - wall)
+        return ClaimToken(self.name, self._token, until, ends_at, replaced.run_id, kept_for)
 
-    def _ask(self, expected: str) -> CompareAndSetRound:
+    def _ask(self, expected: str) -> ClaimRound:
         """Set this send on every node whose value begins with `expected`; "": that has none."""
         session = self._session
-        round_, sent = CompareAndSetRound(session.node_set), session.clock.now()
+        round_, sent = ClaimRound(session.node_set), session.clock.now()
         self._rounds.append(round_)
-        gone_by = self._gone_by
-        request = self._key.set(expected, self._value(SENDING, gone_by), self._sending_ttl)
+        value, ttl = self._value(SENDING), self._sending_ttl
+        request = change(session, self.name, expected, value, ttl)
         session.node_set.broadcast(Command(request, round_, UNIQUE), sent)
-        # encoded while the nodes execute the request
-        value = self._value(SENT, gone_by + MAX_PUBLISH)
-        self._confirmation = self._key.begin(self._token, value)
         session.node_set.wait(round_, sent + session.options.node_timeout)
         session.node_set.wait_for_connects(round_, sent)
         round_.decided = True
         session.check_distinct()
         return round_
 
-    @property
-    def _gone_by(self) -> float:
-        """The second since 1970 after which a message published now is not delivered any more."""
-        send = self._send
-        lasts = send.countdown + send.unique_for + send.max_delay
-        return self._session.clock.wall_us() / 1e6 + lasts
+    def _value(self, state: str) -> str:
+        """Return the value of this send.
 
-    def _value(self, state: str, gone_by: float) -> str:
-        """Return the value of this send."""
-        return f"{self._token}:{state}:{math.ceil(gone_by)}:{self._send.run_id}"
-
-    def to_message(self) -> dict[str, Any]:
-        """Return what its message carries, from which a worker makes a `UniqueToken`."""
-        send, earlier = self._send, self.replaced
-        clock = self._session.clock
-        ends_at = clock.wall_us() / 1e6 + self._opened_at + send.unique_for - clock.now()
-        token: dict[str, Any] = {
-            "name": send.name,
-            "token": self._token,
-            "until": send.unique_until,
-            "ends_at": ends_at,
-        }
-        if earlier is not None:
-            token |= {"replaces": earlier.run_id, "kept_for": self._kept_for(earlier)}
-        return token
-
-    def _kept_for(self, earlier: EarlierSend) -> float:
-        return max(MIN_MARKER_TTL, earlier.gone_by - self._session.clock.wall_us() / 1e6)
+        It contains the second since 1970 after which a message that is published now is not
+        delivered any more.
+        """
+        wall = self._session.clock.wall_us() / 1e6
+        gone_by = math.ceil(wall + self._unique_for + self._delay)
+        return f"{self._token}:{state}:{gone_by}:{self.run_id}"
 
     @uninterruptible
     def confirm(self) -> bool:
@@ -175,35 +185,31 @@ class UniqueClaim:
         Return False if the claim expired before, so that the nodes do not remember the send. It is
         not made anew: its run may be over, and later sends would be dropped for that run.
         """
-        session = self._session
-        node_set, every = session.node_set, len(session.node_set.nodes)
-        changed = self._changed
-        if len(changed) < every:
-            node_set.read_from(set(range(every)) - changed)  # replies that came meanwhile
-            changed = self._changed
+        session, node_set = self._session, self._session.node_set
+        every = set(range(len(node_set.nodes)))
+        unchanged = every - self._changed
+        if unchanged:
+            node_set.read_from(unchanged)  # replies that came meanwhile
+            unchanged = every - self._changed
         now = session.clock.now()
-        left = self._opened_at + self._send.unique_for - now
-        if now > self._opened_at + MAX_PUBLISH:
-            self._confirmation = self._key.begin(self._token, self._value(SENT, self._gone_by))
-        confirmed = Command(self._confirmation + encode_ttl(left), IGNORE_REPLY, UNIQUE)
-        if left > 0 and len(changed) == every:
+        left = self._opened_at + self._unique_for - now
+        request = change(session, self.name, self._token, self._value(SENT), left)
+        confirmed = Command(request, IGNORE_REPLY, UNIQUE)
+        if left > 0 and not unchanged:
             node_set.broadcast(confirmed, now)
         else:
-            deleted = Command(self._key.delete(self._token), IGNORE_REPLY, UNIQUE)
-            for node in range(every):
-                has_replied = left > 0 and node in changed
-                node_set.send_to(node, confirmed if has_replied else deleted, now)
-        if self.replaced is not None:
-            kept_for = self._kept_for(self.replaced)
-            node_set.broadcast(supersede(session, self.replaced.run_id, kept_for), now)
+            deleted = Command(change(session, self.name, self._token), IGNORE_REPLY, UNIQUE)
+            for node in every:
+                is_told = left > 0 and node not in unchanged
+                node_set.send_to(node, confirmed if is_told else deleted, now)
+        if self.carried is not None:
+            self.carried.mark_superseded(session, self.run_id.name)
         session.watchdog.run_maintenance_by(now + session.options.node_timeout)
         return now < self._opened_at + self._sending_ttl or left <= 0
 
     @property
     def _changed(self) -> set[int]:
         """The nodes that have this send's value by now."""
-        if len(self._rounds) == 1:
-            return self._rounds[0].changed
         return set[int]().union(*(round_.changed for round_ in self._rounds))
 
     @uninterruptible
@@ -218,9 +224,83 @@ class UniqueClaim:
         fresh = self._rounds[0].changed
         before = {node: one for node, one in self._before.items() if node not in fresh}
         for node, earlier in before.items():
-            request = self._key.set(self._token, earlier.value, min(earlier.expires_in, LONGEST))
+            expires_in = min(earlier.expires_in, LONGEST)
+            request = change(session, self.name, self._token, earlier.value, expires_in)
             session.node_set.send_to(node, Command(request, IGNORE_REPLY, UNIQUE), now)
         elsewhere = set(self._rounds[-1].earlier) | set(before)
         nodes = set(range(len(session.node_set.nodes))) - elsewhere
-        UniqueRelease(session, self._key.delete(self._token)).send(nodes)
-        self.is_open, self._rounds = False, []
+        ClaimRelease(session, self.name, self._token).send(nodes)
+        self.carried, self._rounds = None, []
+
+
+@dataclass(frozen=True)
+class ClaimToken:
+    """What a message carries of its send's claim, by which a worker ends the claim.
+
+    name: of the unique key. token: the key's value begins with it. until: "started", "finished" or
+    "expired". ends_at: seconds since 1970, when the key expires. replaces: the id of the run that
+    this send replaces, or ""; kept_for: seconds that its marker stays, `MIN_MARKER_TTL` at least.
+    """
+
+    name: str = ""
+    token: str = ""
+    until: str = ""
+    ends_at: float = 0.0
+    replaces: str = ""
+    kept_for: float = 0.0
+
+    @classmethod
+    def of(cls, carried: object) -> ClaimToken | None:
+        """Read it from a message; None if it is not there, or another program wrote it."""
+        if not isinstance(carried, Mapping):
+            return None
+        one = cls(**{name: carried[name] for name in cls.__dataclass_fields__ if name in carried})
+        texts = (one.name, one.token, one.until, one.replaces)
+        if not all(isinstance(text, str) for text in texts) or not one.name:
+            return None
+        # a part of a token would begin the value of any send, and end its claim
+        if not _IS_A_TOKEN.fullmatch(one.token) or one.until not in _ENDS:
+            return None
+        return one if is_moment(one.kept_for) and is_moment(one.ends_at) else None
+
+    def to_message(self) -> dict[str, Any]:
+        """Return a mapping that any serializer takes."""
+        return {name: value for name, value in vars(self).items() if value}
+
+    def mark_superseded(self, session: Session, task_name: str) -> None:
+        """Mark the run that this send replaces, if it replaces one. Does not wait.
+
+        The sender does that, and the run again, in case the sender died before. Later commands on
+        the same connections are executed after it: the grant of this run's lock. The marker is a
+        completion marker below 0; a marker that is there already stays. task_name: of this send; it
+        can replace a first try of the same task alone.
+        """
+        if self.replaces and self.replaces.endswith(str(RunId("", task_name))):
+            key, now = completion_key(session.options.prefix, self.replaces), session.clock.now()
+            since_ms = session.clock.wall_us() // 1000
+            ttl_ms = math.ceil(min(max(self.kept_for, MIN_MARKER_TTL), LONGEST) * 1000)
+            request = encode_command("SET", key, str(-since_ms), "PX", str(ttl_ms), "NX")
+            session.node_set.broadcast(Command(request, IGNORE_REPLY), now)
+
+    def release_at_start(self, session: Session) -> None:
+        """Release the key if that is due at the start, before the body reads anything.
+
+        Waits for a quorum: a send from here on must not be dropped for what the body has read.
+        """
+        if self.until == "started" and not self.release(session).wait():
+            text = "no quorum of nodes released unique key %r: later sends may count as duplicates"
+            extra = {"event": "window_stays", "resource": self.name}
+            logger.warning(text, self.name, extra=extra)
+
+    def release_at_end(self, session: Session) -> None:
+        """Release the key, unless it is to last until it expires. Does not wait."""
+        if self.until != "expired":
+            self.release(session)
+
+    @uninterruptible
+    def release(self, session: Session) -> ClaimRelease:
+        """Release the key now, and return the round. Does not wait."""
+        expires_in = min(self.ends_at - session.clock.wall_us() / 1e6, LONGEST)
+        release = ClaimRelease(session, self.name, self.token, expires_in)
+        release.send()
+        return release

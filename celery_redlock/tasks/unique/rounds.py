@@ -1,4 +1,4 @@
-"""One compare-and-set on all nodes, and what they know of an earlier send."""
+"""The compare-and-set of a unique key on all nodes: its requests, its round, and its release."""
 
 from __future__ import annotations
 
@@ -9,52 +9,28 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
+from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import unique_key
+from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.server.scripts import load_script
 from celery_redlock.lock.transport.command import Command, Round
-from celery_redlock.lock.transport.encoding import (
-    UnexpectedReplyError,
-    encode_bulk,
-    encode_text,
-    text_of,
-)
+from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
 
 SENDING, SENT = "sending", "sent"  # the state of a send, as its value on the nodes names it
+DELIVER_FOR = 60.0  # seconds for which a release is repeated to a node that is away
 
 UNIQUE = load_script("unique")
-# what each request begins with, up to its key; made once, because every unique send waits for it
-_HEAD = UNIQUE.begin([""], 3).removesuffix(encode_text(""))
 
 
-class UniqueKey:
-    """The requests that change one unique key. name: as of `unique_name`."""
+def change(session: Session, name: str, expected: str, value: str = "", ttl: float = 0.0) -> bytes:
+    """Return the request that changes a unique key.
 
-    __slots__ = ("_head",)
-
-    def __init__(self, prefix: str, name: str) -> None:
-        self._head = _HEAD + encode_text(unique_key(prefix, name))
-
-    def begin(self, expected: str, value: str) -> bytes:
-        """Return a request without its last argument, which `encode_ttl` returns.
-
-        expected: what the current value must begin with; "": there must be none. value: the new
-        one; "": none.
-        """
-        return b"%b%b%b" % (self._head, encode_text(expected), encode_text(value))
-
-    def set(self, expected: str, value: str, ttl: float) -> bytes:
-        """Return the request that sets a value for this many seconds."""
-        return self.begin(expected, value) + encode_ttl(ttl)
-
-    def delete(self, token: str) -> bytes:
-        """Return the request that deletes the value of this token."""
-        return self.begin(token, "") + encode_ttl(0.0)
-
-
-def encode_ttl(seconds: float) -> bytes:
-    """Return a ttl as the last argument of a request."""
-    return encode_bulk(b"%d" % max(1, math.ceil(seconds * 1000)))
+    name: as of `unique_name`. expected: what the current value must begin with; "": there must be
+    none. value: the new one, for `ttl` seconds; "": none.
+    """
+    key, ttl_ms = unique_key(session.options.prefix, name), max(1, math.ceil(ttl * 1000))
+    return UNIQUE.call([key], expected, value, str(ttl_ms))
 
 
 @dataclass(frozen=True)
@@ -87,87 +63,75 @@ class EarlierSend:
         return cls(token, state == SENT and bool(run_id), gone_by, run_id, value, expires_in)
 
 
-def check_reply(reply: Any) -> Any:
-    """Return a reply that is as in lua/unique.lua; raises UnexpectedReplyError."""
+def read_reply(reply: Any) -> EarlierSend | bool:
+    """Return whether a node has changed the key, or the other send that it names.
+
+    False if it has no value, and one was expected. Raises UnexpectedReplyError.
+    """
     if type(reply) is int and reply in (0, 1):
-        return reply
+        return bool(reply)
     if type(reply) is list and [type(word) for word in reply] == [int, bytes]:
-        return reply
+        expires_in = reply[0] / 1000 if reply[0] >= 0 else math.inf
+        return EarlierSend.of(text_of(reply[1]), expires_in)
     raise UnexpectedReplyError(reply)
 
 
-class CompareAndSetRound(Round):
-    """One compare-and-set on all nodes, and their replies.
+class ClaimRound(Round):
+    """One compare-and-set of a claim on all nodes, and their replies.
 
-    changed: the nodes that have the new value. empty: those that had no value and expected one.
-    wanted: False once the claim is given up, so that no request for it is written any more.
+    changed: the nodes that have the new value. wanted: False once the claim is given up, so that no
+    request for it is written any more.
     """
 
-    __slots__ = ("_earlier", "_node_set", "_repeated", "changed", "empty", "errors", "wanted")
+    __slots__ = ("_earlier", "_empty", "_failed", "_node_set", "_repeated", "changed", "wanted")
 
     def __init__(self, node_set: GuardedNodeSet) -> None:
-        self.decided, self.wake = False, None
-        self.wanted = True
-        self.changed: set[int] = set()
-        self.empty: set[int] = set()
-        self._earlier: dict[int, EarlierSend] = {}
-        self.errors: dict[int, NodeError] = {}
+        self.decided, self.wake, self.wanted = False, None, True
         self._node_set, self._repeated = node_set, set[int]()
+        # each node is in one of these; empty: it has no value
+        self.changed, self._empty, self._failed = set[int](), set[int](), set[int]()
+        self._earlier: dict[int, EarlierSend] = {}
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count the reply of a node. Raises UnexpectedReplyError."""
-        if type(reply) is hiredis.ReplyError:
-            self.errors[node] = NodeError("", str(reply))
-        elif check_reply(reply) == 1:
-            self.changed.add(node)
-        elif reply == 0:
-            self.empty.add(node)
+        found = None if type(reply) is hiredis.ReplyError else read_reply(reply)
+        if isinstance(found, EarlierSend):
+            self._earlier[node] = found
         else:
-            value = text_of(reply[1])
-            expires_in = reply[0] / 1000 if reply[0] >= 0 else math.inf
-            self._earlier[node] = EarlierSend.of(value, expires_in)
-        if not self.decided:
-            self._decide_if_clear()
-
-    @property
-    def earlier(self) -> dict[int, EarlierSend]:
-        """A copy of the earlier sends by node: another thread may add a late one."""
-        return self._earlier.copy()
+            (self._failed if found is None else self.changed if found else self._empty).add(node)
+        self._decide_if_clear()
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Repeat the request once on a new connection: a second execution changes nothing."""
         if error.lost and not self.decided and node not in self._repeated:
             self._repeated.add(node)
             self._node_set.send_to(node, command)
-            return
-        self.errors[node] = error
-        if not self.decided:
+        else:
+            self._failed.add(node)
             self._decide_if_clear()
 
     def _decide_if_clear(self) -> None:
-        if self.reached:
-            self.decide()
+        """Decide once no missing reply can change whether a quorum agrees, and on what."""
+        if self.decided:
             return
-        nodes, size = len(self._node_set.nodes), self._node_set.size
-        hopeless = len(self.errors) > nodes - size
-        all_heard = self.voted + len(self.errors) >= nodes
-        if all_heard or hopeless or self._is_known:
+        nodes, size, failed = len(self._node_set.nodes), self._node_set.size, len(self._failed)
+        missing = nodes - self.voted - failed
+        is_clear = self.reached or not missing or failed > nodes - size
+        if not is_clear and (earlier := self.agreed) is not None:
+            sent = sum(one.is_sent for one in self.earlier.values())
+            is_clear = earlier.is_sent or sent + missing < size
+        if is_clear:
             self.decide()
 
     @property
-    def _is_known(self) -> bool:
-        """Whether a quorum names one earlier send, and the missing replies cannot change that."""
-        earlier = self.agreed
-        if earlier is None or earlier.is_sent:
-            return earlier is not None
-        sent = sum(one.is_sent for one in self.earlier.values())
-        unheard = len(self._node_set.nodes) - self.voted - len(self.errors)
-        return sent + unheard < self._node_set.size
+    def earlier(self) -> dict[int, EarlierSend]:
+        """A copy of the earlier sends by node: another thread may add a late one."""
+        return self._earlier.copy()
 
     @property
     def voted(self) -> int:
         """How many nodes gave a valid reply."""
-        return len(self.changed) + len(self.empty) + len(self._earlier)
+        return len(self.changed) + len(self._empty) + len(self._earlier)
 
     @property
     def reached(self) -> bool:
@@ -181,14 +145,82 @@ class CompareAndSetRound(Round):
         A single node proves nothing: it may have missed the release of the key. Another one may
         have executed a delayed request after the release; no confirmation follows such a request.
         """
-        if len(self._earlier) < self._node_set.size:
+        sends, size = list(self.earlier.values()), self._node_set.size
+        if len(sends) < size:
             return None
-        tokens = [one.token for one in self.earlier.values()]
+        tokens = [one.token for one in sends]
         token = max(tokens, key=tokens.count)
-        if tokens.count(token) < self._node_set.size:
+        if tokens.count(token) < size:
             return None
-        own = [one for one in self.earlier.values() if one.token == token]
-        sent = [one for one in own if one.is_sent]
-        if len(sent) >= self._node_set.size:
-            return sent[0]
-        return next(one for one in own if not one.is_sent)
+        own = [one for one in sends if one.token == token]
+        is_sent = sum(one.is_sent for one in own) >= size
+        return next(one for one in own if one.is_sent == is_sent)
+
+
+class ClaimRelease(Round):
+    """The release of a unique key on all nodes, also on a node that is away for a while.
+
+    expires_in: seconds after which the key expires anyway. Decided once a quorum has executed it.
+    """
+
+    wanted = True
+
+    def __init__(self, session: Session, name: str, token: str, expires_in: float = 0.0) -> None:
+        super().__init__()
+        self._session, self._request = session, change(session, name, token)
+        self._made_at, self._expires_in = session.clock.now(), expires_in
+        self._executed: set[int] = set()
+
+    @property
+    def until(self) -> float:
+        """The monotonic second after which the release is not repeated to any node.
+
+        Until a quorum has executed the release, later sends would be dropped for a run that is
+        over: then it is repeated until the key expires. A minority cannot make a send be dropped.
+        """
+        expires_in = 0.0 if self.decided else self._expires_in
+        return self._made_at + max(DELIVER_FOR, expires_in)
+
+    @uninterruptible
+    def send(self, nodes: set[int] | None = None) -> None:
+        """Write it to some nodes, or to all. Does not wait."""
+        session, command, now = self._session, self.command(), self._session.clock.now()
+        if nodes is None:
+            session.node_set.broadcast(command, now)
+        for node in nodes or ():
+            session.node_set.send_to(node, command, now)
+        session.watchdog.run_maintenance_by(now + session.options.node_timeout)
+
+    def wait(self) -> bool:
+        """Wait one node timeout at most, and return whether a quorum has executed it."""
+        session = self._session
+        session.node_set.wait(self, session.clock.now() + session.options.node_timeout)
+        return self.decided
+
+    def command(self) -> Command:
+        """Return what to send; not kept, because it refers to this object."""
+        return Command(self._request, self, UNIQUE)
+
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """Count the reply, or send it again if the node could not: loading, busy, no disk.
+
+        Also send it again if another send is just replacing this one: if that send fails, it puts
+        this one's value back. Raises UnexpectedReplyError.
+        """
+        session = self._session
+        found = None if type(reply) is hiredis.ReplyError else read_reply(reply)
+        if found is None or (isinstance(found, EarlierSend) and not found.is_sent):
+            session.outbox.put(node, self)
+            session.watchdog.run_maintenance_by(session.clock.now() + session.options.node_timeout)
+            return
+        self._executed.add(node)
+        if not self.decided and len(self._executed) >= session.node_set.size:
+            self.decide()
+
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
+        """Send it again once the node is back."""
+        if self._session.clock.now() < self.until:
+            self._session.outbox.put(node, self)
+
+    def settle(self, node: int) -> None:
+        """Do nothing: the key expires by itself."""

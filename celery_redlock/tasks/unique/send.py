@@ -1,32 +1,32 @@
-"""The steps of a unique send: claim the key, publish, confirm; or return the earlier send."""
+"""Puts what a call says of its lock into its message: its options, and a unique send's token."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
 from celery.utils import uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_redlock.errors import DuplicateTask, QuorumUnreachable, SettingsError
-from celery_redlock.lock.client import Redlock
+from celery_redlock.errors import DuplicateTask, SettingsError
 from celery_redlock.lock.model.keys import name_of_all
 from celery_redlock.lock.validation import check_resources
 from celery_redlock.tasks.delivery.delivery import RunId, utc_now
 from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.per_app import redlock_of, settings_of
+from celery_redlock.tasks.settings.backoff import Backoff
 from celery_redlock.tasks.settings.levels import check_options
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
 from celery_redlock.tasks.settings.sources import OptionSource
-from celery_redlock.tasks.unique.claim import UniqueClaim, UniqueSend
+from celery_redlock.tasks.unique.claim import Claim, ClaimToken
 from celery_redlock.tasks.unique.rounds import EarlierSend
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+AWAITED = ("task_id", "link", "link_error", "chord", "group_id")
 
 
 def send_unique(
@@ -53,69 +53,48 @@ def send_unique(
     if not isinstance(resource, str) or not resource:
         raise SettingsError(level, "resource", repr(resource), "must be a text, not empty")
     check_resources(level, resource)
+    publish = functools.partial(app.send_task, name, args, kwargs)
     if given["unique_for"] is None or is_awaited(options) or app.conf.task_always_eager:
-        return app.send_task(name, args, kwargs, **options)
+        return publish(**options)
     options["task_id"] = uuid()
     lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **given})
-    call = UniqueCall(app, name, (resource,), lock_options, options)
-    return call.send(functools.partial(app.send_task, name, args, kwargs), app.AsyncResult)
+    return send_claimed(
+        app, name, (resource,), lock_options, options, publish=publish, result_of=app.AsyncResult
+    )
 
 
-@dataclass
-class UniqueCall:
-    """One call of `apply_async` or `send_unique` whose send is to be deduplicated.
+def send_claimed(
+    app: Any, task_name: str, resources: tuple[str, ...], lock_options: TaskLockOptions,
+    options: dict[str, Any], *, publish: Callable[..., T], result_of: Callable[[str], T],
+) -> T:  # fmt: skip
+    """Return the result of `publish(**options)`, or that of the earlier send.
 
     resources: of the task's lock. options: Celery's for this send, with its task id; they are
-    changed.
+    changed. result_of: returns the result of a task id. Raises DuplicateTask, and what `Claim.send`
+    does. The claim never outlasts the message: a queue may drop an expired one, and then no worker
+    would release the key.
     """
+    countdown = seconds_until(app, options.get("eta") or options.get("countdown") or 0.0)
+    of_task = getattr(app._tasks.get(task_name), "expires", None)
+    expires = options.get("expires", of_task)
+    unique_for = lock_options.unique_for or 0.0
+    if expires is not None:
+        unique_for = max(0.0, min(unique_for, seconds_until(app, expires)))
+    name, run_id = unique_name(task_name, resources), RunId(options["task_id"], task_name)
+    delay = max(0.0, countdown) + settings_of(app).done_ttl
+    claim = Claim(redlock_of(app).session, name, run_id, lock_options, unique_for, delay)
 
-    app: Any
-    task_name: str
-    resources: tuple[str, ...]
-    lock_options: TaskLockOptions
-    options: dict[str, Any]
+    def publish_with(token: ClaimToken | None) -> T:
+        if token is not None:
+            add_token(options, token)
+        return publish(**options)
 
-    def send(self, publish: Callable[..., T], result_of: Callable[[str], T]) -> T:
-        """Return the result of `publish(**options)`, or that of the earlier send.
-
-        result_of: returns the result of a task id. Raises DuplicateTask, and what `send_once` does.
-        """
-
-        def publish_with(token: Mapping[str, Any] | None) -> T:
-            if token is not None:
-                add_token(self.options, token)
-            return publish(**self.options)
-
-        sent = send_once(redlock_of(self.app), self.unique_send(), publish_with)
-        if not isinstance(sent, EarlierSend):
-            return sent
-        if self.lock_options.on_duplicate == "fail":
-            raise DuplicateTask(", ".join(self.resources), sent.task_id)
-        return result_of(sent.task_id)
-
-    def unique_send(self) -> UniqueSend:
-        """Return what the claim must know of the send.
-
-        The claim never outlasts the message: a queue may drop an expired one, and then no worker
-        would release the key.
-        """
-        app, options, lock_options = self.app, self.options, self.lock_options
-        countdown = seconds_until(app, options.get("eta") or options.get("countdown") or 0.0)
-        of_task = getattr(app._tasks.get(self.task_name), "expires", None)
-        expires = options.get("expires", of_task)
-        unique_for = lock_options.unique_for or 0.0
-        if expires is not None:
-            unique_for = max(0.0, min(unique_for, seconds_until(app, expires)))
-        return UniqueSend(
-            name=unique_name(self.task_name, self.resources),
-            run_id=str(RunId(options["task_id"], self.task_name)),
-            unique_for=unique_for,
-            unique_until=lock_options.unique_until,
-            on_duplicate=lock_options.on_duplicate,
-            on_unreachable=lock_options.on_unreachable,
-            countdown=max(0.0, countdown),
-            max_delay=settings_of(app).done_ttl,
-        )
+    sent = claim.send(publish_with)
+    if not isinstance(sent, EarlierSend):
+        return sent
+    if lock_options.on_duplicate == "fail":
+        raise DuplicateTask(", ".join(resources), sent.task_id)
+    return result_of(sent.task_id)
 
 
 def seconds_until(app: Any, moment: float | str | datetime) -> float:
@@ -124,9 +103,6 @@ def seconds_until(app: Any, moment: float | str | datetime) -> float:
         at: datetime = maybe_make_aware(maybe_iso8601(moment), app.timezone)
         return (at - utc_now()).total_seconds()
     return float(moment)
-
-
-AWAITED = ("task_id", "link", "link_error", "chord", "group_id")
 
 
 def is_awaited(options: Mapping[str, Any]) -> bool:
@@ -150,50 +126,11 @@ def unique_name(task_name: str, resources: tuple[str, ...]) -> str:
     return f"{task}:{name_of_all(resources)}"
 
 
-def send_once(
-    redlock: Redlock, send: UniqueSend, publish: Callable[[Mapping[str, Any] | None], T]
-) -> T | EarlierSend:
-    """Publish a message, or return the earlier send that it is a duplicate of.
-
-    publish: takes the token for the message, None without a claim. If it raises, the claim is given
-    up. Raises QuorumUnreachable if on_unreachable="fail", and SettingsError.
-    """
-    claim = UniqueClaim(redlock.session, send)
-    try:
-        try:
-            earlier = claim.open()
-        except QuorumUnreachable as error:
-            if send.on_unreachable == "fail":
-                raise
-            _warn_unchecked(send, str(error))
-            return publish(None)
-        if earlier is not None:
-            return earlier
-        if not claim.is_open:
-            why = f"no quorum of nodes agrees on an earlier send of {send.name!r}"
-            _warn_unchecked(send, why)
-            return publish(None)
-        result = publish(claim.to_message())
-    except BaseException:  # also if it was interrupted in `open`: the key must not stay claimed
-        claim.give_up()
-        raise
-    if not claim.confirm():
-        extra = {"event": "send_not_remembered", "resource": send.name}
-        text = "%s was published too slowly to be remembered: a later send is no duplicate of it"
-        logger.warning(text, send.run_id, extra=extra)
-    return result
-
-
-def _warn_unchecked(send: UniqueSend, why: str) -> None:
-    extra = {"event": "sent_without_check", "resource": send.name}
-    logger.warning("sending %s without deduplication: %s", send.run_id, why, extra=extra)
-
-
-def add_token(options: dict[str, Any], token: Mapping[str, Any]) -> None:
+def add_token(options: dict[str, Any], token: ClaimToken) -> None:
     """Put the token of a claim into the headers of its send."""
-    headers = options.get("headers")
-    header = header_of_send(headers, options["task_id"])
-    options["headers"] = {**(headers or {}), HEADER: {**header, "unique": token}}
+    headers = options.get("headers") or {}
+    header = {**header_of_send(headers, options["task_id"]), "unique": token.to_message()}
+    options["headers"] = {**headers, HEADER: header}
 
 
 def header_of_send(headers: Mapping[str, Any] | None, task_id: object) -> Mapping[str, Any]:
@@ -202,3 +139,65 @@ def header_of_send(headers: Mapping[str, Any] | None, task_id: object) -> Mappin
     if not isinstance(header, Mapping) or header.get("id") != task_id:
         return {"options": {}, "id": task_id}
     return header
+
+
+def options_to_message(of_call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a call as values that any serializer takes."""
+    return {
+        name: value.to_message() if isinstance(value, Backoff) else value
+        for name, value in of_call.items()
+    }
+
+
+def carry_options(
+    sender: Any = None, body: Any = None, headers: Any = None, properties: Any = None, **_: Any
+) -> None:
+    """Put the `lock=` of a send by name into its headers, and prepare that of embedded signatures.
+
+    Source: celery.app.amqp sends this before the message is serialized. An option of `send_task`
+    that Celery does not know is a property by then, which AMQP brokers drop in silence. Celery
+    swallows what is raised here, so a wrong option is refused by the run.
+    """
+    if properties and "lock" in properties:
+        _put_options(sender, properties.pop("lock"), headers)
+    args, embedded = (body[0], body[2]) if isinstance(body, tuple) else (body.get("args"), body)
+    for name in ("callbacks", "errbacks", "chain", "chord"):
+        signatures = embedded.get(name)
+        if signatures:
+            _prepare_signatures(signatures)
+    for value in args or ():
+        if isinstance(value, (list, tuple, Mapping)):
+            _prepare_signatures(value)
+
+
+def _put_options(name: str, of_call: Any, headers: dict[str, Any]) -> None:
+    """Put the options of a send by name into its headers, beside the token of a unique send."""
+    if not isinstance(of_call, Mapping):
+        of_call = {"lock": repr(of_call)}  # no option has this name, so the run refuses it
+    if of_call.get("unique_for") is not None:
+        logger.warning(
+            "sending %s without deduplication: a send by name knows no key; use send_unique",
+            name, extra={"event": "sent_without_check", "task": name},
+        )  # fmt: skip
+    header = header_of_send(headers, headers.get("id"))
+    headers[HEADER] = {**header, "options": options_to_message(of_call)}
+
+
+def _prepare_signatures(value: Any) -> None:
+    """Make the lock options of a signature, or of those in a list, ready for their message.
+
+    If the first item of a list is no container, the others are not looked at: it may be long.
+    """
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], (list, tuple, Mapping)):
+            for item in value:
+                _prepare_signatures(item)
+        return
+    if not isinstance(value, Mapping) or not isinstance(value.get("options"), Mapping):
+        return
+    options, of_call = value["options"], value["options"].get("lock")
+    if isinstance(of_call, Mapping):
+        options["lock"] = options_to_message(of_call)
+    inner = value.get("kwargs") if value.get("subtask_type") else None
+    for part in (*options.values(), *(inner or {}).values(), *(value.get("args") or ())):
+        _prepare_signatures(part)

@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         "a send is deduplicated though locking is off",
         "testing.unlocked:locking_off",
-        'mock.patch.object(send_module, "send_once", send),',
+        'mock.patch.object(Claim, "send", send),',
         "",
         (f"{KIT}::TestLockingOff::test_a_unique_send_is_published_without_any_node",),
     ),

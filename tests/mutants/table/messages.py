@@ -108,9 +108,9 @@ MUTANTS = (
     ),
     Mutant(
         "a body begins before a quorum knows that its window is over",
-        "tasks.unique.token:UniqueToken.release_at_start",
-        "not self.release(redlock).wait()",
-        "self.release(redlock) is None",
+        "tasks.unique.claim:ClaimToken.release_at_start",
+        "not self.release(session).wait()",
+        "self.release(session) is None",
         (
             f"{CONTRACT}/test_unique.py::TestFaults::"
             "test_a_body_begins_once_a_quorum_has_heard_that_its_window_is_over",
@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release that comes late ends the window of the next try",
-        "tasks.unique.claim:UniqueClaim._attempt",
+        "tasks.unique.claim:Claim._attempt",
         "self._before = session.platform.new_token(),",
         "self._before = self._token or session.platform.new_token(),",
         (
@@ -128,9 +128,9 @@ MUTANTS = (
     ),
     Mutant(
         "a node that refuses to end a window is not told again",
-        "tasks.unique.token:UniqueRelease.on_reply",
-        "if replaced or is_error:",
-        "if replaced:",
+        "tasks.unique.rounds:ClaimRelease.on_reply",
+        "found is None or (",
+        "found is not None and (",
         (
             f"{CONTRACT}/test_unique.py::TestFaults::"
             "test_a_node_that_refuses_to_end_a_window_is_told_again",
@@ -138,9 +138,9 @@ MUTANTS = (
     ),
     Mutant(
         "a window lasts longer by as long as its publish took",
-        "tasks.unique.claim:UniqueClaim.confirm",
-        "left = self._opened_at + self._send.unique_for - now",
-        "left = self._send.unique_for",
+        "tasks.unique.claim:Claim.confirm",
+        "left = self._opened_at + self._unique_for - now",
+        "left = self._unique_for",
         (
             f"{CONTRACT}/test_unique.py::TestOneSend::"
             "test_what_nodes_keep_of_it_tells_how_late_it_may_come",
@@ -148,7 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         "a message with an eta runs beside the send that took its place",
-        "tasks.unique.send:UniqueCall.unique_send",
+        "tasks.unique.send:send_claimed",
         'options.get("eta") or options.get("countdown")',
         'options.get("countdown")',
         (f"{CONTRACT}/test_unique.py::test_nodes_keep_of_a_send_that_it_may_come_that_much_later",),
@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "a message that a dead sender replaced runs beside the one that replaces it",
         "tasks.execution.run:LockedRun._acquire_or_end",
-        "            self.token.mark_superseded(redlock_of(task.app), task.name)\n",
+        "            self.token.mark_superseded(redlock_of(task.app).session, task.name)\n",
         "            pass\n",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
@@ -407,7 +407,7 @@ MUTANTS = (
     ),
     Mutant(
         "a second send in a window is published",
-        "tasks.unique.send:send_once",
+        "tasks.unique.claim:Claim.send",
         "if earlier is not None:",
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
@@ -415,9 +415,9 @@ MUTANTS = (
     ),
     Mutant(
         "a send whose publish failed holds up later ones",
-        "tasks.unique.send:send_once",
-        "        claim.give_up()\n        raise\n",
-        "        raise\n",
+        "tasks.unique.claim:Claim.send",
+        "            self.give_up()\n            raise\n",
+        "            raise\n",
         (f"{CONTRACT}/test_unique.py",),
         "a_publish_that_fails_ends_the_window",
     ),
@@ -431,23 +431,23 @@ MUTANTS = (
     ),
     Mutant(
         "a send is dropped though the nodes name different earlier ones",
-        "tasks.unique.rounds:CompareAndSetRound.agreed",
-        "if tokens.count(token) < self._node_set.size:",
+        "tasks.unique.rounds:ClaimRound.agreed",
+        "if tokens.count(token) < size:",
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
         "name_different_sends",
     ),
     Mutant(
         "a send that was replaced runs as well",
-        "tasks.unique.claim:UniqueClaim.confirm",
-        "if self.replaced is not None:",
+        "tasks.unique.claim:Claim.confirm",
+        "if self.carried is not None:",
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
         "the_earlier_one_marked",
     ),
     Mutant(
         "a window that is to end with its run stays",
-        "tasks.unique.token:UniqueToken.release_at_end",
+        "tasks.unique.claim:ClaimToken.release_at_end",
         'if self.until != "expired":',
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
@@ -455,7 +455,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to last ends with its run",
-        "tasks.unique.token:UniqueToken.release_at_end",
+        "tasks.unique.claim:ClaimToken.release_at_end",
         'if self.until != "expired":',
         "if True:",
         (f"{CONTRACT}/test_unique.py",),
@@ -463,8 +463,8 @@ MUTANTS = (
     ),
     Mutant(
         "a window that is to end at the start of its body stays until the end",
-        "tasks.unique.token:UniqueToken.release_at_start",
-        'if self.until == "started" and not self.release(redlock).wait():',
+        "tasks.unique.claim:ClaimToken.release_at_start",
+        'if self.until == "started" and not self.release(session).wait():',
         "if False:",
         (f"{INTEGRATION}/test_unique.py",),
         "is_a_new_one_from_the_start_of_the_body",

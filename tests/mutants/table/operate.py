@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "one task that cannot be meant ends the lints of all others",
-        "operate.lints.rules:_all",
+        "operate.lints:_all",
         "error.value, hint)\n",
         "error.value, hint)\n            return\n",
         (f"{UNIT}/test_lints.py::test_a_task_that_cannot_be_meant_leaves_other_tasks_their_lints",),
@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "a key of the app that a task cannot fill is found at each run",
         "tasks.settings.task_config:_check_config",
-        'keys.check({"key": None, **app.options}, app_source)',
+        'keys.check({"key": None, **app.options}, partial(OptionSource.at, "app"))',
         "pass",
         (
             f"{UNIT}/test_settings.py::"

@@ -220,7 +220,7 @@ MUTANTS = (
     ),
     Mutant(
         "the lock of a child that still runs is released",
-        "tasks.children.process:ChildProcess.has_exited",
+        "tasks.children.forks:ChildProcess.has_exited",
         "return self._exited or self.descriptor in ready",
         "return True",
         (f"{UNIT}/test_children.py",),

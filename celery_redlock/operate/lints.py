@@ -1,0 +1,427 @@
+"""What `doctor` and a worker's start report about the settings of an app.
+
+Not here: values that are wrong in themselves, which `tasks/settings` refuses when the app
+finalizes; how the nodes are, which `operate/cli` shows. `lint` and `left_open` read an app with all
+its tasks; each function below gives the lints of one kind. `report_lints` logs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from celery_redlock import anchors
+from celery_redlock.errors import SettingsError
+from celery_redlock.lock.transport.address import parse_address
+from celery_redlock.tasks.declaration import ENTRY, config_of
+from celery_redlock.tasks.delivery.route import driver_of, has_quorum_queues, queue_of_send
+from celery_redlock.tasks.per_app import settings_of
+from celery_redlock.tasks.settings.app import CELERY_PREFIX, DEFAULT_PREFIX, is_glob, pattern_for
+from celery_redlock.tasks.settings.conf import one_redis, visibility_timeout
+from celery_redlock.tasks.settings.levels import decides_key
+from celery_redlock.tasks.settings.sources import EffectiveOptions, OptionSource, did_you_mean
+from celery_redlock.tasks.settings.templates import templates_of
+from celery_redlock.tasks.startup import locked_tasks, locks_tasks
+from celery_redlock.tasks.task import LockedTask
+
+logger = logging.getLogger(__name__)
+
+ERROR, WARNING, ADVICE = "error", "warning", "advice"
+DEFAULT_PREFETCH = 4  # Celery's default of worker_prefetch_multiplier
+# For the broker and the result backend, the setting that may hold their `global_keyprefix`.
+TRANSPORT_OPTIONS = {
+    "broker_url": "broker_transport_options",
+    "result_backend": "result_backend_transport_options",
+}
+_NAMED = 5  # the most tasks that one lint names
+_reported: weakref.WeakSet[Any] = weakref.WeakSet()  # apps whose worker has logged its lints
+
+
+@dataclass(frozen=True)
+class Lint:
+    """One thing that is wrong with the settings, or could be better.
+
+    level: "error", "warning" or "advice". setting, value: what is set, and where. hint: the
+    consequence, and what to do.
+    """
+
+    level: str
+    setting: str
+    value: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.value}: {self.hint}"
+
+
+@dataclass(frozen=True)
+class TaskInQueue:
+    """A locked task, the queue of its own routing, and the options in force there."""
+
+    task: LockedTask
+    queue: str
+    options: EffectiveOptions
+
+
+def refuse_errors(app: Any) -> None:
+    """Raise SettingsError for the first error in the names of `redlock_queues`.
+
+    Without locked tasks the setting is not looked at.
+    """
+    patterns, conf = app.conf.get("redlock_queues"), app.conf
+    if isinstance(patterns, Mapping) and locks_tasks(app):
+        for one in _unknown_queues(map(str, patterns), declared_queues(conf), conf):
+            if one.level == ERROR:
+                raise SettingsError("app", "redlock_queues", one.value, one.hint)
+
+
+def report_lints(sender: Any = None, **_: Any) -> None:
+    """Log errors and warnings, once an app: a consumer is ready again after each reconnection."""
+    app = sender.app
+    if app in _reported:
+        return
+    _reported.add(app)
+    if not locked_tasks(app):
+        return
+    try:
+        if not settings_of(app).nodes:
+            return
+        found, unset = lint(app), left_open(app)
+    except SettingsError:
+        return  # the check of the nodes reports it
+    for one in found:
+        if one.level != ADVICE:
+            level = logging.ERROR if one.level == ERROR else logging.WARNING
+            text = anchors.see(str(one), anchors.DOCTOR_REPORTS)
+            logger.log(level, "%s", text, extra={"event": "lint"})
+    for one in unset:
+        logger.info("%s", one, extra={"event": "left_open"})
+
+
+def lint(app: Any) -> tuple[Lint, ...]:
+    """Return the lints of an app, errors first; each once, however many tasks it concerns.
+
+    Raises SettingsError for a setting that is wrong in itself.
+    """
+    levels = (ERROR, WARNING, ADVICE)
+    return tuple(sorted(dict.fromkeys(_all(app)), key=lambda one: levels.index(one.level)))
+
+
+def left_open(app: Any) -> tuple[Lint, ...]:
+    """Return what the defaults leave to the user to decide: at most one line each, as advice."""
+    found: list[Lint] = []
+    settings, tasks, visibility = settings_of(app), _locking(app), visibility_timeout(app.conf)
+    if tasks and len(settings.nodes) == 1 and settings.restart_guard != "strict":
+        hint = (
+            "if it restarts without its data, a lock that is held is free, and two tasks can run "
+            "together: name three nodes, or set redlock_restart_guard='strict'"
+        )
+        found.append(Lint(ADVICE, "app: redlock_nodes", "1 node", hint))
+    unbounded = [task.name for task in tasks if _is_unbounded(task)]
+    if unbounded:
+        hint = (
+            f"{_listed(unbounded)}: a body that never ends holds its lock for ever, and messages "
+            "wait behind it for ever: set lock_max_hold or a time_limit, or lock_max_wait"
+        )
+        found.append(Lint(ADVICE, "max_wait, max_hold", "None", hint))
+    late = [task.name for task in tasks if task.acks_late]
+    if late and visibility is not None:
+        hint = (
+            f"{_listed(late)}: messages that wait in a killed worker run after this time, in "
+            "seconds. A task without a lock that runs for longer is run twice"
+        )
+        setting = "app: broker_transport_options: visibility_timeout"
+        found.append(Lint(ADVICE, setting, f"{visibility:g}", hint))
+    return tuple(found)
+
+
+def _is_unbounded(task: LockedTask) -> bool:
+    """Return whether neither an option nor a time limit ends a body, or the wait for its lock."""
+    if _time_limit(task) is not None:
+        return False
+    try:
+        options = config_of(task).effective_options(_queue_of(task))
+    except SettingsError:  # `lint` tells of it
+        return False
+    return options["max_wait"].value is None and options["max_hold"].value is None
+
+
+def _all(app: Any) -> Iterator[Lint]:
+    queues = settings_of(app).queues
+    yield from _unknown_queues(queues, tuple(app.amqp.queues), app.conf)
+    yield from _bounded_queues(app)
+    yield from _entries(app)
+    yield from _prefixes(app)
+    yield from _metrics(app)
+    tasks = []
+    for task in _locking(app):
+        try:
+            tasks.append(_in_its_queue(task))
+        except SettingsError as error:
+            hint = f"every run of {task.name} there ends as FAILURE: {error.hint}"
+            yield Lint(WARNING, f"{error.level}: {error.name}", error.value, hint)
+    for one in tasks:
+        yield from _names_as_templates(one)
+        yield from _late_retries(one.task)
+        yield from _fixed_leases(one)
+        yield from _unlocked_fencing(one.options)
+    yield from _shared_limits(tasks)
+    yield from _acknowledgement(_locking(app))
+    yield from _memory(app, tasks)
+
+
+def _locking(app: Any) -> list[LockedTask]:
+    """Return the tasks of an app that take a lock."""
+    return [one for one in locked_tasks(app) if config_of(one).options.get("key") is not False]
+
+
+def _in_its_queue(task: LockedTask) -> TaskInQueue:
+    """Return a task with the options in force in its queue.
+
+    Raises SettingsError if they do not go together, or the task cannot fill the queue's key.
+    """
+    config, queue = config_of(task), _queue_of(task)
+    options = config.effective_options(queue)
+    pattern = pattern_for(queue, config.app.queues)
+    if pattern is not None and not decides_key(config.options):
+        source_of = partial(OptionSource.at, "queues", of=pattern)
+        config.keys.check(config.app.queues[pattern], source_of)
+    return TaskInQueue(task, queue, options)
+
+
+def _queue_of(task: LockedTask) -> str:
+    """Return the queue of a task's own routing, the app's default queue if that is unknown."""
+    try:
+        return queue_of_send(task, (), {})
+    except Exception as error:  # a router of the user's own, which may look at arguments
+        fields = {"event": "queue_unknown", "task": task.name}
+        text = "The queue of %s is unknown without its arguments: %s"
+        logger.debug(text, task.name, error, extra=fields)
+        return str(task.app.conf.task_default_queue)
+
+
+def _time_limit(task: LockedTask) -> float | None:
+    """Return the seconds after which a body ends for certain, None for no limit."""
+    # Celery before 5.7 leaves the app's limits to the pool, and None on its tasks
+    conf = task.app.conf
+    soft = conf.task_soft_time_limit if task.soft_time_limit is None else task.soft_time_limit
+    hard = conf.task_time_limit if task.time_limit is None else task.time_limit
+    limit: float | None = soft if hard is None else hard
+    return limit
+
+
+def declared_queues(conf: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the queues in the settings, without queues that a send creates."""
+    queues, default = conf.get("task_queues"), str(conf.get("task_default_queue"))
+    return tuple(str(getattr(queue, "name", queue)) for queue in queues or [default])
+
+
+def _unknown_queues(patterns: Iterable[str], declared: Sequence[str], conf: Any) -> Iterator[Lint]:
+    """Give names in `redlock_queues` that no queue has."""
+    creates = bool(conf.task_create_missing_queues)
+    for pattern in patterns:
+        if is_glob(pattern) or pattern in declared:
+            continue
+        found = did_you_mean(pattern, declared).removeprefix("; ")
+        hint = f"is no queue of task_queues, so these options apply to no task; {found}"
+        if creates:
+            hint = f"is no queue of task_queues; {found}. Right if a send creates it"
+        yield Lint(WARNING if creates else ERROR, "app: redlock_queues", repr(pattern), hint)
+
+
+def _bounded_queues(app: Any) -> Iterator[Lint]:
+    """Give the queues of RabbitMQ that drop their oldest message for a new one if they are full.
+
+    Source: RabbitMQ, "Queue Length Limit": so they do by default. A policy is not seen here.
+    """
+    for queue in app.amqp.queues.values() if driver_of(app) == "amqp" else ():
+        given = queue.queue_arguments or {}
+        limits = (queue.max_length, queue.max_length_bytes)
+        is_bounded = limits != (None, None) or {"x-max-length", "x-max-length-bytes"} & {*given}
+        if is_bounded and given.get("x-overflow", "drop-head") == "drop-head":
+            hint = (
+                "a deferral displaces the oldest message of a full queue: give the queue the "
+                "argument x-overflow='reject-publish', or no x-max-length"
+            )
+            yield Lint(WARNING, "app: task_queues", repr(str(queue.name)), hint)
+
+
+def _entries(app: Any) -> Iterator[Lint]:
+    """Give entries of `redlock_tasks` that lock no task."""
+    setting, entries = "app: redlock_tasks", settings_of(app).tasks
+    names = [name for name in app.tasks if not name.startswith(CELERY_PREFIX)]
+    matched = {pattern_for(name, entries) for name in names}
+    own_tasks = [one.name for one in _locking(app) if ENTRY not in type(one).__dict__]
+    own = {pattern_for(name, entries): name for name in own_tasks}
+    for pattern in entries:
+        if pattern not in matched and is_glob(pattern):
+            yield Lint(ADVICE, setting, repr(pattern), "matches no task of this worker")
+        elif pattern not in matched:
+            found = did_you_mean(pattern, names).removeprefix("; ")
+            yield Lint(WARNING, setting, repr(pattern), f"is no task of this worker; {found}")
+        elif pattern in own:
+            hint = f"does not apply to {own[pattern]}, a LockedTask: its own lock_* options do"
+            yield Lint(ADVICE, setting, repr(pattern), hint)
+
+
+def _prefixes(app: Any) -> Iterator[Lint]:
+    """Give a `global_keyprefix` that keeps deployments apart on a Redis, as lock keys lack it."""
+    conf, settings = app.conf, settings_of(app)
+    given = {
+        name: str(prefix)
+        for name, options in TRANSPORT_OPTIONS.items()
+        if (prefix := (conf.get(options) or {}).get("global_keyprefix"))
+    }
+    if settings.prefix != DEFAULT_PREFIX or not given:
+        return
+    urls = {
+        "broker_url": conf.broker_write_url or conf.broker_url,
+        "result_backend": conf.result_backend,
+    }
+    nodes = {parse_address(node, "app", "nodes").server for node in settings.nodes}
+    shared = [
+        name
+        for name in given
+        if (url := one_redis(urls[name])) and parse_address(url, "app", name).server in nodes
+    ]
+    name = next(iter(shared or given))
+    own = f"{given[name].strip(':-_./{}') or 'own'}-{settings.prefix}"
+    which = "uses this Redis" if shared else "names these redlock_nodes"
+    hint = (
+        f"lock keys do not carry {TRANSPORT_OPTIONS[name]}'s global_keyprefix={given[name]!r}: "
+        f"another deployment that {which} shares these locks. Set redlock_prefix={own!r}"
+    )
+    level = WARNING if shared else ADVICE
+    yield Lint(level, "app: redlock_prefix", repr(settings.prefix), hint)
+
+
+def _metrics(app: Any) -> Iterator[Lint]:
+    """Give metrics that are to be served without the library that counts them."""
+    address = settings_of(app).metrics
+    if address is not None and find_spec("prometheus_client") is None:
+        hint = "this worker serves no metrics: run pip install 'celery_redlock[metrics]'"
+        yield Lint(WARNING, "app: redlock_metrics", repr(address[1]), hint)
+
+
+def _names_as_templates(one: TaskInQueue) -> Iterator[Lint]:
+    """Give templates without braces that are the name of an argument."""
+    source = one.options["key"].source
+    args = "args".join(source.name.rsplit("key", 1))  # the same level's other option
+    for text in templates_of(one.options["key"].value):
+        if text in config_of(one.task).signature.parameters:
+            hint = (
+                f"is one lock for all arguments of {one.task.name}, which has an argument of that "
+                f"name: did you mean {args}=[{text!r}] or {'{' + text + '}'!r}?"
+            )
+            yield Lint(WARNING, str(source), repr(text), hint)
+
+
+def _late_retries(task: LockedTask) -> Iterator[Lint]:
+    """Give a delay of automatic retries that is longer than the broker waits."""
+    visibility = visibility_timeout(task.app.conf)
+    after = task.default_retry_delay if getattr(task, "autoretry_for", ()) else None
+    if visibility is not None and after is not None and after > visibility:
+        hint = (
+            f"a retry that waits for longer than the broker's visibility timeout, "
+            f"{visibility:g} s, is delivered twice: lower it, or raise visibility_timeout"
+        )
+        yield Lint(WARNING, f"task {task.name!r}: default_retry_delay", f"{after:g}", hint)
+
+
+def _fixed_leases(one: TaskInQueue) -> Iterator[Lint]:
+    """Give fixed leases that may end before the body."""
+    name, ttl, limit = one.task.name, one.options["ttl"].value, _time_limit(one.task)
+    if one.options["renew"].value:
+        return
+    source = str(one.options["renew"].source)
+    if limit is None:
+        hint = (
+            f"a body of {name} that runs for longer than ttl={ttl:g} loses its lock, and "
+            "no time limit ends it: set a time_limit below the ttl, or renew"
+        )
+        yield Lint(ADVICE, source, "False", hint)
+    elif limit > ttl:
+        hint = (
+            f"{name} may run for {limit:g} s, and its lock ends after ttl={ttl:g}: lower "
+            "the time limit, raise the ttl, or renew"
+        )
+        yield Lint(WARNING, source, "False", hint)
+
+
+def _unlocked_fencing(options: EffectiveOptions) -> Iterator[Lint]:
+    """Give fencing for runs that may run without a lock, and so without a token."""
+    on_unreachable = options["on_unreachable"]
+    if on_unreachable.value == "run" and options["fencing"].value:
+        hint = "a run without its lock has no fencing token: use 'defer' or 'fail'"
+        yield Lint(WARNING, str(on_unreachable.source), "'run'", hint)
+
+
+def _shared_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
+    """Give tasks with different limits that may lock the same resource."""
+    sharing: dict[str, dict[int, list[str]]] = {}
+    for one in tasks:
+        config, limit = config_of(one.task), one.options["limit"].value
+        for shape in dict.fromkeys(config.keys.shapes(config.options_for(one.queue), one.queue)):
+            sharing.setdefault(shape, {}).setdefault(limit, []).append(one.task.name)
+    for shape, by_limit in sharing.items():
+        if len(by_limit) > 1:
+            of_each = "; ".join(f"limit={n}: {_listed(names)}" for n, names in by_limit.items())
+            hint = (
+                f"{of_each}. A task with a higher limit runs beside one that is meant to run "
+                "alone: set one limit"
+            )
+            yield Lint(WARNING, f"lock {shape!r}: limit", " and ".join(map(str, by_limit)), hint)
+
+
+def _acknowledgement(tasks: Sequence[LockedTask]) -> Iterator[Lint]:
+    """Give tasks whose messages or runs are lost with their worker or child."""
+    early = [task.name for task in tasks if not task.acks_late]
+    if early:
+        hint = (
+            f"{_listed(early)}: a message is lost if its worker dies in the body, or after "
+            "acknowledging and before deferring it: set acks_late=True, unless that is acceptable"
+        )
+        yield Lint(ADVICE, "acks_late", "False", hint)
+    dropped = [task.name for task in tasks if task.acks_late and not task.reject_on_worker_lost]
+    if dropped:
+        hint = f"{_listed(dropped)}: a run whose child is killed ends as FAILURE: set it, too"
+        yield Lint(ADVICE, "reject_on_worker_lost", "False", hint)
+
+
+def _memory(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
+    """Give settings by which deferred messages pile up in a worker.
+
+    Source: celery.worker.consumer.tasks: with any quorum queue the prefetch is each consumer's own,
+    and is not raised for messages that wait; from a direct exchange RabbitMQ does not delay them.
+    """
+    deferred = [one for one in tasks if one.options["on_conflict"].value not in ("skip", "fail")]
+    prefetch = app.conf.worker_prefetch_multiplier
+    if prefetch == 0 and deferred:
+        hint = (
+            f"{_listed([one.task.name for one in deferred])}: a worker fetches its whole queue, "
+            "and all messages that wait for their locks stay in its memory: set 1 or more"
+        )
+        yield Lint(WARNING, "app: worker_prefetch_multiplier", "0", hint)
+    if not (0 < prefetch <= DEFAULT_PREFETCH and has_quorum_queues(app)):
+        return
+    for queue in app.amqp.queues.values():
+        names = [one.task.name for one in deferred if one.queue == queue.name]
+        if names and queue.exchange.type == "direct":
+            hint = (
+                f"{_listed(names)}: if RabbitMQ has a quorum queue, deferred messages fill a "
+                "worker's prefetch and block the messages behind them: use a topic exchange "
+                "(task_default_exchange_type), or a worker_prefetch_multiplier above the number "
+                "of messages that may wait"
+            )
+            yield Lint(WARNING, f"queue {queue.name!r}", "on a direct exchange", hint)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return task names as a text, the first few of many."""
+    more = len(names) - _NAMED
+    return ", ".join(sorted(names)[:_NAMED]) + (f" and {more} more" if more > 0 else "")
