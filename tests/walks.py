@@ -2,8 +2,8 @@
 
 A reader who follows a run opens these files and functions. Four walks: a plain lock; a message in a
 solo worker that acknowledges late; one that is refused, until it waits; and from the release to its
-end. Prints one JSON object a walk: of three times the median, as threads and timers that come between
-add some. The functions of `celery_redlock.testing` do not count.
+end. Prints one JSON object a walk: the median of three times, as threads and timers that come
+between add some. The functions of `celery_redlock.testing` do not count.
 """
 
 from __future__ import annotations
