@@ -63,6 +63,7 @@ _SEE_MESSAGE = "see what the main process knows of a message"
 _END_RUN = "tell a run that ends from one that is handed back"
 _ADOPT = "lock the tasks of `redlock_tasks`"
 _DELAY = "send a deferral through RabbitMQ's delayed queues"
+_SURVIVE = "survive a restart of the broker"
 _TIMES = "read the times of a message"
 _SLOWER = "a deferral only takes longer"
 
@@ -148,6 +149,9 @@ IN_WORKERS = (
     PrivateName(f"{_CONSUMER}._limit_task", "keep a rate limit", "request, bucket, tokens"),
     PrivateName(f"{_CONSUMER}._limit_post_eta", "keep a rate limit", "request, bucket, tokens"),
     PrivateName(f"{_CONSUMER}._limit_move_to_pool", "keep a rate limit", "request"),
+    PrivateName(f"{_CONSUMER}.connection_for_read", _SURVIVE, "heartbeat"),
+    PrivateName(f"{_CONSUMER}.connect.connection_for_read", _SURVIVE),
+    PrivateName("kombu.connection:Connection.close", _SURVIVE, ""),
     PrivateName(f"{_STRATEGY}.apply_eta_task", "let a message wait for its lock"),
     PrivateName(f"{_STRATEGY}._limit_post_eta", "keep a rate limit"),
 )

@@ -76,7 +76,7 @@ OLD_WORDS = re.compile(
 POINT = "stops or enters a step that others only see the result of"
 # The private names of the package that tests use, and why.
 PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
-    "contract/test_interleavings.py": ("_counters _give_up _reading", POINT),
+    "contract/test_interleavings.py": ("_counters _give_up", POINT),
     "contract/test_redlock.py": ("_key_lease _leases", "tells which lock a request is of"),
     "contract/test_server_errors.py": ("_connect", "is redis-py's, not ours"),
     "contract/test_waiting_room.py": ("_limit_move_to_pool", "is Celery's, not ours"),

@@ -45,9 +45,8 @@ class Redlock:
     clock_drift: fraction by which clocks may differ in speed. max_ttl: seconds, the longest ttl of
     any client of the prefix.
     restart_guard: which new or restarted nodes wait before they vote. "strict": a node waits for
-    max_ttl and a second, unless it is trusted (`trust`). "on": the node votes at once if it has
-    been up for longer than that. "off": every node votes. "auto": "strict" with two nodes or more,
-    else "off".
+    max_ttl and a second, unless it is trusted (`trust`). "off": every node votes. "auto": "strict"
+    with two nodes or more, else "off".
     One object serves all threads and greenlets of a process. A forked child makes its own
     connections. Raises SettingsError.
     """

@@ -19,7 +19,6 @@ from celery_redlock.lock.model.keys import (
     since_of,
     ttl_of,
     waiting_key,
-    wake_channel,
 )
 from celery_redlock.lock.node_status import ask_each, in_iso
 from celery_redlock.lock.server.admin import force_unlock, names_on
@@ -157,10 +156,10 @@ def break_lock(redlock: Redlock, lock: LockReport) -> tuple[Mapping[str, bool], 
     )
     # milliseconds; a holder reclaims for no longer than its lease
     lasting = str(int(grace_period(redlock.max_ttl) * 1000))
-    channel, inbox = wake_channel(redlock.prefix, lock.resource), inbox_channel(redlock.prefix, "")
+    inbox = encoded(inbox_channel(redlock.prefix, ""))
 
     def break_it(connection: Any) -> bool:
-        return force_unlock(connection, keys, lock.value, lasting, encoded(channel), encoded(inbox))
+        return force_unlock(connection, keys, lock.value, lasting, inbox)
 
     return ask_each(redlock, break_it)
 

@@ -60,7 +60,7 @@ class Hold:
         """Release what no other hold relies on. A second call has no effect."""
         for acquisition in self.acquisitions:
             acquisition.part(self)
-            if not acquisition.has_user:
+            if not acquisition.users:
                 releaser.release(acquisition)
 
     @uninterruptible

@@ -164,7 +164,7 @@ class NodeStatus:
 
 def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
     """Return the status of each node, in the order of the setting."""
-    clock, guard = redlock.session.clock, redlock.session.options.guard
+    clock, guard = redlock.session.clock, redlock.session.node_set.guard
     keys = [encoded(key) for key in guard_keys(redlock.prefix)]
 
     def look(connection: Any) -> NodeStatus:
@@ -175,16 +175,14 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
         ahead = seconds + microseconds / 1e6 - clock.wall_us() / 1e6
         facts = read_info(connection, ("server", "memory", "replication"))
         run, left = reply_of(connection, "GET", keys[0]), reply_of(connection, "PTTL", keys[1])
-        uptime, run_id = float(facts.get("uptime_in_seconds", 0)), facts.get("run_id", "")
-        _, new, _ = guard.arguments(run_id, uptime)  # milliseconds of a new node's grace period
-        knows_us = new == "0" if run is None else read_text(run) == run_id
+        knows_us = run is not None and read_text(run) == facts.get("run_id", "")
         version = facts.get("valkey_version") or facts.get("redis_version", "")
         role, silent_for = facts.get("role", ""), max(0, read_number(left)) / 1000
         may_vote = role == "master" and silent_for <= 0
         return NodeStatus(
             server=f"{facts.get('server_name', 'redis')} {version}",  # Redis reports no name
             role=role,
-            uptime=uptime,
+            uptime=float(facts.get("uptime_in_seconds", 0)),
             latency=latency,
             clock=ahead,
             policy=facts.get("maxmemory_policy", ""),

@@ -14,7 +14,6 @@ from celery_redlock.lock.engine.wait_queue import Waiter
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import LockKey
-from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner, rest
 from celery_redlock.lock.retry_schedule import RetrySchedule
@@ -136,10 +135,7 @@ class Attempts:
             while failure is not None and (moment := schedule.next_try(failure)) is not None:
                 self._session.node_set.wait(waiter, moment)
                 while (pause := schedule.woken(moment)) is not None:
-                    if waiter.turn is None:
-                        self._clock.sleep(pause)
-                        schedule.share()
-                    elif pause > 0:  # meanwhile another release may name it first
+                    if pause > 0:  # meanwhile another release may name it first
                         self._session.node_set.wait(waiter, self._clock.now() + pause)
                 failure = self._try_in_turn(schedule, failure)
         return failure
@@ -152,19 +148,14 @@ class Attempts:
             while failure is not None and (moment := schedule.next_try(failure)) is not None:
                 await rest(waiter, moment - self._clock.now())
                 while (pause := schedule.woken(moment)) is not None:
-                    if waiter.turn is None:
-                        await asyncio.sleep(pause)
-                        schedule.share()
-                    elif pause > 0:
+                    if pause > 0:
                         await rest(waiter, pause)
                 failure = await runner.do(functools.partial(self._try_in_turn, schedule, failure))
         return failure
 
     def _waiting(self) -> contextlib.AbstractContextManager[Waiter]:
-        prefix = self._session.options.prefix
-        resources = dict.fromkeys(key.resource for key in self._keys)
-        channels = [wake_channel(prefix, resource) for resource in resources]
-        return self._session.wait_queue.waiting(channels, self._options.limit)
+        resources = list(dict.fromkeys(key.resource for key in self._keys))
+        return self._session.wait_queue.waiting(resources, self._options.limit)
 
     def _try_in_turn(self, schedule: RetrySchedule, failure: Failure) -> Failure | None:
         """Try, unless the nodes say that the lock is taken or that it is another one's turn.

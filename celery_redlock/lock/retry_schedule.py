@@ -11,16 +11,14 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.engine.wait_queue import Waiter
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.model.handoff import TURN
-from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_replica
 
 # all in seconds; hold.py has the pauses for rivals that share the nodes
 FIRST_SPIN, LONGEST_SPIN = 0.05, 1.0  # between tries while the caller waits for the lock
-LONGEST_DEAF = 5.0  # between looks of a subscribed caller, in case it missed a release message
+LONGEST_DEAF = 5.0  # between looks of a caller that releases can name, in case one was missed
 PUT_OFF = 3 * TURN  # for which later releases may put a turn off
 MOST_TURNS = 10  # that a caller waits at a time for others, which may be stopped
 HOPELESS = 3.0  # for which a caller waits for misconfigured nodes
-WOKEN = 0.02  # callers that one release wakes try at random moments within this time
 
 
 class RetrySchedule:
@@ -32,8 +30,7 @@ class RetrySchedule:
 
     def __init__(self, session: Session, hold: Hold, waiter: Waiter, until: float) -> None:
         self._session, self._hold, self._waiter, self._until = session, hold, waiter, until
-        self._tries = self._vain = 0
-        self._is_called = False  # by a message to all waiters
+        self._tries = 0
         self._due_by = math.inf  # monotonic: its turn is then, though later releases put it off
         self._tried_at = session.clock.now()
         self._hopeless_at = self._tried_at + HOPELESS
@@ -55,49 +52,36 @@ class RetrySchedule:
             self._due_by = waiter.turn
             return min(waiter.turn, self._until)
         if pause is None:
-            hears = all(map(session.wait_queue.hears, waiter.channels))
-            pause = _pause(failure, self._tries, hears=hears)
+            pause = _pause(failure, self._tries, hears=session.wait_queue.is_listening)
         return min(session.clock.now() + pause, self._until)
 
     def woken(self, moment: float) -> float | None:
         """Return the seconds to wait after a wake-up, None if there was none.
 
         Until its turn, if a release named this process. Later releases may put that off, but not
-        for long, and not beyond `moment`, when it looks by itself. Else random, because others are
-        woken, too.
+        for long, and not beyond `moment`, when it looks by itself. Else 0, to ask the nodes.
         """
         waiter = self._waiter
         if not waiter.take():
             return None
+        if waiter.turn is None:
+            return 0.0
         self._hold.splits = 0
-        self._is_called = waiter.turn is None
-        if waiter.turn is not None:
-            self._due_by = min(self._due_by, waiter.turn + PUT_OFF)
-            turn = min(waiter.turn, self._due_by, moment)
-            return max(0.0, turn - self._session.clock.now())
-        seconds = random.uniform(0, min(LONGEST_SPIN, WOKEN * 2**self._vain))  # noqa: S311
-        self._vain = min(self._vain + 1, 16)
-        return seconds
-
-    def share(self) -> None:
-        """Drop other nodes' messages about the same release; with permits, wake the next waiter."""
-        self._waiter.take()
-        if self._waiter.limit > 1:
-            self._session.wait_queue.pass_on(self._waiter)
+        self._due_by = min(self._due_by, waiter.turn + PUT_OFF)
+        turn = min(waiter.turn, self._due_by, moment)
+        return max(0.0, turn - self._session.clock.now())
 
     def taken(self, failure: Failure) -> Failure | None:
         """Ask the nodes if others may be before this waiter; return what is in its way, or None.
 
-        A waiter that a release names first, or that a message to all has woken, tries at once.
-        failure: of the last try.
+        A waiter that a release names first tries at once. failure: of the last try.
         """
         waiter, now = self._waiter, self._session.clock.now()
-        is_called, self._is_called = self._is_called, False
         due, self._due_by = self._due_by, math.inf
         is_named = waiter.turn is not None and now > min(waiter.turn, due) - TURN / 2
         passed = waiter.turns if is_named else 0
         waiter.turn, waiter.turns = None, 0
-        is_first = is_called or (is_named and not passed) or now >= self._until
+        is_first = (is_named and not passed) or now >= self._until
         if is_first or self._hold.splits or not isinstance(failure, LockTaken):
             return None
         standing = self._session.wait_queue.ask(waiter, passed)
@@ -125,8 +109,7 @@ class RetrySchedule:
         waiter = self._waiter
         self._tries += 1
         if isinstance(failure, LockTaken):
-            channel = wake_channel(self._session.options.prefix, failure.resource)
-            waiter.awaits = channel if channel in waiter.channels else ""
+            waiter.awaits = failure.resource if failure.resource in waiter.resources else ""
         if failure is not None:
             waiter.release = ""
             self._session.wait_queue.was_refused(waiter)

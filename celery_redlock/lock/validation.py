@@ -15,7 +15,7 @@ from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.transport.address import parse_address, redact_url
 from celery_redlock.lock.transport.encoding import encoded
 
-RESTART_GUARDS = ("auto", "strict", "on", "off")
+RESTART_GUARDS = ("auto", "strict", "off")
 LONGEST = 366 * 86_400.0  # seconds; no clock, timer or node counts wrong up to there
 MOST_PERMITS = 1000  # of a lock: each one is a key, and a try may look at all of them
 MOST_BYTES = 1024  # of a resource's name, which is in keys, channels, errors and log lines
@@ -75,6 +75,8 @@ def check_guard(level: str, name: str, guard: object) -> str:
     """Return a valid value of restart_guard; raises SettingsError."""
     if guard not in RESTART_GUARDS:
         hint = f"must be one of {', '.join(map(repr, RESTART_GUARDS))}"
+        if guard == "on":
+            hint += "; take 'strict', and `celery -A APP redlock trust` for nodes that hold no lock"
         raise SettingsError(level, name, repr(guard), hint)
     return str(guard)
 

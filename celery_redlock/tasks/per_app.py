@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
-
-import click
 
 from celery_redlock.lock.client import Redlock
 from celery_redlock.tasks.settings.app import AppSettings
@@ -110,22 +106,17 @@ def note_worker(**_: Any) -> None:
     _is_worker = True
 
 
-def command_line_name(app: Any) -> str:
-    """Return the value of `celery -A` for an app; "" if it is unknown.
+def leave_redlock(app: Any) -> None:
+    """Let an app's `Redlock` close itself, since its last worker in this process has ended.
 
-    As the command line of this process has it, else the module in which the app is a name.
-    Source: celery.bin.celery keeps the option as it was written, or the app if that was given.
+    Only if the process goes on, as that of a test does: there a worker has a thread of its own. A
+    `Redlock` that holds a lock stays. The next call of `redlock_of` makes another one.
     """
-    context = click.get_current_context(silent=True)
-    written = None if context is None else context.find_root().params.get("app")
-    if isinstance(written, str):
-        return written
-    for module, found in list(sys.modules.items()):
-        if module != "__main__":
-            for name, value in list(vars(found).items()) if isinstance(found, ModuleType) else ():
-                if value is app:
-                    return f"{module}:{name}"
-    return ""
+    redlock = _redlocks.get(app)
+    if redlock is None or threading.current_thread() is threading.main_thread():
+        return
+    if not redlock.session.watchdog.watches:
+        del _redlocks[app]
 
 
 def forget(app: Any) -> None:

@@ -41,7 +41,7 @@ node_failed = _signal("node_failed")
 node_recovered = _signal("node_recovered")
 
 # what a worker's main process does for a release, or without one; see LockHandedOffEvent
-HANDOFF_STEPS = ("named", "acted", "ladder", "fallback", "announced")
+HANDOFF_STEPS = ("named", "acted", "ladder", "fallback")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LockHandedOffEvent:
     step: "named": a release named this worker as a successor. The other steps say why the worker's
     first message was dispatched. "acted": the worker was named first. "ladder": a worker that was
     named before it did not act. "fallback": the message's own timer ended, and no release had named
-    the worker. "announced": a release sent its message to all workers.
+    the worker.
     """
 
     resource: str

@@ -21,7 +21,7 @@ from celery_redlock.tasks.adoption import AdoptingRegistry
 from celery_redlock.tasks.children.reaper import watch_children
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
-from celery_redlock.tasks.per_app import command_line_name, has_own_task, redlock_of, settings_of
+from celery_redlock.tasks.per_app import has_own_task, redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.settings.conf import find_nodes
 from celery_redlock.tasks.task import LockedTask, check_declaration
@@ -136,7 +136,7 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
         level = logging.ERROR if must_lock(app) else logging.WARNING
         logger.log(level, "no lock can be acquired: %s", error, extra={"event": "settings_wrong"})
         return
-    _log_report(app, report)
+    _log_report(report)
     for settings, nodes in others.items():
         logger.error(
             "other clients use %s (according to %s), and this worker uses %s: until all clients "
@@ -146,7 +146,7 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
         )  # fmt: skip
 
 
-def _log_report(app: Any, report: NodeReport) -> None:
+def _log_report(report: NodeReport) -> None:
     """Log in one line which nodes answer, and which wait before they grant a lock."""
     level = logging.WARNING
     if report.voting == report.nodes:
@@ -155,13 +155,13 @@ def _log_report(app: Any, report: NodeReport) -> None:
         level = logging.ERROR  # without a failing node the wait ends by itself
     fields = {"event": "nodes_answer", "answering": report.answering, "voting": report.voting}
     fields |= {"nodes": report.nodes, "quorum": report.quorum}
-    text = _report_as_text(app, report)
+    text = _report_as_text(report)
     if level == logging.ERROR:
         text = anchors.see(text, anchors.NO_QUORUM)
     logger.log(level, "%s", text, extra=fields)
 
 
-def _report_as_text(app: Any, report: NodeReport) -> str:
+def _report_as_text(report: NodeReport) -> str:
     of_them, needed = f"of {report.nodes} lock nodes", f", {report.quorum} needed"
     failing = f"; failing: {'; '.join(report.failing)}" if report.failing else ""
     if not report.silent:
@@ -170,11 +170,9 @@ def _report_as_text(app: Any, report: NodeReport) -> str:
     if failing or report.voting >= report.quorum:
         waiting = f"new or restarted nodes wait {left} s: {', '.join(report.silent)}"
         return f"{report.voting} {of_them} may grant locks{needed} ({waiting}){failing}"
-    name = command_line_name(app)
-    command = f"celery{name and f' -A {name}'} redlock trust --all"
     return (
         f"{report.voting} {of_them} may grant locks yet (new or restarted nodes wait {left} s). "
-        f"To skip the wait on a new cluster: {command}"
+        "To skip the wait on a new cluster: celery -A APP redlock trust --all"
     )
 
 

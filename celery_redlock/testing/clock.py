@@ -125,8 +125,7 @@ class VirtualClock:
             for session in sessions():
                 if session.clock is self:
                     session.watchdog.look()
-                    for channel in session.wait_queue.channels():
-                        session.wait_queue.heard(channel)
+                    session.wait_queue.look_again()
             self._announced = jumps
 
 

@@ -44,10 +44,10 @@ def use_nodes(app: Any, nodes: Sequence[Any]) -> Iterator[Redlock]:
     app.conf.redlock_nodes = addresses_of(nodes)
     forget(app)
     try:
-        redlock = redlock_of(app)
-        redlock.trust()
-        with default_target(redlock):
-            yield redlock
+        with redlock_of(app) as redlock:  # the app makes another one if a worker of it ends
+            redlock.trust()
+            with default_target(redlock):
+                yield redlock
     finally:
         app.conf.redlock_nodes = before
         forget(app)

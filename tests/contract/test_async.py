@@ -24,7 +24,6 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.coroutines import FEW_THREADS, MOST_THREADS, WorkItem
 from celery_redlock.lock.retry_schedule import LONGEST_SPIN
@@ -44,7 +43,6 @@ from tests.conftest import (
     settle,
 )
 
-CHANNEL = wake_channel("redlock", "r")
 WAIT = 60.0  # s
 TICK = 0.01  # s
 CUTS = 30
@@ -236,7 +234,7 @@ class TestTwoTasks:
                     asyncio.create_task(hold(redlock.lock("r", wait=WAIT))) for _ in "x" * 40
                 ]
                 listener = redlock.session.wait_queue
-                await come_true(lambda: len(listener.line(CHANNEL)) == len(waiting))
+                await come_true(lambda: len(listener.line("r")) == len(waiting))
                 for number in range(20):
                     await hold(redlock.lock(f"other {number}"))
                 assert redlock.session.threads.count < len(waiting)
@@ -356,7 +354,7 @@ class TestWoken:
                 lock = await redlock.lock("r").acquire_async()
                 waiting = asyncio.create_task(hold(rival.lock("r", wait=WAIT)))
                 listener = rival.session.wait_queue
-                await come_true(lambda listener=listener: listener.subscriptions(CHANNEL) == 3)
+                await come_true(lambda listener=listener: listener.listeners == 3)
                 await asyncio.to_thread(settle, rival)  # it has tried again since it is heard
                 released = now()
                 await lock.release_async()
@@ -376,8 +374,8 @@ class TestWoken:
             waiting = []
             for place in (1, 2):
                 waiting.append(asyncio.create_task(hold(redlock.lock("r", wait=WAIT))))
-                await come_true(lambda place=place: len(listener.line(CHANNEL)) == place)
-            await come_true(lambda: listener.subscriptions(CHANNEL) == 3)
+                await come_true(lambda place=place: len(listener.line("r")) == place)
+            await come_true(lambda: listener.listeners == 3)
             await asyncio.sleep(0.3)  # they try once more, since they are heard
             await come_true(lambda: not threads.unfinished)
             busy, count = threading.Event(), max(threads.count, FEW_THREADS)
@@ -437,7 +435,7 @@ class TestCancelled:
             async with redlock.lock("r"):
                 lock = redlock.lock("r", wait=WAIT)
                 waiting = asyncio.create_task(lock.acquire_async())
-                await come_true(lambda: redlock.session.wait_queue.line(CHANNEL))
+                await come_true(lambda: redlock.session.wait_queue.line("r"))
                 waiting.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await waiting
@@ -559,7 +557,7 @@ class TestThreads:
     ) -> None:
         async def body() -> None:
             waiting = asyncio.create_task(rival.lock("r", wait=WAIT).acquire_async())
-            await come_true(lambda: rival.session.wait_queue.hears(CHANNEL))
+            await come_true(lambda: rival.session.wait_queue.is_listening)
             rival.close()
             with pytest.raises(QuorumUnreachable, match="is closed") as caught:
                 await waiting

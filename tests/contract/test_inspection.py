@@ -224,7 +224,7 @@ def test_each_right_of_the_page_is_missed_by_its_name() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "operations", "security.md").read_text()
     [words] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
     rights = [word for word in words.split() if word[0] in "+&~"]
-    assert len(rights) == 26
+    assert len(rights) == 25
     with EmbeddedNode() as node:
         url = f"redis://locks:secret@127.0.0.1:{node.port}/0"
         with Redlock([url], restart_guard="off", node_timeout=7.0) as redlock:

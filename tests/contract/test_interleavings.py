@@ -302,28 +302,6 @@ def test_a_connection_that_each_renewal_breaks_does_not_make_them_oftener(
         assert lock.held
 
 
-@pytest.mark.slow
-def test_one_who_sleeps_as_it_reads_does_not_keep_the_others_from_reading(
-    brisk_redlock: Redlock,
-) -> None:
-    """A finalizer may run there, and do what it likes."""
-    redlock = brisk_redlock
-    with redlock.lock("r", wait=60):
-        pass  # from here on the watchdog looks after the process
-    began, over = threading.Event(), threading.Event()
-
-    def sleep() -> None:
-        began.set()
-        over.wait(60)
-
-    with ThreadPoolExecutor(1) as elsewhere:
-        elsewhere.submit(redlock.session.node_set._reading.run, sleep)
-        assert began.wait(60)
-        with redlock.lock("r", wait=60) as lock:
-            assert lock.held
-            over.set()
-
-
 def test_a_refusal_that_another_thread_brings_in_does_not_disturb_who_reads_the_others(
     redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:

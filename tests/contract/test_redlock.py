@@ -27,7 +27,7 @@ from celery_redlock import (
 )
 from celery_redlock.lock import retry_schedule
 from celery_redlock.lock.hold import SPLIT_TRIES
-from celery_redlock.lock.model.keys import fence_key, lock_key, wake_channel
+from celery_redlock.lock.model.keys import fence_key, lock_key
 from celery_redlock.lock.node_status import ask_nodes
 from celery_redlock.lock.release import acquisitions_of, release_all
 from celery_redlock.lock.transport.connection import Connection
@@ -153,7 +153,7 @@ class TestAcquireAndRelease:
                         node.client().delete(KEY)
 
         redlock.session.events.journal = Counting()
-        with redlock.session.wait_queue.waiting([wake_channel("redlock", "r")]) as other:
+        with redlock.session.wait_queue.waiting(["r"]) as other:
             redlock.session.node_set.wait(other, redlock.session.clock.now() + WAIT)
             assert other.take()  # it is heard already: what is said by that is no reason to try
             with redlock.lock("r", wait=WAIT):
@@ -927,7 +927,7 @@ class TestOneProcess:
         with redlock.lock("r"), over(nodes) as closed:
             thread = threading.Thread(target=wait)
             thread.start()
-            eventually(lambda: closed.session.wait_queue.hears(wake_channel("redlock", "r")))
+            eventually(lambda: closed.session.wait_queue.is_listening)
             closed.close()
             thread.join(WAIT)
             with pytest.raises(QuorumUnreachable, match="closed"):

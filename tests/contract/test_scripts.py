@@ -24,10 +24,10 @@ from celery_redlock.lock.server.scripts import (
     GRANT,
     GUARD,
     MARKER,
+    NOTHING,
     REGISTER,
     RELEASE,
     RENEW,
-    SAY_NOTHING,
     TRUST,
     EndMarker,
     Requests,
@@ -45,11 +45,10 @@ KEPT = "2592000000"  # ms
 FENCE, BROKEN = fence_key("redlock"), broken_key(KEY, "mine")
 DONE = completion_key("redlock", "1:t:0:0")
 OTHER = lock_key("redlock", "other")
-CHANNEL = "{redlock}:wake:r"
 WAITING, INBOX = waiting_key("redlock", "r"), inbox_channel("redlock", "")
 LIMIT = 9007199254740990
 ENDED = "600000", "500000"  # ms from the end of a run to that of its marker, and from now on
-NO_GUARD = SAY_NOTHING * 3  # what a grant ends with if the restart guard is off
+NO_GUARD = NOTHING * 2  # what a grant ends with if the restart guard is off
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def grant(
     value: str = "mine",
     ttl: str = "30000",
     least: str = "",
-    guard: tuple[str, str, str] = ("", "", ""),
+    guard: tuple[str, str] = ("", ""),
     *,
     asks: bool = False,
 ) -> Any:
@@ -85,9 +84,9 @@ def grant(
 
 def guard(client: Redis, *args: str) -> Any:
     """Run the script; args: of the run, then tenures: of the node itself, of another address."""
-    own, *others = *args[3:], *[""][: len(args) == 3]
+    own, *others = *args[2:], *[""][: len(args) == 2]
     keys = [RUN, QUIET, TENURE, *[ELSEWHERE][: len(others)]]
-    return run(client, GUARD, keys, *args[:3], own, KEPT, *others)
+    return run(client, GUARD, keys, *args[:2], own, KEPT, *others)
 
 
 def renew(client: Redis, value: str = "mine", least: str = "", *, repair: bool = False) -> Any:
@@ -125,21 +124,22 @@ class TestBreak:
     def test_it_deletes_the_value_that_was_seen_and_says_so_to_waiters(self, client: Redis) -> None:
         client.set(KEY, "theirs", px=30_000)
         with client.pubsub() as ear:
-            ear.subscribe(CHANNEL)
+            ear.subscribe(f"{INBOX}w1")
             eventually(lambda: ear.get_message(timeout=0.1))
-            assert run(client, BREAK, [KEY, BROKEN, WAITING], "theirs", "9000", CHANNEL, INBOX) == 1
-            assert eventually(lambda: ear.get_message(timeout=0.1))["data"] == "theirs"
+            client.zadd(WAITING, {"w1": 1.0})
+            assert run(client, BREAK, [KEY, BROKEN, WAITING], "theirs", "9000", INBOX) == 1
+            assert eventually(lambda: ear.get_message(timeout=0.1))["data"] == f"0 theirs {WAITING}"
         assert not client.exists(KEY)
         assert client.get(BROKEN) == "theirs"
         assert 0 < client.pttl(BROKEN) <= 9000
 
     def test_what_stands_there_instead_stays(self, client: Redis) -> None:
         client.set(KEY, "anothers", px=30_000)
-        assert run(client, BREAK, [KEY, BROKEN, WAITING], "theirs", "9000", CHANNEL, INBOX) == 0
+        assert run(client, BREAK, [KEY, BROKEN, WAITING], "theirs", "9000", INBOX) == 0
         assert client.get(KEY) == "anothers"
 
     def test_no_repair_brings_back_what_was_not_there_to_be_broken(self, client: Redis) -> None:
-        assert run(client, BREAK, [KEY, BROKEN, WAITING], "mine", "9000", CHANNEL, INBOX) == 0
+        assert run(client, BREAK, [KEY, BROKEN, WAITING], "mine", "9000", INBOX) == 0
         assert renew(client, repair=True) == -1
         assert not client.exists(KEY)
 
@@ -202,18 +202,18 @@ class TestFencing:
 
 
 class TestGuard:
-    NEW = ("run-2", "30000", "61000")  # ms, none of which a stall lets pass
+    NEW = ("run-2", "61000")  # ms, which no stall lets pass
 
     def test_a_node_that_knows_no_run_is_silent_for_as_long_as_it_is_told(
         self, client: Redis
     ) -> None:
         code, left = grant(client, guard=self.NEW)
         assert code == -1
-        assert 0 < left <= 30_000
+        assert 30_000 < left <= 61_000
         assert client.get(RUN) == "run-2"
         assert not client.exists(KEY)
 
-    def test_a_node_that_knows_another_run_is_silent_for_longer(self, client: Redis) -> None:
+    def test_a_node_that_knows_another_run_is_silent(self, client: Redis) -> None:
         client.set(RUN, "run-1")
         code, left = grant(client, guard=self.NEW)
         assert code == -1
@@ -224,12 +224,8 @@ class TestGuard:
         assert grant(client, guard=self.NEW) == 1
 
     def test_a_silence_is_never_shortened(self, client: Redis) -> None:
-        client.set(QUIET, "1", px=60_000)
-        assert grant(client, guard=self.NEW)[1] > 30_000
-
-    def test_a_node_that_knows_no_run_and_need_not_be_silent_votes(self, client: Redis) -> None:
-        assert grant(client, guard=("run-2", "0", "61000")) == 1
-        assert not client.exists(QUIET)
+        client.set(QUIET, "1", px=120_000)
+        assert grant(client, guard=self.NEW)[1] > 61_000
 
     def test_a_silent_node_still_says_of_a_lock_who_holds_it(self, client: Redis) -> None:
         client.set(KEY, "theirs", px=20_000)
@@ -242,7 +238,7 @@ class TestGuard:
 
     def test_the_silence_begins_when_a_node_is_connected(self, client: Redis) -> None:
         left, _ = guard(client, *self.NEW)
-        assert 0 < left <= 30_000
+        assert 30_000 < left <= 61_000
         assert grant(client, guard=self.NEW)[0] == -1
 
     def test_a_known_run_is_not_silent(self, client: Redis) -> None:
@@ -372,28 +368,29 @@ class TestRenew:
 class TestRelease:
     def test_it_deletes_our_own_and_says_so(self, client: Redis) -> None:
         client.set(KEY, "mine")
+        client.zadd(WAITING, {"w1": 1.0})
         hearing = client.pubsub()
-        hearing.subscribe(CHANNEL)
-        assert run(client, RELEASE, [KEY, WAITING], "mine", CHANNEL, INBOX) == 1
+        hearing.subscribe(f"{INBOX}w1")
+        assert eventually(lambda: hearing.get_message(timeout=1))["type"] == "subscribe"
+        assert run(client, RELEASE, [KEY, WAITING], "mine", INBOX) == 1
         assert not client.exists(KEY)
-        kinds = [eventually(lambda: hearing.get_message(timeout=1)) for _ in range(2)]
-        assert [kind["type"] for kind in kinds] == ["subscribe", "message"]
-        assert kinds[1]["channel"] == CHANNEL
+        assert eventually(lambda: hearing.get_message(timeout=1))["data"] == f"0 mine {WAITING}"
         hearing.close()
 
     def test_without_a_channel_it_says_nothing(self, client: Redis) -> None:
         client.set(KEY, "mine")
+        client.zadd(WAITING, {"w1": 1.0})
         before = client.info("commandstats").get("cmdstat_publish", {}).get("calls", 0)
-        assert run(client, RELEASE, [KEY, WAITING], "mine", "", INBOX) == 1
+        assert run(client, RELEASE, [KEY, WAITING], "mine", "") == 1
         assert client.info("commandstats").get("cmdstat_publish", {}).get("calls", 0) == before
 
     def test_it_leaves_anothers_key_alone(self, client: Redis) -> None:
         client.set(KEY, "theirs")
-        assert run(client, RELEASE, [KEY, WAITING], "mine", CHANNEL, INBOX) == 0
+        assert run(client, RELEASE, [KEY, WAITING], "mine", INBOX) == 0
         assert client.get(KEY) == "theirs"
 
     def test_of_a_missing_key_it_is_nothing(self, client: Redis) -> None:
-        assert run(client, RELEASE, [KEY, WAITING], "mine", CHANNEL, INBOX) == 0
+        assert run(client, RELEASE, [KEY, WAITING], "mine", INBOX) == 0
 
     def test_a_server_that_refuses_to_publish_deletes_all_the_same(self, client: Redis) -> None:
         rights = ["+@all", "-publish", "~*", "&*", "nopass", "on"]
@@ -401,7 +398,7 @@ class TestRelease:
         client.set(KEY, "mine")
         try:
             with Redis(port=client.connection_pool.connection_kwargs["port"], username="mute") as c:
-                assert run(c, RELEASE, [KEY, WAITING], "mine", CHANNEL, INBOX) == 1
+                assert run(c, RELEASE, [KEY, WAITING], "mine", INBOX) == 1
         finally:
             client.execute_command("ACL", "DELUSER", "mute")
         assert not client.exists(KEY)
@@ -452,14 +449,14 @@ class TestDoneMark:
 
     def test_a_release_marks_for_as_long_as_it_is_told(self, client: Redis) -> None:
         client.set(KEY, "mine")
-        assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", CHANNEL, INBOX, *ENDED) == 1
+        assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", INBOX, *ENDED) == 1
         assert client.get(DONE) == "600000"
         assert 100_000 < client.pttl(DONE) <= 500_000
         assert not client.exists(KEY)
 
     def test_a_release_of_what_is_anothers_marks_all_the_same(self, client: Redis) -> None:
         client.set(KEY, "theirs")
-        assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", CHANNEL, INBOX, *ENDED) == 0
+        assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", INBOX, *ENDED) == 0
         assert client.get(DONE) == "600000"
         assert client.get(KEY) == "theirs"
 
@@ -522,8 +519,8 @@ class TestRequests:
         assert self.sent(client, self.REQUESTS.grant(*self.WORDS) + NO_GUARD) == 1
         assert client.get(KEY) == "mine"
         key, value, _ = self.WORDS
-        for channel, reply in ((encode_text(CHANNEL), 1), (SAY_NOTHING, 0)):
-            request = self.REQUESTS.release(key, encode_text(WAITING), value, channel)
+        for publish, reply in ((True, 1), (False, 0)):
+            request = self.REQUESTS.release(key, encode_text(WAITING), value, publish=publish)
             assert self.sent(client, request) == reply
 
     def test_a_grant_with_a_fencing_token_and_a_guard(self, client: Redis) -> None:
@@ -535,9 +532,7 @@ class TestRequests:
         words, mark = self.WORDS, encode_text(DONE)
         assert self.sent(client, self.REQUESTS.ask(*words, None, mark) + NO_GUARD) == [1, 0, 0]
         end = EndMarker(mark, kept_ms=600_000, age_ms=100_000)
-        last = self.REQUESTS.release_done(
-            words[0], encode_text(WAITING), words[1], encode_text(CHANNEL), end
-        )
+        last = self.REQUESTS.release_done(words[0], encode_text(WAITING), words[1], end)
         assert self.sent(client, last) == 1
         granted, token, age = self.sent(client, self.REQUESTS.ask(*words, 7, mark) + NO_GUARD)
         assert (granted, token) == (1, 7)

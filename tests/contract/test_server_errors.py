@@ -1138,7 +1138,9 @@ class TestSentinel:
                         begun = time.monotonic()
                         with made.lock("r", wait=30):
                             took[step] += time.monotonic() - begun
-                        made.session.node_set.nodes[0].abandon("to connect once more")
+                        node_client = made.session.node_set.nodes[0]
+                        assert node_client.connection is not None
+                        node_client.drop(node_client.connection, "to connect once more")
         assert took[0] < (3 if end == "dead" else 6) * NODE_TIMEOUT
         assert took[1] < 2.5 * NODE_TIMEOUT  # the one that answered is asked first
 

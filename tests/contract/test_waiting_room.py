@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import select
 import threading
-import tracemalloc
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -31,9 +30,9 @@ from celery_redlock.lock.model.keys import (
     lock_key,
     votes_channel,
     waiting_key,
-    wake_channel,
 )
 from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.lock.transport import subscriber
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
 from celery_redlock.tasks.per_app import redlock_of
@@ -43,6 +42,7 @@ from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR
 from tests.conftest import PATIENCE, eventually, settle
 
+WAITING = waiting_key("redlock", "a")
 NEVER = 600.0  # s: longer than a test
 STILL = WaitingTimes(retry_next_after=NEVER, sweep_interval=NEVER)  # nothing happens by the clock
 
@@ -91,6 +91,7 @@ class Stage:
             apply_eta_task=self._hand_on,
             disable_rate_limits=False,
             _limit_move_to_pool=self._hand_on,
+            connection_for_read=str,
         )
         self.clock = ClockAhead()
         self.room = WaitingRoom(self.consumer, times, Platform(self.clock))
@@ -141,11 +142,8 @@ class Stage:
 
     def see_registered(self, resource: str = "a", count: int = 1) -> None:
         """Return when each node can name so many workers for a resource, this one among them."""
-        self.turn_until(lambda: self.hears(resource) == len(self.nodes))
+        self.turn_until(lambda: self.hears() == len(self.nodes))
         self.turn_until(lambda: registered(self.nodes, resource) == [count] * len(self.nodes))
-        channel = inbox_channel("redlock", "*")
-        heard = [node.client().pubsub_channels(channel) for node in self.nodes]
-        assert all(heard)
 
     def receive(self, deferral: Deferral, ago: float, ahead: float = 0.0) -> float:
         """Let a message of a task come in; return the seconds to its ETA.
@@ -174,8 +172,11 @@ class Stage:
         admit_received(self.consumer, request)
         return float((request.eta - utc_now()).total_seconds())
 
-    def hears(self, resource: str) -> int:
-        return self.room.subscriptions(wake_channel("redlock", resource))
+    def hears(self) -> int:
+        """Return how many nodes can name this worker."""
+        pattern = inbox_channel("redlock", "*")
+        inboxes = [name for node in self.nodes for name in node.client().pubsub_channels(pattern)]
+        return max(map(self.room.subscriptions, inboxes), default=0)
 
     def waiting(self) -> list[str]:
         return [waiting.request.id for waiting in self.room.waiting()]
@@ -332,7 +333,7 @@ class TestHandOff:
     ) -> None:
         """It still listens, so no subscription begins."""
         stage.admit("first")
-        stage.turn_until(lambda: stage.hears("a") == len(stage.nodes))
+        stage.turn_until(lambda: stage.hears() == len(stage.nodes))
         stage.turn_until(lambda: stage.handed_on == ["first"])
         stage.admit("late")
         stage.turn_until(lambda: stage.handed_on == ["first", "late"])
@@ -477,8 +478,9 @@ class TestHandOff:
         stage.see_registered()
         lock.release()
         stage.turn_until(lambda: stage.handed_on == ["first"])
-        for node in nodes:  # a node that has forgotten who waits tells all of a release
-            node.client().publish(wake_channel("redlock", "a"), "token:0:of the first")
+        for node in nodes:  # as of a release by the first
+            (worker,) = node.client().zrange(WAITING, 0, -1)
+            node.client().publish(inbox_channel("redlock", worker), f"0 first {WAITING}")
         stage.turn_until(lambda: stage.handed_on == ["first", "second"])
         stage.succeeded.add("first")
         stage.turn_until(lambda: stage.handed_on == ["first", "second", "third"])
@@ -616,30 +618,6 @@ class TestHandOff:
         settle(own)
         assert [node.connection for node in own.session.node_set.nodes] == before
 
-    def test_a_release_of_an_earlier_version_is_heard(
-        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
-    ) -> None:
-        hold(redlock)
-        stage.admit("waits")
-        stage.admit("waits for a permit", limit=2)
-        stage.see_registered()
-        for node in nodes:
-            node.client().delete(lock_key("redlock", "a"))
-            node.client().publish(wake_channel("redlock", "a"), "token:0:earlier")
-        stage.turn_until(lambda: len(stage.handed_on) == 2)
-
-    def test_a_message_to_clients_of_an_earlier_version_is_not_for_this_one(
-        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
-    ) -> None:
-        hold(redlock)
-        stage.admit("waits")
-        stage.see_registered()
-        for node in nodes:
-            node.client().delete(lock_key("redlock", "a"))
-            node.client().publish(wake_channel("redlock", "a"), "token:0:this named")
-        stage.turn_for(3 * TURN)
-        assert stage.handed_on == []
-
 
 class TestRegistration:
     def test_it_ends_with_the_last_message(
@@ -680,6 +658,39 @@ class TestRegistration:
                 node.client().delete(waiting_key("redlock", "a"))
             stage.clock.ahead += 1.0
             stage.turn_until(lambda: registered(nodes) == [1, 1, 1])
+
+    def test_a_release_that_named_nobody_while_the_loop_stood_still_is_not_missed(
+        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        stage = make_stage(nodes, replace(STILL, sweep_interval=0.5, refresh_after=NEVER))
+        lock = hold(redlock)
+        stage.admit("waits")
+        stage.see_registered()
+        for node in nodes:
+            node.client().delete(WAITING)
+        lock.release()
+        settle(redlock)
+        stage.clock.ahead += 10.0
+        stage.turn_until(lambda: stage.handed_on == ["waits"])
+
+    def test_a_release_before_the_inbox_opened_again_is_not_missed(
+        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        def listeners() -> list[set[str]]:
+            clients = [node.client().client_list(_type="pubsub") for node in nodes]
+            return [{one["id"] for one in found if one["sub"] != "0"} for found in clients]
+
+        lock = hold(redlock)
+        stage.admit("waits")
+        stage.see_registered()
+        before = listeners()
+        for node in nodes:
+            node.client().delete(WAITING)
+            node.client().client_kill_filter(_type="pubsub")
+        eventually(lambda: all(new - old for new, old in zip(listeners(), before, strict=True)))
+        lock.release()
+        settle(redlock)
+        stage.turn_until(lambda: stage.handed_on == ["waits"])
 
     def test_it_is_made_anew_from_time_to_time(
         self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
@@ -755,26 +766,19 @@ class TestCountdown:
             assert NEVER / 2 < stage.receive(wait, 60, ahead) < NEVER - 30
 
 
-def test_a_worker_does_not_listen_for_ever_for_what_nobody_waits_for(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+def test_a_worker_does_not_listen_for_ever_if_nobody_waits(
+    make_stage: Callable[..., Stage],
+    nodes: list[EmbeddedNode],
+    redlock: Redlock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next subscription, which a message for another resource begins, ends this one."""
-    times = replace(STILL, sweep_interval=0.02, unsubscribe_after=0.0)
-    stage, channel = make_stage(nodes, times), wake_channel("redlock", "a")
-
-    def listening() -> list[int]:
-        return [node.client().pubsub_numsub(channel)[0][1] for node in nodes]
-
+    monkeypatch.setattr(subscriber, "LINGER", 0.1)
+    stage = make_stage(nodes, replace(STILL, sweep_interval=0.02, unsubscribe_after=0.0))
     with lock_of(redlock):
         stage.admit("one")
-        stage.turn_until(lambda: listening() == [1, 1, 1])
+        stage.turn_until(lambda: stage.hears() == len(nodes))
     stage.turn_until(lambda: stage.handed_on == ["one"])
-
-    def is_unsubscribed_by_the_next() -> bool:
-        stage.admit("next", "b")
-        return listening() == [0, 0, 0]
-
-    stage.turn_until(is_unsubscribed_by_the_next)
+    stage.turn_until(lambda: stage.hears() == 0)
 
 
 def test_a_worker_remembers_a_refusal_while_a_message_waits_for_that_lock(
@@ -804,25 +808,37 @@ def test_a_worker_does_not_remember_every_refusal(
     stage.turn_until(lambda: not stage.room.may_refuse("task"))
 
 
-def test_a_worker_does_not_remember_every_release_that_it_heard(
-    stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
-) -> None:
-    parts, words, size = 20, 1000, 1000
-    hold(redlock)
-    stage.admit("waits")
-    stage.see_registered()
-    tracemalloc.start()
-    try:
-        for part in range(parts):
-            with nodes[0].client() as client, client.pipeline(transaction=False) as pipe:
-                for number in range(words):
-                    pipe.publish(wake_channel("redlock", "a"), f"{part}.{number:{size}}")
-                pipe.execute()
-            stage.turn_for(0.05)
-        kept, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert kept < parts * words * size / 2
+class TestTheEndOfAWorker:
+    """Its app lets go of its `Redlock`, if the process goes on and nothing else needs it."""
+
+    def end(self, stage: Stage, *, in_main_thread: bool = False) -> bool:
+        """End a worker; return whether its app still has the same `Redlock`."""
+        before = redlock_of(stage.app)
+        if in_main_thread:
+            stage.room.shutdown(stage.consumer)
+        else:
+            thread = threading.Thread(target=stage.room.shutdown, args=(stage.consumer,))
+            thread.start()
+            thread.join()
+        return redlock_of(stage.app) is before
+
+    def test_in_a_thread(self, stage: Stage) -> None:
+        assert not self.end(stage)
+
+    def test_in_the_main_thread_whose_process_ends_as_well(self, stage: Stage) -> None:
+        assert self.end(stage, in_main_thread=True)
+
+    def test_while_another_worker_of_the_app_runs(self, stage: Stage) -> None:
+        other = Consumer(**vars(stage.consumer))
+        room = WaitingRoom(other, STILL)
+        assert self.end(stage)
+        stage.consumer, stage.room = other, room
+        assert not self.end(stage)
+
+    def test_while_a_lock_is_held(self, stage: Stage) -> None:
+        with lock_of(redlock_of(stage.app)):
+            assert self.end(stage)
+        assert not self.end(stage)
 
 
 @pytest.fixture
@@ -838,9 +854,8 @@ def test_of_a_room_that_opens_anew_no_sweep_is_left_over(gevent_hub: Any) -> Non
     timers = pytest.importorskip("celery.concurrency.gevent")
     timer, app = timers.Timer(), SimpleNamespace(conf={})
     parent = {"initial_prefetch_count": 1, "hub": None, "pool": None}
-    consumer = Consumer(
-        apply_eta_task=fail, _limit_move_to_pool=fail, app=app, timer=timer, **parent
-    )
+    names = ("apply_eta_task", "_limit_move_to_pool", "connection_for_read")
+    consumer = Consumer(app=app, timer=timer, **parent, **dict.fromkeys(names, fail))
     room = WaitingRoom(consumer, WaitingTimes(sweep_interval=0.01))
 
     def calls() -> set[Any]:

@@ -16,11 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 import pytest
+from redis import Redis
+from redis.client import PubSub
 
 from celery_redlock import Redlock
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
-from celery_redlock.lock.model.keys import wake_channel
+from celery_redlock.lock.model.keys import inbox_channel, waiting_key
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.retry_schedule import LONGEST_SPIN
 from celery_redlock.lock.transport import subscriber
@@ -30,7 +32,6 @@ from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, NODE_TIMEOUT, Journal, eventually, see_quorum, settle
 from tests.contract.contention import PROCESSES
 
-CHANNEL = wake_channel("redlock", "r")
 WAIT = 60.0  # s
 
 now = SystemClock().now
@@ -63,14 +64,24 @@ def take(redlock: Redlock) -> float:
         return now()
 
 
+@contextlib.contextmanager
+def first_in_line(client: Redis) -> Iterator[PubSub]:
+    """Give an ear that each release of the lock on one node names first."""
+    with client.pubsub(ignore_subscribe_messages=True) as heard:
+        heard.subscribe(inbox_channel("redlock", "ear"))
+        heard.get_message(timeout=WAIT)
+        client.zadd(waiting_key("redlock", "r"), {"ear": 0})
+        yield heard
+
+
 def see_listening(redlock: Redlock, nodes: int = 3) -> None:
     """Return when a waiter hears of releases from so many nodes."""
-    eventually(lambda: redlock.session.wait_queue.subscriptions(CHANNEL) >= nodes)
+    eventually(lambda: redlock.session.wait_queue.listeners >= nodes)
 
 
 def see_waiting(redlock: Redlock, count: int = 1) -> None:
     """Return when so many wait for the lock."""
-    eventually(lambda: len(redlock.session.wait_queue.line(CHANNEL)) == count)
+    eventually(lambda: len(redlock.session.wait_queue.line("r")) == count)
 
 
 class TestWoken:
@@ -93,14 +104,14 @@ class TestWoken:
         self, redlock: Redlock, rival: Redlock
     ) -> None:
         names = ["file:\udcff", "r", "\n", "späť"]  # the first as os.fsdecode gives it
-        channels = [wake_channel("redlock", name) for name in names]
         with contextlib.ExitStack() as stack:
             listener = rival.session.wait_queue
-            waiters = [stack.enter_context(listener.waiting([channel])) for channel in channels]
-            eventually(lambda: all(map(listener.hears, channels)))
+            waiters = [stack.enter_context(listener.waiting([name])) for name in names]
+            see_listening(rival)
+            settle(rival)  # each is registered
             for name, waiter in zip(names, waiters, strict=True):
                 lock = redlock.lock(name).acquire()
-                waiter.take()  # what came with the subscription
+                waiter.take()  # what came as the inbox opened
                 lock.release()
                 eventually(waiter.take)
 
@@ -174,6 +185,7 @@ class TestNotWoken:
             pytest.param(["+@all", "resetchannels"], id="no channel"),
             pytest.param(["+@all", "-subscribe", "allchannels"], id="no SUBSCRIBE"),
             pytest.param(["+@all", "-publish", "allchannels"], id="no PUBLISH"),
+            pytest.param(["+@all", "-zadd", "allchannels"], id="no ZADD"),
         ],
     )
     def test_without_the_right_it_gets_the_lock_all_the_same(
@@ -200,14 +212,12 @@ class TestNotWoken:
         with over(nodes[1:]) as two, two.lock("r"):
             settle(two)
             client = nodes[0].client()
-            with client.pubsub(ignore_subscribe_messages=True) as heard:
-                heard.subscribe(CHANNEL)
-                heard.get_message(timeout=WAIT)
+            with first_in_line(client) as heard:
                 for _ in range(3):
                     assert not rival.lock("r").try_acquire()
                 settle(rival)
                 assert not client.exists("{redlock}:lock:r")  # it had been granted, and taken back
-                client.publish(CHANNEL, "the first word")
+                client.publish(inbox_channel("redlock", "ear"), "the first word")
                 assert eventually(heard.get_message)["data"] == "the first word"
 
 
@@ -251,11 +261,9 @@ class TestSeveral:
         see_waiting(rival)
         see_listening(rival)
         settle(rival)
-        with nodes[0].client().pubsub(ignore_subscribe_messages=True) as heard:
-            heard.subscribe(CHANNEL)
-            heard.get_message(timeout=WAIT)
+        with first_in_line(nodes[0].client()) as heard:
             tries = 0
-            # the first ones as it begins to listen, to each node and for each of the two
+            # the first ones as its inbox opens on each node
             while heard.get_message(timeout=1.5 * LONGEST_SPIN) is not None:
                 tries += 1
                 assert tries < 20, "it tries again and again"
@@ -341,9 +349,9 @@ def test_who_comes_to_a_subscription_that_stands_looks_at_once_whether_it_missed
     redlock: Redlock,
 ) -> None:
     listener = redlock.session.wait_queue
-    with listener.waiting([CHANNEL]) as first, listener.waiting([CHANNEL]) as early:
+    with listener.waiting(["r"]) as first, listener.waiting(["r"]) as early:
         see_listening(redlock)
-        with listener.waiting([CHANNEL]) as late:
+        with listener.waiting(["r"]) as late:
             assert (first.take(), early.take(), late.take()) == (True, False, True)
 
 

@@ -406,9 +406,7 @@ def test_a_task_for_which_no_quorum_votes_is_among_those_that_wait(
     stage.worker(concurrency=1)
     for node in mortal_nodes[1:]:
         node.kill()
-    result = stage.tasks.work.apply_async(
-        ("k",), lock={"backoff": {"first": 100, "cap": 100, "jitter": "none"}}
-    )
+    result = stage.tasks.work.apply_async(("k",), lock={"backoff": {"first": 1e7, "cap": 1e7}})
     stage.see_deferred(result)
     (row,) = eventually(lambda: in_json("waiters")["waiting"])
     assert (row["task_id"], row["resources"]) == (result.id, ["k:k"])
@@ -707,6 +705,9 @@ def test_without_a_quorum_no_command_says_that_no_lock_is_held(
         assert told.exit_code == 2, words
         assert "1 of 3 nodes answered, 2 needed" in told.output, words
         assert not re.search("No lock|No processes|No tasks", told.output), words
+        unknown = [line for line in told.output.splitlines() if line.endswith("cannot be known.")]
+        assert unknown, words
+        assert len({*unknown}) == len(unknown), words
         assert command(*words, "--json").exit_code == 2, words
 
 

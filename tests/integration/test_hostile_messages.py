@@ -133,7 +133,7 @@ BOMBS: tuple[dict[str, Any], ...] = (
     {"options": {"key": ["{key:.300000000}"]}},
     {"options": {"limit": 20_000_000}},
     {
-        "options": {"backoff": {"first": 1, "cap": 30, "factor": 3, "jitter": "none"}},
+        "options": {"backoff": {"first": 1, "cap": 30, "factor": 3}},
         "deferral": {"count": 3_000_000_000, "since": 1.7e9, "at": 1.7e9},
     },
 )

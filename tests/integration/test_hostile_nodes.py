@@ -48,7 +48,7 @@ def messages(release: str) -> Iterator[str | bytes]:
     yield from TEXTS.values()
     for number, rank in enumerate(("0", "1", "99", "-1", DIGITS, "9" * 5000)):
         for id_ in (f"{release}-{number}", HUGE):
-            yield f"{rank} {id_} {PREFIX}:wake:k:k"
+            yield f"{rank} {id_} {PREFIX}:waiting:k:k"
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_forged_keys_and_messages_of_one_node_stop_neither_locks_nor_workers(
                 write(client, key, value)
             run_some(stage, number)
             assert held.held
-        for channel in (inbox, f"{PREFIX}:wake:k:k", waiting, f"{PREFIX}:wake:"):
+        for channel in (inbox, f"{PREFIX}:wake:"):
             for message in messages(f"token{number}"):
                 for _ in range(2):  # as if a majority of the nodes had said it
                     client.publish(channel, message)

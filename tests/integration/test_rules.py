@@ -93,11 +93,11 @@ def test_a_lease_that_is_not_renewed_is_lost_and_each_rule_of_a_loss_holds(
 
 
 def test_a_wait_inside_the_slot_is_no_deferral(stage: Stage, key: str) -> None:
-    channel = f"{{redlock}}:wake:k:{key}"
+    waiting = f"{{redlock}}:waiting:k:{key}"
     with stage.tasks.step.lock_for(key, wait=60):
         lock = {"wait": 600, "on_conflict": "fail"}  # a refusal would end it
         result = stage.tasks.step.apply_async((key,), lock=lock)
-        eventually(lambda: any(n.client().pubsub_numsub(channel)[0][1] for n in stage.nodes))
+        eventually(lambda: any(n.client().exists(waiting) for n in stage.nodes))
     assert result.get(timeout=120) == key
 
 

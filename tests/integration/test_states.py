@@ -318,7 +318,7 @@ def test_a_send_is_a_new_one_from_the_start_of_a_body_without_a_lock(
 def test_without_a_quorum_each_deferral_says_how_long_it_has_been_so(
     make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
 ) -> None:
-    stage, steady = make_stage(mortal_nodes), {"first": 0.2, "cap": 0.2, "jitter": "none"}
+    stage, steady = make_stage(mortal_nodes), {"first": 0.4, "cap": 0.4}
     for node in mortal_nodes[:2]:
         node.kill()
     worker = stage.worker(concurrency=1)

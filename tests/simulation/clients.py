@@ -139,7 +139,7 @@ class Process:
             texts = [server.tenure(guard.prefix).decode() for server in servers]
             own, *others = map(tenure_of, texts)
             notes = Notes((texts[0], str(KEPT_MS), *texts[1:]), 0.0, own, others)
-        arguments = guard.arguments(run_id, 0.0)
+        arguments = guard.arguments(run_id)
         return ServerInfo(run_id, encode_words(arguments), arguments, notes=notes, wall=wall)
 
     def thread(self, run: Callable[[], object]) -> Thread:

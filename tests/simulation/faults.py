@@ -51,7 +51,6 @@ class Profile:
     worst: float = 1.0
     drift: float = 0.1
     zombies: float = 0.6
-    guards: tuple[str, ...] = ("strict", "strict", "on")
     breaks: float = 0.0
     jams: float = 0.0
     restarts: float = 0.0

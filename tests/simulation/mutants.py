@@ -310,7 +310,7 @@ def done_read_before_the_grant() -> Iterator[None]:
 @mutant("silent_nodes_grant_nothing", profile="restarts")
 def no_guard() -> Iterator[None]:
     """A node that restarted empty votes at once."""
-    with patched(Guard, arguments=lambda self, run_id, uptime: (run_id, "0", "0")):
+    with patched(Guard, arguments=lambda self, run_id: (run_id, "1")):
         yield
 
 

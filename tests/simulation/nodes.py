@@ -51,7 +51,6 @@ class Node(Server):
         rate: float,
         offset: float,
         scripts: Scripts,
-        uptime: float = 0.0,
     ) -> None:
         super().__init__(scripts)
         self.world, self.index = world, index
@@ -67,14 +66,12 @@ class Node(Server):
         self.was_free = False  # whether nothing stood under the key of the last command
         self.snapshots: list[Any] = []
         self.freed: set[tuple[str, bytes]] = set()  # run and key: by the release of a body's end
-        self._uptime = uptime
         self._boot()
 
     def _boot(self) -> None:
         self.world.counts["boots"] += 1
         self.run_id = f"run{self.index}-{self.world.counts['boots']}"
-        self._started = self.world.now - self._uptime
-        self._uptime = 0.0
+        self._started = self.world.now
         self._loaded.clear()
 
     @property

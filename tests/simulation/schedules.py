@@ -36,13 +36,13 @@ class Schedule:
         draw = world.random
         self.silence = guard_silence()
         size = draw.choice(profile.sizes)
-        guard = "off" if size == 1 else draw.choice(profile.guards)
+        guard = "off" if size == 1 else "strict"
         rate = 0.47 * profile.drift
         scripts = library()
         self.nodes = [
             Node(
                 world, index, rate=1 + draw.choice((-rate, 0, rate)), offset=1000 + 10 * index,
-                scripts=scripts, uptime=1000.0,
+                scripts=scripts,
             )
             for index in range(size)
         ]  # fmt: skip

@@ -249,8 +249,7 @@ class Stage:
         }  # fmt: skip
         self.silence = grace_period(ttl)
         self.nodes = [
-            Node(world, index, rate=1.0, offset=1000.0, scripts=library(), uptime=1e6)
-            for index in range(nodes)
+            Node(world, index, rate=1.0, offset=1000.0, scripts=library()) for index in range(nodes)
         ]
         for node in self.nodes:
             node.trusted("redlock")

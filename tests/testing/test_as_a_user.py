@@ -13,7 +13,6 @@ from celery import Celery
 from freezegun import freeze_time
 
 from celery_redlock import LockedTask, LockLost, LockTaken, Redlock, current_lock
-from celery_redlock.lock.model.keys import wake_channel
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import FakeNode, assert_released, hold, lose, use_nodes
 from tests.conftest import eventually
@@ -68,11 +67,11 @@ def test_a_run_that_may_wait_gets_it_from_who_lets_it_go() -> None:
         call = {"wait": 60}
         results.append(take_from_stock.apply(("42",), lock=call).get())
 
-    listener, channel = redlock_of(app).session.wait_queue, wake_channel("redlock", "stock:42")
+    listener = redlock_of(app).session.wait_queue
     with hold("stock:42"):
         waiting = threading.Thread(target=run)
         waiting.start()
-        eventually(lambda: listener.hears(channel) or not waiting.is_alive())
+        eventually(lambda: listener.is_listening or not waiting.is_alive())
         assert waiting.is_alive()
     waiting.join()
     assert results == [9]

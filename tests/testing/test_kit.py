@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import operator
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,7 +130,7 @@ class TestNodes:
             lock, got = one.lock("r").acquire(), threading.Event()
             waiting = threading.Thread(target=lambda: (other.lock("r").acquire(60), got.set()))
             waiting.start()
-            eventually(lambda: other.session.wait_queue.hears("{redlock}:wake:r"))
+            eventually(lambda: other.session.wait_queue.is_listening)
             lock.release()
             assert got.wait(60)
             waiting.join()
@@ -228,7 +231,7 @@ class TestClock:
         with freeze_time("2012-01-14") as freezer, hold("r", renew=False):
             waiting = threading.Thread(target=lambda: (redlock.lock("r").acquire(600), got.set()))
             waiting.start()
-            eventually(lambda: redlock.session.wait_queue.hears("{redlock}:wake:r"))
+            eventually(lambda: redlock.session.wait_queue.is_listening)
             freezer.tick(31)
             assert got.wait(60)
         waiting.join()
@@ -423,3 +426,42 @@ class TestLockingOff:
                     os._exit(2)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         redlock.close()
+
+
+def run_in_a_worker_of_its_own(nodes: list[Any], **options: Any) -> Celery:
+    """Run a task of a new app in a worker of this process; return the app, which goes on."""
+    app = Celery(uuid(), broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.task_default_queue = uuid()
+    app.conf.redlock_nodes = [node.url for node in nodes]
+    app.conf.redlock_node_timeout = PATIENT
+
+    @app.task(name="kit.one", shared=False, **options)
+    def one() -> int:
+        return 1
+
+    with start_worker(app, perform_ping_check=False):
+        assert one.delay().get(timeout=60) == 1
+    return app
+
+
+@pytest.mark.usefixtures("process_as_before")
+class TestWorkersOfThisProcess:
+    @pytest.mark.slow
+    @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts in /proc")
+    def test_one_for_each_app_leaves_no_more_open_than_without_locks(
+        self, redlock_embedded_nodes: list[Any]
+    ) -> None:
+        def opened() -> tuple[int, int]:
+            """Return how many descriptors and threads the process has."""
+            gc.collect()  # what is closed and gone refers to itself
+            fd, task = Path("/proc/self/fd"), Path("/proc/self/task")
+            return len([*fd.iterdir()]), len([*task.iterdir()])
+
+        def run_two(**options: Any) -> list[Celery]:
+            return [run_in_a_worker_of_its_own(redlock_embedded_nodes, **options) for _ in range(2)]
+
+        apps = run_two()
+        plain = opened()
+        apps += run_two(base=LockedTask, lock_key="r")
+        eventually(lambda: all(map(operator.le, opened(), plain)))
+        assert len(apps) == 4

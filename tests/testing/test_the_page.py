@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -70,6 +71,7 @@ def test_each_example_has_its_own_imports() -> None:
 @pytest.mark.slow
 def test_the_examples_for_pytest_celery_run(tmp_path: Path) -> None:
     write_files(examples()[-APART:], tmp_path)
+    shutil.copy(Path(__file__).with_name("celery_processes.py"), tmp_path)
     assert run_pytest(tmp_path).startswith("1 passed")
 
 

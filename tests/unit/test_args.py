@@ -14,9 +14,9 @@ from kombu.utils.json import dumps, loads
 from celery_redlock import LockedTask, SettingsError
 from celery_redlock.operate.lints import lint
 from celery_redlock.tasks.settings.conf import read_app
-from celery_redlock.tasks.settings.digest import digest
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.task_config import TaskLockConfig, compile_config
+from celery_redlock.tasks.settings.templates import digest
 
 NODES = ["redis://a", "redis://b", "redis://c"]
 QUEUE = {"redlock_queues": {"q": {"args": ["b"]}}}

@@ -11,23 +11,20 @@ from hypothesis import strategies as st
 from celery_redlock import Backoff, SettingsError
 
 attempts = st.integers(0, 10_000)
-jitters = st.sampled_from(["full", "decorrelated", "none"])
 
 
-@given(attempts, jitters, st.floats(0, 60), st.integers())
-def test_no_delay_is_below_zero_or_above_the_cap(
-    attempt: int, jitter: Any, previous: float, seed: int
-) -> None:
-    delay = Backoff(0.25, 30, 2, jitter).delay(attempt, random.Random(seed).uniform, previous)
+@given(attempts, st.integers())
+def test_no_delay_is_below_zero_or_above_the_cap(attempt: int, seed: int) -> None:
+    delay = Backoff(0.25, 30, 2).delay(attempt, random.Random(seed).uniform)
     assert 0 <= delay <= 30
 
 
-def test_without_jitter_it_grows_by_the_factor_up_to_the_cap() -> None:
-    backoff = Backoff(first=1, cap=10, factor=3, jitter="none")
-    assert [backoff.delay(n, random.uniform) for n in range(4)] == [1, 3, 9, 10]
+def test_its_bound_grows_by_the_factor_up_to_the_cap() -> None:
+    backoff = Backoff(first=1, cap=10, factor=3)
+    assert [backoff.delay(n, lambda low, high: high) for n in range(4)] == [1, 3, 9, 10]
 
 
-def test_full_jitter_draws_from_zero_to_the_grown_delay() -> None:
+def test_a_delay_is_drawn_from_zero_to_its_bound() -> None:
     drawn: list[tuple[float, float]] = []
 
     def uniform(low: float, high: float) -> float:
@@ -38,22 +35,16 @@ def test_full_jitter_draws_from_zero_to_the_grown_delay() -> None:
     assert drawn == [(0.0, 4.0)]
 
 
-def test_decorrelated_jitter_draws_up_to_three_times_the_delay_before() -> None:
-    backoff = Backoff(first=0.5, cap=100, jitter="decorrelated")
-    assert backoff.delay(5, lambda low, high: high, previous=2.0) == 6.0
-    assert backoff.delay(0, lambda low, high: high) == 1.5
-
-
 @pytest.mark.parametrize("first", [1, 0.5])
 def test_no_number_of_deferrals_takes_time(first: float) -> None:
     began = time.process_time()
-    assert Backoff(first, 30, 3, "none").delay(10_000_000, random.uniform) == 30
+    assert Backoff(first, 30, 3).delay(10_000_000, lambda low, high: high) == 30
     assert time.process_time() - began < 1.0  # the power of an int takes many seconds
 
 
 @given(attempts)
 def test_it_comes_through_a_message(attempt: int) -> None:
-    backoff = Backoff(0.5, 7, 3, "none")
+    backoff = Backoff(0.5, 7, 3)
     assert Backoff.from_message(backoff.to_message()) == backoff
 
 
@@ -69,7 +60,6 @@ def test_it_comes_through_a_message(attempt: int) -> None:
         ({"factor": 10**400}, "factor"),
         ({"factor": 0.5}, "factor"),
         ({"factor": True}, "factor"),
-        ({"jitter": "some"}, "jitter"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(fields: dict[str, Any], word: str) -> None:
@@ -78,5 +68,5 @@ def test_what_cannot_be_meant_is_refused_by_name(fields: dict[str, Any], word: s
 
 
 def test_an_unknown_field_of_a_message_is_refused() -> None:
-    with pytest.raises(SettingsError, match="frist"):
-        Backoff.from_message({"frist": 1})
+    with pytest.raises(SettingsError, match=r"jitter=.* but first, cap, factor: remove the others"):
+        Backoff.from_message({"first": 1, "jitter": "none"})

@@ -16,6 +16,7 @@ from freezegun import freeze_time
 from celery_redlock.tasks.delivery.delivery import NAMED_AT, NESTED, RECEIVED, Delivery
 from celery_redlock.tasks.delivery.header import NO_HEADER, Deferral, LockHeader
 from celery_redlock.tasks.delivery.route import QUEUE, Route
+from celery_redlock.tasks.execution.redelivery import completion_marker
 from celery_redlock.tasks.task import REQUEST
 from celery_redlock.tasks.worker_request import Request
 
@@ -34,22 +35,19 @@ def delivery_of(
     return Delivery(task, Context(fields))
 
 
-def test_a_first_delivery_without_a_header_that_acknowledges_early_is_plain() -> None:
+def test_a_first_delivery_without_a_header_that_acknowledges_early_has_no_other() -> None:
     plain = delivery_of()
-    assert plain.is_plain
     assert plain.header is NO_HEADER
-    # what a run does not ask of a plain delivery
     assert not plain.is_for_another_queue
     assert plain.cancelled is None
     assert not plain.may_have_run_elsewhere
     assert not plain.is_redelivered
-    for other in (delivery_of(DEFERRED), delivery_of(acks_late=True)):
-        assert not other.is_plain
+    assert completion_marker(plain, is_unique=False) is None
+    assert completion_marker(delivery_of(acks_late=True), is_unique=False) is not None
 
 
 def test_a_header_of_an_eager_call_is_among_the_others() -> None:
     eager = delivery_of(headers={"redlock": {"options": {"ttl": 9}}}, is_eager=True)
-    assert not eager.is_plain
     assert eager.header.options == {"ttl": 9}
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock.lock.model.handoff import TURN
+from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
@@ -82,16 +83,16 @@ class Prefetch:
 class Heads:
     """What a dispatcher tells of its heads.
 
-    changed: the channels, in order. due: what happens if a head is to look for its lock.
+    changed: the resources, in order. due: what happens if a head is to look for its lock.
     """
 
     def __init__(self) -> None:
         self.changed: list[str] = []
         self.due: Callable[[Waiter], object] = str
 
-    def on_head(self, channel: str, first: Waiter | None = None) -> None:
+    def on_head(self, resource: str, first: Waiter | None = None) -> None:
         said = "" if first is None else f"{first.request.id} is first on "
-        self.changed.append(f"{said}{channel}")
+        self.changed.append(f"{said}{resource}")
 
     def on_due(self, waiter: Waiter) -> None:
         self.due(waiter)
@@ -137,7 +138,7 @@ class Worker:
         self.qos.decrement_eventually()
 
     def admit(
-        self, id_: str, since: int, channel: str = "a", countdown: float = 100.0,
+        self, id_: str, since: int, resource: str = "a", countdown: float = 100.0,
         *, waits: bool = True,
     ) -> Waiter:  # fmt: skip
         """Let a message wait, as Celery's strategy does."""
@@ -152,7 +153,7 @@ class Worker:
             self.clock.time,
         )
         eta, deadline = now + countdown, now + DEADLINE
-        waiter = Waiter(message, since, QueueKey(channel, 1), eta, deadline, waits)
+        waiter = Waiter(message, since, QueueKey(resource, 1), eta, deadline, waits)
         self.dispatcher.add(waiter)
         self.qos.increment_eventually()
         entry = self.timer.call_after(countdown, self.dispatcher.on_eta, (message,))
@@ -160,8 +161,8 @@ class Worker:
             message._eta_timer_entry = entry
         return waiter
 
-    def release(self, channel: str = "a") -> None:
-        for head in self.dispatcher.heads_to_run(channel):
+    def release(self, resource: str = "a") -> None:
+        for head in self.dispatcher.heads_to_run(resource):
             self.dispatcher.dispatch(head)
 
     @property
@@ -274,6 +275,9 @@ def test_the_heads_that_change_are_told() -> None:
     assert worker.heads.changed[3:] == []
 
 
+A = waiting_key("", "a")
+
+
 def test_releases_that_follow_each_other_fast_do_not_put_off_a_turn() -> None:
     worker = Worker()
     loop, platform = EventLoop(worker.consumer, Platform(worker.clock)), Platform(worker.clock)
@@ -281,7 +285,7 @@ def test_releases_that_follow_each_other_fast_do_not_put_off_a_turn() -> None:
     worker.dispatcher = successor.dispatcher
     worker.admit("one", 1)
     for number in range(8):
-        successor.on_message(f"2 release-{number} a", 0)
+        successor.on_message(f"2 release-{number} {A}", 0)
         worker.timer.turn(until=worker.clock.time + TURN / 2)
     assert worker.applied == [("one", 2 * TURN)]
 
@@ -292,8 +296,8 @@ def test_an_earlier_turn_replaces_the_one_that_is_planned() -> None:
     successor = Successor(worker.consumer, loop, platform, TIMES)
     worker.dispatcher = successor.dispatcher
     worker.admit("one", 1)
-    successor.on_message("2 release-1 a", 0)
-    successor.on_message("1 release-2 a", 0)
+    successor.on_message(f"2 release-1 {A}", 0)
+    successor.on_message(f"1 release-2 {A}", 0)
     worker.timer.turn(until=10 * TURN)
     assert worker.applied == [("one", TURN)]
 
@@ -358,10 +362,10 @@ def test_every_message_goes_on_exactly_once_and_in_time_with_or_without_a_releas
             raise ConnectionError("backend")
 
     worker.apply = apply
-    for number, (seconds, since, channel, countdown, waits, then) in enumerate(messages):
+    for number, (seconds, since, resource, countdown, waits, then) in enumerate(messages):
         worker.timer.turn(until=worker.clock.time + seconds)
         id_ = f"{number}"
-        waiter = worker.admit(id_, since, channel, countdown, waits=waits)
+        waiter = worker.admit(id_, since, resource, countdown, waits=waits)
         latest[id_] = max(waiter.eta, waiter.deadline) if waits else waiter.eta
         if then == "cannot be applied":
             broken.add(id_)

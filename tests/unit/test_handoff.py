@@ -16,12 +16,12 @@ from celery_redlock.lock.model.handoff import (
     free_in,
     merged,
 )
+from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError
 
 NAMED = 3  # of lua/announce.lua
-CHANNEL = "{redlock}:wake:r"
 
 clusters = st.integers(1, 5).flatmap(
     lambda nodes: st.lists(
@@ -38,7 +38,7 @@ def turns_of(waiter: str, lists: list[list[str]]) -> list[int | None]:
     """Return what each message of a release to a waiter means. lists: whom each node names."""
     namings = Namings(quorum_of(len(lists)))
     ranks = [(names.index(waiter), node) for node, names in enumerate(lists) if waiter in names]
-    return [namings.turns(Named(rank, "r1", CHANNEL), node) for rank, node in ranks]
+    return [namings.turns(Named(rank, "r1", "r"), node) for rank, node in ranks]
 
 
 @given(clusters)
@@ -87,31 +87,32 @@ def test_nodes_that_differ_cost_a_turn() -> None:
 
 def test_another_release_is_counted_by_itself() -> None:
     namings = Namings(2)
-    assert namings.turns(Named(0, "r1", CHANNEL), 0) == 1
-    assert namings.turns(Named(0, "r2", CHANNEL), 0) == 1
-    assert namings.turns(Named(0, "r1", CHANNEL), 1) == 0
+    assert namings.turns(Named(0, "r1", "r"), 0) == 1
+    assert namings.turns(Named(0, "r2", "r"), 0) == 1
+    assert namings.turns(Named(0, "r1", "r"), 1) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.sampled_from(["r1", "r2"])), max_size=9))
 def test_one_node_alone_lets_no_waiter_act_at_once(told: list[tuple[int, str]]) -> None:
     namings = Namings(2)
-    turns = [namings.turns(Named(rank, release, CHANNEL), 0) for rank, release in told]
+    turns = [namings.turns(Named(rank, release, "r"), 0) for rank, release in told]
     assert set(turns) <= {None, 1}
 
 
 def test_old_releases_are_forgotten() -> None:
     namings = Namings(2)
     for number in range(RELEASES + 1):
-        namings.turns(Named(0, f"r{number}", CHANNEL), 0)
-    assert namings.turns(Named(0, "r0", CHANNEL), 1) == 1
-    assert namings.turns(Named(0, f"r{RELEASES}", CHANNEL), 1) == 0
+        namings.turns(Named(0, f"r{number}", "r"), 0)
+    assert namings.turns(Named(0, "r0", "r"), 1) == 1
+    assert namings.turns(Named(0, f"r{RELEASES}", "r"), 1) == 0
     namings.clear()
-    assert namings.turns(Named(0, f"r{RELEASES - 1}", CHANNEL), 1) == 1
+    assert namings.turns(Named(0, f"r{RELEASES - 1}", "r"), 1) == 1
 
 
 @given(st.integers(0, 99), st.text(max_size=100).filter(lambda text: " " not in text), st.text())
-def test_a_message_is_read_as_it_is_written(rank: int, release: str, channel: str) -> None:
-    assert Named.parse(f"{rank} {release} {channel}") == Named(rank, release, channel)
+def test_a_message_is_read_as_it_is_written(rank: int, release: str, resource: str) -> None:
+    text = f"{rank} {release} {waiting_key('p', resource)}"
+    assert Named.parse(text, "p") == Named(rank, release, resource)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +122,17 @@ def test_a_message_is_read_as_it_is_written(rank: int, release: str, channel: st
         "hello",
         "0",
         "0 r1",
-        "x r1 c",
-        "-1 r1 c",
-        "1.5 r1 c",
-        f"{'9' * 401} r1 c",
-        f"0 {'r' * 1000} c",
+        "0 r1 c",
+        "0 r1 {q}:waiting:c",
+        "x r1 {p}:waiting:c",
+        "-1 r1 {p}:waiting:c",
+        "1.5 r1 {p}:waiting:c",
+        f"{'9' * 401} r1 {{p}}:waiting:c",
+        f"0 {'r' * 1000} {{p}}:waiting:c",
     ],
 )
 def test_another_text_names_nobody(text: str) -> None:
-    assert Named.parse(text) is None
+    assert Named.parse(text, "p") is None
 
 
 standings = st.builds(Standing, st.integers(0, 9), st.sampled_from([0.0, 0.5, 2.0, math.inf]))

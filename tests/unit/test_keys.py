@@ -4,6 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from celery_redlock.lock.model.handoff import Named
 from celery_redlock.lock.model.keys import (
     label_of,
     lock_key,
@@ -12,7 +13,7 @@ from celery_redlock.lock.model.keys import (
     since_of,
     ttl_of,
     value_of,
-    wake_channel,
+    waiting_key,
 )
 from celery_redlock.lock.platform.clock import new_token
 from celery_redlock.lock.transport.encoding import decoded, encoded
@@ -52,9 +53,9 @@ def test_two_claims_never_share_a_key_whatever_their_text(
 
 @given(any_text)
 @example("\ud83d\ude00")  # a pair of surrogates is not the sign that it would mean in UTF-16
-def test_a_name_comes_back_out_of_its_channel_and_its_key(name: str) -> None:
-    channel = decoded(encoded(wake_channel("p", name)))
-    assert channel.removeprefix(wake_channel("p", "")) == name
+def test_a_name_comes_back_out_of_its_keys(name: str) -> None:
+    waiting = decoded(encoded(waiting_key("p", name)))
+    assert Named.parse(f"0 r {waiting}", "p") == Named(0, "r", name)
     assert resource_of("p", decoded(encoded(lock_key("p", name, 3)))) == (name, 3)
 
 

@@ -4,17 +4,14 @@ import dataclasses
 import datetime as dt
 import enum
 import inspect
-import sys
 import tracemalloc
 import uuid
 from collections.abc import Callable
 from decimal import Decimal
-from types import ModuleType
 from typing import Any
 
 import pytest
 from celery import Celery
-from celery.utils.imports import symbol_by_name
 from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
@@ -22,7 +19,7 @@ from redis.sentinel import Sentinel
 
 from celery_redlock import Backoff, LockedTask, SettingsError
 from celery_redlock.lock.validation import check_nodes
-from celery_redlock.tasks.per_app import command_line_name, settings_of
+from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.settings.app import (
     APP_SETTING,
     AppSettings,
@@ -35,7 +32,6 @@ from celery_redlock.tasks.settings.conf import (
     read_app,
     visibility_timeout,
 )
-from celery_redlock.tasks.settings.digest import canonical, digest
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
 from celery_redlock.tasks.settings.options import (
@@ -49,6 +45,7 @@ from celery_redlock.tasks.settings.task_config import (
     compile_adopted_config,
     compile_config,
 )
+from celery_redlock.tasks.settings.templates import canonical, digest
 
 NODES = ["redis://a", "redis://b", "redis://c"]
 
@@ -255,15 +252,6 @@ class TestTasksOfOthers:
         self, name: str, pattern: str | None
     ) -> None:
         assert pattern_for(name, ["*.c", "a.*", "a.b"][::-1]) == pattern
-
-
-def test_an_app_is_named_as_a_command_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, app = ModuleType("shop_of_a_test"), Celery("shop", set_as_default=False)
-    assert command_line_name(app) == ""
-    module.__dict__["orders"] = app
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert command_line_name(app) == "shop_of_a_test:orders"
-    assert symbol_by_name(command_line_name(app)) is app
 
 
 class TestWrongSettings:
@@ -479,6 +467,7 @@ class TestWrongSettings:
             ("redlock_clock_drift", 1, "fraction"),
             ("redlock_max_ttl", -1, "above 0"),
             ("redlock_restart_guard", "maybe", "'auto'"),
+            ("redlock_restart_guard", "on", "take 'strict'"),
             ("redlock_queues", ["q"], "must map"),
         ],
     )
@@ -716,9 +705,19 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("args", "kwargs", "given", "why"),
         [
-            ((), {}, "(0 by position)", "missing a required argument: 'a'"),
-            ((), {"b": "s3cret"}, "(0 by position, b by name)", "missing a required argument: 'a'"),
-            (("s3cret",), {"a": 1}, "(1 by position, a by name)", "multiple values for argument"),
+            ((), {}, "(0 by position)", "missing 1 required positional argument: 'a'"),
+            (
+                (),
+                {"b": "s3cret"},
+                "(0 by position, b by name)",
+                "missing 1 required positional argument: 'a'",
+            ),
+            (
+                ("s3cret",),
+                {"a": 1},
+                "(1 by position, a by name)",
+                "got multiple values for argument",
+            ),
         ],
     )
     def test_arguments_that_do_not_fit_are_named_with_the_task_and_none_is_shown(

@@ -76,6 +76,7 @@ class Worker:
             disable_rate_limits=False,
             apply_eta_task=str,
             _limit_move_to_pool=str,
+            connection_for_read=str,
         )
         self.room = WaitingRoom(self.consumer, platform=Platform(self.clock))
         self.events: list[tuple[str, dict[str, Any]]] = []

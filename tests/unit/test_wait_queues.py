@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from celery_redlock.tasks.waiting.queues import QueueKey, Waiter, WaitQueues
+from celery_redlock.tasks.waiting.queues import QueueKey, QuorumHistory, Waiter, WaitQueues
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
 TIMES = WaitingTimes()
@@ -21,8 +21,8 @@ class Message:
     """What stands for a worker's request."""
 
 
-def waiter(since: float, channel: str = "a", limit: int = 1, deadline: float = LATER) -> Waiter:
-    queue = QueueKey(channel, limit)
+def waiter(since: float, resource: str = "a", limit: int = 1, deadline: float = LATER) -> Waiter:
+    queue = QueueKey(resource, limit)
     return Waiter(Message(), since, queue, 0.0, deadline, waits_for_release=True)
 
 
@@ -143,16 +143,16 @@ def test_a_head_that_is_back_goes_by_its_own_countdown() -> None:
     assert queues.retry_in(again, 100.0) == 0.0
 
 
-def test_a_channel_without_waiters_stays_subscribed_until_it_is_forgotten() -> None:
+def test_a_resource_without_waiters_is_known_until_it_is_forgotten() -> None:
     queues, (first,) = queued(1)
     queues.remove(first, 100.0)
     queues.forget_empty(100.0)
-    assert queues.channels() == {"a"}
+    assert queues.resources() == {"a"}
     queues.forget_empty(100.1)
-    assert queues.channels() == set()
+    assert queues.resources() == set()
     queues.add(waiter(2))
     queues.forget_empty(math.inf)
-    assert queues.channels() == {"a"}
+    assert queues.resources() == {"a"}
 
 
 def test_a_postponed_head_looks_at_its_new_time_and_at_its_deadline_at_the_latest() -> None:
@@ -184,18 +184,18 @@ def test_an_eviction_keeps_the_order_of_those_that_stay(
     messages: list[tuple[int, str, bool]],
 ) -> None:
     queues = WaitQueues(TIMES)
-    for since, channel, waits in messages:
-        each = waiter(since, channel)
+    for since, resource, waits in messages:
+        each = waiter(since, resource)
         each.waits_for_release = waits
         queues.add(each)
     while (evicted := queues.last_of_longest()) is not None:
-        queue = queues.on(evicted.queue.channel)
-        longest = max((queues.on(channel) for channel in "ab"), key=len)
+        queue = queues.on(evicted.queue.resource)
+        longest = max((queues.on(resource) for resource in "ab"), key=len)
         assert len(queue) == len(longest) or not any(w.waits_for_release for w in longest)
         behind = queue[queue.index(evicted) + 1 :]
         assert not [each for each in behind if each.waits_for_release]
         queues.remove(evicted, 0.0)
-        assert queues.on(evicted.queue.channel) == [w for w in queue if w is not evicted]
+        assert queues.on(evicted.queue.resource) == [w for w in queue if w is not evicted]
     assert queues.waiting_for_release == 0
 
 
@@ -213,13 +213,13 @@ class Queues(RuleBasedStateMachine):
 
     @rule(
         since=st.integers(0, 9),
-        channel=st.sampled_from("ab"),
+        resource=st.sampled_from("ab"),
         limit=st.integers(1, 2),
         countdown=st.floats(0.0, 20.0),
         waits=st.booleans(),
     )
-    def add(self, since: int, channel: str, limit: int, countdown: float, waits: bool) -> None:
-        new = waiter(since, channel, limit, self.now + 30.0)
+    def add(self, since: int, resource: str, limit: int, countdown: float, waits: bool) -> None:
+        new = waiter(since, resource, limit, self.now + 30.0)
         new.eta, new.waits_for_release = self.now + countdown, waits
         before = self.queue_of(new)
         displaced = self.queues.add(new)
@@ -251,19 +251,19 @@ class Queues(RuleBasedStateMachine):
     @invariant()
     def nobody_is_lost(self) -> None:
         assert self.queues.all() == self.here
-        found = [each for channel in "ab" for each in self.queues.on(channel)]
+        found = [each for resource in "ab" for each in self.queues.on(resource)]
         assert sorted(found) == sorted(self.here)
         assert all(self.queues.of(each.request) is each for each in self.here)
-        assert {each.queue.channel for each in self.here} <= self.queues.channels()
+        assert {each.queue.resource for each in self.here} <= self.queues.resources()
         waiting = [each for each in self.here if each.waits_for_release]
         assert self.queues.waiting_for_release == len(waiting)
 
     @invariant()
     def waiters_are_in_order_of_first_deferral(self) -> None:
-        heads = [each for channel in "ab" for each in self.queues.heads(channel)]
+        heads = [each for resource in "ab" for each in self.queues.heads(resource)]
         assert sorted(heads) == sorted({self.queue_of(each)[0] for each in self.here})
         for each in self.here:
-            in_order = [w for w in self.queues.on(each.queue.channel) if w.queue == each.queue]
+            in_order = [w for w in self.queues.on(each.queue.resource) if w.queue == each.queue]
             assert in_order == self.queue_of(each)
 
     @invariant()
@@ -281,3 +281,19 @@ class Queues(RuleBasedStateMachine):
 
 
 TestQueues = Queues.TestCase
+
+
+def test_of_a_quorum_nothing_is_missed_before_the_subscription() -> None:
+    history = QuorumHistory()
+    assert not history.claim("task", 0.0)
+    history.record(100.0, {"task"})
+    assert not history.claim("task", 50.0)
+    assert history.claim("another task", 50.0)
+
+
+def test_a_message_misses_the_return_of_a_quorum_once() -> None:
+    history = QuorumHistory()
+    history.record(100.0, set())
+    assert not history.claim("task", 100.1)
+    assert history.claim("task", 100.0)
+    assert not history.claim("task", 100.0)

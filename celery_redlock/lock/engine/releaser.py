@@ -103,7 +103,7 @@ class Releaser:
     @uninterruptible
     def release_if_abandoned(self, acquisition: Acquisition) -> bool:
         """Release an acquisition that has no user any more; return whether it was released."""
-        if acquisition.has_user or not acquisition.abandon():
+        if acquisition.users or not acquisition.abandon():
             return False
         self.release(acquisition)
         self.events.abandoned(acquisition)

@@ -217,7 +217,6 @@ class Session:
     # called by the watchdog's threads
 
     def _renew_due(self, acquisitions: Sequence[Acquisition]) -> None:
-        self.node_set.recover_turn()
         self.renew(acquisitions, native=True)
 
     def _check_deadline(self, acquisition: Acquisition, now: float) -> None:
@@ -233,7 +232,6 @@ class Session:
         Monotonic seconds.
         """
         now, timeout = self.clock.now(), self.options.node_timeout
-        self.node_set.recover_turn()
         self.node_set.drain()
         self.releaser.run_maintenance(now)
         idle = min(IDLE, self.exchanged_every)

@@ -69,19 +69,10 @@ class Acquisition:
     def users(self) -> int:
         """The number of users that can still release it."""
         count = 0
-        for user in self._users:  # no comprehension: read at each release
+        for user in self._users:  # no comprehension: read at each release and renewal
             if user() is not None:
                 count += 1
         return count
-
-    @property
-    def has_user(self) -> bool:
-        """Whether there is a user that can still release it."""
-        # no generator, for speed: called for each lock at each renewal
-        for user in self._users:  # noqa: SIM110
-            if user() is not None:
-                return True
-        return False
 
     def abandon(self) -> bool:
         """Mark it as abandoned if it has no users; return whether it has none.
@@ -100,16 +91,14 @@ class Acquisition:
     @property
     def resource(self) -> str:
         """The names of the resources, for people."""
-        if len(self.keys) == 1:
-            return self.keys[0].resource
         return ", ".join(dict.fromkeys(key.resource for key in self.keys))
 
     def held(self, now: float) -> bool:
         """Return whether every key is held at the monotonic second `now`, by arithmetic alone."""
-        key_leases = self.key_leases
-        if len(key_leases) == 1:
-            return key_leases[0].lease.held(now)
-        return bool(key_leases) and all(one.lease.held(now) for one in key_leases)
+        for one in self.key_leases:
+            if not one.lease.held(now):
+                return False
+        return bool(self.key_leases)
 
     def lost(self, now: float) -> bool:
         """Return whether it was held and has ended without a release."""
@@ -172,16 +161,15 @@ class Acquisition:
         """
         if self._loss_told:
             return math.inf
-        if len(self.key_leases) == 1 and (lease := self.key_leases[0].lease).state is HELD:
-            return lease.valid_until - (lease.margin if self._at_risk_told else lease.ttl / 3)
-        states = {one.lease.state for one in self.key_leases}
-        if LOST in states:
-            return -math.inf
-        if states != {HELD}:
-            return math.inf
-        leases = [one.lease for one in self.key_leases]
-        before = leases[0].margin if self._at_risk_told else self.options.ttl / 3
-        return min(lease.valid_until for lease in leases) - before
+        soonest, all_held = math.inf, True
+        for one in self.key_leases:
+            lease = one.lease
+            if lease.state is LOST:
+                return -math.inf
+            all_held = all_held and lease.state is HELD
+            before = lease.margin if self._at_risk_told else lease.ttl / 3
+            soonest = min(soonest, lease.valid_until - before)
+        return soonest if all_held else math.inf
 
     def expire(self, now: float) -> str | None:
         """Mark it as lost if its validity is over at `now`; return the reason, None if not lost.
@@ -222,10 +210,9 @@ class Acquisition:
 
     def begin_renewal(self, now: float) -> bool:
         """Return whether it is still held. Due reclaims are done with the renewal."""
-        for one in self.key_leases:
-            if not one.lease.held(now):
-                self.renew_at = math.inf
-                return False
+        if not self.held(now):
+            self.renew_at = math.inf
+            return False
         self._reclaim_at = math.inf
         return True
 

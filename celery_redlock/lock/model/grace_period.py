@@ -21,22 +21,15 @@ class Guard:
     """The restart guard: a node that may have forgotten locks abstains for a grace period.
 
     word: the mode. "strict": a node that does not know this prefix abstains, unless an operator
-    trusted it. "on": the node also votes if it has been up for longer than the grace period. "off":
-    every node votes. prefix: of the guard's keys. grace_period: seconds.
+    trusted it. "off": every node votes. prefix: of the guard's keys. grace_period: seconds.
     """
 
     word: str
     prefix: str
     grace_period: float
 
-    def arguments(self, run_id: str, uptime: float) -> tuple[str, ...]:
-        """Return the guard's arguments of the scripts: the server's run id, and two grace periods.
-
-        Milliseconds: for a node without a known run id, and for a node with another one.
-        uptime: whole seconds, as reported by the server.
-        """
+    def arguments(self, run_id: str) -> tuple[str, str]:
+        """Return the guard's arguments of the scripts: the server's run id, the period in ms."""
         if self.word == "off":
-            return ("", "", "")
-        changed = math.ceil(self.grace_period * 1000)
-        known_for = 0 if self.word == "strict" else max(0, math.floor((uptime - 1) * 1000))
-        return run_id, str(max(0, changed - known_for)), str(changed)
+            return "", ""
+        return run_id, str(math.ceil(self.grace_period * 1000))

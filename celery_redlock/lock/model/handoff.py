@@ -11,12 +11,13 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from celery_redlock.lock.model.keys import waiting_key
+
 TURN = 0.1  # seconds between the turns of two waiters that one release names
-FOR_EARLIER_VERSIONS = " named"  # the end of a message on the common channel; the set was named
 RELEASES = 4096  # remembered: a node may announce hundreds of releases before the next one's do
 
 # bounded: anybody who may publish on a node can write such a message
-_NAMED = re.compile(r"(?P<rank>[0-9]{1,2}) (?P<release>[^ ]{0,100}) (?P<channel>.*)", re.DOTALL)
+_NAMED = re.compile(r"(?P<rank>[0-9]{1,2}) (?P<release>[^ ]{0,100}) (?P<waiting>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -39,21 +40,20 @@ class Registration:
 class Named:
     """One node's message: a release names this waiter.
 
-    rank: 0 for the first. release: the same text from every node. channel: the common one of the
-    resource's waiters.
+    rank: 0 for the first. release: the same text from every node. resource: what is released.
     """
 
     rank: int
     release: str
-    channel: str
+    resource: str
 
     @classmethod
-    def parse(cls, message: str) -> Named | None:
+    def parse(cls, message: str, prefix: str) -> Named | None:
         """Return a message of lua/announce.lua; None for any other text."""
-        found = _NAMED.fullmatch(message)
-        return (
-            None if found is None else cls(int(found["rank"]), found["release"], found["channel"])
-        )
+        found, beginning = _NAMED.fullmatch(message), waiting_key(prefix, "")
+        if found is None or not found["waiting"].startswith(beginning):
+            return None
+        return cls(int(found["rank"]), found["release"], found["waiting"][len(beginning) :])
 
 
 class Namings:
@@ -117,7 +117,7 @@ def merged(standings: Collection[Standing], quorum: int) -> Standing | None:
     """Return what a quorum of nodes says together; None if fewer have replied.
 
     If the nodes differ about the rank, one waiter more than the lowest says may be before this one.
-    If none of them keeps waiters, each is the first: the nodes announce a release to all then.
+    If none of them keeps waiters, each is the first: no release names any.
     """
     if len(standings) < quorum:
         return None

@@ -6,7 +6,7 @@ import functools
 import math
 
 from celery_redlock.lock.model.fencing import Fence
-from celery_redlock.lock.model.keys import broken_key, lock_key, waiting_key, wake_channel
+from celery_redlock.lock.model.keys import broken_key, lock_key, waiting_key
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
@@ -18,13 +18,12 @@ class LockKey:
     permit: number of the semaphore's permit; 0 for a plain lock.
     """
 
-    __slots__ = ("channel", "name", "packed_name", "permit", "resource", "ttl_ms", "waiting")
+    __slots__ = ("name", "packed_name", "permit", "resource", "ttl_ms", "waiting")
 
     def __init__(self, prefix: str, resource: str, permit: int, ttl: float) -> None:
         self.resource, self.permit = resource, permit
         self.name = lock_key(prefix, resource, permit)
         self.packed_name = encode_text(self.name)
-        self.channel = encode_text(wake_channel(prefix, resource))
         self.waiting = encode_text(waiting_key(prefix, resource))
         self.ttl_ms = _encode_ttl(ttl)
 

@@ -35,28 +35,9 @@ def broken_key(key: str, value: str) -> str:
     return f"{key.replace('}:lock:', '}:broken:', 1)}:{value.partition(':')[0]}"
 
 
-def wake_channel(prefix: str, resource: str) -> str:
-    """Return the channel on which a release announces that the resource may be free."""
-    return f"{{{prefix}}}:wake:{resource}"
-
-
 def waiting_key(prefix: str, resource: str) -> str:
-    """Return the key of the sorted set of a resource's waiters: processes, by first deferral.
-
-    It is also the name of a channel without messages. Each waiter that is in the set subscribes to
-    it, so a node can tell how many subscribers of `wake_channel` cannot be named.
-    """
+    """Return the key of the sorted set of a resource's waiters: processes, by first deferral."""
     return f"{{{prefix}}}:waiting:{resource}"
-
-
-def waiting_channel(prefix: str, wake: str) -> str:
-    """Return the name of `waiting_key` for the resource of a `wake_channel`."""
-    return waiting_key(prefix, resource_of_channel(prefix, wake))
-
-
-def resource_of_channel(prefix: str, wake: str) -> str:
-    """Return the resource of a `wake_channel`."""
-    return wake.removeprefix(wake_channel(prefix, ""))
 
 
 def inbox_channel(prefix: str, waiter: str) -> str:
@@ -65,11 +46,8 @@ def inbox_channel(prefix: str, waiter: str) -> str:
 
 
 def votes_channel(prefix: str) -> str:
-    """Return the channel that announces that nodes grant locks again.
-
-    Its resource name is "", which no lock can have.
-    """
-    return wake_channel(prefix, "")
+    """Return the channel that announces that nodes grant locks again."""
+    return f"{{{prefix}}}:wake:"
 
 
 def pattern_of(key: str) -> str:
@@ -107,8 +85,6 @@ def in_order(resources: Iterable[str]) -> tuple[str, ...]:
 
     One order for all clients prevents deadlocks.
     """
-    if type(resources) is tuple and len(resources) == 1:
-        return resources  # as most locks have it
     return tuple(sorted(set(resources), key=encoded))
 
 

@@ -15,13 +15,11 @@ class Turn:
     is refused, and leaves its work to the owner.
     """
 
-    __slots__ = ("_get_ident", "_looked_at", "_looks", "_seen", "taken")
+    __slots__ = ("_get_ident", "taken")
 
     def __init__(self, get_ident: Callable[[], int] = get_ident) -> None:
         self._get_ident = get_ident
         self.taken: dict[None, list[int]] = {}  # empty, or the owner's own list
-        self._seen: list[int] | None = None
-        self._looks, self._looked_at = 0, 0.0
 
     def run(self, work: Callable[..., object], *arguments: object) -> bool:
         """Call a function in the turn. If another caller has the turn, return False at once."""
@@ -43,19 +41,6 @@ class Turn:
         """Whether the caller runs in the owner's thread, and so interrupts the owner."""
         owner = self.taken.get(None)
         return owner is not None and owner[0] == self._get_ident()
-
-    def is_stuck(self, now: float, seconds: float, looks: int) -> bool:
-        """Return whether one owner has kept the turn for `looks` calls, `seconds` apart.
-
-        now: monotonic seconds. Calls are counted as well as time, so that a long stop of the
-        process counts once only.
-        """
-        owner = self.taken.get(None)
-        if owner is None or owner is not self._seen:
-            self._seen, self._looks, self._looked_at = owner, 0, now
-        elif now - self._looked_at >= seconds:
-            self._looks, self._looked_at = self._looks + 1, now
-        return self._looks >= looks
 
 
 class SerialJobs:

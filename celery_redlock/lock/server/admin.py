@@ -20,8 +20,6 @@ from celery_redlock.lock.model.keys import (
     pattern_of,
     tenure_key,
     votes_channel,
-    waiting_key,
-    wake_channel,
 )
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.server.error_hints import with_hint
@@ -145,7 +143,7 @@ def missing_rights(connection: Any, prefix: str) -> list[str]:
     Tries each command, and changes nothing. connection: a result of `Address.dial`, of no further
     use. Raises redis.RedisError, OSError.
     """
-    key, channel = completion_key(prefix, ""), wake_channel(prefix, "\n")  # nobody has these
+    key, channel = completion_key(prefix, ""), f"{votes_channel(prefix)}\n"  # nobody has these
     tried = {
         "+ping": ("PING",),
         "+info": ("INFO", "server"),
@@ -169,7 +167,6 @@ def missing_rights(connection: Any, prefix: str) -> list[str]:
         "+mget": ("MGET", key),
         f"&{{{prefix}}}:handoff:*": ("PUBLISH", inbox_channel(prefix, "\n"), ""),
         "+unsubscribe": ("UNSUBSCRIBE", channel),
-        f"&{{{prefix}}}:waiting:*": ("SUBSCRIBE", waiting_key(prefix, "\n")),
         "+subscribe": ("SUBSCRIBE", channel),  # last: such a connection takes no other command
     }
     connection.send_packed_command(connection.pack_commands(tried.values()))

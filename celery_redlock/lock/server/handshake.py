@@ -53,7 +53,7 @@ class ServerInfo(Peer):
     wall: seconds since 1970 by the server's clock, None if it does not tell.
     """
 
-    arguments: tuple[str, ...] = ("", "", "")
+    arguments: tuple[str, ...] = ("", "")
     evicts: str = ""
     notes: Notes | None = None
     wall: float | None = None
@@ -73,7 +73,7 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
             f"{facts.get('error') or 'INFO names no run_id'}: without INFO the restart guard "
             'cannot tell a restart; allow it (ACL: +info), or set redlock_restart_guard = "off"'
         )
-    arguments = guard.arguments(run_id, float(facts.get("uptime_in_seconds", 0)))
+    arguments = guard.arguments(run_id)
     evicts = facts.get("maxmemory_policy", "noeviction")
     time_us = facts.get("server_time_usec", "")
     return ServerInfo(

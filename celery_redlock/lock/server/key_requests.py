@@ -12,7 +12,7 @@ from celery_redlock.lock.model.keys import completion_key, inbox_channel, lock_k
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
-from celery_redlock.lock.server.scripts import SAY_NOTHING, EndMarker, Requests
+from celery_redlock.lock.server.scripts import EndMarker, Requests
 from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
 
 
@@ -63,15 +63,13 @@ class KeyRequests:
         """Return the request that releases a key and notifies the waiters."""
         if not key_lease.packed_release:
             key, value = key_lease.key, key_lease.packed_value
-            key_lease.packed_release = self._requests.release(
-                key.packed_name, key.waiting, value, key.channel
-            )
+            key_lease.packed_release = self._requests.release(key.packed_name, key.waiting, value)
         return key_lease.packed_release
 
     def release_quietly(self, key_lease: KeyLease) -> bytes:
         """Return the request that releases a key without notifying the waiters."""
         key, value = key_lease.key, key_lease.packed_value
-        return self._requests.release(key.packed_name, key.waiting, value, SAY_NOTHING)
+        return self._requests.release(key.packed_name, key.waiting, value, publish=False)
 
     def release_ended(
         self, key_lease: KeyLease, options: LockOptions, ended_for: float | None, *, publish: bool
@@ -85,13 +83,14 @@ class KeyRequests:
         if marker is None or ended_for is None:
             return self.release(key_lease) if publish else self.release_quietly(key_lease)
         key, value = key_lease.key, key_lease.packed_value
-        channel = key.channel if publish else SAY_NOTHING
         end = EndMarker(
             encode_text(completion_key(self._prefix, marker.run)),
             math.ceil(marker.kept_for * 1000),
             int(ended_for * 1000),
         )
-        return self._requests.release_done(key.packed_name, key.waiting, value, channel, end)
+        return self._requests.release_done(
+            key.packed_name, key.waiting, value, end, publish=publish
+        )
 
     def register(self, registration: Registration, *, asks: bool) -> bytes:
         """Return the request that registers a waiter. asks: for when a key of the lock is free."""

@@ -34,23 +34,25 @@ class Requests:
         names = b"".join(map(encode_text, (*guard_keys(prefix), fence_key(prefix)))).replace(
             b"%", b"%%"
         )
-        self._grant = b"*13\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
-        self._asking = b"*14\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
+        self._grant = b"*12\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
+        self._asking = b"*13\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
         inbox = encode_text(inbox_channel(prefix, "")).replace(b"%", b"%%")
-        self._release = b"*8\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b%b" + inbox
-        self._last = b"*11\r\n" + RELEASE.by_digest + b"$1\r\n3\r\n%b%b%b%b%b" + inbox + b"%b%b"
+        release = b"*7\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b"
+        self._release, self._release_quietly = release + inbox, release + NOTHING
+        last = b"*10\r\n" + RELEASE.by_digest + b"$1\r\n3\r\n%b%b%b%b"
+        self._last, self._last_quietly = last + inbox + b"%b%b", last + NOTHING + b"%b%b"
         self._fence = encode_text(fence_key(prefix))
 
     def grant(self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None = None) -> bytes:
         """Return the request for a lock. proposal: a fencing token. Other arguments are encoded."""
-        least = _NOTHING if proposal is None else encode_bulk(b"%d" % proposal)
+        least = NOTHING if proposal is None else encode_bulk(b"%d" % proposal)
         return self._grant % (key, value, ttl_ms, least)
 
     def ask(
         self, key: bytes, value: bytes, ttl_ms: bytes, proposal: int | None, mark: bytes
     ) -> bytes:
         """Return the request for a lock that also reads a completion marker. mark: its key."""
-        least = _NOTHING if proposal is None else encode_bulk(b"%d" % proposal)
+        least = NOTHING if proposal is None else encode_bulk(b"%d" % proposal)
         return self._asking % (key, mark, value, ttl_ms, least)
 
     def renewal(self, value: bytes, ttl_ms: bytes, token: int = 0) -> bytes:
@@ -58,7 +60,7 @@ class Requests:
 
         token: for fencing; 0 if the lock has none.
         """
-        return value + ttl_ms + (encode_bulk(b"%d" % token) if token else _NOTHING)
+        return value + ttl_ms + (encode_bulk(b"%d" % token) if token else NOTHING)
 
     def renew(self, keys: Sequence[bytes], renewals: Sequence[bytes], note: bytes = b"") -> bytes:
         """Return the request that renews these locks.
@@ -74,20 +76,22 @@ class Requests:
         )
         return b"".join([head, *keys, self._fence, note, *renewals])
 
-    def release(self, key: bytes, waiting: bytes, value: bytes, channel: bytes) -> bytes:
+    def release(self, key: bytes, waiting: bytes, value: bytes, *, publish: bool = True) -> bytes:
         """Return the request that releases a lock.
 
-        waiting: the key of the resource's waiters. channel: encoded, or `SAY_NOTHING`.
+        waiting: the key of the resource's waiters. publish: whether to name the first of them.
         """
-        return self._release % (key, waiting, value, channel)
+        request = self._release if publish else self._release_quietly
+        return request % (key, waiting, value)
 
     def release_done(
-        self, key: bytes, waiting: bytes, value: bytes, channel: bytes, marker: EndMarker
+        self, key: bytes, waiting: bytes, value: bytes, marker: EndMarker, *, publish: bool = True
     ) -> bytes:
         """Return the request that writes a completion marker and releases the lock."""
         kept = encode_bulk(b"%d" % marker.kept_ms)
         left = encode_bulk(b"%d" % max(1, marker.kept_ms - marker.age_ms))
-        return self._last % (key, waiting, marker.key, value, channel, kept, left)
+        request = self._last if publish else self._last_quietly
+        return request % (key, waiting, marker.key, value, kept, left)
 
     def register(self, waiting: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> bytes:
         """Return the request that registers a waiter.
@@ -118,5 +122,4 @@ class EndMarker(NamedTuple):
     age_ms: int
 
 
-_NOTHING = encode_bulk(b"")
-SAY_NOTHING = _NOTHING  # instead of a channel: publish nothing
+NOTHING = encode_bulk(b"")

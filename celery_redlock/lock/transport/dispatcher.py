@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.turns import Turn
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Entry
-from celery_redlock.lock.transport.connection import POISONED, Connection
+from celery_redlock.lock.transport.connection import Connection
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError
 from celery_redlock.lock.transport.node_client import (
     IDLE,
@@ -29,16 +28,6 @@ from celery_redlock.lock.transport.node_client import (
     NodeClient,
 )
 from celery_redlock.lock.transport.poller import PollerPool
-
-T = TypeVar("T")
-
-LONGEST_TURN, TURNS = 1.0, 3  # seconds, and how many of these one thread may keep the turn
-
-
-def _take_out(queue: deque[T], done: T) -> None:
-    """Remove a finished item, unless another thread has removed it after it recovered the turn."""
-    if queue and queue[0] is done:
-        queue.popleft()
 
 
 class Dispatcher:
@@ -91,17 +80,6 @@ class Dispatcher:
                 return True
         return False
 
-    def recover_turn(self) -> None:
-        """Take the turn of reading from a thread that has kept it for too long.
-
-        A finalizer or a signal handler may interrupt that thread, and sleep. Afterwards the thread
-        may still read from its connections, so all connections are given up. Called regularly.
-        """
-        if self._reading.is_stuck(self.clock.now(), LONGEST_TURN, TURNS):
-            self._reading = self._platform.turn()
-            for node in self.nodes:
-                node.abandon(POISONED)
-
     def read_from(self, nodes: Iterable[int]) -> None:
         """Read the replies of some nodes, by index. Never waits."""
         self.read([self.nodes[node] for node in nodes])
@@ -126,7 +104,7 @@ class Dispatcher:
             if number:
                 self._platform.pause(PAUSE)
             reading = self._reading
-            if reading.run(self._hand_on_all, reading, nodes, keeps_gil):
+            if reading.run(self._hand_on_all, nodes, keeps_gil):
                 if self._mail:
                     self._deliver_mail()
                 return True
@@ -134,13 +112,12 @@ class Dispatcher:
                 return False
         return False
 
-    def _hand_on_all(self, reading: Turn, nodes: Sequence[NodeClient], keeps_gil: bool) -> None:
+    def _hand_on_all(self, nodes: Sequence[NodeClient], keeps_gil: bool) -> None:
         try:
             if self._mail:
                 self._deliver()  # first: a later command may follow on the next connection
             for node in nodes:
-                if self._reading is reading:  # otherwise another thread recovered the turn
-                    self._hand_on(node, keeps_gil=keeps_gil)
+                self._hand_on(node, keeps_gil=keeps_gil)
         except BaseException:
             self.rearm()  # a waiting caller continues what was interrupted
             raise
@@ -230,7 +207,7 @@ class Dispatcher:
     def _deliver(self) -> None:
         while self._mail:
             # kept until it is delivered: an asynchronous exception must lose no command
-            mail = index, entries, error, connection = self._mail[0]
+            index, entries, error, connection = self._mail[0]
             if connection is not None:
                 self._hand_on_answers(self.nodes[index], connection)  # replies read before
                 connection.close(reset=True)
@@ -240,8 +217,8 @@ class Dispatcher:
             while entries:
                 entry = entries[0]
                 entry[0].handler.on_error(index, entry[0], error)
-                _take_out(entries, entry)
-            _take_out(self._mail, mail)
+                entries.popleft()
+            self._mail.popleft()
 
     def _note_down(self, index: int, error: NodeError) -> None:
         if self._closed:

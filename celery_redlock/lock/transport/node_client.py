@@ -148,10 +148,6 @@ class NodeClient(SerialJobs):
         """Give a connection up, and report every command in flight."""
         self._do(functools.partial(self._give_up, connection, cause))
 
-    def abandon(self, cause: str) -> None:
-        """Give the connection up without changing its queues: a thread may still read from it."""
-        self._do(functools.partial(self._abandon, cause))
-
     def close(self) -> None:
         """Close the connection for ever. Commands in flight are not reported."""
         self._do(self._close)
@@ -208,17 +204,6 @@ class NodeClient(SerialJobs):
         # Reported first: after an exception it is reported twice, but no command is lost.
         self._report(self.index, connection.in_flight, error, connection)
         self.connection, self.error, self._retry_at = None, error, 0.0
-
-    def _abandon(self, cause: str) -> None:
-        connection = self.connection
-        if connection is None:
-            return
-        connection.poisoned = True
-        error = self.error = NodeError(self.name, cause, lost=True)
-        entries = deque(entry for entry, _ in connection.answers.copy())
-        entries.extend(connection.in_flight.copy())
-        self._report(self.index, entries, error, None)
-        self.connection, self._retry_at = None, 0.0
 
     def _close(self) -> None:
         connection = self.connection

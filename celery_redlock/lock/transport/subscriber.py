@@ -190,7 +190,7 @@ def _by_kind(channels: Iterable[str]) -> Iterable[list[str]]:
     A server's ACL that denies one channel denies the whole command.
     """
     kinds: dict[str, list[str]] = {}
-    for channel in sorted(channels):  # of a release, before the one for earlier versions
+    for channel in sorted(channels):
         kinds.setdefault(channel.partition("}:")[2].partition(":")[0], []).append(channel)
     return kinds.values()
 

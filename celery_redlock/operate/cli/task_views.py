@@ -26,6 +26,7 @@ from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.reporting import DEFERRED
 from celery_redlock.tasks.settings.conf import visibility_timeout
 
+PROCESSES_UNKNOWN = "Which processes wait cannot be known."
 TASKS_UNKNOWN = "Which tasks wait cannot be known."
 REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
 
@@ -92,7 +93,7 @@ class WaitersView:
             for one in self.registered.processes
         ]  # fmt: skip
         is_known = self.registered.is_known
-        none = "No processes are registered as waiters." if is_known else TASKS_UNKNOWN
+        none = "No processes are registered as waiters." if is_known else PROCESSES_UNKNOWN
         return Table(heads, rows, none)
 
     def table(self) -> Table:

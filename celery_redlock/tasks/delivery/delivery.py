@@ -13,7 +13,7 @@ from celery.app.task import Context
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.tasks.delivery.header import DEATHS, HEADER, NO_HEADER, LockHeader
+from celery_redlock.tasks.delivery.header import DEATHS, LockHeader
 from celery_redlock.tasks.delivery.route import (
     CAME_BACK,
     QUEUE,
@@ -39,28 +39,22 @@ class Delivery:
 
     task, request: Celery's, the request as `Context`. header: what the message carries, with what
     the broker says of this delivery. acks_late: the message is acknowledged after the run.
-    is_plain: the message has no header, is a first delivery as far as anybody knows, and is
-    acknowledged before the run; so most questions below need not be asked.
     In a worker's main process make a new one each time: Celery rewrites the request there.
     """
 
-    __slots__ = ("acks_late", "header", "is_plain", "request", "task")
+    __slots__ = ("acks_late", "header", "request", "task")
 
     def __init__(self, task: Any, request: Any) -> None:
         self.task, self.request = task, request
         self.acks_late = bool(task.acks_late) and not request.is_eager
-        fields = request.__dict__
-        has_none = HEADER not in fields and not fields.get("headers")
-        header = NO_HEADER if has_none else LockHeader.of(request)
+        self.header = LockHeader.of(request)
         if self.acks_late and (request.delivery_info or {}).get("redelivered"):
-            header = header.redelivered()
-        self.header = header
-        self.is_plain = header is NO_HEADER and not self.acks_late
+            self.header = self.header.redelivered()
 
     def going_on(self, header: LockHeader) -> Delivery:
         """Return a delivery that goes on in its slot as if the message had come back."""
         copied = copy.copy(self)
-        copied.header, copied.is_plain = header, False
+        copied.header = header
         return copied
 
     @property

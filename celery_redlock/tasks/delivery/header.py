@@ -104,6 +104,8 @@ class LockHeader:
     @classmethod
     def of(cls, request: Any) -> LockHeader:
         """Return the header of a request, `NO_HEADER` if it has none of its own."""
+        if HEADER not in request.__dict__ and not request.headers:  # as most messages have none
+            return NO_HEADER
         carried = request.__dict__.get(HEADER)
         if carried is None and isinstance(request.headers, Mapping):  # a sender may write any type
             carried = request.headers.get(HEADER)

@@ -31,11 +31,12 @@ def completion_marker(delivery: Delivery, *, is_unique: bool) -> CompletionMarke
     reply was lost: it was published twice. Each copy of a broadcast message is to run, though all
     of them have one task id.
     """
-    run = str(delivery.run_id)
-    marker = _marker_of_deliveries(delivery, run)
+    marker = _marker_of_deliveries(delivery)
     if not is_unique:
         return marker
-    marker = marker or CompletionMarker(run, settings_of(delivery.task.app).done_ttl)
+    if marker is None:
+        run, kept_for = str(delivery.run_id), settings_of(delivery.task.app).done_ttl
+        marker = CompletionMarker(run, kept_for)
     asked = marker.asks_since if delivery.may_have_run_elsewhere else None
     return replace(
         marker,
@@ -45,7 +46,7 @@ def completion_marker(delivery: Delivery, *, is_unique: bool) -> CompletionMarke
     )
 
 
-def _marker_of_deliveries(delivery: Delivery, run: str) -> CompletionMarker | None:
+def _marker_of_deliveries(delivery: Delivery) -> CompletionMarker | None:
     may_have_run = delivery.may_have_run_elsewhere
     if not (may_have_run or delivery.acks_late) or not delivery.can_republish:
         return None
@@ -57,6 +58,7 @@ def _marker_of_deliveries(delivery: Delivery, run: str) -> CompletionMarker | No
         # later: an id may be sent again once its result is stored, just before its run is marked
         since = redlock_of(delivery.task.app).session.clock.now() - here_for + LATER_MARKED
     kept_for = settings_of(delivery.task.app).done_ttl
+    run = str(delivery.run_id)
     return CompletionMarker(run, kept_for, since, is_redelivered=delivery.is_redelivered)
 
 

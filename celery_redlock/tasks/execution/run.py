@@ -76,10 +76,10 @@ class LockedRun:
         or what the body raises end the run as FAILURE.
         """
         delivery = self.delivery
-        if not delivery.is_plain and delivery.is_for_another_queue:
+        if delivery.is_for_another_queue:
             outcomes.discard_copy(delivery)
         self._resolve_options()
-        self.cancelled = None if delivery.is_plain else delivery.cancelled
+        self.cancelled = delivery.cancelled
         if self.resources:
             self._acquire_or_end()
         if self.cancelled is not None:  # no other delivery ran it, as the lock has shown
@@ -101,8 +101,7 @@ class LockedRun:
             changed = config.overridden(queue, self.options)
             log_call_options(delivery, carried, changed)
         call = TaskCall(task, args, kwargs, queue)
-        resources = config.resources(self.options, call)
-        self.resources = resources if len(resources) < 2 else in_order(resources)
+        self.resources = in_order(config.resources(self.options, call))
 
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
@@ -142,9 +141,8 @@ class LockedRun:
 
         wait_in_slot: seconds, of a message that the broker did not take back.
         """
-        delivery, marker = self.delivery, None
-        if not delivery.is_plain:
-            marker = completion_marker(delivery, is_unique=self.token is not None)
+        delivery = self.delivery
+        marker = completion_marker(delivery, is_unique=self.token is not None)
         label = delivery.run_id.label(delivery.request.hostname)
         self.lock = lock_of(delivery.task, self.options, self.resources, label, marker=marker)
         self.register()  # before the grant leaves, so that task_postrun finds the lock
@@ -213,7 +211,7 @@ class LockedRun:
         try:
             self._report_started()
             # no further publication of the message is to run
-            completed = not delivery.is_plain and delivery.may_have_run_elsewhere
+            completed = delivery.may_have_run_elsewhere
             if self.unlocked:
                 return body(*self.args, **self.kwargs)
             return self._run_monitored(body)

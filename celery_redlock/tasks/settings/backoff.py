@@ -4,31 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.validation import LONGEST, is_number
 from celery_redlock.tasks.settings.sources import OptionSource
 
-Jitter = Literal["full", "decorrelated", "none"]
-
 
 @dataclass(frozen=True)
 class Backoff:
-    """Delays between deferrals.
+    """Delays between deferrals, each drawn from 0 to a bound that grows.
 
-    first, cap: the first and the longest delay, in seconds. factor: growth of the delay from one
-    deferral to the next. jitter: "full" draws from 0 to the grown delay, "decorrelated" draws from
-    `first` to three times the previous delay, "none" uses the grown delay.
-    Raises SettingsError for a value out of range.
+    first, cap: the first and the longest bound, in seconds. factor: growth of the bound from one
+    deferral to the next. Raises SettingsError for a value out of range.
     """
 
-    # Source of the jitters: AWS Architecture Blog, "Exponential Backoff And Jitter".
+    # Source of the draw: AWS Architecture Blog, "Exponential Backoff And Jitter", full jitter.
 
     first: float = 0.25
     cap: float = 30.0
     factor: float = 2.0
-    jitter: Jitter = "full"
 
     def __post_init__(self) -> None:
         for name in ("first", "cap", "factor"):
@@ -40,26 +35,18 @@ class Backoff:
             raise SettingsError("Backoff", "first, cap", f"{self.first!r}, {self.cap!r}", hint)
         if self.factor < 1:
             raise SettingsError("Backoff", "factor", repr(self.factor), "must be 1 or more")
-        if self.jitter not in get_args(Jitter):
-            hint = f"must be one of {', '.join(get_args(Jitter))}"
-            raise SettingsError("Backoff", "jitter", repr(self.jitter), hint)
 
-    def delay(
-        self, attempt: int, uniform: Callable[[float, float], float], previous: float | None = None
-    ) -> float:
+    def delay(self, attempt: int, uniform: Callable[[float, float], float]) -> float:
         """Return the seconds to wait before the next try.
 
         attempt: 0 for the first deferral. uniform: draws between two bounds.
-        previous: the previous delay in seconds; only "decorrelated" uses it.
         """
-        if self.jitter == "decorrelated":
-            return min(self.cap, uniform(self.first, 3 * (previous or self.first)))
         try:
             # as floats: a power of large ints would keep the interpreter's lock for seconds
             grown = min(self.cap, self.first * float(self.factor) ** float(attempt))
         except OverflowError:
             grown = self.cap
-        return grown if self.jitter == "none" else uniform(0.0, grown)
+        return uniform(0.0, grown)
 
     def to_message(self) -> dict[str, Any]:
         """Return the fields as a mapping that every serializer can carry."""
@@ -71,7 +58,8 @@ class Backoff:
         unknown = set(fields) - set(cls.__dataclass_fields__)
         if unknown:
             known = ", ".join(cls.__dataclass_fields__)
-            raise SettingsError("Backoff", min(unknown), repr(dict(fields)), f"knows only {known}")
+            hint = f"must have no fields but {known}: remove the others"
+            raise SettingsError("Backoff", min(unknown), repr(dict(fields)), hint)
         return cls(**fields)
 
 

@@ -1,31 +1,40 @@
-"""Templates of lock keys: their checks, their fields, and how a call's arguments fill them."""
+"""The text of a lock's key: templates filled from a call's arguments, and the arguments' digest."""
 
 from __future__ import annotations
 
+import datetime as dt
+import decimal
+import enum
 import functools
+import hashlib
+import json
 import re
 import string
-from collections.abc import Iterator, Mapping
-from decimal import Decimal
-from typing import Any
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
+from celery_redlock.errors import SettingsError
+from celery_redlock.lock.transport.encoding import encoded
 from celery_redlock.lock.validation import MOST_BYTES, is_too_long
-from celery_redlock.tasks.settings.digest import (
-    BY_TEXT,
-    CONTAINERS,
-    NATIVE,
-    PLAIN,
-    canonical,
-    digest,
-    json_key,
-    reduced,
-)
 from celery_redlock.tasks.settings.sources import OptionSource
 
+_NATIVE = (bool, int, float, str, bytes)
+_CONTAINERS = (list, tuple, set, frozenset, Mapping)
+_DATES = (dt.datetime, dt.date, dt.time)  # a datetime is a date, too
+_BY_TEXT = (*_DATES, decimal.Decimal, uuid.UUID, dt.timedelta)
+_SHOWN = (*_NATIVE, *_BY_TEXT)
 TEMPLATE_NAMES = ("task", "queue", "digest")  # beside the arguments, whose names win
 
 _QUEUE = re.compile(r"\{queue[}!:\[]")
-_FIELD = re.compile(r"[^.\[\]]*(\[[^\[\]]*\])*")
+_FIELD = re.compile(r"([^.\[\]]+)((?:\[[^\[\]]+\])*)")
+_ITEM = re.compile(r"\[([^\[\]]+)\]")
+_CONVERSIONS: Mapping[str | None, Callable[[Any], str] | None] = {
+    None: None,
+    "r": repr,
+    "s": str,
+    "a": ascii,
+}
 # A width or a precision of a format: a few bytes of a message would become a text of gigabytes.
 _WIDE = re.compile(r"\d{4}")
 _WIDEST_DECIMAL = 1000  # digits; Decimal("1e999999999") is short until a format writes its zeros
@@ -42,6 +51,11 @@ def check_key(source: OptionSource, value: Any, app: object) -> Any:
         raise source.wrong(value, "a list holds templates only, none of them empty")
     if any(map(is_too_long, entries)):
         raise source.wrong(value, f"a template has at most {MOST_BYTES} bytes")
+    for entry in entries:
+        try:
+            compiled(entry)
+        except ValueError as error:
+            raise source.wrong(entry, f"is not a template: {error}") from None
     return entries[0] if len(entries) == 1 else tuple(entries)
 
 
@@ -72,31 +86,77 @@ def names_queue(key: Any) -> bool:
     return not callable(key) and _QUEUE.search(repr(key)) is not None
 
 
-def template_names(template: str, source: OptionSource) -> list[str]:
-    """Return the first name of each {field} of a template.
+class Field(NamedTuple):
+    """A field of a template, as {options[sku]!r:>9}.
 
-    Raises SettingsError for a field that names an attribute, or no argument.
+    written: "options[sku]". name: the argument. items: the way to an item of it. form: its format,
+    which is a template, too.
     """
-    roots = []
-    for name in template_fields(template, source):
-        root = name.partition("[")[0]
-        if not root.isidentifier() or not _FIELD.fullmatch(name):
+
+    written: str
+    name: str
+    items: tuple[int | str, ...]
+    conversion: Callable[[Any], str] | None
+    form: Template
+
+    def find(self, known: Mapping[str, Any]) -> Any:
+        """Return its value; LookupError or TypeError if there is no such argument or item."""
+        value = reduced(known[self.name])
+        for item in self.items:
+            value = reduced(_item(value, item))
+        return value
+
+    def fill(self, known: Mapping[str, Any]) -> str:
+        """Return its text; raises LookupError, TypeError or ValueError."""
+        value = self.find(known)
+        if value is None:
+            raise ValueError(f"{self.written} is None")
+        value = formattable(value)
+        if self.conversion is not None:
+            value = self.conversion(value)
+        if isinstance(value, decimal.Decimal) and abs(value.adjusted()) > _WIDEST_DECIMAL:
+            raise ValueError(f"a number has at most {_WIDEST_DECIMAL} digits")
+        form = _filled(self.form, known)
+        _check_format(form)  # again, for an argument may be a part of it
+        return format(value, form)
+
+
+Template: TypeAlias = tuple[str | Field, ...]  # its texts and fields, in their order
+
+
+@functools.lru_cache(maxsize=1024)  # a call may bring a template of its own
+def compiled(template: str, depth: int = 2) -> Template:
+    """Return a template's texts and fields; raises ValueError.
+
+    depth: of fields in formats, as `str.format` has it.
+    """
+    parts: list[str | Field] = []
+    for text, written, form, conversion in string.Formatter().parse(template):
+        if text:
+            parts.append(text)
+        if written is None:
+            continue
+        found = _FIELD.fullmatch(written)
+        if found is None or not found[1].isidentifier():
             hint = "name arguments in braces, as {sku}, {rest[0]}, {options[sku]}; no attributes"
-            raise source.wrong(template, hint)
-        roots.append(root)
-    return roots
+            raise ValueError(hint)
+        if conversion not in _CONVERSIONS:
+            raise ValueError(f"!{conversion} is no conversion")
+        if not depth:
+            raise ValueError("a field stands in the format of a field in a format")
+        _check_format(form or "")
+        items = tuple(int(i) if i.isdecimal() else i for i in _ITEM.findall(found[2]))
+        inner = compiled(form or "", depth - 1)
+        parts.append(Field(written, found[1], items, _CONVERSIONS[conversion], inner))
+    return tuple(parts)
 
 
-def template_fields(template: str, source: OptionSource) -> Iterator[str]:
-    """Give the text of each field of a template, also of fields within a format; SettingsError."""
-    try:
-        for _, name, form, _ in FORMATTER.parse(template):
-            if name is not None:
-                _check_format(form or "")
-                yield name
-                yield from template_fields(form or "", source)
-    except ValueError as error:
-        raise source.wrong(template, f"is not a template: {error}") from None
+def fields_of(template: Template) -> Iterator[Field]:
+    """Give the fields of a template, also those in formats."""
+    for part in template:
+        if isinstance(part, Field):
+            yield part
+            yield from fields_of(part.form)
 
 
 def fill(template: str, arguments: Mapping[str, Any], task: str, queue: str) -> str:
@@ -105,64 +165,33 @@ def fill(template: str, arguments: Mapping[str, Any], task: str, queue: str) -> 
     Raises LookupError, TypeError or ValueError for a value that is missing, None or has no stable
     text, and SettingsError for a {digest} of such a value.
     """
-    names = _simple_fields(template)
-    if names is None:
-        return fill_any(template, arguments, task, queue)
-    known = arguments
-    for name in names:
-        if name not in arguments:
-            known = _KnownNames(task, queue, arguments)
-        elif type(arguments[name]) not in PLAIN:
-            return fill_any(template, arguments, task, queue)
-    if known is not arguments and not type(task) is type(queue) is str:
-        return fill_any(template, arguments, task, queue)
-    return template.format_map(known)
+    parts, known = compiled(template), {"task": task, "queue": queue, **arguments}
+    if "digest" in template and any(one.name == "digest" for one in fields_of(parts)):
+        known.setdefault("digest", digest(arguments, task))
+    return _filled(parts, known)
 
 
-def fill_any(template: str, arguments: Mapping[str, Any], task: str, queue: str) -> str:
-    """Return the same as `fill`, which is a short cut for names alone and exact texts and ints."""
-    return FORMATTER.vformat(template, (), _KnownNames(task, queue, arguments))
+def _filled(template: Template, known: Mapping[str, Any]) -> str:
+    text = ""
+    for part in template:
+        text += part if isinstance(part, str) else part.fill(known)
+    return text
 
 
-@functools.lru_cache(maxsize=1024)  # a call may bring a template of its own
-def _simple_fields(template: str) -> tuple[str, ...] | None:
-    """Return the arguments that a template names.
-
-    None if a field names an item, or has a conversion or a format. Raises ValueError.
-    """
-    fields = [part[1:] for part in FORMATTER.parse(template) if part[1] is not None]
-    for name, form, conversion in fields:
-        if form or conversion or not (name or "").isidentifier():
-            return None
-    return tuple(dict.fromkeys(name or "" for name, _, _ in fields))
-
-
-class _KnownNames(dict[str, Any]):
-    """The names that a template may use; the digest is made only for a template that names it."""
-
-    def __init__(self, task: str, queue: str, arguments: Mapping[str, Any]) -> None:
-        super().__init__({"task": task, "queue": queue, **arguments})
-        self._task, self._arguments = task, arguments
-
-    def __missing__(self, name: str) -> str:
-        if name == "digest":
-            return digest(self._arguments, self._task)
+def _item(value: Any, name: int | str) -> Any:
+    """Return an item of a value: of a mapping by its key as in JSON, which keeps the last."""
+    if not isinstance(value, Mapping):
+        return value[name]
+    found = [item for key, item in value.items() if json_key(key) == str(name)]
+    if not found:
         raise KeyError(name)
+    return found[-1]
 
 
-class _Value:
-    """An argument of which a template may name an item: one of a mapping by its key as in JSON."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = reduced(value)
-
-    def __getitem__(self, name: int | str) -> _Value:
-        if not isinstance(self.value, Mapping):
-            return _Value(self.value[name])
-        found = [item for key, item in self.value.items() if json_key(key) == str(name)]
-        if not found:
-            raise KeyError(name)
-        return _Value(found[-1])  # if JSON makes several keys one, it keeps the last
+def _check_format(form: str) -> None:
+    """Raise ValueError for a format with a width or a precision of four digits and more."""
+    if _WIDE.search(form):
+        raise ValueError("a width or a precision has at most three digits")
 
 
 class _CanonicalText(str):
@@ -180,46 +209,103 @@ def formattable(value: Any) -> Any:
     value: reduced. Sets and mappings show their items in order. An object of another class may
     define its own text, but Python's default text of an object is its address.
     """
-    if isinstance(value, CONTAINERS):
+    if value is None or isinstance(value, _SHOWN):
+        return value
+    if isinstance(value, _CONTAINERS):
         return _CanonicalText(canonical(value))
     kind: Any = type(value)
-    if value is None or isinstance(value, (*NATIVE, *BY_TEXT)):
-        return value
     if kind.__str__ is object.__str__ and kind.__format__ is object.__format__:
         raise TypeError(f"a {kind.__name__} is not a plain value and has no text of its own")
     return value
 
 
-def _check_format(form: str) -> None:
-    """Raise ValueError for a format with a width or a precision of four digits and more."""
-    if _WIDE.search(form):
-        raise ValueError("a width or a precision has at most three digits")
+def digest(arguments: Mapping[str, Any], task: str) -> str:
+    """Return 32 hex digits that are the same in every process if the arguments are equal.
+
+    They are the same before and after a message: values that JSON makes equal are equal here
+    (a tuple and a list, an enum and its value, a dict's keys), and values that JSON keeps apart
+    stay apart ("1" and 1, 1 and True). Raises SettingsError for a value without a stable form.
+    """
+    text = ""
+    for name, value in arguments.items():
+        try:
+            text += f"\x00{name}={canonical(value)}"
+        except TypeError as error:
+            raise unstable(task, f"argument {name!r}", value, error) from None
+    return hashlib.sha256(encoded(text[1:])).hexdigest()[:32]
 
 
-class _Formatter(string.Formatter):
-    """str.format, without attributes, which no message keeps, and without None."""
-
-    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
-        return _Value(super().get_value(key, args, kwargs))
-
-    def find(self, field_name: str, known: Mapping[str, Any]) -> Any:
-        """Return the value of a field; LookupError or TypeError if there is no such item."""
-        return super().get_field(field_name, (), known)[0].value
-
-    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        value = kwargs[field_name] if field_name in kwargs else self.find(field_name, kwargs)
-        if type(value) in PLAIN:
-            return value, field_name
-        value = reduced(value)
-        if value is None:
-            raise ValueError(f"{field_name} is None")
-        return formattable(value), field_name
-
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        _check_format(format_spec)  # again, for an argument may be a part of it
-        if isinstance(value, Decimal) and abs(value.adjusted()) > _WIDEST_DECIMAL:
-            raise ValueError(f"a number has at most {_WIDEST_DECIMAL} digits")
-        return super().format_field(value, format_spec)
+def unstable(task: str, what: str, value: Any, error: TypeError) -> SettingsError:
+    """Return the error for a value that would make another key each time. what: its name."""
+    hint = (
+        f"has no stable form ({error}): name the arguments that make the key, as "
+        'lock_args=["id"] or lock_key="thing:{id}"'
+    )
+    return SettingsError(f"task {task!r}", what, f"a {type(value).__name__}", hint)
 
 
-FORMATTER = _Formatter()
+def canonical(value: Any) -> str:
+    """Return a text that equal values share and unequal ones do not.
+
+    Raises TypeError for a value without a stable form.
+    """
+    value = reduced(value)
+    if value is None or isinstance(value, _NATIVE):
+        return repr(value)
+    if isinstance(value, _DATES):
+        return f"{type(value).__name__}:{value.isoformat()}"
+    if isinstance(value, _BY_TEXT):
+        return f"{type(value).__name__}:{value}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(canonical, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"set({', '.join(sorted(map(canonical, value)))})"
+    if isinstance(value, Mapping):
+        pairs = sorted(f"{canonical(json_key(k))}: {canonical(v)}" for k, v in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    raise TypeError(f"a {type(value).__name__} is not a plain value")
+
+
+def reduced(value: Any) -> Any:
+    """Return a value as it comes out of a message; the items of a container stay as they are.
+
+    Source: kombu.utils.json: JSONEncoder.default asks `__json__` first, but never for a class that
+    derives from str, int, float, list, tuple or dict; a date keeps its offset, not its zone's name.
+    """
+    if value is None or type(value) in _NATIVE or isinstance(value, _CONTAINERS):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    reduce = getattr(value, "__json__", None)
+    if callable(reduce):
+        return reduced(reduce())
+    if isinstance(value, enum.Enum):
+        return reduced(value.value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    return _of_own_kind(value)
+
+
+def _of_own_kind(value: Any) -> Any:
+    """Return a value of a class that derives from a date's or number's as one of that class."""
+    if isinstance(value, dt.datetime):
+        return dt.datetime.fromisoformat(dt.datetime.isoformat(value))
+    if isinstance(value, dt.date):
+        return dt.date.fromisoformat(dt.date.isoformat(value))
+    if isinstance(value, dt.time):
+        return dt.time.fromisoformat(dt.time.isoformat(value))
+    if isinstance(value, uuid.UUID):
+        return uuid.UUID(int=value.int)
+    if isinstance(value, decimal.Decimal):
+        return decimal.Decimal(value)
+    if isinstance(value, dt.timedelta):
+        return dt.timedelta(value.days, value.seconds, value.microseconds)
+    return value
+
+
+def json_key(key: Any) -> Any:
+    """Return a dict's key as JSON writes it."""
+    key = reduced(key)
+    return json.dumps(key) if key is None or isinstance(key, (bool, int, float)) else key

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 SENDING_TTL = 5.0  # seconds for which others wait for an unconfirmed send: it may be slow, or dead
 MIN_ROUNDS = 4  # node timeouts that SENDING_TTL leaves time for at least
-FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # seconds between tries while another send is unconfirmed
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between tries while another send is unconfirmed
 MIN_MARKER_TTL = 60.0  # seconds
 _ENDS = ("started", "finished", "expired")
 _IS_A_TOKEN = re.compile(r"[0-9a-f]{32}")
@@ -47,7 +47,7 @@ class Claim:
 
     name: of the unique key. run_id: of the run that the message leads to. options: those of the
     send. unique_for: seconds that the claim lasts. delay: seconds after these for which the message
-    may still be delivered. carried: by the message; None unless a quorum has the claim.
+    may still be delivered. carried: what the message carries; None unless a quorum has the claim.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Claim:
                 return rival
             if not rival or clock.now() > until:
                 return None
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tries, 16))
+            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(tries, 16))
             clock.sleep(random.uniform(0.001, pause))  # noqa: S311 - no secret
             tries += 1
 

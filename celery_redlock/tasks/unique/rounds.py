@@ -95,10 +95,12 @@ class ClaimRound(Round):
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count the reply of a node. Raises UnexpectedReplyError."""
         found = None if type(reply) is hiredis.ReplyError else read_reply(reply)
-        if isinstance(found, EarlierSend):
+        if found is None:
+            self._failed.add(node)
+        elif isinstance(found, EarlierSend):
             self._earlier[node] = found
         else:
-            (self._failed if found is None else self.changed if found else self._empty).add(node)
+            (self.changed if found else self._empty).add(node)
         self._decide_if_clear()
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:

@@ -26,8 +26,8 @@ ETA_PRIORITY = 6  # of an entry in the timer. Source: celery.worker.strategy, fo
 class Heads(Protocol):
     """What the dispatcher tells of the heads of its queues."""
 
-    def on_head(self, channel: str, first: Waiter | None = None) -> None:
-        """Learn that a channel has another head, or none; first: of a queue that was empty."""
+    def on_head(self, resource: str, first: Waiter | None = None) -> None:
+        """Learn that a resource has another head, or none; first: of a queue that was empty."""
 
     def on_due(self, waiter: Waiter) -> None:
         """Learn that it is time for a head to try by itself."""
@@ -81,17 +81,17 @@ class Dispatcher:
             self._update_prefetch()
             is_head = self.queues.is_head(waiter)
         if is_head:
-            self._heads.on_head(waiter.queue.channel, first)
+            self._heads.on_head(waiter.queue.resource, first)
 
-    def heads_to_run(self, channel: str) -> list[Waiter]:
-        """Return the head of each queue of a channel that is to run.
+    def heads_to_run(self, resource: str) -> list[Waiter]:
+        """Return the head of each queue of a resource that is to run.
 
         A cancelled message would take no lock, so no release would follow for those behind it: each
         cancelled head is dispatched, for Celery to end it.
         """
         while True:
             with self.mutex:
-                heads = self.queues.heads(channel)
+                heads = self.queues.heads(resource)
             if not self._dispatch_cancelled(heads):
                 return [head for head in heads if not self.has_dispatched(head.queue)]
 
@@ -212,7 +212,7 @@ class Dispatcher:
                 if following is not None:
                     self._arm(following)
         if waiter is not None and was_head:
-            self._heads.on_head(waiter.queue.channel)
+            self._heads.on_head(waiter.queue.resource)
         self._pass_on(request)
 
     def _pass_on(self, request: Any) -> None:

@@ -1,4 +1,4 @@
-"""Deferred messages in order of first deferral: one queue for each channel and limit. Pure.
+"""Deferred messages in order of first deferral: one queue for each resource and limit. Pure.
 
 A resource that is taken to a lock of one limit may be free to another, so each limit has a queue.
 So has each task with a `rate_limit`, whose head may wait for its rate while others run.
@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
+NO_QUORUM = ""  # instead of a resource: of messages for which no quorum voted
 FIRST_PAUSE = 1.0  # seconds between two looks of a head whether its lock is free; then twice that
 
 
 class QueueKey(NamedTuple):
-    """A queue: the channel that announces the releases, and the limit of the lock refused.
+    """A queue: the resource that messages wait for, and the limit of the lock refused.
 
     task: the name of a task with a rate limit, "" for all other tasks.
     """
 
-    channel: str
+    resource: str
     limit: int
     task: str = ""
 
@@ -58,7 +60,7 @@ class Waiter:
 
 
 class WaitQueue:
-    """The waiters of one channel and limit, in order of first deferral."""
+    """The waiters of one resource and limit, in order of first deferral."""
 
     __slots__ = ("_head_left_at", "_head_left_since", "_interval", "waiters")
 
@@ -107,18 +109,19 @@ class WaitQueue:
 class WaitQueues:
     """All messages that wait in one worker.
 
-    A channel stays subscribed for a while without waiters.
+    A resource is remembered for a while without waiters: how often its releases name this worker,
+    and that the worker listens.
     """
 
     def __init__(self, times: WaitingTimes) -> None:
         self._times = times
-        self._queues: dict[str, dict[QueueKey, WaitQueue]] = {}  # by channel
-        self._emptied_at: dict[str, float] = {}  # monotonic seconds, of channels without waiters
+        self._queues: dict[str, dict[QueueKey, WaitQueue]] = {}  # by resource
+        self._emptied_at: dict[str, float] = {}  # monotonic seconds, of resources without waiters
         self._by_request: dict[Any, Waiter] = {}
         self.waiting_for_release = 0  # how many waiters may wait past their ETA
 
-    def channels(self) -> set[str]:
-        """Return the channels to subscribe to; called by any thread."""
+    def resources(self) -> set[str]:
+        """Return the resources that are waited for; called by any thread."""
         return set(self._queues)
 
     def of(self, request: Any) -> Waiter | None:
@@ -129,24 +132,24 @@ class WaitQueues:
         """Return all waiters."""
         return list(self._by_request.values())
 
-    def heads(self, channel: str) -> list[Waiter]:
-        """Return the head of each queue of a channel."""
-        return [queue.waiters[0] for queue in self._of_channel(channel) if queue.waiters]
+    def heads(self, resource: str) -> list[Waiter]:
+        """Return the head of each queue of a resource."""
+        return [queue.waiters[0] for queue in self._of_resource(resource) if queue.waiters]
 
-    def on(self, channel: str) -> list[Waiter]:
-        """Return all waiters of a channel."""
-        return [waiter for queue in self._of_channel(channel) for waiter in queue.waiters]
+    def on(self, resource: str) -> list[Waiter]:
+        """Return all waiters of a resource."""
+        return [waiter for queue in self._of_resource(resource) for waiter in queue.waiters]
 
-    def _of_channel(self, channel: str) -> list[WaitQueue]:
-        return list(self._queues.get(channel, {}).values())
+    def _of_resource(self, resource: str) -> list[WaitQueue]:
+        return list(self._queues.get(resource, {}).values())
 
     def add(self, waiter: Waiter) -> Waiter | None:
         """Queue a waiter; return the head that it displaced, if any."""
         self._by_request[waiter.request] = waiter
         self.waiting_for_release += waiter.waits_for_release
-        channel = waiter.queue.channel
-        self._emptied_at.pop(channel, None)
-        queue = self._queues.setdefault(channel, {}).setdefault(waiter.queue, WaitQueue())
+        resource = waiter.queue.resource
+        self._emptied_at.pop(resource, None)
+        queue = self._queues.setdefault(resource, {}).setdefault(waiter.queue, WaitQueue())
         return queue.add(waiter)
 
     def remove(self, waiter: Waiter, now: float, *, is_named: bool = False) -> Waiter | None:
@@ -156,10 +159,10 @@ class WaitQueues:
         """
         del self._by_request[waiter.request]
         self.waiting_for_release -= waiter.waits_for_release
-        channel = waiter.queue.channel
-        following = self._queues[channel][waiter.queue].remove(waiter, now, is_named=is_named)
-        if not any(queue.waiters for queue in self._of_channel(channel)):
-            self._emptied_at[channel] = now
+        resource = waiter.queue.resource
+        following = self._queues[resource][waiter.queue].remove(waiter, now, is_named=is_named)
+        if not any(queue.waiters for queue in self._of_resource(resource)):
+            self._emptied_at[resource] = now
         return following
 
     def retry_in(self, waiter: Waiter, now: float) -> float | None:
@@ -170,23 +173,23 @@ class WaitQueues:
         """
         if not waiter.waits_for_release or (waiter.eta > now and not waiter.is_postponed):
             return None
-        turn = self._queues[waiter.queue.channel][waiter.queue].turn_of(waiter, self._times)
+        turn = self._queues[waiter.queue.resource][waiter.queue].turn_of(waiter, self._times)
         return max(0.0, min(max(turn, waiter.eta), waiter.deadline) - now)
 
     def has(self, key: QueueKey) -> bool:
         """Return whether a message waits in this queue."""
-        queue = self._queues.get(key.channel, {}).get(key)
+        queue = self._queues.get(key.resource, {}).get(key)
         return queue is not None and bool(queue.waiters)
 
     def is_head(self, waiter: Waiter) -> bool:
         """Return whether a waiter is still here, and the head of its queue."""
-        return self.of(waiter.request) is waiter and waiter in self.heads(waiter.queue.channel)
+        return self.of(waiter.request) is waiter and waiter in self.heads(waiter.queue.resource)
 
     def head_of(self, waiter: Waiter) -> Waiter | None:
         """Return the head of a waiter's queue; None if the waiter is not here any more."""
         if self.of(waiter.request) is not waiter:
             return None
-        return self._queues[waiter.queue.channel][waiter.queue].waiters[0]
+        return self._queues[waiter.queue.resource][waiter.queue].waiters[0]
 
     def last_of_longest(self) -> Waiter | None:
         """Return the waiter that is dispatched last: of the longest queue, if it may be evicted."""
@@ -198,7 +201,28 @@ class WaitQueues:
         return None
 
     def forget_empty(self, before: float) -> None:
-        """Forget the channels that have had no waiters since then, in monotonic seconds."""
-        for channel in [c for c, at in self._emptied_at.items() if at < before]:
-            del self._emptied_at[channel]
-            del self._queues[channel]
+        """Forget the resources that have had no waiters since then, in monotonic seconds."""
+        for resource in [name for name, at in self._emptied_at.items() if at < before]:
+            del self._emptied_at[resource]
+            del self._queues[resource]
+
+
+class QuorumHistory:
+    """The last moment at which a quorum may have come back, for messages on their way here."""
+
+    def __init__(self) -> None:
+        self._at, self._receivers = -math.inf, set[Hashable]()
+
+    def record(self, at: float, receivers: set[Hashable]) -> None:
+        """Remember a moment, in monotonic seconds, and the messages dispatched for it."""
+        self._at, self._receivers = at, receivers
+
+    def claim(self, receiver: Hashable, refused_at: float) -> bool:
+        """Return whether a message missed that moment on its way here, and note that.
+
+        refused_at: monotonic seconds.
+        """
+        is_missed = receiver not in self._receivers and self._at >= refused_at
+        if is_missed:
+            self._receivers.add(receiver)
+        return is_missed

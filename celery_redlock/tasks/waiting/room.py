@@ -7,7 +7,7 @@ nodes know since when the head of each queue waits, and a release names the work
 ends with the lease that refused it. If more messages wait than the worker has capacity for, the
 last of the longest queue is dispatched, and goes back to the broker's queue if refused.
 
-Messages for which no quorum voted wait on a channel of their own. Each tries at the end of its
+Messages for which no quorum voted wait in a queue of their own. Each tries at the end of its
 countdown, and all at once as soon as a quorum of nodes is subscribed to again, or an operator
 trusts nodes.
 
@@ -17,31 +17,35 @@ The way of a release: `Subscriber` thread -> `on_message` -> `Successor.on_messa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 from celery import bootsteps
 
 from celery_redlock.errors import LockTaken, RedlockError
-from celery_redlock.lock.model.handoff import FOR_EARLIER_VERSIONS
-from celery_redlock.lock.model.keys import votes_channel, wake_channel
+from celery_redlock.lock.model.keys import votes_channel
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, Deferral, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK
-from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
+from celery_redlock.tasks.per_app import (
+    leave_redlock,
+    redlock_of,
+    settings_of,
+    time_of_nodes,
+)
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.capacity import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
-from celery_redlock.tasks.waiting.queues import QueueKey, Waiter
-from celery_redlock.tasks.waiting.releases import Announcements, QuorumHistory, Release
+from celery_redlock.tasks.waiting.queues import NO_QUORUM, QueueKey, QuorumHistory, Waiter
 from celery_redlock.tasks.waiting.successor import Successor
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
@@ -79,10 +83,11 @@ class WaitingRoom(bootsteps.StartStopStep):
         parent.apply_eta_task = self._dispatcher.on_eta
         parent._limit_post_eta = self._dispatcher.on_limited_eta
         parent._limit_move_to_pool = self._dispatcher.on_token
-        self._counting = platform.new_mutex()  # of the announcements; real threads compete for it
+        parent.connection_for_read = functools.partial(_closing_twice, parent.connection_for_read)
         self._subscribers: list[Subscriber] = []
-        self._quorum_channel = ""  # of the waiters for which no quorum voted
-        self._announcements = Announcements(1, self._quorum_channel)
+        self._quorum = 1
+        self._votes = ""  # the channel that announces that nodes vote again
+        self._trusted = ""  # the last message on it
         self._sweeps: RepeatedCall | None = None
         self._forget()
         _rooms[parent] = self
@@ -92,8 +97,6 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._quorum_history = QuorumHistory()
         # the last refusal of each lock that was refused to a run of this worker, with its second
         self._refusals: dict[QueueKey, tuple[float, Deferral]] = {}
-        with self._counting:
-            self._announcements.clear()
         self._loop.clear()
 
     def start(self, parent: Any) -> None:
@@ -111,10 +114,16 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._forget()
 
     def shutdown(self, parent: Any) -> None:
-        """Close the subscriptions, and have the last states stored."""
+        """Close the subscriptions, and have the last states stored; the worker has ended.
+
+        Source: celery.worker.worker sends no worker_shutdown if the worker ends by WorkerTerminate.
+        """
         self.states.flush()
         for subscriber in self._subscribers:
             subscriber.close()
+        _rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
+        if not any(rooms_of(parent.app)):
+            leave_redlock(parent.app)
 
     def waiting(self) -> list[Waiter]:
         """Return the waiters in order of first deferral; called by any thread."""
@@ -133,10 +142,11 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._dispatcher.add(waiter)
         if has_missed and waiter.eta >= self._clock.now() + self._times.imminent:
             self._loop.call_soon(self._dispatcher.dispatch, waiter)
-        self._subscribe({waiter.queue.channel})
+        self._subscribe()
 
-    def _subscribe(self, channels: set[str]) -> None:
-        """Have each subscriber without a subscription to one of these channels make it."""
+    def _subscribe(self) -> None:
+        """Have each subscriber that lacks a subscription make it."""
+        channels = self._channels()
         for subscriber in self._subscribers:
             if not channels <= subscriber.confirmed:
                 subscriber.resubscribe()
@@ -164,7 +174,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             with self._dispatcher.mutex:
                 waits = self._dispatcher.queues.has(queue) or self._dispatcher.has_dispatched(queue)
             now = self._clock.now()
-            at, known = self._refusals.get(QueueKey(queue.channel, limit), NEVER_REFUSED)
+            at, known = self._refusals.get(QueueKey(queue.resource, limit), NEVER_REFUSED)
             expires_in = known.expires_in
             if now >= at + self._times.remember_refusal:  # by now another may hold it
                 if not waits:
@@ -179,13 +189,12 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def _queue_of(self, resource: str, limit: int, task_name: str = "") -> QueueKey:
         """Return the queue of a lock. task_name: of one that may have a rate limit."""
-        prefix = settings_of(self._consumer.app).prefix
         has_rate = bool(task_name) and self._dispatcher.bucket_of(task_name) is not None
-        return QueueKey(wake_channel(prefix, resource), limit, task_name if has_rate else "")
+        return QueueKey(resource, limit, task_name if has_rate else "")
 
     def _waiter_of(self, request: Any, deferral: Deferral) -> Waiter:
         settings, now = settings_of(self._consumer.app), self._clock.now()
-        queue = QueueKey(votes_channel(settings.prefix), 1)
+        queue = QueueKey(NO_QUORUM, 1)
         if deferral.is_taken:
             resource = deferral.resource or deferral.resources[0]  # a sender may leave it out
             queue = self._queue_of(resource, deferral.limit, request.name)
@@ -204,8 +213,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         if self._subscribers:
             return
         session = redlock_of(self._consumer.app).session
-        self._quorum_channel = votes_channel(session.options.prefix)
-        self._announcements = Announcements(session.node_set.size, self._quorum_channel)
+        self._votes, self._quorum = votes_channel(session.options.prefix), session.node_set.size
         self._successor.use(session, self.subscriptions)
         how = (session.options.node_timeout, session.platform, self._channels)
         self._subscribers = [
@@ -214,66 +222,75 @@ class WaitingRoom(bootsteps.StartStopStep):
         ]
 
     def _channels(self) -> set[str]:
-        common = self._dispatcher.queues.channels()
-        return common | self._successor.channels(common)
+        """Return the channels to subscribe to; called by any thread."""
+        resources = self._dispatcher.queues.resources()
+        votes = {self._votes} if NO_QUORUM in resources else set()
+        return votes | ({self._successor.inbox} if resources else set())
 
     # in the subscribers' threads
 
     def on_message(self, channel: str, message: str, node: int) -> None:
         """Take one node's message; "" as a subscription begins."""
-        inbox = self._successor.inbox
-        if channel == inbox:
+        if channel == self._successor.inbox:
             self._successor.on_message(message, node)
-        elif not message.endswith(FOR_EARLIER_VERSIONS) or not self.subscriptions(inbox):
-            # else this worker is named, or another one
-            release = Release(channel, message.removesuffix(FOR_EARLIER_VERSIONS))
-            self._on_announcement(release, node)
-
-    def _on_announcement(self, release: Release, node: int) -> None:
-        """Count one node's message, and act on its release once a majority has announced it.
-
-        Whoever came before the majority would find the lock's keys on the other nodes still there.
-        """
-        channel = release.channel
-        with self._counting:
-            subscriptions = self.subscriptions(channel)
-            is_decided = self._announcements.is_decided(release, node, subscriptions)
-        if is_decided and channel == self._quorum_channel:
-            self._loop.call_soon(self._on_quorum, release)
-        elif is_decided:
-            self._loop.call_soon(self._successor.on_release, release)
+        else:
+            self._loop.call_soon(self._on_quorum, message)
 
     def subscriptions(self, channel: str) -> int:
-        """Return how many nodes announce the releases on a channel to this worker."""
+        """Return how many nodes have confirmed the subscription to a channel."""
         return sum(channel in subscriber.confirmed for subscriber in self._subscribers)
 
     # in the event loop
 
-    def _on_quorum(self, release: Release) -> None:
-        """Dispatch all messages that wait for a quorum, as there may be one again."""
+    def _on_quorum(self, message: str) -> None:
+        """Dispatch all messages that wait for a quorum, as there may be one again.
+
+        message: of an operator's `trust`, the same from every node, when all of them have done it;
+        "" as a subscription begins: of a quorum of nodes, one more is up than before.
+        """
+        if message and message == self._trusted:
+            return
+        self._trusted = message or self._trusted
+        if not message and self.subscriptions(self._votes) < self._quorum:
+            return
         now = self._clock.now()
         with self._dispatcher.mutex:
-            waiters = self._dispatcher.queues.on(release.channel)
+            waiters = self._dispatcher.queues.on(NO_QUORUM)
             self._quorum_history.record(now, {w.request.id for w in waiters})
         for waiter in waiters:  # if nothing was announced, not those that try soon anyway
-            if release.is_announced or waiter.eta >= now + self._times.imminent:
+            if message or waiter.eta >= now + self._times.imminent:
                 self._dispatcher.dispatch(waiter)
 
     def _sweep(self) -> None:
         """Forget what nobody waits for any more, and dispatch expired and revoked messages."""
         with self._dispatcher.mutex:
-            queues = self._dispatcher.queues
-            queues.forget_empty(self._clock.now() - self._times.unsubscribe_after)
-            channels = queues.channels()
-            with self._counting:
-                self._announcements.keep(channels)
-        self._subscribe(channels)  # one that ended just as its channel was wanted again
+            before = self._clock.now() - self._times.unsubscribe_after
+            self._dispatcher.queues.forget_empty(before)
+        self._subscribe()  # one that ended just as its channel was wanted again
         old = self._clock.now() - self._times.remember_refusal
         for queue, (at, _) in list(self._refusals.items()):  # another thread may add one
             if at < old and not self._dispatcher.queues.has(queue):
                 del self._refusals[queue]
         self._dispatcher.dispatch_cancelled()
-        self._successor.refresh_if_due()
+        self._successor.look_again_if_due()
+
+
+def _closing_twice(connect: Callable[..., Any], heartbeat: float | None = None) -> Any:
+    """Return a connection to the broker whose loss does not end the worker.
+
+    Source: celery.worker.consumer closes a lost connection twice. With Redis, unacknowledged
+    messages and an open BRPOP the first close fails, and the second one finds no transport to put
+    the messages back by: an AttributeError, which Celery does not expect.
+    """
+    connection = connect(heartbeat)
+    close = connection.close
+
+    def try_close() -> None:
+        with contextlib.suppress(AttributeError):
+            close()
+
+    connection.close = try_close
+    return connection
 
 
 _rooms: weakref.WeakKeyDictionary[Any, WaitingRoom] = weakref.WeakKeyDictionary()

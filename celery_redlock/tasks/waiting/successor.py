@@ -22,23 +22,16 @@ from celery_redlock.lock.engine.registrar import Registrar
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.engine.wait_queue import process_name
 from celery_redlock.lock.model.handoff import TURN, Named, Namings, Registration, Standing
-from celery_redlock.lock.model.keys import (
-    inbox_channel,
-    resource_of_channel,
-    votes_channel,
-    waiting_channel,
-)
+from celery_redlock.lock.model.keys import inbox_channel
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.tasks.delivery.delivery import NAMED_AT, utc_now
 from celery_redlock.tasks.signals import LockHandedOffEvent, lock_handed_off
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
-from celery_redlock.tasks.waiting.queues import Waiter
-from celery_redlock.tasks.waiting.releases import Release
+from celery_redlock.tasks.waiting.queues import NO_QUORUM, Waiter
 from celery_redlock.tasks.waiting.times import WaitingTimes
 from celery_redlock.tasks.waiting.turns import (
     ACTED,
-    ANNOUNCED,
     FALLBACK,
     LADDER,
     MOST_TURNS,
@@ -63,11 +56,11 @@ class Successor:
     ) -> None:
         self._loop, self._clock, self._times = loop, platform.clock, times
         self._name = process_name(str(getattr(consumer, "hostname", "")))
-        self._prefix = self._quorum_channel = ""
+        self._prefix = ""
         self._counting = platform.new_mutex()  # of the namings; real threads compete for it
         self._namings = Namings(1)
-        self._registered: dict[str, float] = {}  # by channel: since when, as the nodes know it
-        # by channel: when its turn comes, in monotonic seconds, the turn, and the timer's entry
+        self._registered: dict[str, float] = {}  # by resource: since when, as the nodes know it
+        # by resource: when its turn comes, in monotonic seconds, the turn, and the timer's entry
         self._turns: dict[str, tuple[float, Turn, Any]] = {}
         self._refreshed_at = self._looked_at = self._clock.now()
         self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self)
@@ -76,34 +69,27 @@ class Successor:
         """Use the nodes of a session from now on. subscriptions: as of the room."""
         self._registrar, self._prefix = session.registrar, session.options.prefix
         self._subscriptions = subscriptions
-        self._quorum_channel = votes_channel(self._prefix)
         self.inbox = inbox_channel(self._prefix, self._name)
         self._namings = Namings(session.node_set.size)
 
     def forget(self) -> None:
         """Forget all waiters, and let the nodes forget them."""
-        for channel in list(self._registered):
-            self._unregister(channel)
-        for channel in list(self._turns):
-            self._cancel_turn(channel)
+        for resource in list(self._registered):
+            self._unregister(resource)
+        for resource in list(self._turns):
+            self._cancel_turn(resource)
         with self._counting:
             self._namings.clear()
         self.dispatcher.forget()
 
-    def channels(self, common: set[str]) -> set[str]:
-        """Return the channels by which releases name this worker; common: of its waiters."""
-        if not common or not self.inbox:
-            return set()
-        return {waiting_channel(self._prefix, channel) for channel in common} | {self.inbox}
-
     # in the subscribers' threads
 
     def on_message(self, message: str, node: int) -> None:
-        """Take one node's message to this worker's own channel; "" as a subscription begins."""
+        """Take one node's message to this worker's own channel; "" as it opens."""
         if not message:
-            self._loop.call_soon(self.refresh)  # the node may have lost its memory
+            self._loop.call_soon(self.look_again)
             return
-        named = Named.parse(message)
+        named = Named.parse(message, self._prefix)
         if named is None:
             return
         with self._counting:
@@ -115,7 +101,7 @@ class Successor:
 
     def _on_named(self, named: Named, turns: int, at: float) -> None:
         """Act on a release that names this worker. at: monotonic seconds, when that came."""
-        heads = self.dispatcher.heads_to_run(named.channel)
+        heads = self.dispatcher.heads_to_run(named.resource)
         if not heads:
             return
         if named.rank == turns:  # else the nodes differ, or the others' messages are on their way
@@ -123,44 +109,36 @@ class Successor:
                 self._tell(head, NAMED)
         late = self._clock.now() - at
         if turns == 0 and late < TURN:
-            self._cancel_turn(named.channel)
+            self._cancel_turn(named.resource)
             for head in heads:
                 self._dispatch(head, Turn(ACTED, released_at=at))
             return
         # a loop that was blocked for its turn asks first: another worker may have acted
-        self._ask_after(turns * TURN - late, named.channel, Turn(LADDER, turns, at))
+        self._ask_after(turns * TURN - late, named.resource, Turn(LADDER, turns, at))
 
-    def _ask_after(self, seconds: float, channel: str, turn: Turn) -> None:
-        """Ask for the heads of a channel in a while, or before if that is planned already.
+    def _ask_after(self, seconds: float, resource: str, turn: Turn) -> None:
+        """Ask for the heads of a resource in a while, or before if that is planned already.
 
         If it were put off by each release, a stopped worker in front would stay there for as long
         as releases follow each other faster than turns.
         """
         seconds = max(0.0, seconds)
-        due, planned = self._clock.now() + seconds, self._turns.get(channel)
+        due, planned = self._clock.now() + seconds, self._turns.get(resource)
         if planned is not None and planned[0] <= due and planned[1].unless in ("", turn.unless):
             return
-        self._cancel_turn(channel)
-        entry = self._loop.call_after(seconds, self._ask_all, channel, turn)
-        self._turns[channel] = (due, turn, entry)
+        self._cancel_turn(resource)
+        entry = self._loop.call_after(seconds, self._ask_all, resource, turn)
+        self._turns[resource] = (due, turn, entry)
 
-    def _cancel_turn(self, channel: str) -> None:
-        *_, entry = self._turns.pop(channel, (None,))
+    def _cancel_turn(self, resource: str) -> None:
+        *_, entry = self._turns.pop(resource, (None,))
         self._loop.cancel(entry)
 
-    def _ask_all(self, channel: str, turn: Turn) -> None:
-        self._turns.pop(channel, None)
+    def _ask_all(self, resource: str, turn: Turn) -> None:
+        self._turns.pop(resource, None)
         if self.dispatcher.has_succeeded(turn.unless):
             return
-        for head in self.dispatcher.heads_to_run(channel):
-            self.ask(head, turn)
-
-    def on_release(self, release: Release) -> None:
-        """Act on a message to all waiters of a channel, or on one that may have been missed."""
-        turn = Turn("")
-        if release.is_announced:
-            turn = Turn(ANNOUNCED, released_at=self._clock.now())
-        for head in self.dispatcher.heads_to_run(release.channel):
+        for head in self.dispatcher.heads_to_run(resource):
             self.ask(head, turn)
 
     def on_due(self, waiter: Waiter) -> None:
@@ -175,12 +153,12 @@ class Successor:
         if self._registrar is None:
             self._dispatch(head, turn)
             return
-        channel, limit = head.queue.channel, head.queue.limit
-        since = self._since(channel)
+        resource, limit = head.queue.resource, head.queue.limit
+        since = self._since(resource)
         if since is None:
             return  # it has gone to Celery meanwhile
-        self._registered[channel] = since
-        registration = self._registration(channel, since, limit, turn.passed)
+        self._registered[resource] = since
+        registration = Registration(self._name, resource, since, limit, turn.passed)
         report = functools.partial(self._loop.call_soon, self._on_standing, head, turn)
         self._registrar.ask(registration, report)
 
@@ -192,7 +170,7 @@ class Successor:
             return
         is_over = head.eta <= self._clock.now() or head.is_postponed
         if standing is None:
-            if is_over or turn.step == ANNOUNCED:
+            if is_over:
                 self._dispatch(head, turn)  # the run finds out that there is no quorum
         elif not standing.is_free:
             # a head that is far from its turn needs no look at its ETA, which is soon
@@ -204,7 +182,7 @@ class Successor:
         else:
             more = min(standing.rank - turn.passed, MOST_TURNS)
             next_turn = replace(turn, passed=turn.passed + more)
-            self._ask_after(more * TURN, head.queue.channel, next_turn)
+            self._ask_after(more * TURN, head.queue.resource, next_turn)
 
     def _wait_on(self, head: Waiter, standing: Standing) -> None:
         """Let a head wait until the holder's lease ends, or for its next look.
@@ -223,61 +201,54 @@ class Successor:
             head.request.request_dict["properties"][NAMED_AT] = released_at
         if turn.step:
             self._tell(head, turn.step)
-        channel, id_ = head.queue.channel, str(head.request.id)
+        resource, id_ = head.queue.resource, str(head.request.id)
         unless = "" if self.dispatcher.has_succeeded(id_) else id_  # "": that was an earlier one
         self.dispatcher.dispatch(head, is_named=turn.released_at is not None)
-        if channel == self._quorum_channel:
+        if resource == NO_QUORUM:
             return
         # it may be refused another lock before, and then no release of this one follows
-        heads = self.dispatcher.heads_to_run(channel)
+        heads = self.dispatcher.heads_to_run(resource)
         if any(each.queue.limit > 1 for each in heads):
             unless = ""  # a release hands on one message, but more permits may be free
         if heads and not self.dispatcher.has_succeeded(unless):
-            self._ask_after(self._times.retry_next_after, channel, Turn(FALLBACK, unless=unless))
+            self._ask_after(self._times.retry_next_after, resource, Turn(FALLBACK, unless=unless))
 
     def _tell(self, head: Waiter, step: str) -> None:
-        resource = resource_of_channel(self._prefix, head.queue.channel)
-        event = LockHandedOffEvent(resource, step)
+        event = LockHandedOffEvent(head.queue.resource, step)
         lock_handed_off.send(getattr(head.request, "task", None), event=event)
 
     # the registrations
 
-    def on_head(self, channel: str, first: Waiter | None = None) -> None:
-        """Let the nodes know since when the head of a channel waits; ask for the first one.
+    def on_head(self, resource: str, first: Waiter | None = None) -> None:
+        """Let the nodes know since when the head of a resource waits; ask for the first one.
 
-        Without a subscription nothing is asked yet: `on_release` does, as the subscription begins.
+        While the inbox is closed nothing is asked yet: `look_again` does, as it opens.
         """
-        if self._registrar is None or channel == self._quorum_channel:
+        if self._registrar is None or resource == NO_QUORUM:
             return
         if first is not None:
-            if self._subscriptions(channel):
+            if self._subscriptions(self.inbox):
                 self.ask(first, Turn(""))
             return
-        since, known = self._since(channel), self._registered.get(channel)
+        since, known = self._since(resource), self._registered.get(resource)
         if since is None:
-            self._unregister(channel)
+            self._unregister(resource)
         elif known is not None and known != since:
-            self._registered[channel] = since
-            self._registrar.update(self._registration(channel, since))
+            self._registered[resource] = since
+            self._registrar.update(Registration(self._name, resource, since))
 
-    def _since(self, channel: str) -> float | None:
-        """Return since when the first waiter of a channel waits; None if none waits."""
+    def _since(self, resource: str) -> float | None:
+        """Return since when the first waiter of a resource waits; None if none waits."""
         with self.dispatcher.mutex:
-            heads = self.dispatcher.queues.heads(channel)
+            heads = self.dispatcher.queues.heads(resource)
         return min((head.since for head in heads), default=None)
 
-    def _unregister(self, channel: str) -> None:
-        if self._registrar is not None and self._registered.pop(channel, None) is not None:
-            self._registrar.unregister(self._name, resource_of_channel(self._prefix, channel))
+    def _unregister(self, resource: str) -> None:
+        if self._registrar is not None and self._registered.pop(resource, None) is not None:
+            self._registrar.unregister(self._name, resource)
 
-    def _registration(
-        self, channel: str, since: float, limit: int = 1, passed: int = 0
-    ) -> Registration:
-        resource = resource_of_channel(self._prefix, channel)
-        return Registration(self._name, resource, since, limit, passed)
-
-    def refresh_if_due(self) -> None:
-        """Register all heads anew from time to time, as their registrations expire.
+    def look_again_if_due(self) -> None:
+        """Ask for each head from time to time: registrations expire, and a release may be missed.
 
         Also if this is late: the loop was blocked or the process stopped, and others have passed
         this worker by.
@@ -286,15 +257,16 @@ class Successor:
         was_blocked = now - self._looked_at > 2 * self._times.sweep_interval
         self._looked_at = now
         if was_blocked or now - self._refreshed_at > self._times.refresh_after:
-            self.refresh()
+            self.look_again(FALLBACK)
 
-    def refresh(self) -> None:
-        """Register all heads anew: a node may have forgotten them, or have passed them by."""
+    def look_again(self, step: str = "") -> None:
+        """Register and ask for each head: a node may have forgotten this worker, or passed it by.
+
+        step: of heads that are dispatched then.
+        """
         self._refreshed_at = self._clock.now()
-        if self._registrar is None:
-            return
-        for channel in list(self._registered):
-            since = self._since(channel)
-            if since is not None:
-                self._registered[channel] = since
-                self._registrar.register(self._registration(channel, since))
+        with self.dispatcher.mutex:
+            resources = self.dispatcher.queues.resources()
+        for resource in resources - {NO_QUORUM}:
+            for head in self.dispatcher.heads_to_run(resource):
+                self.ask(head, Turn(step))

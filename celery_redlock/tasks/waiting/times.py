@@ -12,15 +12,15 @@ class WaitingTimes:
     """The times of a waiting room, in seconds.
 
     retry_next_after: the next waiter tries this long after the head was dispatched, if no release
-    was announced meanwhile; or after twice the time that the last head waited to be named,
+    names this worker meanwhile; or after twice the time that the last head waited to be named,
     retry_next_at_most. sweep_interval: between two checks for expired and revoked messages.
-    unsubscribe_after: a channel without waiters keeps its subscription this long. imminent: a
+    unsubscribe_after: a resource without waiters keeps the subscription this long. imminent: a
     waiter whose ETA is nearer than that is not dispatched only because a release may have been
     missed. eviction_interval: between two messages that leave for others of the queue to come in.
     clocks_differ: at the most, between the wall clocks of two workers. refresh_after: between two
-    registrations of a head. longest_pause: between two looks of a head whether its lock is free.
-    after_lease: over which heads spread their looks after the end of a lease. remember_refusal: for
-    which messages that come after a refused one wait without a try.
+    looks of all heads, which register them, too. longest_pause: between two looks of a head whether
+    its lock is free. after_lease: over which heads spread their looks after the end of a lease.
+    remember_refusal: for which messages that come after a refused one wait without a try.
     """
 
     retry_next_after: float = 0.5

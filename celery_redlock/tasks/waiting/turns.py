@@ -8,7 +8,7 @@ from celery_redlock.tasks.signals import HANDOFF_STEPS
 
 NAMED_AT_MOST = 3  # workers, by one release: as in lua/announce.lua
 MOST_TURNS = 10  # that a head waits for workers before it, which may be stopped
-NAMED, ACTED, LADDER, FALLBACK, ANNOUNCED = HANDOFF_STEPS
+NAMED, ACTED, LADDER, FALLBACK = HANDOFF_STEPS
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant(
         "the loss of a lock is told after others may have it",
         "lock.model.acquisition:Acquisition.deadline",
-        "return lease.valid_until - (lease.margin if self._at_risk_told else lease.ttl / 3)",
-        "return lease.valid_until + lease.ttl",
+        "before = lease.margin if self._at_risk_told else lease.ttl / 3",
+        "before = -lease.ttl",
         (f"{SIMULATION}/test_properties.py",),
         "a_loss_is_announced_once_in_time",
     ),
@@ -188,8 +188,9 @@ MUTANTS = (
     Mutant(
         "several locks count as held while one of them is",
         "lock.model.acquisition:Acquisition.held",
-        "return bool(key_leases) and all(",
-        "return bool(key_leases) and any(",
+        "            if not one.lease.held(now):\n                return False\n"
+        "        return bool(self.key_leases)",
+        "            if one.lease.held(now):\n                return True\n        return False",
         (f"{CONTRACT}/test_several.py",),
         "one_of_them_lost_is_all_lost",
     ),
@@ -212,7 +213,7 @@ MUTANTS = (
     Mutant(
         "the release of a nested acquire frees the lock around it",
         "lock.hold:Hold.release",
-        "if not acquisition.has_user:",
+        "if not acquisition.users:",
         "if True:",
         (f"{CONTRACT}/test_several.py",),
         "taken_again_and_free_after_the_last_release",
@@ -312,6 +313,14 @@ MUTANTS = (
         "",
         (f"{CONTRACT}/test_wakeup.py",),
         "an_ear_that_ends",
+    ),
+    Mutant(
+        "a release before the inbox opens on its node is missed",
+        "lock.engine.wait_queue:WaitQueue.look_again",
+        "waiter.decide()",
+        "pass",
+        (f"{UNIT}/test_wakeup.py",),
+        "inbox_opens",
     ),
     Mutant(
         "a release between the refusal and the wait is missed",

@@ -217,22 +217,8 @@ MUTANTS = (
         (f"{UNIT}/test_settings.py",),
     ),
     Mutant(
-        "the short cut for templates shows None, and lists in their own order",
-        "tasks.settings.templates:fill",
-        "elif type(arguments[name]) not in PLAIN:",
-        "elif False:",
-        (f"{UNIT}/test_short_cuts.py::test_a_filled_template_is_that_of_the_general_formatter",),
-    ),
-    Mutant(
-        "an argument that a function does not take is left out of the key",
-        "tasks.settings.keys:_bind_simple",
-        "return bound if used == len(kwargs) else None",
-        "return bound",
-        (f"{UNIT}/test_short_cuts.py::test_arguments_are_bound_as_python_binds_them",),
-    ),
-    Mutant(
         "all calls without a value for their key share one lock",
-        "tasks.settings.templates:_Formatter.get_field",
+        "tasks.settings.templates:Field.fill",
         "if value is None:",
         "if False:",
         (f"{UNIT}/test_settings.py",),

@@ -29,14 +29,6 @@ MUTANTS = (
         "each_limit_by_itself",
     ),
     Mutant(
-        "a release that is told to all is heard by the messages of one limit alone",
-        f"{SUCCESSOR}.on_release",
-        "in self.dispatcher.heads_to_run(release.channel):",
-        "in self.dispatcher.heads_to_run(release.channel)[:1]:",
-        (ROOM,),
-        "release_of_an_earlier_version",
-    ),
-    Mutant(
         "releases that follow each other fast leave a stopped worker in front for ever",
         f"{SUCCESSOR}._ask_after",
         "if planned is not None and",
@@ -79,8 +71,8 @@ MUTANTS = (
     Mutant(
         "a message whose nodes do not answer at the end of its countdown waits for ever",
         f"{SUCCESSOR}._on_standing",
-        "if is_over or turn.step == ANNOUNCED:",
-        "if turn.step == ANNOUNCED:",
+        "if is_over:\n                self._dispatch",
+        "if False:\n                self._dispatch",
         (ROOM,),
         "without_an_answer_of_a_quorum",
     ),
@@ -210,7 +202,7 @@ MUTANTS = (
         "a message of another limit does not ask, though its lock may be free",
         "tasks.waiting.dispatch:Dispatcher.add",
         "first = None if self.queues.has(waiter.queue) else waiter",
-        "first = None if self.queues.channels() else waiter",
+        "first = None if self.queues.resources() else waiter",
         (ROOM,),
         "another_limit_asks",
     ),
@@ -219,8 +211,8 @@ MUTANTS = (
         f"{SUCCESSOR}.on_head",
         """                self.ask(first, Turn(""))
 """,
-        """                self._registered[channel] = first.since
-                self._registrar.register(self._registration(channel, first.since))
+        """                self._registered[resource] = first.since
+                self._registrar.register(Registration(self._name, resource, first.since))
 """,
         (ROOM,),
         "waited_for_nothing",
@@ -236,7 +228,7 @@ MUTANTS = (
     Mutant(
         "a worker in which nobody waits any more is named again and again",
         f"{SUCCESSOR}.on_head",
-        "self._unregister(channel)",
+        "self._unregister(resource)",
         "pass",
         (ROOM,),
         "ends_with_the_last_message",
@@ -244,22 +236,22 @@ MUTANTS = (
     Mutant(
         "a worker that lost its connection to the broker is named for messages that it lost",
         f"{SUCCESSOR}.forget",
-        "            self._unregister(channel)\n",
+        "            self._unregister(resource)\n",
         "            pass\n",
         (ROOM,),
         "ends_when_the_room_is_closed",
     ),
     Mutant(
         "a worker that others passed by while it stood still is not named any more",
-        f"{SUCCESSOR}.refresh_if_due",
+        f"{SUCCESSOR}.look_again_if_due",
         "if was_blocked or ",
         "if ",
         (ROOM,),
-        "after_the_loop_stood_still",
+        "while_the_loop_stood_still",
     ),
     Mutant(
         "the registration of a worker whose message waits for long expires",
-        f"{SUCCESSOR}.refresh_if_due",
+        f"{SUCCESSOR}.look_again_if_due",
         " or now - self._refreshed_at > self._times.refresh_after",
         "",
         (ROOM,),
@@ -268,7 +260,7 @@ MUTANTS = (
     Mutant(
         "a node that lost its memory names none of those that wait",
         f"{SUCCESSOR}.on_message",
-        "self._loop.call_soon(self.refresh)",
+        "self._loop.call_soon(self.look_again)",
         "pass",
         (ROOM,),
         "on_a_new_connection",
@@ -276,7 +268,7 @@ MUTANTS = (
     Mutant(
         "a thread that begins to wait as another one ends is not named",
         "lock.engine.wait_queue:WaitQueue._unregister",
-        "if self._since(channel) is not None:",
+        "if self._since(resource) is not None:",
         "if False:",
         (f"{CONTRACT}/test_hand_off.py",),
         "as_another_one_ends",
@@ -284,20 +276,12 @@ MUTANTS = (
     Mutant(
         "a thread that registers while another one's removal is on its way is not named",
         "lock.engine.wait_queue:WaitQueue._unregister",
-        "self._registered.pop(channel, None)",
+        "self._registered.pop(resource, None)",
         "pass",
         (f"{CONTRACT}/test_hand_off.py",),
         "as_another_one_ends",
     ),
     # the room
-    Mutant(
-        "a release wakes workers that it does not name, as it tells clients of earlier versions",
-        "tasks.waiting.room:WaitingRoom.on_message",
-        "elif not message.endswith(FOR_EARLIER_VERSIONS) or not self.subscriptions(inbox):",
-        "else:",
-        (ROOM,),
-        "is_not_for_this_one",
-    ),
     Mutant(
         "a message whose queue takes longer than its countdown tries at each turn of the queue",
         "tasks.waiting.room:_countdown_left",
@@ -341,10 +325,10 @@ MUTANTS = (
     ),
     Mutant(
         "a message that misses the return of a quorum tries for ever without a pause",
-        "tasks.waiting.releases:QuorumHistory.claim",
+        "tasks.waiting.queues:QuorumHistory.claim",
         "self._receivers.add(receiver)",
         "pass",
-        (f"{UNIT}/test_releases.py",),
+        (f"{UNIT}/test_wait_queues.py",),
         "once",
     ),
     # the queues, and the way to Celery
@@ -375,7 +359,7 @@ MUTANTS = (
     Mutant(
         "a message behind the first one of its worker acts on an answer of the nodes",
         f"{QUEUES}.is_head",
-        " and waiter in self.heads(waiter.queue.channel)",
+        " and waiter in self.heads(waiter.queue.resource)",
         "",
         (f"{UNIT}/test_wait_queues.py",),
         "the_head_of_each_queue",

@@ -4,7 +4,7 @@
 -- ARGV  1 the value: token:since:label        2 ttl in ms, an integer
 --       3 the least fencing token that is accepted, '' without fencing
 --       4 the run id of the server that this connection reached, '' without a restart guard
---       5 grace period in ms if the node knows no run id   6 if the node knows another run id
+--       5 grace period in ms, which begins if the node knows no run id, or another one
 -- Returns  1                     granted, or already ours; the ttl counts from now
 --          {1, token}            the same with fencing: the node's fencing counter
 --          {0, pttl_ms, value, ms}  the key has another client's value; pttl -1: it never expires;
@@ -14,11 +14,9 @@
 -- {1, token} has the token 0 without fencing.
 local current = redis.call('GET', KEYS[1])
 if ARGV[4] ~= '' then
-  local known = redis.call('GET', KEYS[2])
-  if known ~= ARGV[4] then
-    local ms = tonumber(known and ARGV[6] or ARGV[5])
-    if ms > 0 and ms > redis.call('PTTL', KEYS[3]) then
-      redis.call('SET', KEYS[3], '1', 'PX', ms)
+  if redis.call('GET', KEYS[2]) ~= ARGV[4] then
+    if tonumber(ARGV[5]) > redis.call('PTTL', KEYS[3]) then
+      redis.call('SET', KEYS[3], '1', 'PX', ARGV[5])
     end
     redis.call('SET', KEYS[2], ARGV[4])
   end

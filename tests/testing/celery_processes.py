@@ -1,8 +1,9 @@
 """pytest-celery without Docker: its broker, backend and worker as processes of this machine.
 
-With `pytest_plugins = ["celery_redlock.testing.processes"]` in a conftest, `celery_setup` works as
-before. The broker and the result backend are embedded servers. The worker runs the files that
-pytest-celery would put into its container (app, tasks, signals, configuration), in its own folder.
+An example to copy: docs/how-to/test.md. With `pytest_plugins = ["celery_processes"]` in a conftest,
+`celery_setup` works as before. The broker and the result backend are embedded servers. The worker
+runs the files that pytest-celery would put into its container (app, tasks, signals, configuration),
+in its own folder.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pytest
 from pytest_celery import CeleryTestBackend, CeleryTestBroker, RedisTestBackend
 from redis import Redis
 
-from celery_redlock.testing.servers import EmbeddedNode, WorkerProcess
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
 
 __all__ = ["celery_backend", "celery_broker", "default_worker_container"]
 
@@ -161,7 +162,7 @@ class WorkerContainer:
 
     def exec_run(self, command: str) -> tuple[int, bytes]:
         """Run a command in the worker's folder; return the exit code and the output."""
-        done = subprocess.run(  # noqa: S602 - a command line of the test's own
+        done = subprocess.run(
             command, shell=True, cwd=self._folder, env={**os.environ, **self._env}, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip

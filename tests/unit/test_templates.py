@@ -1,0 +1,95 @@
+"""Arguments are bound as Python binds them, and a template is filled as `str.format` fills it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from celery_redlock.errors import ArgumentsError, SettingsError
+from celery_redlock.tasks.settings.conf import read_app
+from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.settings.task_config import compile_config
+from celery_redlock.tasks.settings.templates import digest, fill
+
+APP = read_app({"redlock_nodes": ["redis://a"]})
+
+LITERALS = st.text("ab:{}é", max_size=4).map(
+    lambda text: text.replace("{", "{{").replace("}", "}}")
+)
+FIELDS = st.builds(
+    lambda name, form: "{" + name + form + "}",
+    st.sampled_from(["sku", "b", "task", "queue", "digest", "missing", "rows[0]", "rows[0][k-1]"]),
+    st.sampled_from(["", "", "", "!r", "!s", "!a:>7", ":", ":>5", ":05d", ":>{b}", ":{{{b}}}"]),
+)
+VALUES = st.text(max_size=4) | st.integers() | st.booleans() | st.floats() | st.dates()
+
+
+@given(
+    st.lists(LITERALS | FIELDS, max_size=5).map("".join),
+    st.fixed_dictionaries({"sku": VALUES, "b": st.integers(0, 9) | st.text(max_size=2)}),
+)
+@example("{sku}{{}}{missing}", {"sku": "7", "b": 1})
+def test_a_template_is_filled_as_python_formats_it(
+    template: str, arguments: dict[str, Any]
+) -> None:
+    passed = {**arguments, "rows": [{"k-1": 5}]} if "rows[0][" in template else arguments
+    known = {**passed, "task": "shop.take", "queue": "q", "digest": digest(passed, "shop.take")}
+    try:
+        expected = template.format_map(known)
+    except (LookupError, TypeError, ValueError):
+        with pytest.raises((LookupError, TypeError, ValueError)):
+            fill(template, passed, "shop.take", "q")
+    else:
+        assert fill(template, passed, "shop.take", "q") == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{", "{a", "a}", "{}", "{0}", "{a.b}", "{a[]}", "{a[0]x}", "{a!x}", "{a:{a:{a}}}", "{a:1000}"],
+)
+def test_what_is_no_template_is_an_error_of_every_level(template: str) -> None:
+    written = re.escape(repr(template))
+    with pytest.raises(SettingsError, match=rf"app: redlock_key={written}: is not a template"):
+        read_app({"redlock_nodes": ["redis://a"], "redlock_key": ["x", template]})
+    with pytest.raises(SettingsError, match="is not a template"):
+        read_app({"redlock_nodes": ["redis://a"], "redlock_queues": {"q": {"key": template}}})
+
+
+def plain(a: Any, b: Any = 2) -> Any: ...
+def with_keywords(a: Any, b: Any = 2, *, c: Any, d: Any = 4) -> Any: ...
+def only_keywords(*, a: Any = 1, b: Any) -> Any: ...
+def by_position(a: Any, /, b: Any = 2) -> Any: ...
+def of_any(a: Any, *rest: Any, b: Any = 2, **options: Any) -> Any: ...
+def without() -> Any: ...
+
+
+@pytest.mark.parametrize(
+    "body", [plain, with_keywords, only_keywords, by_position, of_any, without]
+)
+@given(
+    args=st.lists(st.integers(0, 3), max_size=4),
+    kwargs=st.dictionaries(st.sampled_from("abcde"), st.integers(4, 7)),
+)
+def test_arguments_are_bound_as_python_binds_them(
+    body: Callable[..., Any], args: list[int], kwargs: dict[str, int]
+) -> None:
+    signature = inspect.signature(body)
+    made = compile_config(APP, "shop.take", {}, signature)
+    call = TaskCall(None, args, kwargs, "celery")
+    try:
+        body(*args, **kwargs)
+    except TypeError as error:
+        why = str(error).removeprefix(f"{body.__name__}() ")
+        with pytest.raises(ArgumentsError, match=re.escape(why)):
+            made.resources(made.options_for("celery"), call)
+    else:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        key = f"shop.take:{digest(bound.arguments, 'shop.take')}"
+        assert made.resources(made.options_for("celery"), call) == (key,)
