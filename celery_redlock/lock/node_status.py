@@ -164,7 +164,7 @@ class NodeStatus:
 
 def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
     """Return the status of each node, in the order of the setting."""
-    clock, guard = redlock.session.clock, redlock.session.node_set.guard
+    clock, guard = redlock.session.clock, redlock.session.options.guard
     keys = [encoded(key) for key in guard_keys(redlock.prefix)]
 
     def look(connection: Any) -> NodeStatus:
