@@ -104,12 +104,12 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 22_595, 131
+LINES, FILES = 22_051, 128
 WALKS = {
-    "a plain lock": (31, 126, 32),
-    "a message in a worker": (53, 190, 42),
-    "a refused message until it waits": (68, 358, 67),
-    "from the release to its end": (57, 250, 56),
+    "a plain lock": (31, 123, 32),
+    "a message in a worker": (54, 198, 44),
+    "a refused message until it waits": (67, 357, 66),
+    "from the release to its end": (55, 247, 55),
 }
 # Modules of fewer than 60 lines. Each new one is a subject that no other file has.
 SHORT = {

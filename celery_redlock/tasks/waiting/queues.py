@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
-NO_QUORUM = ""  # instead of a resource: of messages for which no quorum voted
+WITHOUT_QUORUM = ""  # instead of a resource: of messages for which no quorum voted
 FIRST_PAUSE = 1.0  # seconds between two looks of a head whether its lock is free; then twice that
 
 

@@ -45,7 +45,7 @@ from celery_redlock.tasks.per_app import (
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.capacity import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
-from celery_redlock.tasks.waiting.queues import NO_QUORUM, QueueKey, QuorumHistory, Waiter
+from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, QueueKey, QuorumHistory, Waiter
 from celery_redlock.tasks.waiting.successor import Successor
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
@@ -194,7 +194,7 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def _waiter_of(self, request: Any, deferral: Deferral) -> Waiter:
         settings, now = settings_of(self._consumer.app), self._clock.now()
-        queue = QueueKey(NO_QUORUM, 1)
+        queue = QueueKey(WITHOUT_QUORUM, 1)
         if deferral.is_taken:
             resource = deferral.resource or deferral.resources[0]  # a sender may leave it out
             queue = self._queue_of(resource, deferral.limit, request.name)
@@ -224,7 +224,7 @@ class WaitingRoom(bootsteps.StartStopStep):
     def _channels(self) -> set[str]:
         """Return the channels to subscribe to; called by any thread."""
         resources = self._dispatcher.queues.resources()
-        votes = {self._votes} if NO_QUORUM in resources else set()
+        votes = {self._votes} if WITHOUT_QUORUM in resources else set()
         return votes | ({self._successor.inbox} if resources else set())
 
     # in the subscribers' threads
@@ -255,7 +255,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             return
         now = self._clock.now()
         with self._dispatcher.mutex:
-            waiters = self._dispatcher.queues.on(NO_QUORUM)
+            waiters = self._dispatcher.queues.on(WITHOUT_QUORUM)
             self._quorum_history.record(now, {w.request.id for w in waiters})
         for waiter in waiters:  # if nothing was announced, not those that try soon anyway
             if message or waiter.eta >= now + self._times.imminent:
