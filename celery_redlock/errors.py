@@ -216,7 +216,7 @@ class LockTaken(NotAcquired):
         return LockTaken(*found, waited, self.deferrals, self.ttl, self.limit)
 
     def _text(self) -> str:
-        options = "wait, max_wait, max_deferrals" if self.deferrals else "wait"
+        options = "wait, max_wait" if self.deferrals else "wait"
         what = "the holder does" if self.limit == 1 else "the holders do"
         return (
             f"{self.resource!r} is {describe_taken(self)}; {_waited(self.waited, self.deferrals)}. "

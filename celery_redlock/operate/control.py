@@ -52,14 +52,14 @@ def redlock_waiting(state: Any) -> list[dict[str, Any]]:
     now = SystemClock().now()
     return [
         {
-            "resources": list(header.wait.resources),
-            "reason": header.wait.reason or "the lock is taken",
+            "resources": list(deferral.resources),
+            "reason": "the lock is taken" if deferral.is_taken else deferral.why,
             "task_id": waiting.request.id,
             "task": waiting.request.name,
-            "since": header.deferral.since,
-            "deferrals": header.deferral.count,
+            "since": in_iso(deferral.since),
+            "deferrals": deferral.count,
             "tries_in": max(0.0, waiting.eta - now),
         }
         for waiting in waiters_of(state.consumer)
-        if (header := LockHeader.of(waiting.request._context)).wait is not None
+        for deferral in [LockHeader.of(waiting.request._context).deferral]
     ]

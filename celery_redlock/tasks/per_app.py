@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from datetime import datetime, timezone
 from typing import Any
 
 from celery_redlock.lock.client import Redlock
@@ -93,12 +92,12 @@ def redlock_of(app: Any) -> Redlock:
     return redlock
 
 
-def time_of_nodes(app: Any) -> datetime:
+def time_of_nodes(app: Any) -> float:
     """Return the present time by the clocks of an app's lock nodes, which all its processes share.
 
-    By the own clock if this process has not reached any node.
+    Seconds since 1970; by the own clock if this process has not reached any node.
     """
-    return datetime.fromtimestamp(redlock_of(app).session.node_set.wall(), timezone.utc)
+    return redlock_of(app).session.node_set.wall()
 
 
 def note_worker(**_: Any) -> None:

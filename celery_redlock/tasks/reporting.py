@@ -16,8 +16,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from dataclasses import dataclass
 from typing import Any
 
 from celery import states
@@ -35,30 +34,6 @@ MOST_PENDING = 1000  # states that wait to be stored; as many messages wait in a
 DEADLINE = 5.0  # seconds after which a store is given up, and its message may run
 PATIENCE = 120.0  # seconds for which a final state is tried again: as long as Celery waits
 LINGER = 30.0  # seconds that the storing thread, and its connection, wait for the next state
-
-
-@dataclass(frozen=True)
-class DeferredInfo:
-    """What is stored and sent with DEFERRED.
-
-    holder: its label, "" if none is known. waited: seconds since the first try. next_try: ISO 8601.
-    """
-
-    resource: str
-    holder: str
-    deferrals: int
-    waited: float
-    next_try: str
-
-    def describe(self, why: str) -> str:
-        """Return the same as one line. why: who holds the lock, or why no quorum voted."""
-        counts = f"deferrals: {self.deferrals}; waited: {self.waited:.1f} s"
-        return f"{self.resource}: {why}; {counts}; next try: {self.next_try}"
-
-
-def in_iso(now: datetime, seconds: float) -> str:
-    """Return the time that many seconds after `now`, ISO 8601 with its zone."""
-    return (now + timedelta(seconds=seconds)).isoformat()
 
 
 @dataclass(frozen=True)
@@ -269,12 +244,13 @@ class StateReporter:
             return False
         return meta["status"] in states.READY_STATES
 
-    def deferred(self, info: DeferredInfo, why: str) -> None:
-        """Store and send DEFERRED. why: as of `DeferredInfo.describe`."""
-        fields = asdict(info)
+    def deferred(self, info: Mapping[str, Any], why: str) -> None:
+        """Store and send DEFERRED. info, why: as of `Deferral`."""
         if self.stores:
-            self._store(functools.partial(self._store_deferred, fields))
-        self._send("task-deferred", result=info.describe(why), **fields)
+            self._store(functools.partial(self._store_deferred, info))
+        text = "{resource}: {why}; deferrals: {deferrals}; waited: {waited:.1f} s; next try: "
+        text = f"{text}{{next_try}}".format(why=why, **info)
+        self._send("task-deferred", result=text, **info)
 
     def _store_deferred(self, fields: Mapping[str, Any]) -> None:
         task, request = self._task, self._request
@@ -376,7 +352,7 @@ class StateReporter:
             self._thread.put(id_, store, lost, is_final=is_final)
 
     def _send(self, event: str, **fields: Any) -> None:
-        self._attempt(lambda: self._send_event(event, **fields))
+        self._attempt(functools.partial(self._send_event, event, **fields))
 
     def _attempt(
         self, report: Callable[[], object], let_through: tuple[type[Exception], ...] = ()

@@ -33,10 +33,9 @@ from celery_redlock.tasks.delivery.delivery import (
 )
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
-from celery_redlock.tasks.execution.deferral import Deferred
-from celery_redlock.tasks.execution.untried import note_deferred
+from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.reporting import StateReporter
-from celery_redlock.tasks.waiting.room import thread_of
+from celery_redlock.tasks.waiting.room import rooms_of, thread_of
 
 logger = logging.getLogger(__name__)
 
@@ -163,16 +162,10 @@ class Request(celery.worker.request.Request):
         if isinstance(error, ExceptionWithTraceback):  # of a pool in this process
             error = error.exc
         if isinstance(error, Deferred):
-            self.on_deferred(error)
+            for room in rooms_of(self.app):
+                room.note_refusal(error.deferral)
         if not (exc_info.type is TimeLimitExceeded and self._is_killed_by_shutdown):
             super().on_failure(exc_info, *args, **kwargs)
-
-    def on_deferred(self, deferred: Deferred) -> None:
-        """Learn that the run was deferred, before its message is acknowledged.
-
-        deferred: whose lock was taken, and until when.
-        """
-        note_deferred(self.app, deferred)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """Handle a time limit; the hard one after its failure was reported, before its signal.

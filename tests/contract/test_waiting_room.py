@@ -12,7 +12,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +34,7 @@ from celery_redlock.lock.model.keys import (
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import HEADER, LockHeader, Wait
+from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting.room import WaitingRoom, admit_received
 from celery_redlock.tasks.waiting.times import WaitingTimes
@@ -118,10 +118,12 @@ class Stage:
             id=id_, name="task", eta=now + timedelta(seconds=countdown), expires=expires,
             **{"stamped_headers": None, "request_dict": {"properties": {}}, **request},
         )  # fmt: skip
-        waits_for_release = not (has_budget or reason)
-        wait = Wait((resource,), resource, now.timestamp(), limit, waits_for_release, reason)
-        first = datetime.fromtimestamp(self._count if since is None else since, timezone.utc)
-        self.room.admit(message, wait, first.isoformat())
+        deferral = Deferral(
+            since=self._count if since is None else since, at=now.timestamp(), resource=resource,
+            resources=(resource,), limit=limit, is_taken=not reason, why=reason,
+            waits_for_release=not (has_budget or reason),
+        )  # fmt: skip
+        self.room.admit(message, deferral)
         # as Celery's strategy does
         self.hub.timer.call_after(countdown, self.consumer.apply_eta_task, (message,))
 
@@ -143,7 +145,7 @@ class Stage:
         self.turn_until(lambda: self.hears() == len(self.nodes))
         self.turn_until(lambda: registered(self.nodes, resource) == [count] * len(self.nodes))
 
-    def receive(self, wait: Wait, ago: float, ahead: float = 0.0) -> float:
+    def receive(self, deferral: Deferral, ago: float, ahead: float = 0.0) -> float:
         """Let a message of a task come in; return the seconds to its ETA.
 
         ago: seconds since it was refused. ahead: those by which its sender's clock is ahead.
@@ -154,14 +156,16 @@ class Stage:
         @self.app.task(base=LockedTask, lock_key="a", shared=False, name=name)
         def body() -> None: ...
 
-        body.apply_async(countdown=wait.countdown - ago + ahead, queue=name)
+        body.apply_async(countdown=deferral.countdown - ago + ahead, queue=name)
         with self.app.connection_for_read() as connection:
             queue = connection.SimpleQueue(name)
             message = queue.get(timeout=PATIENCE)
             message.ack()
             queue.close()
-        wait = replace(wait, refused_at=utc_now().timestamp() - ago)
-        message.headers[HEADER] = LockHeader(id=message.headers["id"], wait=wait).to_message()
+        header = LockHeader(
+            id=message.headers["id"], deferral=replace(deferral, at=utc_now().timestamp() - ago)
+        )
+        message.headers[HEADER] = header.to_message()
         request = symbol_by_name(body.Request)(
             message, app=self.app, task=self.app.tasks[body.name], hostname="host"
         )
@@ -741,7 +745,7 @@ class TestNoQuorum:
 
 
 class TestCountdown:
-    WAIT = Wait(("a",), "a", waits_for_release=True, countdown=NEVER)
+    WAIT = Deferral(resource="a", resources=("a",), waits_for_release=True, countdown=NEVER)
     WITH_BUDGET = replace(WAIT, waits_for_release=False)
 
     def test_a_message_that_comes_later_than_it_begins_it_anew(self, stage: Stage) -> None:
@@ -757,7 +761,8 @@ class TestCountdown:
     def test_it_does_not_go_by_the_clock_of_the_sender(self, stage: Stage, ahead: int) -> None:
         assert stage.receive(self.WAIT, NEVER + 60, ahead) > NEVER / 2
         assert stage.receive(self.WITH_BUDGET, NEVER + 60, ahead) <= 0.0
-        for wait in (self.WAIT, self.WITH_BUDGET, Wait(countdown=NEVER)):  # that of a redelivery
+        of_redelivery = Deferral(countdown=NEVER)
+        for wait in (self.WAIT, self.WITH_BUDGET, of_redelivery):
             assert NEVER / 2 < stage.receive(wait, 60, ahead) < NEVER - 30
 
 
@@ -774,6 +779,33 @@ def test_a_worker_does_not_listen_for_ever_if_nobody_waits(
         stage.turn_until(lambda: stage.hears() == len(nodes))
     stage.turn_until(lambda: stage.handed_on == ["one"])
     stage.turn_until(lambda: stage.hears() == 0)
+
+
+def test_a_worker_remembers_a_refusal_while_a_message_waits_for_that_lock(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+) -> None:
+    """So that a message that does not try can say who holds its lock."""
+    stage, request = make_stage(nodes, replace(STILL, sweep_interval=0.02)), Consumer(name="task")
+    with lock_of(redlock):
+        for resource in "ab":
+            stage.room.note_refusal(Deferral(resource=resource, holder="holder", expires_in=9.0))
+        stage.admit("waits", "a")
+        stage.clock.ahead += 60.0
+        stage.turn_for(TURN)
+        refusal = stage.room.refusal_of(request, ("a",), 1)
+        assert refusal is not None
+        assert (refusal.holder, refusal.expires_in) == ("holder", None)
+        assert stage.room.refusal_of(request, ("b",), 1) is None
+
+
+def test_a_worker_does_not_remember_every_refusal(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, replace(STILL, sweep_interval=0.02))
+    stage.room.note_refusal(Deferral(resource="a"))
+    assert stage.room.may_refuse("task")
+    stage.clock.ahead += HOUR
+    stage.turn_until(lambda: not stage.room.may_refuse("task"))
 
 
 class TestTheEndOfAWorker:

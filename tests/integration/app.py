@@ -574,9 +574,13 @@ class NotingRequest(celery.worker.request.Request):
 class TellingRequest(celery_redlock.tasks.worker_request.Request):
     """One that writes what the main process learns of a deferral."""
 
-    def on_deferred(self, deferred: Deferred) -> None:
-        write("told", deferred.resource, text=str(deferred), **vars(deferred))
-        super().on_deferred(deferred)
+    def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> None:
+        error = getattr(exc_info.exception, "exc", exc_info.exception)
+        if isinstance(error, Deferred):
+            deferral = error.deferral
+            what = {name: getattr(deferral, name) for name in ("holder", "limit", "expires_in")}
+            write("told", deferral.resource, text=str(error), **what)
+        super().on_failure(exc_info, *args, **kwargs)
 
 
 @task(base=LockedTask, lock_key=["a:{key}", "k:{key}"], lock_backoff=QUICK, Request=TellingRequest)

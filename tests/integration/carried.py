@@ -65,6 +65,6 @@ def see_properties_kept(stage: Stage, **more: str) -> None:
     given = {name: f"own {name}" for name in ("app_id", "type", "message_id", "correlation_id")}
     given |= more
     with task.lock_for("properties", wait=60):
-        result = task.apply_async(("properties",), **given, lock={"max_deferrals": 1000})
+        result = task.apply_async(("properties",), **given, lock={"max_wait": 3600})
         stage.see_deferred(result)
     assert result.get(timeout=60) == given

@@ -78,7 +78,7 @@ shared_task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK,
 
 @task(bind=True, base=type("Abortable", (AbortableTask, LockedTask), {"abstract": True}),
       lock_key="k:{key}", lock_backoff=QUICK, track_started=True, name="tests.aborts",
-      lock_max_deferrals=1000)  # so that it does not wait for a release alone  # fmt: skip
+      lock_max_wait=3600)  # so that it does not wait for a release alone  # fmt: skip
 def aborts(self: Any, key: str) -> str:
     """Run until it is aborted."""
     write("begin", key)

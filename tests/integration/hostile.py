@@ -27,12 +27,13 @@ def header_of(task_id: str, key: str) -> dict[str, Any]:
         "retries": 0,
         "is_revoked": False,
         "life": 1,
-        "deferral": {"count": 1, "since": "2026-01-01T00:00:00+00:00", "delay": 0.1},
-        "redelivery": {"by_broker": True, "waits": 1},
-        "wait": {
-            "resources": [f"k:{key}"], "refused_by": f"k:{key}", "refused_at": 1.8e9, "limit": 1,
-            "waits_for_release": True, "reason": "", "countdown": 0.1,
+        "deferral": {
+            "count": 1, "since": 1.8e9, "at": 1.8e9, "countdown": 0.1, "resource": f"k:{key}",
+            "resources": [f"k:{key}"], "limit": 1, "is_taken": True, "why": "held by it",
+            "waits_for_release": True,
         },
+        "is_flagged": True,
+        "waits": 1,
         "origin": {"exchange": "", "routing_key": "celery", "queue": "celery"},
         "unique": {
             "name": f"tests.work:{key}", "token": "0" * 32, "until": "finished", "replaces": "",

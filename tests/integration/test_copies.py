@@ -73,7 +73,7 @@ def test_each_copy_runs_once_however_often_it_is_put_back(
     stage, worker = placed
     task, kind = stage.tasks.copied_late if late else stage.tasks.copied, stage.tasks.KIND
     with task.lock_for(key, wait=60):
-        often = {"max_deferrals": 1000}  # so that none waits for a release alone
+        often = {"max_wait": 3600}  # so that none waits for a release alone
         result = task.apply_async((key,), **to_both(kind, "news.b"), lock=often)
         eventually(lambda: worker.output().count(f"{task.name}[{result.id}] deferred") >= 6)
     eventually(lambda: len(copies(stage, key)) >= 2, within=40)

@@ -20,7 +20,7 @@ from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
-from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, LockHeader
+from celery_redlock.tasks.delivery.header import Deferral, LockHeader
 from celery_redlock.tasks.delivery.republish import republish
 from celery_redlock.testing import EmbeddedNode, hold
 from tests.conftest import eventually
@@ -90,7 +90,9 @@ def request_of(task: Any) -> Context:
 def test_what_is_put_back_comes_after_its_countdown(stage: Stage) -> None:
     task, before, hour = stage.tasks.work, utc_now(), dt.timedelta(hours=1)
     request = request_of(task)
-    header = LockHeader(id=request.id, deferral=NEVER_DEFERRED.next(before, 3600.0))
+    header = LockHeader(
+        id=request.id, deferral=Deferral(1, before.timestamp(), before.timestamp(), 3600.0)
+    )
     republish(Delivery(task, request), header, 3600.0)
     comes = json.loads(messages_of(stage)[request.id])["headers"]["eta"]
     assert before + hour <= dt.datetime.fromisoformat(comes) <= utc_now() + hour
@@ -100,8 +102,8 @@ def test_early_acknowledged_what_is_published_twice_runs_once(stage: Stage) -> N
     """As where a connection breaks that had carried it, and the broker's word on it is lost."""
     task = stage.tasks.work
     request = request_of(task)
-    delivery, deferral = Delivery(task, request), NEVER_DEFERRED.next(utc_now(), 0.1)
-    header = LockHeader(id=request.id, deferral=deferral)
+    delivery, now = Delivery(task, request), utc_now().timestamp()
+    header = LockHeader(id=request.id, deferral=Deferral(1, now, now, 0.1))
     with task.lock_for("k", wait=60):
         republish(delivery, header, 0.1)
         republish(delivery, header, 0.1)

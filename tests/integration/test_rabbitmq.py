@@ -146,7 +146,7 @@ def test_each_worker_runs_its_copy_of_a_broadcast_once(
     workers = placed[1], stage.worker("second", concurrency=1)
     stage.see_listening("second")
     task = stage.tasks.copied_late
-    often = {"max_deferrals": 1000}  # so that none waits for a release alone
+    often = {"max_wait": 3600}  # so that none waits for a release alone
 
     def times() -> tuple[int, int, int]:
         """Return how many deliveries were received, deferred and run to their end."""
@@ -217,7 +217,7 @@ def test_what_is_put_back_into_a_dead_connection_is_not_lost(stage: Stage, rabbi
             ballast = {"ballast": "x" * 3000}
             result = stage.tasks.work.apply_async(
                 ("far",), queue=queue, headers=ballast,
-                lock={"max_deferrals": 1000},  # so that it is put back again and again
+                lock={"max_wait": 3600},  # so that it is put back again and again
             )  # fmt: skip
             stage.see_deferred(result)
             chasm.is_open = True

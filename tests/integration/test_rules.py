@@ -15,7 +15,7 @@ from tests.integration.conftest import Stage
 QUEUES = {
     "other": {"on_conflict": "fail"},
     "he*": {"key": "{queue}:{key}", "on_conflict": "skip"},
-    "wait*": {"max_deferrals": 1},
+    "wait*": {"max_wait": 0.2},
 }
 
 
@@ -38,14 +38,12 @@ def begun(stage: Stage, key: str) -> int:
 ENDS = [
     ({"on_conflict": "skip"}, TaskRevokedError),
     ({"on_conflict": "fail"}, LockTaken),
-    ({"max_deferrals": 0}, LockTaken),
-    ({"max_deferrals": 2, "on_give_up": "skip"}, TaskRevokedError),
     ({"max_wait": 0.4}, LockTaken),
     ({"max_wait": 0.4, "on_give_up": "skip"}, TaskRevokedError),
     ({"on_conflict": "fail", "wait": 0.2}, LockTaken),
     ({"key": ["k:{key}", "k:{key}-too"], "on_conflict": "skip"}, TaskRevokedError),
     ({"key": ["k:{key}-too", "k:{key}"], "on_conflict": "fail"}, LockTaken),
-    ({"key": ["k:{key}", "k:{key}-too"], "max_deferrals": 1}, LockTaken),
+    ({"key": ["k:{key}", "k:{key}-too"], "max_wait": 0.2}, LockTaken),
 ]
 
 
@@ -59,23 +57,19 @@ def test_what_does_not_run_ends_and_whoever_waits_is_told(
     stage.see_freed(f"k:{key}", f"k:{key}-too")
 
 
-def test_a_budget_counts_deferrals_and_seconds(stage: Stage, key: str) -> None:
+def test_a_budget_counts_seconds(stage: Stage, key: str) -> None:
     with stage.tasks.step.lock_for(key, wait=60):
-        counted = stage.tasks.step.apply_async((key,), lock={"max_deferrals": 2})
         timed = stage.tasks.step.apply_async((key,), lock={"max_wait": 0.5})
-        with pytest.raises(LockTaken) as of_count:
-            counted.get(timeout=120)
-        with pytest.raises(LockTaken) as of_time:
+        with pytest.raises(LockTaken) as caught:
             timed.get(timeout=120)
-    assert of_count.value.deferrals == 2
-    assert of_time.value.waited >= 0.5
-    assert of_time.value.resource == f"k:{key}"
+    assert caught.value.waited >= 0.5
+    assert caught.value.deferrals > 0
+    assert caught.value.resource == f"k:{key}"
 
 
 def test_a_budget_that_is_not_spent_lets_the_run_come(stage: Stage, key: str) -> None:
     with stage.tasks.step.lock_for(key, wait=60):
-        lock = {"max_wait": 600, "max_deferrals": 10_000}
-        result = stage.tasks.step.apply_async((key,), lock=lock)
+        result = stage.tasks.step.apply_async((key,), lock={"max_wait": 600})
         stage.see_deferred(result, 5)
     assert result.get(timeout=120) == key
 
@@ -190,7 +184,7 @@ class TestAQueue:
             result = stage.tasks.step.apply_async((key,), queue="waiting")
             with pytest.raises(LockTaken) as caught:
                 result.get(timeout=120)
-        assert caught.value.deferrals == 1
+        assert caught.value.deferrals >= 1
 
     def test_may_have_a_key_of_its_own_which_a_tasks_key_goes_before(
         self, stage: Stage, key: str

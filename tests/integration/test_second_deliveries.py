@@ -18,7 +18,7 @@ import pytest
 from celery.exceptions import TaskRevokedError
 
 from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import HEADER, NEVER_DEFERRED, LockHeader
+from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
 from celery_redlock.tasks.delivery.route import QUEUE as KEPT_QUEUE
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import PATIENCE, eventually
@@ -287,8 +287,8 @@ def test_a_copy_that_is_revoked_ends_nothing_while_the_message_that_it_was_made_
     """As of a worker that dies between putting it back and acknowledging: no flag tells of it."""
     result, message = begin(stage, key)
     copy = json.loads(message)
-    deferral = NEVER_DEFERRED.next(utc_now() - timedelta(seconds=1), 5.0)
-    header = LockHeader(id=result.id, deferral=deferral)
+    ago = utc_now().timestamp() - 1.0
+    header = LockHeader(id=result.id, deferral=Deferral(1, ago, ago, 5.0))
     later = utc_now() + timedelta(seconds=5)
     copy["headers"] |= {"redlock": header.to_message(), "eta": later.isoformat()}
     deliver(stage, json.dumps(copy), flagged=False)

@@ -158,7 +158,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[BaseException], Callable[..., None
     "put back": ({}, Ignore, as_ever),
     "skipped": ({"lock_on_conflict": "skip"}, Ignore, as_ever),
     "failed": ({"lock_on_conflict": "fail"}, LockTaken, as_ever),
-    "given up": ({"lock_max_deferrals": 0}, LockTaken, as_ever),
     "unreachable": ({"lock_on_unreachable": "fail"}, QuorumUnreachable, unreachable),
     "not put back": ({"acks_late": True}, Reject, unpublished),
 }

@@ -241,7 +241,7 @@ def test_a_twin_of_a_dead_run_waits_for_its_lease_and_runs_once(stage: Stage) ->
 
 
 OPTIONS = [
-    {"on_conflict": "skip"}, {"on_conflict": "fail"}, {"max_deferrals": 0}, {"max_wait": 0.001},
+    {"on_conflict": "skip"}, {"on_conflict": "fail"}, {"max_wait": 0.001},
     {"limit": 3}, {"wait": 0.5},
 ]  # fmt: skip
 

@@ -108,7 +108,7 @@ class TestASecondSend:
     ) -> None:
         task = stage.tasks.once_early
         with task.lock_for(key, wait=60):
-            often = {"max_deferrals": 1000}  # so that it does not wait for a release alone
+            often = {"max_wait": 3600}  # so that it does not wait for a release alone
             first = task.apply_async((key,), {"value": "first"}, lock=often)
             stage.see_deferred(first, times=2)
             second = task.delay(key, value="second")

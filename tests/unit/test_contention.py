@@ -3,22 +3,23 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock import LockTaken, NotAcquired, QuorumUnreachable, SettingsError
-from celery_redlock.tasks.execution.contention import (
+from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, Deferral
+from celery_redlock.tasks.execution.deferral import (
+    OF_REDELIVERIES,
     Contention,
     Decision,
-    Defer,
-    Fail,
-    RunUnlocked,
+    Refusal,
     Skip,
+    countdown_of,
     decide,
-    decide_redelivery,
+    with_history,
 )
 from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.tasks.settings.options import TaskLockOptions
@@ -34,50 +35,79 @@ def rules(**lock: Any) -> TaskLockOptions:
     return compile_config(app, "t", named, inspect.signature(lambda: None)).options_for("q")
 
 
-class Past(NamedTuple):
-    """What a message has been through."""
+NOW = 1_700_000_000.0  # s since 1970
 
-    deferrals: int = 0
-    waited: float = 0.0
+
+def past(deferrals: int = 0, waited: float = 0.0) -> Deferral:
+    """Return what a message has been through."""
+    return Deferral(count=deferrals, since=NOW - waited, at=NOW)
+
+
+def refusal(error: NotAcquired = TAKEN, **lock: Any) -> Refusal:
+    return Refusal(error, NOW, rules(**lock), (error.resource,), None, (), {})
 
 
 def decided(
-    refused: NotAcquired = TAKEN,
-    past: Past = Past(),  # noqa: B008 - frozen
+    error: NotAcquired = TAKEN,
+    before: Deferral = NEVER_DEFERRED,
     *,
     uniform: Callable[[float, float], float] = lambda low, high: high,
     cap: float = 900.0,
     **lock: Any,
 ) -> Decision:
-    holder = refused.holder if isinstance(refused, LockTaken) else ""
-    found = Contention(refused.resource, holder, past.deferrals, past.waited, None, (), {})
-    return decide(rules(**lock), refused, found, uniform, cap)
+    return decide(refusal(error, **lock), before, cap, uniform)
+
+
+def countdown(decision: Decision) -> float:
+    assert isinstance(decision, Deferral)
+    return decision.countdown
 
 
 def test_by_default_the_message_goes_back() -> None:
-    assert decided() == Defer(countdown=0.25, delay=0.25)
+    assert decided() == Deferral(
+        count=1, since=NOW, at=NOW, countdown=0.25, resource="stock:7", resources=("stock:7",),
+        holder="the other", expires_in=9.0, why="held by the other", waits_for_release=True,
+    )  # fmt: skip
+
+
+def test_a_message_is_told_from_its_first_try_on() -> None:
+    decision = decided(AWAY, past(3, waited=7.5))
+    assert isinstance(decision, Deferral)
+    assert (decision.count, decision.since, decision.at) == (4, NOW - 7.5, NOW)
+    assert not decision.is_taken
+    assert decision.why == "no quorum of 2 nodes (a:1: refused)"
+
+
+@pytest.mark.parametrize(
+    ("lock", "waits"),
+    [({}, True), ({"max_wait": 60}, False), ({"on_conflict": lambda contention: "defer"}, False)],
+    ids=["nothing else", "a budget", "a callable"],
+)
+def test_a_message_waits_for_a_release_alone_if_nothing_else_can_end_its_wait(
+    lock: dict[str, Any], waits: bool
+) -> None:
+    for error, may in ((TAKEN, waits), (AWAY, False)):
+        decision = decided(error, **lock)
+        assert isinstance(decision, Deferral)
+        assert decision.waits_for_release == may
 
 
 def test_the_countdown_grows_with_the_deferrals() -> None:
-    countdowns = [decided(AWAY, Past(deferrals=n)) for n in range(4)]
-    assert [d.countdown for d in countdowns if isinstance(d, Defer)] == [0.25, 0.5, 1.0, 2.0]
+    countdowns = [countdown(decided(AWAY, past(n))) for n in range(4)]
+    assert countdowns == [0.25, 0.5, 1.0, 2.0]
 
 
 def test_the_countdown_ends_with_the_lease_that_refused_it() -> None:
-    decision = decided(LockTaken("r", "h", expires_in=2.0), Past(deferrals=20))
-    assert isinstance(decision, Defer)
-    assert decision.delay == 30.0
-    assert 2.0 <= decision.countdown <= 2.25
+    decision = decided(LockTaken("r", "h", expires_in=2.0), past(20))
+    assert 2.0 <= countdown(decision) <= 2.25
 
 
 def test_a_lease_without_a_known_end_leaves_the_backoff_alone() -> None:
-    decision = decided(LockTaken("r", "h", expires_in=None), Past(deferrals=20))
-    assert decision == Defer(30.0, 30.0)
+    assert countdown(decided(LockTaken("r", "h", expires_in=None), past(20))) == 30.0
 
 
 def test_the_countdown_stays_below_what_the_broker_takes_for_a_lost_message() -> None:
-    decision = decided(AWAY, Past(deferrals=20), cap=5.0)
-    assert decision == Defer(countdown=5.0, delay=30.0)
+    assert countdown(decided(AWAY, past(20), cap=5.0)) == 5.0
 
 
 @given(st.integers(0, 100), st.floats(0, 120), st.floats(0, 1e4), st.integers())
@@ -86,19 +116,18 @@ def test_the_last_delay_is_cut_to_max_wait(
 ) -> None:
     refused = LockTaken("r", "h", expires_in=expires_in)
     decision = decided(
-        refused, Past(deferrals, waited), uniform=random.Random(seed).uniform, max_wait=100.0
+        refused, past(deferrals, waited), uniform=random.Random(seed).uniform, max_wait=100.0
     )
     if waited >= 100:
-        assert isinstance(decision, Fail)
+        assert decision == "fail"
     else:
-        assert isinstance(decision, Defer)
-        assert waited + decision.countdown <= 100 + 1e-6
+        assert waited + countdown(decision) <= 100 + 1e-6
 
 
-def test_spent_deferrals_end_as_failure_with_what_happened() -> None:
-    decision = decided(TAKEN, Past(deferrals=3, waited=7.5), max_deferrals=3)
-    assert isinstance(decision, Fail)
-    error = decision.error
+def test_a_spent_wait_ends_as_failure_with_what_happened() -> None:
+    before = past(3, waited=7.5)
+    assert decided(TAKEN, before, max_wait=7.5) == "fail"
+    error = with_history(refusal(TAKEN), before)
     assert isinstance(error, LockTaken)
     assert (error.resource, error.holder, error.waited, error.deferrals) == (
         "stock:7", "the other", 7.5, 3,
@@ -106,31 +135,28 @@ def test_spent_deferrals_end_as_failure_with_what_happened() -> None:
     assert "max_wait" in str(error)
 
 
-def test_giving_up_counts_deferrals_whatever_their_cause_and_names_the_last_one() -> None:
-    decision = decided(AWAY, Past(deferrals=3), max_deferrals=3)
-    assert isinstance(decision, Fail)
-    assert isinstance(decision.error, QuorumUnreachable)
-    assert decision.error.causes == ["a:1: refused"]
+def test_giving_up_counts_the_wait_whatever_its_cause_and_names_the_last_one() -> None:
+    before = past(waited=7.5)
+    assert decided(AWAY, before, max_wait=7.5) == "fail"
+    error = with_history(refusal(AWAY), before)
+    assert isinstance(error, QuorumUnreachable)
+    assert (error.causes, error.waited) == (["a:1: refused"], 7.5)
 
 
 def test_giving_up_can_skip() -> None:
-    assert isinstance(decided(TAKEN, Past(deferrals=1), max_deferrals=1, on_give_up="skip"), Skip)
-
-
-def test_no_deferral_at_all_can_be_asked_for() -> None:
-    assert isinstance(decided(max_deferrals=0), Fail)
+    assert isinstance(decided(TAKEN, past(waited=1.0), max_wait=1, on_give_up="skip"), Skip)
 
 
 def test_conflict_can_skip_or_fail() -> None:
     assert isinstance(decided(on_conflict="skip"), Skip)
-    assert isinstance(decided(on_conflict="fail"), Fail)
+    assert decided(on_conflict="fail") == "fail"
 
 
 def test_unreachable_is_not_contention() -> None:
-    assert isinstance(decided(AWAY, on_conflict="skip"), Defer)
-    assert isinstance(decided(AWAY, on_unreachable="fail"), Fail)
-    assert isinstance(decided(AWAY, on_unreachable="run"), RunUnlocked)
-    assert isinstance(decided(TAKEN, on_unreachable="run"), Defer)
+    assert isinstance(decided(AWAY, on_conflict="skip"), Deferral)
+    assert decided(AWAY, on_unreachable="fail") == "fail"
+    assert decided(AWAY, on_unreachable="run") == "run"
+    assert isinstance(decided(TAKEN, on_unreachable="run"), Deferral)
 
 
 def test_a_conflict_callable_decides_by_what_it_is_told() -> None:
@@ -140,8 +166,8 @@ def test_a_conflict_callable_decides_by_what_it_is_told() -> None:
         with_history.append(contention)
         return "skip" if contention.deferrals else "defer"
 
-    assert isinstance(decided(on_conflict=on_conflict), Defer)
-    assert isinstance(decided(TAKEN, Past(deferrals=1, waited=2.0), on_conflict=on_conflict), Skip)
+    assert isinstance(decided(on_conflict=on_conflict), Deferral)
+    assert isinstance(decided(TAKEN, past(1, waited=2.0), on_conflict=on_conflict), Skip)
     assert (with_history[1].resource, with_history[1].holder, with_history[1].waited) == (
         "stock:7",
         "the other",
@@ -159,12 +185,14 @@ def test_a_twin_looks_again_soon_after_the_lease_and_never_gives_up(
     tries: int, expires_in: float, seed: int
 ) -> None:
     refused = LockTaken("stock:7", "itself", expires_in=expires_in)
-    decision = decide_redelivery(refused, tries, random.Random(seed).uniform, 20.0)
-    assert 0 <= decision.countdown <= min(20.0, expires_in + 0.25)
+    uniform = random.Random(seed).uniform
+    seconds = countdown_of(OF_REDELIVERIES, tries, refused, 20.0, uniform)
+    assert 0 <= seconds <= min(20.0, expires_in + 0.25)
 
 
 def test_a_twin_looks_less_often_the_longer_it_waits() -> None:
     delays = [
-        decide_redelivery(TAKEN, tries, lambda low, high: high, 900.0).delay for tries in range(7)
+        countdown_of(OF_REDELIVERIES, tries, AWAY, 900.0, lambda low, high: high)
+        for tries in range(7)
     ]
     assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]

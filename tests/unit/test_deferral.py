@@ -5,7 +5,7 @@ import math
 import pickle
 import time
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,9 +35,6 @@ from celery_redlock.tasks.delivery.header import (
     NEVER_DEFERRED,
     Deferral,
     LockHeader,
-    Origin,
-    Redelivery,
-    Wait,
 )
 from celery_redlock.tasks.delivery.producer import QueueGoneError
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, Requeue, own_serializer
@@ -47,48 +44,54 @@ from celery_redlock.tasks.delivery.route import (
     send_options,
     supported_countdown,
 )
-from celery_redlock.tasks.execution.deferral import Deferred
-from celery_redlock.tasks.execution.outcomes import LONGEST_PAUSE, WaitInSlot
+from celery_redlock.tasks.execution.outcomes import LONGEST_PAUSE, Deferred, WaitInSlot
+from celery_redlock.tasks.execution.redelivery import ran_since
+from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.signals import LockDeferredEvent
 
 STRANGE: dict[str, dict[str, Any]] = {
-    "deferral": {"count": "3", "since": "yesterday", "delay": "1"},
-    "redelivery": {"by_broker": 1, "waits": []},
-    "wait": {
-        "resources": None, "refused_by": 8, "refused_at": "now", "limit": "3",
-        "waits_for_release": None, "reason": 5, "countdown": "soon",
+    "deferral": {
+        "count": "3", "since": "yesterday", "at": "now", "countdown": "soon", "resource": 8,
+        "resources": None, "limit": "3", "is_taken": 1, "why": 5, "waits_for_release": None,
     },
     "origin": {"exchange": 5, "routing_key": None, "queue": 6},
 }  # fmt: skip
 STRANGE_FIELDS = {"options": [], "retries": None, "id": 7, "is_revoked": "no", "unique": "u",
+                  "is_flagged": 1, "waits": [],
                   "life": -1}  # fmt: skip
-PARTS: dict[str, type] = {
-    "deferral": Deferral, "redelivery": Redelivery, "wait": Wait, "origin": Origin,
-}  # fmt: skip
-
-
-LOOKS_AGAIN = Wait(refused_at=1_700_000_000.0, countdown=2.0)
+PARTS: dict[str, type] = {"deferral": Deferral, "origin": Route}
+OF_ITS_WORKER = {"holder", "expires_in"}  # fields of a deferral that no message carries
+NOW = 1_700_000_000.0  # s since 1970
 
 
 def request(header: Any, **fields: Any) -> Context:
     return Context({"redlock": header, "retries": 0, "id": "1", **fields}, called_directly=False)
 
 
-def deferred(
-    header: LockHeader, now: datetime, delay: float = 1.0, task_id: str | None = None
-) -> LockHeader:
+MESSAGE = request(None)
+
+
+def deferred(header: LockHeader, now: float = NOW) -> LockHeader:
     """Return the header after one more deferral."""
-    return replace(header, deferral=header.deferral.next(now, delay), id=task_id)
+    before = header.deferral
+    deferral = Deferral(before.count + 1, before.since or now, now, countdown=1.0)
+    return header.deferred(MESSAGE, deferral)
+
+
+def waiting(header: LockHeader) -> LockHeader:
+    """Return the header of a redelivery that waits for its first delivery."""
+    return header.waiting_for_first_delivery(MESSAGE, NOW, countdown=2.0)
 
 
 def test_a_first_delivery_was_never_deferred() -> None:
     assert LockHeader.of(Context({"id": "1"})).deferral == NEVER_DEFERRED
-    assert NEVER_DEFERRED.waited(utc_now()) == 0.0
+    assert NEVER_DEFERRED.waited(NOW) == 0.0
 
 
 def test_each_field_of_the_header_has_a_strange_value() -> None:
     assert {*STRANGE, *STRANGE_FIELDS} == set(LockHeader.__dataclass_fields__)
     for name, part in PARTS.items():
-        assert set(STRANGE[name]) == set(part.__dataclass_fields__)
+        assert set(STRANGE[name]) == set(part.__dataclass_fields__) - OF_ITS_WORKER
 
 
 @pytest.mark.parametrize(("name", "value"), [*STRANGE_FIELDS.items(), *((n, 7) for n in STRANGE)])
@@ -100,7 +103,7 @@ def test_a_field_that_a_stranger_wrote_counts_as_absent(name: str, value: Any) -
 @pytest.mark.parametrize(
     ("part", "name", "value"),
     [(part, name, value) for part, fields in STRANGE.items() for name, value in fields.items()]
-    + [("deferral", "since", "2026-01-01"), ("wait", "resources", "k")],
+    + [("deferral", "resources", "k")],
 )
 def test_a_field_of_a_part_that_a_stranger_wrote_counts_as_absent(
     part: str, name: str, value: Any
@@ -108,7 +111,6 @@ def test_a_field_of_a_part_that_a_stranger_wrote_counts_as_absent(
     for written in (value, None):
         header = LockHeader.of(request({part: {name: written}}))
         assert getattr(header, part) in (getattr(LockHeader(), part), PARTS[part]())
-        assert not header.may_have_run_elsewhere
 
 
 @pytest.mark.parametrize(
@@ -119,24 +121,23 @@ def test_a_field_of_a_part_that_a_stranger_wrote_counts_as_absent(
 @pytest.mark.parametrize(
     "field",
     [
-        "retries", "deferral.count", "deferral.delay", "redelivery.waits", "wait.limit",
-        "wait.refused_at", "wait.countdown",
+        "retries", "deferral.count", "deferral.since", "deferral.at", "deferral.countdown",
+        "deferral.limit", "waits",
     ],
 )  # fmt: skip
 def test_a_number_that_no_worker_writes_counts_as_absent(field: str, value: Any) -> None:
     part, _, name = field.rpartition(".")
-    plain = {"deferral": {"since": "2026-01-01T00:00:00+00:00"}, "wait": {}, "redelivery": {}}
+    plain: dict[str, Any] = {"deferral": {}}
     strange = {**plain, name: value}
     if part:
         strange = {**plain, part: {**plain[part], name: value}}
     assert LockHeader.of(request(strange)) == LockHeader.of(request(plain))
 
 
-@pytest.mark.parametrize("limit", [0, MOST_PERMITS + 1])
+@pytest.mark.parametrize("limit", [-1, 0, MOST_PERMITS + 1])
 def test_a_message_waits_for_no_lock_with_a_limit_that_no_lock_has(limit: int) -> None:
-    wait = LockHeader.of(request({"wait": {"limit": limit}})).wait
-    assert wait is not None
-    assert wait.limit == 1
+    header = LockHeader.of(request({"deferral": {"limit": limit}}))
+    assert header.deferral.limit == 1
 
 
 @pytest.mark.parametrize("headers", [["x"], "redlock", 7, {"redlock": None}])
@@ -146,45 +147,39 @@ def test_headers_that_no_celery_writes_hold_no_lock_header(headers: Any) -> None
     assert set(own_headers(odd)) <= {"redlock"}
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_that_no_lock_can_have_counts_as_absent(limit: int) -> None:
-    wait = LockHeader.of(request({"wait": {"resources": ["a"], "limit": limit}})).wait
-    assert wait == Wait(("a",))
-
-
 @pytest.mark.parametrize("serializer", ["json", "pickle"])
 def test_the_header_comes_through_a_message(serializer: str) -> None:
-    wait = Wait(("a", "b"), "a", 17.5, 2, True)
-    full = LockHeader(
-        {"ttl": 9}, "1", 0, True, redelivery=Redelivery(True, 2), wait=wait,
-        origin=Origin("x", "k", "q"), unique={"name": "n"},
+    deferral = Deferral(
+        3, 17.5, 18.5, 2.0, resource="a", resources=("a", "b"), limit=2, is_taken=False, why="?",
+        waits_for_release=True,
     )  # fmt: skip
-    for header in (deferred(LockHeader({"ttl": 9}), utc_now(), 1.5), full, LockHeader()):
+    full = LockHeader(
+        {"ttl": 9}, "1", 0, True, deferral, True, 2, Route("x", "k", "q"), {"name": "n"}, 3
+    )
+    for header in (deferred(LockHeader({"ttl": 9})), full, LockHeader()):
         content_type, encoding, body = dumps(header.to_message(), serializer)
         back = loads(body, content_type, encoding, accept=[content_type])
         assert LockHeader.of(request(back)) == header
 
 
-def test_the_wait_counts_from_the_first_try_by_the_wall_clock() -> None:
-    with freeze_time("2026-01-01 12:00:00") as clock:
-        deferral = NEVER_DEFERRED.next(utc_now(), 1.0)
-        clock.tick(5)
-        deferral = deferral.next(utc_now(), 2.0)
-        clock.tick(5)
-        assert (deferral.count, deferral.waited(utc_now()), deferral.delay) == (2, 10.0, 2.0)
+def test_what_is_told_of_a_deferral_counts_from_the_first_try() -> None:
+    deferral = Deferral(2, NOW, NOW + 5.5, 1.5, "k", holder="h", expires_in=9.0)
+    now = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
+    assert deferral.info(now) == {
+        "resource": "k", "holder": "h", "deferrals": 2, "waited": 5.5,
+        "next_try": "2026-01-01T12:00:01.500000+00:00",
+    }  # fmt: skip
+    assert deferral.event() == LockDeferredEvent("k", "h", 2, 5.5, 1.5)
 
 
 def test_a_clock_that_was_set_back_never_makes_the_wait_negative() -> None:
-    with freeze_time("2026-01-01 12:00:00") as clock:
-        deferral = NEVER_DEFERRED.next(utc_now(), 1.0)
-        clock.move_to("2026-01-01 11:00:00")
-        assert deferral.waited(utc_now()) == 0.0
+    assert Deferral(1, NOW, NOW).waited(NOW - 3600) == 0.0
 
 
 def test_a_real_retry_starts_counting_anew_and_keeps_the_calls_options() -> None:
-    header = deferred(LockHeader({"ttl": 9}), utc_now())
+    header = deferred(LockHeader({"ttl": 9}))
     again = LockHeader.of(request(header.to_message(), retries=1))
-    assert again == LockHeader({"ttl": 9})
+    assert again == LockHeader({"ttl": 9}, id="1")
 
 
 DELAY = {"queue": "celery_delayed_2", "reason": "expired", "count": 1}
@@ -196,8 +191,8 @@ PARKED = {"queue": "parked", "reason": "expired", "count": 1}
     [([PARKED], True), ([DELAY, PARKED], True), ([DELAY], False), ("text", False), ([7], False)],
 )
 def test_a_message_that_was_dead_lettered_begins_anew(deaths: Any, begins_anew: bool) -> None:
-    header = deferred(LockHeader({"ttl": 9}), utc_now(), task_id="1")
-    header = replace(header, redelivery=Redelivery(waits=2))
+    header = deferred(LockHeader({"ttl": 9}))
+    header = replace(header, waits=2)
     message = request(header.to_message())
     message.update({"x-death": deaths})
     assert LockHeader.of(message) == (
@@ -208,19 +203,16 @@ def test_a_message_that_was_dead_lettered_begins_anew(deaths: Any, begins_anew: 
 def test_the_claim_of_a_send_goes_on_through_deferrals_redeliveries_and_retries() -> None:
     carried = {"name": "t:k", "token": "T", "until": "finished"}
     header = LockHeader(id="1", unique=carried)
-    assert header.waiting_for_first_delivery(0, "1", LOOKS_AGAIN).unique == carried
-    for republished in (
-        deferred(header, utc_now(), task_id="1"),
-        header.waiting_for_first_delivery(0, "1", LOOKS_AGAIN),
-    ):
+    for republished in (deferred(header), waiting(header)):
+        assert republished.unique == carried
         message = republished.to_message()
         assert LockHeader.of(request(message, retries=1)).unique == carried
 
 
 def test_a_child_that_inherits_its_parents_headers_does_not_inherit_the_lock_header() -> None:
-    parents = deferred(LockHeader({"key": False}), utc_now(), task_id="parent").to_message()
+    parents = deferred(LockHeader({"key": False})).to_message()
     assert LockHeader.of(request(parents, id="child")) == LockHeader()
-    assert LockHeader.of(request(parents, id="parent")).deferral.count == 1
+    assert LockHeader.of(request(parents, id="1")).deferral.count == 1
 
 
 @pytest.mark.parametrize("header", ["text", 7, ["x"], None])
@@ -245,7 +237,8 @@ def test_a_requeue_is_a_reject_that_autoretry_lets_pass() -> None:
 def test_what_ends_a_deferred_run_comes_through_to_the_main_process_as_it_was(
     holder: str, expires_in: float | None
 ) -> None:
-    error = Deferred("stock:7", holder, expires_in, 3)
+    deferral = Deferral(1, NOW, NOW, 1.0, "stock:7", holder=holder, expires_in=expires_in, why="?")
+    error = Deferred(deferral)
     try:
         raise error
     except Ignore:
@@ -256,10 +249,8 @@ def test_what_ends_a_deferred_run_comes_through_to_the_main_process_as_it_was(
     assert get_pickleable_exception(error) is error
     for one in back:
         assert type(one) is Deferred
-        assert (one.resource, one.holder, one.expires_in, one.limit) == (
-            "stock:7", holder, expires_in, 3,
-        )  # fmt: skip
-        assert str(one) == "deferred: held by 3 holders, its limit"
+        assert one.deferral == deferral
+        assert str(one) == "deferred: ?"
 
 
 def test_a_broker_without_delays_of_its_own_takes_any_countdown() -> None:
@@ -347,19 +338,25 @@ def test_a_message_that_rabbitmq_kept_back_still_knows_where_it_was_sent() -> No
     assert Route.of(own, "wide") == Route("", "0.1.slow")
 
 
+def delivery_of(header: LockHeader) -> Delivery:
+    """Return a delivery of a message with a header, in an app whose nodes are never asked."""
+    app = Celery("t", broker="memory://", set_as_default=False)
+    app.conf.redlock_nodes = ["redis://nowhere"]
+    return Delivery(app.tasks["celery.backend_cleanup"], request(header.to_message()))
+
+
 def test_a_message_that_the_broker_redelivers_asks_for_any_marker_from_then_on() -> None:
     header = LockHeader().redelivered()
-    for known in (header, deferred(header, utc_now(), task_id="1")):
-        assert known.ran_within(utc_now()) == math.inf
+    for known in (header, deferred(header), waiting(LockHeader())):
+        assert ran_since(delivery_of(known)) == -math.inf
 
 
 def test_a_deferred_message_asks_for_markers_since_its_first_try() -> None:
-    with freeze_time("2026-01-01 12:00:00") as clock:
-        header = deferred(LockHeader(), utc_now(), task_id="1")
-        clock.tick(60)
-        header = deferred(header, utc_now(), task_id="1")
-        clock.tick(5)
-        assert header.ran_within(utc_now()) == 65 + CLOCKS_DIFFER
+    now = utc_now().timestamp()
+    delivery = delivery_of(deferred(deferred(LockHeader(), now - 65), now - 5))
+    clock = redlock_of(delivery.task.app).session.clock
+    age = clock.now() - ran_since(delivery) - CLOCKS_DIFFER
+    assert 65 <= age <= 65.01 + utc_now().timestamp() - now
 
 
 @pytest.mark.parametrize(("countdown", "at"), [(None, 0), (60, 60), (-60, 0)])
@@ -383,31 +380,29 @@ def received(request_dict: dict[str, Any]) -> float | None:
     return Delivery(task, Context(request_dict)).received_at
 
 
-def test_a_redelivery_that_waits_asks_for_any_marker_and_has_deferrals_of_its_own() -> None:
-    header = deferred(LockHeader({"ttl": 9}), utc_now(), task_id="1")
+def test_a_redelivery_that_waits_has_deferrals_of_its_own() -> None:
+    header = deferred(LockHeader({"ttl": 9}))
     for _ in range(2):
-        header = header.waiting_for_first_delivery(0, "1", LOOKS_AGAIN)
-    again = Redelivery(waits=2)
-    assert header == LockHeader({"ttl": 9}, id="1", redelivery=again, wait=LOOKS_AGAIN)
-    assert header.ran_within(utc_now()) == math.inf
-    assert header.deferral == NEVER_DEFERRED
+        header = waiting(header)
+    looks_again = Deferral(at=NOW, countdown=2.0)
+    assert header == LockHeader({"ttl": 9}, id="1", waits=2, deferral=looks_again)
     assert LockHeader.of(request(header.to_message())) == header
 
 
 def test_a_revoked_message_stays_so_in_every_worker_but_for_a_retry() -> None:
-    header = LockHeader().redelivered().revoked().waiting_for_first_delivery(0, "1", LOOKS_AGAIN)
+    header = waiting(LockHeader().redelivered().revoked())
     assert LockHeader.of(request(header.to_message())).is_revoked
     assert not LockHeader.of(request(header.to_message(), retries=1)).is_revoked
 
 
 def test_a_revoked_message_that_was_only_deferred_is_no_redelivery() -> None:
-    header = deferred(LockHeader(), utc_now(), task_id="1").revoked()
+    header = deferred(LockHeader()).revoked()
     assert LockHeader.of(request(header.to_message())) == header
-    assert not header.is_redelivered
+    assert not delivery_of(header).is_redelivered
 
 
 def test_the_retry_of_a_redelivered_run_is_no_redelivery() -> None:
-    header = LockHeader({"ttl": 9}).waiting_for_first_delivery(0, "1", LOOKS_AGAIN)
+    header = waiting(LockHeader({"ttl": 9}))
     again = LockHeader.of(request(header.to_message(), retries=1))
     assert again == LockHeader({"ttl": 9}, id="1")
 

@@ -14,19 +14,14 @@ from celery.utils.imports import symbol_by_name
 from freezegun import freeze_time
 
 from celery_redlock.tasks.delivery.delivery import NAMED_AT, NESTED, RECEIVED, Delivery
-from celery_redlock.tasks.delivery.header import (
-    NO_HEADER,
-    Deferral,
-    LockHeader,
-    Origin,
-)
-from celery_redlock.tasks.delivery.route import QUEUE
+from celery_redlock.tasks.delivery.header import NO_HEADER, Deferral, LockHeader
+from celery_redlock.tasks.delivery.route import QUEUE, Route
 from celery_redlock.tasks.execution.redelivery import completion_marker
 from celery_redlock.tasks.task import REQUEST
 from celery_redlock.tasks.worker_request import Request
 
 PAST = "2026-01-01T00:00:00+00:00"
-DEFERRED = LockHeader(deferral=Deferral(1, PAST, 1.0))
+DEFERRED = LockHeader(deferral=Deferral(1, 1.7e9, 1.7e9))
 
 
 def delivery_of(
@@ -97,7 +92,7 @@ def test_expires_is_counted_from_now_and_is_endless_without_one() -> None:
 def test_a_copy_that_rabbitmq_brings_to_another_queue_is_told_by_its_header(
     kept_for: str | None, came_by: str | None, is_astray: bool
 ) -> None:
-    origin = Origin("x", "k", kept_for)
+    origin = Route("x", "k", kept_for)
     properties = {} if came_by is None else {"redlock_queue": came_by}
     info = {"exchange": "celery_delayed_delivery", "routing_key": "k"}
     header = replace(DEFERRED, origin=origin)

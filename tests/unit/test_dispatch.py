@@ -152,9 +152,8 @@ class Worker:
             ),
             self.clock.time,
         )
-        order, queue = (f"{since:09}", id(message)), QueueKey(resource, 1)
         eta, deadline = now + countdown, now + DEADLINE
-        waiter = Waiter(message, order, queue, eta, deadline, waits)
+        waiter = Waiter(message, since, QueueKey(resource, 1), eta, deadline, waits)
         self.dispatcher.add(waiter)
         self.qos.increment_eventually()
         entry = self.timer.call_after(countdown, self.dispatcher.on_eta, (message,))

@@ -156,7 +156,7 @@ def test_taken_names_the_options_of_whoever_asked() -> None:
     """A plain lock has no message that could be put back."""
     plain, task = str(LockTaken("r", "h", None, 0.5)), str(LockTaken("r", "h", None, 0.5, 3))
     assert "waited 0.5 s. Wait longer (wait) " in plain
-    assert "waited 0.5 s, 3 deferrals. Wait longer (wait, max_wait, max_deferrals) " in task
+    assert "waited 0.5 s, 3 deferrals. Wait longer (wait, max_wait) " in task
 
 
 @pytest.mark.parametrize(

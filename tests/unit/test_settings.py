@@ -150,7 +150,6 @@ FOUR: dict[str, list[Any]] = {
     "on_conflict": ["skip", "fail", "defer", "skip"],
     "backoff": [Backoff(n, 9) for n in (1, 2, 3, 4)],
     "max_wait": [1, 2, None, 4],
-    "max_deferrals": [1, None, 3, 4],
     "on_give_up": ["skip", "fail", "skip", "fail"],
     "on_lost": ["warn", "abort", "warn", "abort"],
     "on_unreachable": ["run", "fail", "defer", "run"],
@@ -272,8 +271,6 @@ class TestWrongSettings:
             ("on_conflict", 3),
             ("backoff", 1.5),
             ("max_wait", 0),
-            ("max_deferrals", -1),
-            ("max_deferrals", 1.5),
             ("on_give_up", "defer"),
             ("on_lost", "ignore"),
             ("on_unreachable", "skip"),
@@ -384,6 +381,18 @@ class TestWrongSettings:
             plan({"redlock_queues": {"q": {name: "fail"}}})
         with pytest.raises(SettingsError, match=f"'{name}'.*did you mean '{on}'"):
             plan().check_call({name: "fail"})
+
+    def test_one_that_was_taken_out_says_what_to_take_instead(self) -> None:
+        for written, use in (
+            ("app: redlock_max_deferrals=3", lambda: plan({"redlock_max_deferrals": 3})),
+            ("'max_deferrals'", lambda: plan({"redlock_queues": {"q": {"max_deferrals": 3}}})),
+            ("lock_max_deferrals=3", lambda: plan(max_deferrals=3)),
+            ("call: lock={'max_deferrals'}=3", lambda: plan().check_call({"max_deferrals": 3})),
+            ("redlock_call_options", lambda: plan({"redlock_call_options": ["max_deferrals"]})),
+        ):
+            with pytest.raises(SettingsError, match=r"max_wait ends .* on_conflict") as caught:
+                use()
+            assert written in str(caught.value)
 
     @pytest.mark.parametrize(
         ("name", "value", "allowed"),

@@ -22,9 +22,9 @@ from kombu.common import Broadcast
 from celery_redlock import LockedTask
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader, Redelivery, Wait
-from celery_redlock.tasks.execution.deferral import Deferred
-from celery_redlock.tasks.execution.untried import defer_untried, note_deferred
+from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
+from celery_redlock.tasks.execution.outcomes import Deferred
+from celery_redlock.tasks.execution.untried import defer_untried
 from celery_redlock.tasks.signals import LockDeferredEvent, lock_deferred
 from celery_redlock.tasks.waiting.room import WaitingRoom
 from celery_redlock.tasks.waiting.times import WaitingTimes
@@ -34,6 +34,7 @@ REMEMBERED = WaitingTimes().remember_refusal
 HOLDER, LEASE = "pid 7 on host", 30.0
 EVERYBODY = Broadcast("everybody")
 EARLIER = "2026-01-01T00:00:00+00:00"
+A_REQUEST = SimpleNamespace(name="task")
 
 
 class StoppedClock(SystemClock):
@@ -79,7 +80,21 @@ class Worker:
         )
         self.room = WaitingRoom(self.consumer, platform=Platform(self.clock))
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.room.note_refusal("k:held", 1, HOLDER, LEASE)
+        self.refuse("k:held")
+
+    def refuse(
+        self,
+        resource: str,
+        limit: int = 1,
+        expires_in: float | None = LEASE,
+        *,
+        is_taken: bool = True,
+    ) -> None:
+        """End a run of this worker that was refused a lock."""
+        refused = Deferral(
+            resource=resource, holder=HOLDER, limit=limit, expires_in=expires_in, is_taken=is_taken
+        )
+        self.room.note_refusal(refused)
 
     def task(self, **options: Any) -> LockedTask:
         """Declare a task whose lock is that of its argument."""
@@ -163,11 +178,11 @@ def test_a_message_whose_lock_was_refused_just_now_waits_without_a_try(
 
     header = request.delivery.header
     assert header.id == request.id
-    assert (header.deferral.count, header.deferral.since) == (1, now.isoformat())
-    assert header.wait is not None
-    assert (header.wait.resources, header.wait.refused_by) == (("k:held",), "k:held")
-    assert header.wait.waits_for_release
-    countdown = header.wait.countdown
+    deferral = header.deferral
+    assert (deferral.count, deferral.since, deferral.at) == (1, now.timestamp(), now.timestamp())
+    assert (deferral.resources, deferral.resource) == (("k:held",), "k:held")
+    assert deferral.waits_for_release
+    countdown = deferral.countdown
     assert countdown > 0
     assert request.eta == now + timedelta(seconds=countdown)
     assert header.to_message() == request.request_dict[HEADER]  # which a pool gets
@@ -194,27 +209,43 @@ def test_a_line_has_no_time_but_that_of_its_wait(
     worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "celery_redlock"):
-        waits = worker.receive(worker.task(lock_max_wait=60.0)).delivery.header.wait
+        first = worker.receive(worker.task(lock_max_wait=60.0)).delivery.header.deferral
         worker.receive(worker.task(), expires=3600.0)
-        worker.room.note_refusal("k:held", 3, HOLDER, LEASE)
+        worker.refuse("k:held", limit=3)
         worker.receive(worker.task(lock_limit=3))
     ends = [line.partition(" is held by ")[2] for line in deferrals(caplog)]
-    assert ends[0] == f"{HOLDER}; it waits for a release, for {waits.countdown:.2f} s at most"
+    assert ends[0] == f"{HOLDER}; it waits for a release, for {first.countdown:.2f} s at most"
     assert ends[1].endswith(" s at most")
     assert ends[2] == "3 holders, its limit; it waits for a release"
 
 
 def test_a_countdown_ends_with_the_lease_that_refused(worker: Worker) -> None:
-    worker.room.note_refusal("k:held", 1, HOLDER, 0.0)
-    wait = worker.receive(worker.task()).delivery.header.wait
-    assert wait is not None
-    assert wait.countdown < 1.0
+    worker.refuse("k:held", expires_in=0.0)
+    assert worker.receive(worker.task()).delivery.header.deferral.countdown < 1.0
 
 
 def test_a_refusal_is_soon_forgotten(worker: Worker) -> None:
-    worker.clock.time += REMEMBERED
-    assert worker.receive(worker.task()).eta is None
-    assert worker.events == []
+    task = worker.task()
+    worker.clock.time += REMEMBERED / 2
+    assert worker.receive(task).eta is not None
+    worker.clock.time += REMEMBERED / 2
+    assert worker.receive(task).eta is None
+
+
+@pytest.mark.parametrize(("lease", "left"), [(LEASE, LEASE - 0.5), (0.25, 0.0), (None, None)])
+def test_a_refusal_says_what_is_left_of_the_lease(
+    worker: Worker, lease: float | None, left: float | None
+) -> None:
+    worker.refuse("k:held", expires_in=lease)
+    worker.clock.time += 0.5
+    refusal = worker.room.refusal_of(A_REQUEST, ("k:held",), 1)
+    assert refusal is not None
+    assert (refusal.resource, refusal.holder, refusal.expires_in) == ("k:held", HOLDER, left)
+
+
+def test_a_run_for_which_no_quorum_voted_says_nothing_of_its_lock(worker: Worker) -> None:
+    worker.refuse("k:other", is_taken=False)
+    assert worker.room.refusal_of(A_REQUEST, ("k:other",), 1) is None
 
 
 @pytest.mark.parametrize(
@@ -223,7 +254,7 @@ def test_a_refusal_is_soon_forgotten(worker: Worker) -> None:
         ({"lock_key": "k:held"}, {}),
         ({"lock_key": ["k:free", "k:{key}"]}, {}),
         ({"lock_on_conflict": "defer"}, {}),
-        ({"lock_max_wait": 60, "lock_max_deferrals": 1}, {}),
+        ({"lock_max_wait": 60}, {}),
         ({"acks_late": True}, {}),
         ({"lock_on_unreachable": "fail"}, {}),
         ({}, {"expires": 60}),
@@ -250,11 +281,10 @@ def test_a_message_of_which_the_lock_alone_decides_waits(
         ({"lock_on_conflict": lambda contention: "defer"}, {}),
         ({"lock_wait": 5}, {}),
         ({"lock_limit": 2}, {}),
-        ({"lock_max_deferrals": 0}, {}),
         ({"acks_late": True}, {"change": redelivered}),
-        ({}, {"change": with_header(redelivery=Redelivery(waits=1))}),
-        ({}, {"change": with_header(deferral=Deferral(1, EARLIER, 1.0))}),
-        ({}, {"change": with_header(wait=Wait(("k:held",), "k:held"))}),
+        ({}, {"change": with_header(waits=1)}),
+        ({}, {"change": with_header(deferral=Deferral(since=1.0))}),
+        ({}, {"change": with_header(deferral=Deferral(at=1.0))}),
         ({}, {"change": with_header(unique={"name": "n"})}),
         ({}, {"change": fanned_out}),
         ({}, {"countdown": 60}),
@@ -299,10 +329,9 @@ def test_of_a_task_with_a_rate_limit_one_message_of_each_lock_waits_for_its_rate
 
 
 def test_a_budget_of_waiting_goes_into_the_countdown(worker: Worker) -> None:
-    wait = worker.receive(worker.task(lock_max_wait=0.01)).delivery.header.wait
-    assert wait is not None
-    assert wait.countdown <= 0.01
-    assert not wait.waits_for_release
+    deferral = worker.receive(worker.task(lock_max_wait=0.01)).delivery.header.deferral
+    assert deferral.countdown <= 0.01
+    assert not deferral.waits_for_release
 
 
 def test_a_message_of_a_task_without_a_lock_is_let_alone(worker: Worker) -> None:
@@ -314,8 +343,10 @@ def test_a_message_of_a_task_without_a_lock_is_let_alone(worker: Worker) -> None
 
 def test_the_end_of_a_refused_run_lets_the_next_message_wait(worker: Worker) -> None:
     task = worker.task()
-    assert worker.receive(task, args=("other",)).eta is None
-    note_deferred(worker.app, Deferred("k:other", HOLDER, LEASE, 1))
+    first = worker.receive(task, args=("other",))
+    assert first.eta is None
+    deferred = Deferred(Deferral(resource="k:other", holder=HOLDER, expires_in=LEASE))
+    first.on_failure(SimpleNamespace(type=Deferred, exception=deferred))
     request = worker.receive(task, args=("other",))
     assert request.eta is not None
     stored = eventually(lambda: task.AsyncResult(request.id).info)

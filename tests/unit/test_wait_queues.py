@@ -21,13 +21,12 @@ class Message:
     """What stands for a worker's request."""
 
 
-def waiter(since: str, resource: str = "a", limit: int = 1, deadline: float = LATER) -> Waiter:
-    message = Message()
-    order, queue = (since, id(message)), QueueKey(resource, limit)
-    return Waiter(message, order, queue, 0.0, deadline, waits_for_release=True)
+def waiter(since: float, resource: str = "a", limit: int = 1, deadline: float = LATER) -> Waiter:
+    queue = QueueKey(resource, limit)
+    return Waiter(Message(), since, queue, 0.0, deadline, waits_for_release=True)
 
 
-def queued(*sinces: str) -> tuple[WaitQueues, Sequence[Waiter]]:
+def queued(*sinces: float) -> tuple[WaitQueues, Sequence[Waiter]]:
     queues, waiters = WaitQueues(TIMES), [waiter(since) for since in sinces]
     for each in waiters:
         queues.add(each)
@@ -35,7 +34,7 @@ def queued(*sinces: str) -> tuple[WaitQueues, Sequence[Waiter]]:
 
 
 def test_waiters_are_in_order_of_first_deferral_and_not_of_arrival() -> None:
-    queues, (second, first, third) = queued("10:02", "10:01", "10:03")
+    queues, (second, first, third) = queued(2, 1, 3)
     assert queues.heads("a") == [first]
     assert queues.remove(third, 0.0) is None
     queues.add(third)
@@ -46,14 +45,14 @@ def test_waiters_are_in_order_of_first_deferral_and_not_of_arrival() -> None:
 
 
 def test_an_earlier_message_displaces_the_head() -> None:
-    queues, (head,) = queued("10:02")
-    assert queues.add(waiter("10:01")) is head
-    assert queues.add(waiter("10:03")) is None
+    queues, (head,) = queued(2)
+    assert queues.add(waiter(1)) is head
+    assert queues.add(waiter(3)) is None
 
 
 def test_each_limit_has_a_queue_of_its_own() -> None:
-    queues, (one, behind) = queued("10:01", "10:03")
-    of_three = waiter("10:02", limit=3)
+    queues, (one, behind) = queued(1, 3)
+    of_three = waiter(2, limit=3)
     assert queues.add(of_three) is None
     assert queues.heads("a") == [one, of_three]
     assert (queues.retry_in(of_three, 0.0), queues.retry_in(behind, 0.0)) == (0.0, LATER)
@@ -64,8 +63,8 @@ def test_each_limit_has_a_queue_of_its_own() -> None:
 
 
 def test_the_last_waiter_of_the_longest_queue_is_evicted_first() -> None:
-    queues, (first, second, third) = queued("10:01", "10:02", "10:03")
-    queues.add(waiter("10:04", "b"))
+    queues, (first, second, third) = queued(1, 2, 3)
+    queues.add(waiter(4, "b"))
     assert queues.waiting_for_release == 4
     assert queues.last_of_longest() is third
     third.waits_for_release = False
@@ -77,21 +76,21 @@ def test_the_last_waiter_of_the_longest_queue_is_evicted_first() -> None:
 
 
 def test_only_the_head_may_try_by_itself() -> None:
-    queues, (head, behind) = queued("10:01", "10:02")
+    queues, (head, behind) = queued(1, 2)
     assert queues.retry_in(head, 0.0) == 0.0
     assert queues.retry_in(behind, 0.0) == LATER
 
 
 def test_a_waiter_behind_the_head_tries_at_its_deadline() -> None:
-    queues, _ = queued("10:01")
-    behind = waiter("10:02", deadline=50.0)
+    queues, _ = queued(1)
+    behind = waiter(2, deadline=50.0)
     queues.add(behind)
     assert queues.retry_in(behind, 20.0) == 30.0
     assert queues.retry_in(behind, 51.0) == 0.0
 
 
 def test_celerys_own_timer_serves_a_waiter_before_its_eta_and_one_with_a_budget() -> None:
-    queues, (head, with_budget) = queued("10:01", "10:02")
+    queues, (head, with_budget) = queued(1, 2)
     head.eta, with_budget.waits_for_release = 5.0, False
     assert queues.retry_in(head, 4.0) is None
     assert queues.retry_in(head, 5.0) == 0.0
@@ -99,14 +98,14 @@ def test_celerys_own_timer_serves_a_waiter_before_its_eta_and_one_with_a_budget(
 
 
 def test_while_the_dispatched_head_tries_the_next_one_holds_back_for_a_moment() -> None:
-    queues, (first, second) = queued("10:01", "10:02")
+    queues, (first, second) = queued(1, 2)
     queues.remove(first, 100.0)
     assert queues.retry_in(second, 100.25) == RETRY_NEXT_AFTER - 0.25
     assert queues.retry_in(second, 100.0 + RETRY_NEXT_AFTER) == 0.0
 
 
 def test_the_next_one_holds_back_for_longer_if_the_lock_comes_round_less_often() -> None:
-    queues, (first, second, third, fourth) = queued("10:01", "10:02", "10:03", "10:04")
+    queues, (first, second, third, fourth) = queued(1, 2, 3, 4)
     queues.remove(first, 100.0, is_named=True)
     queues.remove(second, 101.5, is_named=True)
     assert queues.retry_in(third, 101.5) == 3.0
@@ -115,49 +114,49 @@ def test_the_next_one_holds_back_for_longer_if_the_lock_comes_round_less_often()
 
 
 def test_how_long_the_first_head_waited_counts_as_well() -> None:
-    queues, (first, second) = queued("10:01", "10:02")
+    queues, (first, second) = queued(1, 2)
     first.came_at = 100.0
     queues.remove(first, 102.0, is_named=True)
     assert queues.retry_in(second, 102.0) == 4.0
 
 
 def test_the_next_one_counts_on_no_release_if_the_head_found_its_lock_free_by_itself() -> None:
-    queues, (first, second, third) = queued("10:01", "10:02", "10:03")
+    queues, (first, second, third) = queued(1, 2, 3)
     queues.remove(first, 100.0, is_named=True)
     queues.remove(second, 101.5)
     assert queues.retry_in(third, 101.5) == RETRY_NEXT_AFTER
 
 
 def test_a_message_that_arrives_while_the_head_tries_holds_back_too() -> None:
-    queues, (first,) = queued("10:01")
+    queues, (first,) = queued(1)
     queues.remove(first, 100.0)
-    second = waiter("10:02")
+    second = waiter(2)
     queues.add(second)
     assert queues.retry_in(second, 100.0) == RETRY_NEXT_AFTER
 
 
 def test_a_head_that_is_back_goes_by_its_own_countdown() -> None:
-    queues, (first, _) = queued("10:01", "10:02")
+    queues, (first, _) = queued(1, 2)
     queues.remove(first, 100.0)
-    again = waiter("10:01")
+    again = waiter(1)
     queues.add(again)
     assert queues.retry_in(again, 100.0) == 0.0
 
 
 def test_a_resource_without_waiters_is_known_until_it_is_forgotten() -> None:
-    queues, (first,) = queued("10:01")
+    queues, (first,) = queued(1)
     queues.remove(first, 100.0)
     queues.forget_empty(100.0)
     assert queues.resources() == {"a"}
     queues.forget_empty(100.1)
     assert queues.resources() == set()
-    queues.add(waiter("10:02"))
+    queues.add(waiter(2))
     queues.forget_empty(math.inf)
     assert queues.resources() == {"a"}
 
 
 def test_a_postponed_head_looks_at_its_new_time_and_at_its_deadline_at_the_latest() -> None:
-    queues, (head, _) = queued("10:01", "10:02")
+    queues, (head, _) = queued(1, 2)
     head.eta, head.is_postponed = 30.0, True
     assert queues.retry_in(head, 10.0) == 20.0
     head.deadline = 15.0
@@ -165,7 +164,7 @@ def test_a_postponed_head_looks_at_its_new_time_and_at_its_deadline_at_the_lates
 
 
 def test_a_queue_has_a_message_while_one_of_its_limit_waits() -> None:
-    queues, (one,) = queued("10:01")
+    queues, (one,) = queued(1)
     assert queues.has(QueueKey("a", 1))
     assert not queues.has(QueueKey("a", 2))
     assert not queues.has(QueueKey("b", 1))
@@ -174,15 +173,10 @@ def test_a_queue_has_a_message_while_one_of_its_limit_waits() -> None:
 
 
 def test_the_head_of_each_queue_is_known_and_nobody_that_has_left() -> None:
-    queues, (first, second) = queued("10:01", "10:02")
+    queues, (first, second) = queued(1, 2)
     assert (queues.is_head(first), queues.is_head(second)) == (True, False)
     queues.remove(first, 0.0)
     assert (queues.is_head(first), queues.is_head(second)) == (False, True)
-
-
-def test_since_is_the_time_of_the_first_deferral() -> None:
-    assert waiter("1970-01-01T00:01:00+00:00").since == 60.0
-    assert waiter("of another program").since == 0.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=30))
@@ -191,7 +185,7 @@ def test_an_eviction_keeps_the_order_of_those_that_stay(
 ) -> None:
     queues = WaitQueues(TIMES)
     for since, resource, waits in messages:
-        each = waiter(f"10:{since}", resource)
+        each = waiter(since, resource)
         each.waits_for_release = waits
         queues.add(each)
     while (evicted := queues.last_of_longest()) is not None:
@@ -225,7 +219,7 @@ class Queues(RuleBasedStateMachine):
         waits=st.booleans(),
     )
     def add(self, since: int, resource: str, limit: int, countdown: float, waits: bool) -> None:
-        new = waiter(f"10:{since}", resource, limit, self.now + 30.0)
+        new = waiter(since, resource, limit, self.now + 30.0)
         new.eta, new.waits_for_release = self.now + countdown, waits
         before = self.queue_of(new)
         displaced = self.queues.add(new)

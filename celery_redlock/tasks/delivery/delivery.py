@@ -6,7 +6,8 @@ import copy
 import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from celery.app.task import Context
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -20,7 +21,7 @@ from celery_redlock.tasks.delivery.route import (
     has_way_back,
     queue_of,
 )
-from celery_redlock.tasks.delivery.run_id import RunId
+from celery_redlock.tasks.reporting import StateReporter
 
 ARGUMENTS = "_redlock_arguments"  # the name on the request of the arguments as they came
 NESTED = "redlock_nested"  # the property of a delivery that has a header called "headers"
@@ -62,6 +63,11 @@ class Delivery:
         return RunId.of(self.task.name, self.request, self.header.life)
 
     @property
+    def reporter(self) -> StateReporter:
+        """What stores the run's states and sends its events."""
+        return StateReporter(self.task, self.request)
+
+    @property
     def route(self) -> Route:
         """Where the message came from."""
         origin = self.header.origin
@@ -74,18 +80,17 @@ class Delivery:
 
     def queue(self, known: dict[tuple[str | None, str], str]) -> str:
         """Return the name of the queue that the message came through; known: as of `queue_of`."""
-        noted = (self.request.properties or {}).get(QUEUE)
-        return noted or queue_of(self.task.app, self.route, known)
+        return self._noted_queue or queue_of(self.task.app, self.route, known)
 
     @property
     def is_redelivered(self) -> bool:
         """Whether this is not the first delivery of its message, as far as anybody has said."""
-        return self.header.redelivery is not None
+        return self.header.is_flagged or self.header.waits > 0
 
     @property
     def may_have_run_elsewhere(self) -> bool:
         """Whether another delivery of this message may be running, or have run."""
-        return self.header.may_have_run_elsewhere
+        return self.is_redelivered or self.header.deferral.since > 0
 
     @property
     def is_for_another_queue(self) -> bool:
@@ -165,6 +170,50 @@ class Delivery:
         return f"{self.task.name}[{self.request.id}]"
 
     __repr__ = __str__  # for log handlers that show the arguments of a record
+
+
+class RunId(NamedTuple):
+    """What tells one run from all others.
+
+    A retry is another run than the one before, and so is what a task is replaced by. Each copy of a
+    message that an exchange may have given to several queues is a run of its own, too.
+    nesting: how often the task was replaced. queue: of a copy, quoted; "" for a message to one
+    queue.
+    """
+
+    task_id: str
+    name: str
+    retries: int = 0
+    nesting: int = 0
+    queue: str = ""
+    life: int = 0
+
+    @classmethod
+    def of(cls, name: str, request: Any, life: int = 0) -> RunId:
+        """Return the id of a task's run. name: the task's; request: Celery's `Context`.
+
+        life: as of `LockHeader`.
+        """
+        queue = ""
+        if (request.delivery_info or {}).get("exchange"):
+            queue = quote((request.properties or {}).get(QUEUE) or "", safe="")
+        return cls(
+            request.id, name, request.retries, request.replaced_task_nesting or 0, queue, life
+        )
+
+    def __str__(self) -> str:
+        text = f"{self.task_id}:{self.name}:{self.retries}:{self.nesting}"
+        text = f"{text}+{self.life}" if self.life else text
+        return f"{text}@{self.queue}" if self.queue else text
+
+    @property
+    def of_all_copies(self) -> RunId:
+        """The id without its queue and its life, as the sender of the message knows it."""
+        return RunId(self.task_id, self.name, self.retries, self.nesting)
+
+    def label(self, hostname: str | None) -> str:
+        """Return what the nodes show of the lock's holder: the run, and the worker's name."""
+        return f"{self} {hostname}"
 
 
 def utc_now() -> datetime:

@@ -7,13 +7,14 @@ range, count as absent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from celery_redlock.lock.validation import MOST_PERMITS
+from celery_redlock.tasks.delivery.route import Route
+from celery_redlock.tasks.signals import LockDeferredEvent
 
 HEADER = "redlock"
 DEATHS = "x-death"  # RabbitMQ's header
@@ -26,75 +27,50 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class Deferral:
-    """How often a message was deferred. `NEVER_DEFERRED` is that of a first try.
+    """The last deferral of a message. `NEVER_DEFERRED` is that of a first try.
 
-    count: deferrals so far. since: time of the first try by the clocks of the lock nodes, ISO 8601
-    with its zone: the clocks of two workers may be an hour apart. delay: seconds,
-    the last one that the backoff gave, before it was cut; None before the first.
+    count: deferrals so far. since, at: seconds since 1970 at which its first and its last try were
+    refused, by the clocks of the lock nodes: those of two workers may be an hour apart. countdown:
+    seconds from `at` to its next try. resource: the one that refused, of all `resources` of its
+    lock. holder: the holder's label, "" if unknown. expires_in: seconds from `at` to the end of the
+    holder's lease, None if unknown. limit: the `limit` by which it asked. is_taken: False if no
+    quorum voted. why: for people. waits_for_release: the message has no budget and no callable to
+    ask, so it may wait for longer than its countdown.
+    A redelivery that waits for its first delivery has `at` and `countdown` alone. `holder` and
+    `expires_in` are for the worker that deferred the message, and not carried.
     """
 
     count: int = 0
-    since: str | None = None
-    delay: float | None = None
-
-    def waited(self, now: datetime) -> float:
-        """Return the seconds since the first try, 0.0 if there was none. now: as `since`."""
-        if self.since is None:
-            return 0.0
-        return max(0.0, (now - datetime.fromisoformat(self.since)).total_seconds())
-
-    def next(self, now: datetime, delay: float) -> Deferral:
-        """Return the same after one more deferral."""
-        return Deferral(self.count + 1, self.since or now.isoformat(), delay)
-
-
-@dataclass(frozen=True)
-class Redelivery:
-    """What is known of another delivery of the same message.
-
-    by_broker: the broker has said so. waits: how often this one was republished while its first
-    delivery held the lock.
-    """
-
-    by_broker: bool = False
-    waits: int = 0
-
-
-@dataclass(frozen=True)
-class Wait:
-    """For what a deferred message waits.
-
-    resources: those of its lock. refused_by: the one that was taken, None if no quorum voted.
-    refused_at: seconds since 1970, by the clocks of the nodes. limit: the `limit` by which it
-    asked. waits_for_release: the message has no budget and no callable to ask, so it may wait for
-    longer than its countdown. reason: why no quorum voted, "" if the lock was taken. countdown:
-    seconds from the refusal on. A redelivery that waits for its first delivery has only the times.
-    """
-
-    resources: tuple[str, ...] = ()
-    refused_by: str | None = None
-    refused_at: float = 0.0
-    limit: int = 1
-    waits_for_release: bool = False
-    reason: str = ""
+    since: float = 0.0
+    at: float = 0.0
     countdown: float = 0.0
+    resource: str = ""
+    resources: tuple[str, ...] = ()
+    holder: str = ""
+    expires_in: float | None = None
+    limit: int = 1
+    is_taken: bool = True
+    why: str = ""
+    waits_for_release: bool = False
 
-    def seconds_since_refusal(self, now: datetime) -> float:
-        """Return the seconds since the refusal. now: by the clocks of the nodes."""
-        return max(0.0, now.timestamp() - self.refused_at)
+    def waited(self, now: float) -> float:
+        """Return the seconds since the first try, 0.0 if there was none. now: as `since`."""
+        return max(0.0, now - self.since) if self.since else 0.0
 
-    def countdown_left(self, now: datetime) -> float:
-        """Return the seconds that are left of the countdown. now: by the clocks of the nodes."""
-        return max(0.0, self.countdown - self.seconds_since_refusal(now))
+    def info(self, now: datetime) -> dict[str, Any]:
+        """Return what is stored and sent with DEFERRED. now: by the own clock, in UTC."""
+        return {
+            "resource": self.resource,
+            "holder": self.holder,
+            "deferrals": self.count,
+            "waited": self.waited(self.at),
+            "next_try": (now + timedelta(seconds=self.countdown)).isoformat(),
+        }
 
-
-@dataclass(frozen=True)
-class Origin:
-    """Where the message was sent to at first, and the queue that this copy of it goes back to."""
-
-    exchange: str | None = None
-    routing_key: str = ""
-    queue: str | None = None
+    def event(self) -> LockDeferredEvent:
+        """Return the record of the signal lock_deferred."""
+        waited = self.waited(self.at)
+        return LockDeferredEvent(self.resource, self.holder, self.count, waited, self.countdown)
 
 
 NEVER_DEFERRED = Deferral()
@@ -106,9 +82,12 @@ class LockHeader:
 
     options: those of the call. id: the task that the header belongs to, for subtasks inherit the
     headers of their parent. retries: the message's own count when it was republished. is_revoked: a
-    worker's main process was told so of this delivery. unique: what ends the claim of a
-    deduplicated send, as of `ClaimToken`. life: how often RabbitMQ dead-lettered the message. Each
-    life is a run of its own: a marker of the one before, just ended, must not end it.
+    worker's main process was told so of this delivery. is_flagged: the broker has said that it is
+    not the first one. waits: how often a redelivery was republished while its first delivery held
+    the lock. origin: where the message was sent to first, and the queue that this copy of it goes
+    back to. unique: what ends the claim of a deduplicated send, as of `ClaimToken`. life: how
+    often RabbitMQ dead-lettered the message. Each life is a run of its own: a marker of the one
+    before, just ended, must not end it.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -116,9 +95,9 @@ class LockHeader:
     retries: int = 0
     is_revoked: bool = False
     deferral: Deferral = NEVER_DEFERRED
-    redelivery: Redelivery | None = None
-    wait: Wait | None = None
-    origin: Origin | None = None
+    is_flagged: bool = False
+    waits: int = 0
+    origin: Route | None = None
     unique: Mapping[str, Any] | None = None
     life: int = 0
 
@@ -127,75 +106,48 @@ class LockHeader:
         """Return the header of a request, `NO_HEADER` if it has none of its own."""
         if HEADER not in request.__dict__ and not request.headers:  # as most messages have none
             return NO_HEADER
-        header, deaths = cls._carried(request), _deaths(request)
-        return replace(header, life=header.life + deaths) if deaths else header
-
-    @classmethod
-    def _carried(cls, request: Any) -> LockHeader:
         carried = request.__dict__.get(HEADER)
         if carried is None and isinstance(request.headers, Mapping):  # a sender may write any type
             carried = request.headers.get(HEADER)
-        if not isinstance(carried, Mapping):
-            return NO_HEADER
-        header = _parse(carried)
+        header = _read(cls, carried) if isinstance(carried, Mapping) else NO_HEADER
         if header.id not in (None, request.id):
-            return NO_HEADER  # inherited from a parent
-        waits = 0 if header.redelivery is None else header.redelivery.waits
-        # `by_broker` alone is no republication: `revoked` writes it, and no count of retries
-        was_republished = header.deferral.since is not None or waits > 0
-        if was_republished and (header.retries != request.retries or _deaths(request)):
+            header = NO_HEADER  # inherited from a parent
+        deaths = _deaths(request)
+        # `is_flagged` alone is no republication: `revoked` writes it, and no count of retries
+        was_republished = header.deferral.since > 0 or header.waits > 0
+        if was_republished and (header.retries != request.retries or deaths):
             # a real retry takes the lock anew: what the run before it waited is not its own
-            return LockHeader(header.options, header.id, unique=header.unique, life=header.life)
-        return header
-
-    @property
-    def is_redelivered(self) -> bool:
-        """Whether this is not the first delivery of its message, as far as anybody has said."""
-        return self.redelivery is not None
-
-    @property
-    def may_have_run_elsewhere(self) -> bool:
-        """Whether another delivery of this message may be running, or have run."""
-        return self.redelivery is not None or self.deferral.since is not None
-
-    def ran_within(self, now: datetime) -> float:
-        """Return the age up to which a completion marker is one of this message's own runs.
-
-        Seconds; inf: any marker is. An older one is that of an earlier message with the same task
-        id. now: by the clocks of the nodes.
-        """
-        return math.inf if self.is_redelivered else self.deferral.waited(now) + CLOCKS_DIFFER
+            header = LockHeader(header.options, header.id, unique=header.unique, life=header.life)
+        return replace(header, life=header.life + deaths) if deaths else header
 
     def redelivered(self) -> LockHeader:
         """Return the header of a delivery of which the broker says that it is not the first."""
-        known = self.redelivery or Redelivery()
-        return self if known.by_broker else replace(self, redelivery=replace(known, by_broker=True))
+        return self if self.is_flagged else replace(self, is_flagged=True)
 
     def revoked(self) -> LockHeader:
         """Return the header of a delivery that was revoked; the run acts on it."""
         return replace(self, is_revoked=True)
 
-    def waiting_for_first_delivery(self, retries: int, task_id: str, wait: Wait) -> LockHeader:
+    def deferred(self, request: Any, deferral: Deferral) -> LockHeader:
+        """Return the header of a message that is republished, or waits, for its lock."""
+        return replace(self, id=request.id, retries=request.retries, deferral=deferral)
+
+    def waiting_for_first_delivery(self, request: Any, now: float, countdown: float) -> LockHeader:
         """Return the header of a redelivery that is republished; its own deferrals begin anew."""
-        known = self.redelivery or Redelivery()
-        again = replace(known, waits=known.waits + 1)
-        begun_anew = replace(self, deferral=NEVER_DEFERRED, wait=wait)
-        return replace(begun_anew, id=task_id, retries=retries, redelivery=again)
+        again = replace(self, waits=self.waits + 1)
+        return again.deferred(request, Deferral(at=now, countdown=countdown))
 
     def to_message(self) -> dict[str, Any]:
         """Return a mapping that any serializer takes; parts that are absent are left out."""
-        parts = ("redelivery", "wait", "origin")
-        found = {name: part for name in parts if (part := getattr(self, name)) is not None}
-        carried: dict[str, Any] = {name: dict(vars(part)) for name, part in found.items()}
-        if self.deferral.since is not None:
-            carried["deferral"] = dict(vars(self.deferral))
-        if self.unique is not None:
-            carried["unique"] = self.unique
-        if self.life:
-            carried["life"] = self.life
-        if self.is_revoked:
-            carried["is_revoked"] = True
-        return {"options": dict(self.options), "id": self.id, "retries": self.retries, **carried}
+        carried = {"options": dict(self.options), "id": self.id, "retries": self.retries}
+        for name in ("is_revoked", "is_flagged", "waits", "unique", "life"):
+            if value := getattr(self, name):
+                carried[name] = value
+        for name in ("deferral", "origin"):
+            part = getattr(self, name)
+            if part is not None and part is not NEVER_DEFERRED:
+                carried[name] = {field: getattr(part, field) for field in _KINDS[type(part)]}
+        return carried
 
 
 NO_HEADER = LockHeader()
@@ -217,44 +169,33 @@ def _deaths(request: Any) -> int:
 
 
 _COUNT, _LIMIT = range(10**9), range(1, MOST_PERMITS + 1)
-_KINDS: Mapping[type, Mapping[str, Any]] = {  # by part: its fields, and their types or ranges
-    Deferral: {"count": _COUNT, "since": str, "delay": float},
-    Redelivery: {"by_broker": bool, "waits": _COUNT},
-    Wait: {
-        "resources": (list, tuple), "refused_by": str, "refused_at": float,
-        "limit": _LIMIT, "waits_for_release": bool, "reason": str, "countdown": float,
+# by part: the fields that a message carries, and their types, ranges or parts
+_KINDS: Mapping[type, Mapping[str, Any]] = {
+    Deferral: {
+        "count": _COUNT, "since": float, "at": float, "countdown": float, "resource": str,
+        "resources": tuple, "limit": _LIMIT, "is_taken": bool, "why": str,
+        "waits_for_release": bool,
     },
-    Origin: {"exchange": str, "routing_key": str, "queue": str},
+    Route: {"exchange": str, "routing_key": str, "queue": str},
     LockHeader: {
-        "options": Mapping, "id": str, "retries": _COUNT, "is_revoked": bool, "unique": Mapping,
-        "life": _COUNT,
+        "options": Mapping, "id": str, "retries": _COUNT, "is_revoked": bool, "is_flagged": bool,
+        "waits": _COUNT, "unique": Mapping, "life": _COUNT, "deferral": Deferral, "origin": Route,
     },
 }  # fmt: skip
 
 
-def _parse(carried: Mapping[str, Any]) -> LockHeader:
-    deferral = _part(Deferral, carried.get("deferral")) or NEVER_DEFERRED
-    wait = _part(Wait, carried.get("wait"))
-    if wait is not None:  # JSON makes a list of a tuple
-        wait = replace(wait, resources=tuple(map(str, wait.resources)))
-    redelivery = _part(Redelivery, carried.get("redelivery"))
-    return LockHeader(
-        deferral=deferral if _is_time(deferral.since) else NEVER_DEFERRED,
-        redelivery=None if redelivery == Redelivery() else redelivery,
-        wait=wait,
-        origin=_part(Origin, carried.get("origin")),
-        **_known(LockHeader, carried),
-    )
-
-
-def _part(kind: type[P], carried: object) -> P | None:
-    return kind(**_known(kind, carried)) if isinstance(carried, Mapping) else None
-
-
-def _known(kind: type, carried: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a part carries with the right type, and in their range."""
-    types = _KINDS[kind]
-    return {name: carried[name] for name in types if _fits(carried.get(name), types[name])}
+def _read(kind: type[P], carried: Mapping[str, Any]) -> P:
+    """Return a part from its fields that have the right type and are in their range."""
+    fields: dict[str, Any] = {}
+    for name, field_kind in _KINDS[kind].items():
+        value = carried.get(name)
+        if field_kind in (Deferral, Route) and isinstance(value, Mapping):
+            fields[name] = _read(field_kind, value)
+        elif field_kind is tuple and isinstance(value, (list, tuple)):  # JSON makes lists of tuples
+            fields[name] = tuple(map(str, value))
+        elif _fits(value, field_kind):
+            fields[name] = value
+    return kind(**fields)
 
 
 def _fits(value: object, kind: Any) -> bool:
@@ -267,11 +208,3 @@ def _fits(value: object, kind: Any) -> bool:
 def is_moment(value: object) -> bool:
     """Return whether a value is a number of seconds from 0 on, or such a second since 1970."""
     return type(value) in (int, float) and 0 <= value <= LAST_MOMENT  # type: ignore[operator]
-
-
-def _is_time(text: object) -> bool:
-    """Return whether a text is a time in ISO 8601 with its zone."""
-    try:
-        return isinstance(text, str) and datetime.fromisoformat(text).tzinfo is not None
-    except ValueError:
-        return False

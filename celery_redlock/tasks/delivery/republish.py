@@ -27,7 +27,7 @@ from kombu.serialization import registry
 
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.delivery.delivery import ARGUMENTS, Delivery, own_headers
-from celery_redlock.tasks.delivery.header import HEADER, LockHeader, Origin
+from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.producer import (
     QueueGoneError,
     confirming_producer,
@@ -43,7 +43,6 @@ from celery_redlock.tasks.delivery.route import (
     is_kept_by_broker,
     send_options,
 )
-from celery_redlock.tasks.reporting import StateReporter
 
 logger = logging.getLogger(__name__)
 
@@ -141,14 +140,14 @@ def _publish(
     Source: celery.app.base: Celery.send_task makes and sends a message by the same two calls.
     """
     task, request, route = delivery.task, delivery.request, delivery.route
-    app, where = task.app, Origin(route.exchange, route.routing_key, route.queue)
+    app = task.app
     args, kwargs = request.__dict__.get(ARGUMENTS) or (request.args, request.kwargs)
-    fields = _fields_of_message(task, request)
+    fields = _fields_of_message(delivery)
     message = app.amqp.create_task_message(
         request.id, task.name, args, kwargs, countdown=countdown, **fields
     )
     properties = request.get("properties") or {}
-    carried = replace(header, origin=where).to_message()
+    carried = replace(header, origin=route).to_message()
     with confirming_producer(app, anew=anew) as producer:
         send = functools.partial(
             app.amqp.send_task_message,
@@ -208,8 +207,9 @@ def _send_to_queue(app: Any, route: Route, producer: Any, send: Callable[..., ob
         on_own_channel(app, producer, lambda channel: queue(channel).declare())
 
 
-def _fields_of_message(task: Any, request: Any) -> dict[str, Any]:
+def _fields_of_message(delivery: Delivery) -> dict[str, Any]:
     """Return what Celery writes into a message, beside its arguments, as it was in this one."""
+    request = delivery.request
     hard, soft = request.timelimit or (None, None)
     stamps = request.stamps or {}
     stamped = [name for name in request.stamped_headers or () if name in stamps]
@@ -232,10 +232,10 @@ def _fields_of_message(task: Any, request: Any) -> dict[str, Any]:
         "origin": request.origin,
         "shadow": request.shadow,
         "replaced_task_nesting": request.replaced_task_nesting,
-        "ignore_result": StateReporter(task, request).ignores_result,
+        "ignore_result": delivery.reporter.ignores_result,
         "argsrepr": request.get("argsrepr"),
         "kwargsrepr": request.get("kwargsrepr"),
-        "create_sent_event": task.app.conf.task_send_sent_event,
+        "create_sent_event": delivery.task.app.conf.task_send_sent_event,
     }
 
 

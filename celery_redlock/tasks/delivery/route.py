@@ -37,8 +37,8 @@ class Route:
     noted it. queue: the one that it came through, None where nobody knows.
     """
 
-    exchange: str | None
-    routing_key: str
+    exchange: str | None = None
+    routing_key: str = ""
     queue: str | None = None
 
     @classmethod

@@ -1,6 +1,6 @@
 """A run from its delivery to its end, in the process that runs the body.
 
-Read `run.py` first: `LockedRun.execute` is the whole way. `contention.py` decides what becomes of a
+Read `run.py` first: `LockedRun.execute` is the whole way. `deferral.py` decides what becomes of a
 message that did not get its lock. `outcomes.py` does it, and logs it: deferred, skipped, failed,
 discarded, cancelled, republished because its first delivery still runs, or run without a lock.
 `redelivery.py` only asks whether another delivery of the same message runs or is done.

@@ -13,8 +13,8 @@ from celery.exceptions import Reject
 
 from celery_redlock.lock.platform.interrupts import uninterruptible
 from celery_redlock.tasks.children.forks import is_end_announced
+from celery_redlock.tasks.delivery.delivery import RunId
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
-from celery_redlock.tasks.delivery.run_id import RunId
 from celery_redlock.tasks.execution.outcomes import CONTINUES
 from celery_redlock.tasks.execution.run import OUTER_ERROR, run_of
 from celery_redlock.tasks.per_app import redlock_of
@@ -76,27 +76,23 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
     run = run_of(request)
     if run is None and HEADER not in request.__dict__:
         return  # released already, and no claim to end
+    header = LockHeader.of(request) if run is None else run.delivery.header
     if error is None or error is request.__dict__.get(OUTER_ERROR):
         completed = is_completed(state, retval)
     else:
-        run_id = str(RunId.of(task.name, request, LockHeader.of(request).life))
+        run_id = str(RunId.of(task.name, request, header.life))
         completed = is_completed_before_hook(request, error) or is_end_announced(run_id)
-    if completed and HEADER in request.__dict__:
-        _end_claim_of_run(task.app, request, state)
+    goes_on = state == celery_states.RETRY or CONTINUES in request.__dict__
+    if completed and not goes_on:
+        end_claim(task.app, header)
     if run is not None:
         run.release(completed=completed)
 
 
-def _end_claim_of_run(app: Any, request: Any, state: str | None) -> None:
-    """End the claim of a run that is neither republished nor retried."""
-    if state != celery_states.RETRY and CONTINUES not in request.__dict__:
-        end_claim(app, request)
-
-
 @uninterruptible
-def end_claim(app: Any, request: Any) -> None:
+def end_claim(app: Any, header: LockHeader) -> None:
     """End the claim that a message's send has made; nothing happens if there is none."""
-    token = ClaimToken.of(LockHeader.of(request).unique)
+    token = ClaimToken.of(header.unique)
     if token is not None:
         token.release_at_end(redlock_of(app).session)
 
@@ -104,7 +100,7 @@ def end_claim(app: Any, request: Any) -> None:
 def end_claim_of_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
     """End the claim of a revoked or expired message, in the worker's main process."""
     if HEADER in request.__dict__:
-        end_claim(sender.app, request)
+        end_claim(sender.app, LockHeader.of(request))
 
 
 def end_claim_of_unread(sender: Any = None, message: Any = None, **_: Any) -> None:
@@ -115,7 +111,7 @@ def end_claim_of_unread(sender: Any = None, message: Any = None, **_: Any) -> No
     """
     headers = message.headers
     if isinstance(headers, Mapping) and HEADER in headers:
-        end_claim(sender.app, Context(headers))
+        end_claim(sender.app, LockHeader.of(Context(headers)))
 
 
 _received: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -135,4 +131,4 @@ def end_claim_of_killed(sender: Any = None, task_id: Any = None, **_: Any) -> No
     """
     request = _received.get(task_id)
     if request is not None:
-        end_claim(sender.app, request._context)
+        end_claim(sender.app, LockHeader.of(request._context))

@@ -1,46 +1,64 @@
-"""A deferral of a refused delivery: planned, and told to everybody who is to know of it.
+"""What becomes of a message whose run did not get its lock. Decides, and does nothing.
 
-Who carries it out differs: `outcomes.py` publishes the message anew, in the process of a run;
-`untried.py` lets a message wait that has not tried, in the worker's main process.
+`outcomes.py` does it in the process of a run; `untried.py` lets a message wait that has not tried,
+in the worker's main process.
 """
 
 from __future__ import annotations
 
-import logging
-import random
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from celery.exceptions import Ignore
-
-from celery_redlock.errors import LockTaken, NotAcquired
-from celery_redlock.tasks import signals
-from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
-from celery_redlock.tasks.delivery.header import LockHeader, Wait
-from celery_redlock.tasks.delivery.route import is_kept_by_broker, supported_countdown
-from celery_redlock.tasks.execution.contention import (
-    Contention,
-    Decision,
-    Defer,
-    decide,
-    describe_refusal,
+from celery_redlock.errors import (
+    LockTaken,
+    NotAcquired,
+    QuorumUnreachable,
+    SettingsError,
+    describe_taken,
+    summarize_causes,
 )
-from celery_redlock.tasks.per_app import settings_of, time_of_nodes
-from celery_redlock.tasks.reporting import DeferredInfo, StateReporter, in_iso
+from celery_redlock.tasks.delivery.header import Deferral
+from celery_redlock.tasks.settings.backoff import Backoff
 from celery_redlock.tasks.settings.options import TaskLockOptions
 
-logger = logging.getLogger(__name__)
+STRATEGIES = ("defer", "skip", "fail")
+OF_REDELIVERIES = Backoff(first=1.0, cap=30.0)  # between the tries of a redelivered message
+AFTER_LEASE = 0.25  # s: tries after the end of a lease are spread over it, or over `first` if less
+
+Uniform = Callable[[float, float], float]  # draws between two bounds
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What a callable `on_conflict` gets when a task finds its lock taken.
+
+    resource: the resource whose lock is taken. holder: the label of the holder, "" if it has none.
+    deferrals: number of deferrals of the message so far. waited: seconds since the first try.
+    task, args, kwargs: the task that found the lock taken, and its arguments.
+    """
+
+    resource: str
+    holder: str
+    deferrals: int
+    waited: float
+    task: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """That a run did not get its lock. at: as of `Wait`. resources: all that it asked for."""
+    """That a run did not get its lock.
+
+    at: seconds since 1970, by the clocks of the lock nodes. resources: all that it asked for.
+    """
 
     error: NotAcquired
     at: float
     options: TaskLockOptions
     resources: tuple[str, ...]
+    task: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
@@ -49,138 +67,105 @@ class Refusal:
         """Whether the lock is taken; else no quorum voted."""
         return isinstance(self.error, LockTaken)
 
-    @property
-    def holder(self) -> str:
-        """The label of the holder, "" if none is known."""
-        return self.error.holder if isinstance(self.error, LockTaken) else ""
-
-    @property
-    def waits_for_release(self) -> bool:
-        """Whether the message may wait for a release alone: it has no budget, and asks no callable.
-
-        So it may wait in the worker's memory for longer than its countdown.
-        """
-        options = self.options
-        has_budget = options.max_wait is not None or options.max_deferrals is not None
-        return self.is_taken and options.on_conflict == "defer" and not has_budget
-
-    def to_wait(self, countdown: float) -> Wait:
-        """Return what the republished message carries of it. countdown: seconds."""
-        return Wait(
-            self.resources,
-            self.error.resource if self.is_taken else None,
-            self.at,
-            self.options.limit,
-            self.waits_for_release,
-            "" if self.is_taken else describe_refusal(self.error),
-            countdown,
-        )
-
-
-class Deferred(Ignore):
-    """Ends a run that found its lock taken, once its message is published again.
-
-    resource: the lock that is taken. holder: the label of its holder, "" if none is known.
-    expires_in: seconds until the holder's lease ends; None if unknown. limit: the run's own.
-    It reaches the worker's main process: see `tasks/worker_request.py`.
-    """
-
-    def __init__(self, resource: str, holder: str, expires_in: float | None, limit: int) -> None:
-        super().__init__(resource, holder, expires_in, limit)  # pickle makes a copy of these
-        self.resource, self.holder = resource, holder
-        self.expires_in, self.limit = expires_in, limit
-
-    def __str__(self) -> str:
-        return (
-            f"deferred: {describe_refusal(LockTaken(self.resource, self.holder, limit=self.limit))}"
-        )
-
-
-def decide_refused(delivery: Delivery, refusal: Refusal) -> tuple[Decision, Contention]:
-    """Return what becomes of a refused delivery, and what that was decided by.
-
-    Raises SettingsError as `decide` does.
-    """
-    deferral = delivery.header.deferral
-    contention = Contention(
-        refusal.error.resource,
-        refusal.holder,
-        deferral.count,
-        deferral.waited(time_of_nodes(delivery.task.app)),
-        delivery.task,
-        refusal.args,
-        refusal.kwargs,
-    )
-    cap = settings_of(delivery.task.app).countdown_cap
-    decision = decide(refusal.options, refusal.error, contention, random.uniform, cap)
-    return decision, contention
-
 
 @dataclass(frozen=True)
-class PlannedDeferral:
-    """What a deferral is to be. header: what the message carries then. countdown: seconds.
+class Skip:
+    """Do not run the body. reason: for people."""
 
-    info: what is stored and sent of it. why, waits: for people, why it is deferred, and what ends
-    its wait. is_taken: the lock is taken; else no quorum voted.
+    reason: str
+
+
+# "fail": end the run as FAILURE. "run": run the body without a lock, and log an error.
+Decision = Deferral | Skip | Literal["fail", "run"]
+
+
+def decide(refusal: Refusal, before: Deferral, countdown_cap: float, uniform: Uniform) -> Decision:
+    """Return what becomes of the message; calls a callable `on_conflict`.
+
+    before: its last deferral. countdown_cap: seconds, the longest countdown, whatever the backoff
+    gives. Raises SettingsError for what a callable raises, or if it returns no strategy.
     """
-
-    header: LockHeader
-    countdown: float
-    info: DeferredInfo
-    why: str
-    waits: str
-    is_taken: bool
-
-
-def plan(delivery: Delivery, refusal: Refusal, decision: Defer) -> PlannedDeferral:
-    """Return the next deferral of a message."""
-    request, error, before = delivery.request, refusal.error, delivery.header
-    now = time_of_nodes(delivery.task.app)
-    deferral = before.deferral.next(now, decision.delay)
-    countdown = supported_countdown(delivery.task.app, decision.countdown, delivery.route)
-    header = replace(
-        before,
-        id=request.id,
-        retries=request.retries,
-        deferral=deferral,
-        wait=refusal.to_wait(countdown),
+    error, options = refusal.error, refusal.options
+    taken = error if isinstance(error, LockTaken) else None
+    waited, max_wait = before.waited(refusal.at), options.max_wait
+    strategy = options.on_unreachable if taken is None else _strategy(refusal, taken, before)
+    if strategy == "skip":
+        return Skip(f"{error.resource!r} is {describe_refusal(error)}")
+    if strategy == "run":
+        return "run"
+    if strategy == "fail":
+        return "fail"
+    if max_wait is not None and waited >= max_wait:
+        if options.on_give_up == "fail":
+            return "fail"
+        return Skip(f"gave up on {error.resource!r} after {waited:.1f} s, {before.count} deferrals")
+    countdown = countdown_of(options.backoff, before.count, error, countdown_cap, uniform)
+    if max_wait is not None:
+        countdown = min(countdown, max_wait - waited)
+    return Deferral(
+        count=before.count + 1,
+        since=before.since or refusal.at,
+        at=refusal.at,
+        countdown=countdown,
+        resource=error.resource,
+        resources=refusal.resources,
+        holder="" if taken is None else taken.holder,
+        expires_in=None if taken is None else taken.expires_in,
+        limit=options.limit,
+        is_taken=taken is not None,
+        why=describe_refusal(error),
+        waits_for_release=(
+            taken is not None and options.on_conflict == "defer" and max_wait is None
+        ),
     )
-    waited, next_try = before.deferral.waited(now), in_iso(utc_now(), countdown)
-    info = DeferredInfo(error.resource, refusal.holder, deferral.count, waited, next_try)
-    why, waits = describe_refusal(error), _describe_wait(delivery, refusal, countdown)
-    return PlannedDeferral(header, countdown, info, why, waits, refusal.is_taken)
 
 
-def _describe_wait(delivery: Delivery, refusal: Refusal, countdown: float) -> str:
-    """Return in few words what ends the wait of a message. countdown: seconds.
+def _strategy(refusal: Refusal, taken: LockTaken, before: Deferral) -> str:
+    on_conflict = refusal.options.on_conflict
+    if not callable(on_conflict):
+        return str(on_conflict)
+    level, allowed = f"resource {taken.resource!r}", ", ".join(map(repr, STRATEGIES))
+    found, waited = (taken.resource, taken.holder, before.count), before.waited(refusal.at)
+    try:
+        strategy = on_conflict(
+            Contention(*found, waited, refusal.task, refusal.args, refusal.kwargs)
+        )
+    except Exception as error:
+        hint = f"the callable raised {type(error).__name__}: {error}"
+        raise SettingsError(level, "on_conflict", repr(on_conflict), hint) from error
+    if strategy not in STRATEGIES:
+        hint = f"the callable returned {strategy!r}, and must return one of {allowed}"
+        raise SettingsError(level, "on_conflict", repr(on_conflict), hint)
+    return str(strategy)
 
-    A message that RabbitMQ keeps back hears of no release.
+
+def countdown_of(
+    backoff: Backoff, tries: int, refusal: Exception, cap: float, uniform: Uniform
+) -> float:
+    """Return the seconds until the next try of a message.
+
+    They end with the lease that refused: a dead holder announces nothing. refusal: why the message
+    does not run now. cap: the longest countdown, whatever the backoff gives.
     """
-    error = refusal.error
-    if not isinstance(error, LockTaken) or is_kept_by_broker(delivery.task.app, delivery.route):
-        return f"tries again in {countdown:.2f} s"
-    if not refusal.waits_for_release or delivery.request.expires is not None:
-        return f"waits for a release, for {countdown:.2f} s at most"
-    if error.unrenewed_for is not None:
-        return f"waits for a release, or for the end of the lease in {error.expires_in:.0f} s"
-    return "waits for a release"
+    countdown = min(backoff.delay(tries, uniform), cap)
+    if not isinstance(refusal, LockTaken) or refusal.expires_in is None:
+        return countdown
+    return min(countdown, refusal.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))
 
 
-def report(delivery: Delivery, deferral: PlannedDeferral, reporter: StateReporter) -> None:
-    """Log a deferral, store DEFERRED, and send its event."""
-    info = deferral.info
-    text = "Task %s deferred: lock %r %s %s; it %s"
-    extra = delivery.log_extra("run_deferred", **vars(info))
-    verb = "is" if deferral.is_taken else "has"
-    words = (info.resource, verb, deferral.why, deferral.waits)
-    logger.info(text, delivery, *words, extra=extra)
-    reporter.deferred(info, deferral.why)
+def with_history(refusal: Refusal, before: Deferral) -> NotAcquired:
+    """Return the error with how long the message has waited, and how often it was deferred."""
+    error, waited = refusal.error, before.waited(refusal.at)
+    if isinstance(error, QuorumUnreachable):
+        return QuorumUnreachable(error.resource, error.causes, error.quorum, waited, before.count)
+    if isinstance(error, LockTaken):
+        found = error.resource, error.holder, error.expires_in
+        return LockTaken(*found, waited, before.count, error.ttl, error.limit)
+    return error
 
 
-def send_signal(delivery: Delivery, deferral: PlannedDeferral) -> None:
-    """Send lock_deferred."""
-    info = deferral.info
-    event = signals.LockDeferredEvent(
-        info.resource, info.holder, info.deferrals, info.waited, deferral.countdown
-    )
-    signals.lock_deferred.send(delivery.task, event=event)
+def describe_refusal(error: NotAcquired) -> str:
+    """Return in few words why a lock was not acquired."""
+    if isinstance(error, QuorumUnreachable):
+        return f"no quorum of {error.quorum} nodes ({summarize_causes(error.causes)})"
+    return describe_taken(error) if isinstance(error, LockTaken) else "not acquired"

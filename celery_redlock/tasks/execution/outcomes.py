@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from typing import NoReturn
 
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
 
 from celery_redlock.errors import LockTaken, NotAcquired, RedlockError
 from celery_redlock.tasks import signals
-from celery_redlock.tasks.delivery.delivery import Delivery
-from celery_redlock.tasks.delivery.header import Wait
+from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
+from celery_redlock.tasks.delivery.header import Deferral
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
-from celery_redlock.tasks.delivery.route import supported_countdown
-from celery_redlock.tasks.execution.contention import (
-    Defer,
-    RunUnlocked,
+from celery_redlock.tasks.delivery.route import is_kept_by_broker, supported_countdown
+from celery_redlock.tasks.execution.deferral import (
+    OF_REDELIVERIES,
+    Refusal,
     Skip,
-    decide_redelivery,
+    countdown_of,
+    decide,
     describe_refusal,
     with_history,
-)
-from celery_redlock.tasks.execution.deferral import (
-    Deferred,
-    Refusal,
-    decide_refused,
-    plan,
-    report,
-    send_signal,
 )
 from celery_redlock.tasks.execution.redelivery import (
     is_completed_since,
@@ -77,7 +71,7 @@ class WaitInSlot:
     def report_lost(self, delivery: Delivery, end: BaseException) -> None:
         """Store FAILURE, as the worker ends and nobody else has the message."""
         lost = f"republished nowhere: {type(end).__name__}, and {self._error.reason}"
-        StateReporter(delivery.task, delivery.request).message_lost(RedlockError(lost))
+        delivery.reporter.message_lost(RedlockError(lost))
 
 
 def end_refused(delivery: Delivery, refusal: Refusal) -> None:
@@ -88,18 +82,19 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
     may_wait = refusal.is_taken or refusal.options.on_unreachable == "defer"
     if may_wait and is_to_wait_for_first_delivery(delivery, refusal.error):
         wait_for_first_delivery(delivery, refusal.error)
-    decision, contention = decide_refused(delivery, refusal)
+    before, cap = delivery.header.deferral, settings_of(delivery.task.app).countdown_cap
+    decision = decide(refusal, before, cap, random.uniform)
     _end_if_completed_meanwhile(delivery, refusal)
     error = refusal.error
-    if isinstance(decision, RunUnlocked):
+    if decision == "run":
         extra = delivery.log_extra("run_unlocked", resource=error.resource)
         logger.error("%s runs WITHOUT its lock: %s", delivery.task.name, error, extra=extra)
     elif isinstance(decision, Skip):
         skip(delivery, error.resource, decision.reason)
-    elif isinstance(decision, Defer) and delivery.can_republish:
+    elif isinstance(decision, Deferral) and delivery.can_republish:
         defer(delivery, refusal, decision)
     else:
-        raise with_history(error, contention.waited, contention.deferrals)
+        raise with_history(refusal, before)
 
 
 def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
@@ -116,30 +111,70 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
     if not delivery.is_redelivered or not delivery.can_republish:
         return
     stores_a_state = refusal.is_taken or options.on_unreachable != "run"
-    if stores_a_state and StateReporter(delivery.task, delivery.request).has_final_state():
+    if stores_a_state and delivery.reporter.has_final_state():
         wait_for_first_delivery(delivery, refusal.error)
 
 
-def defer(delivery: Delivery, refusal: Refusal, decision: Defer) -> NoReturn:
-    """Republish the message: DEFERRED stored, sent, published, Ignore raised, in this order.
+class Deferred(Ignore):
+    """Ends a run without its lock, once its message is published again.
 
-    Raises Deferred if the lock is taken.
+    It reaches the worker's main process: see `tasks/worker_request.py`.
     """
-    request, error = delivery.request, refusal.error
-    deferral = plan(delivery, refusal, decision)
-    report(delivery, deferral, StateReporter(delivery.task, request))
-    republish(delivery, deferral.header, deferral.countdown)
+
+    def __init__(self, deferral: Deferral) -> None:
+        super().__init__(deferral)  # pickle makes a copy of that
+        self.deferral = deferral
+
+    def __str__(self) -> str:
+        return f"deferred: {self.deferral.why}"
+
+
+def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
+    """Republish the message: DEFERRED stored, sent, published, Deferred raised, in this order."""
+    request = delivery.request
+    deferral = report(delivery, refusal, deferral, delivery.reporter)
+    header = delivery.header.deferred(request, deferral)
+    republish(delivery, header, deferral.countdown)
     request.__dict__[CONTINUES] = True
-    send_signal(delivery, deferral)
-    if isinstance(error, LockTaken):
-        limit = refusal.options.limit
-        raise Deferred(error.resource, error.holder, error.expires_in, limit)
-    raise Ignore(f"deferred: {deferral.why}")
+    signals.lock_deferred.send(delivery.task, event=deferral.event())
+    raise Deferred(deferral)
+
+
+def report(
+    delivery: Delivery, refusal: Refusal, deferral: Deferral, reporter: StateReporter
+) -> Deferral:
+    """Log a deferral, store DEFERRED, and send its event; return what the message is to carry.
+
+    That has a countdown as the broker can keep it.
+    """
+    countdown = supported_countdown(delivery.task.app, deferral.countdown, delivery.route)
+    deferral = replace(deferral, countdown=countdown)
+    info, waits = deferral.info(utc_now()), _describe_wait(delivery, refusal, deferral)
+    text, verb = "Task %s deferred: lock %r %s %s; it %s", "is" if deferral.is_taken else "has"
+    extra = delivery.log_extra("run_deferred", **info)
+    logger.info(text, delivery, deferral.resource, verb, deferral.why, waits, extra=extra)
+    reporter.deferred(info, deferral.why)
+    return deferral
+
+
+def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> str:
+    """Return in few words what ends the wait of a message.
+
+    A message that RabbitMQ keeps back hears of no release.
+    """
+    error, countdown = refusal.error, deferral.countdown
+    if not isinstance(error, LockTaken) or is_kept_by_broker(delivery.task.app, delivery.route):
+        return f"tries again in {countdown:.2f} s"
+    if not deferral.waits_for_release or delivery.request.expires is not None:
+        return f"waits for a release, for {countdown:.2f} s at most"
+    if error.unrenewed_for is not None:
+        return f"waits for a release, or for the end of the lease in {error.expires_in:.0f} s"
+    return "waits for a release"
 
 
 def end_superseded(delivery: Delivery, resource: str) -> NoReturn:
     """Skip a run whose message a later send has replaced; its lock shows that no other runs."""
-    _discard_if_ended(delivery, StateReporter(delivery.task, delivery.request))
+    _discard_if_ended(delivery)
     skip(delivery, resource, "a later send of the same took its place")
 
 
@@ -147,7 +182,7 @@ def skip(delivery: Delivery, resource: str, reason: str) -> NoReturn:
     """End a run without its body: REVOKED is stored, SKIPPED sent, and Ignore raised."""
     extra = delivery.log_extra("run_skipped", resource=resource, reason=reason)
     logger.info("skipped %s: %s", delivery, reason, extra=extra)
-    StateReporter(delivery.task, delivery.request).skipped(resource, reason)
+    delivery.reporter.skipped(resource, reason)
     signals.lock_skipped.send(delivery.task, event=signals.LockSkippedEvent(resource, reason))
     raise Ignore(reason)
 
@@ -160,11 +195,9 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     conflict strategy and all budgets. Raises Ignore or Requeue.
     """
     task, request = delivery.task, delivery.request
-    redelivery = delivery.header.redelivery
-    waits = 0 if redelivery is None else redelivery.waits
-    cap = settings_of(task.app).countdown_cap
-    decision = decide_redelivery(refusal, waits, random.uniform, cap)
-    countdown = supported_countdown(task.app, decision.countdown, delivery.route)
+    tries, cap = delivery.header.waits, settings_of(task.app).countdown_cap
+    countdown = countdown_of(OF_REDELIVERIES, tries, refusal, cap, random.uniform)
+    countdown = supported_countdown(task.app, countdown, delivery.route)
     first = "another delivery of its message"
     reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
     why = f"waits: whether it runs already, by {first}, is not known yet ({reason})"
@@ -173,8 +206,8 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
         why = f"runs already, by {first}" if runs else f"has ended already, by {first}"
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)
     logger.info("%s %s: this one looks again in %.2f s", delivery, why, countdown, extra=extra)
-    wait = Wait(refused_at=time_of_nodes(task.app).timestamp(), countdown=countdown)
-    header = delivery.header.waiting_for_first_delivery(request.retries, request.id, wait)
+    now = time_of_nodes(task.app)
+    header = delivery.header.waiting_for_first_delivery(request, now, countdown)
     republish(delivery, header, countdown)
     request.__dict__[CONTINUES] = True
     raise Ignore("runs already")
@@ -188,9 +221,9 @@ def discard_redelivery(delivery: Delivery) -> NoReturn:
     raise Ignore("done already")
 
 
-def _discard_if_ended(delivery: Delivery, reporter: StateReporter) -> None:
+def _discard_if_ended(delivery: Delivery) -> None:
     """Discard a redelivery whose first delivery died after it had stored its final state."""
-    if delivery.is_redelivered and reporter.has_final_state():
+    if delivery.is_redelivered and delivery.reporter.has_final_state():
         discard_redelivery(delivery)
 
 
@@ -223,11 +256,10 @@ def end_cancelled(delivery: Delivery, reason: str) -> NoReturn:
 
     reason: "expired" or "revoked". Source: celery.worker.request: Request._announce_revoked.
     """
-    reporter = StateReporter(delivery.task, delivery.request)
-    _discard_if_ended(delivery, reporter)
+    _discard_if_ended(delivery)
     extra = delivery.log_extra("run_cancelled", reason=reason)
     logger.info("%s is not run: %s", delivery, reason, extra=extra)
-    reporter.revoked(reason)
+    delivery.reporter.revoked(reason)
     raise Ignore(reason)
 
 

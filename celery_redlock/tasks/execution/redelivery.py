@@ -17,8 +17,8 @@ from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.server.scripts import MARKER
 from celery_redlock.lock.transport.encoding import read_number
 from celery_redlock.tasks.delivery.delivery import Delivery, clock
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
-from celery_redlock.tasks.reporting import StateReporter
 
 LATER_MARKED = 1.0  # s: for which a run may go on after its result is stored
 
@@ -63,9 +63,15 @@ def _marker_of_deliveries(delivery: Delivery) -> CompletionMarker | None:
 
 
 def ran_since(delivery: Delivery) -> float:
-    """Return since when another delivery of this message may have run, in monotonic seconds."""
+    """Return since when another delivery of this message may have run, in monotonic seconds.
+
+    -inf: at any time. An older marker is that of an earlier message with the same task id.
+    """
+    if delivery.is_redelivered:
+        return -math.inf
     app = delivery.task.app
-    return redlock_of(app).session.clock.now() - delivery.header.ran_within(time_of_nodes(app))
+    waited = delivery.header.deferral.waited(time_of_nodes(app))
+    return redlock_of(app).session.clock.now() - waited - CLOCKS_DIFFER
 
 
 def check_not_superseded(delivery: Delivery) -> None:
@@ -110,7 +116,7 @@ def is_completed_elsewhere(delivery: Delivery, began: float) -> bool:
     """
     if not is_completed_since(delivery, began):
         return False
-    return StateReporter(delivery.task, delivery.request).has_final_state_if_wanted()
+    return delivery.reporter.has_final_state_if_wanted()
 
 
 def is_held_by_own_run(delivery: Delivery, refusal: NotAcquired) -> bool:

@@ -30,7 +30,6 @@ from celery_redlock.tasks.execution.redelivery import (
     is_held_by_own_run,
 )
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
-from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.claim import ClaimToken
@@ -200,10 +199,10 @@ class LockedRun:
 
     def _end_refused(self, error: NotAcquired) -> None:
         """End this delivery without its lock; return only if it is to run unlocked."""
-        at = time_of_nodes(self.delivery.task.app).timestamp()
+        at = time_of_nodes(self.delivery.task.app)
         outcomes.end_cancelled_if_refused(self.delivery, self.cancelled, error)
-        args, kwargs = tuple(self.args), dict(self.kwargs)
-        refusal = Refusal(error, at, self.options, self.resources, args, kwargs)
+        how = self.delivery.task, tuple(self.args), dict(self.kwargs)
+        refusal = Refusal(error, at, self.options, self.resources, *how)
         outcomes.end_refused(self.delivery, refusal)
 
     def _run_body(self, body: Body) -> Any:
@@ -226,9 +225,8 @@ class LockedRun:
         was_deferred = delivery.header.deferral.count > 0
         # taken over from `track_started` by `LockedTask.on_bound`
         tracks = getattr(delivery.task, "_redlock_track_started", False)
-        if tracks or was_deferred or delivery.header.redelivery is not None:
-            reporter = StateReporter(delivery.task, delivery.request)
-            reporter.started(was_deferred=was_deferred)
+        if tracks or was_deferred or delivery.is_redelivered:
+            delivery.reporter.started(was_deferred=was_deferred)
 
     def _run_monitored(self, body: Body) -> Any:
         """Run a body that learns of its lock's loss, and does not succeed without its lock.
@@ -262,7 +260,7 @@ class LockedRun:
         return result
 
     def _report_lock_lost(self, lost: LockLost) -> None:
-        StateReporter(self.delivery.task, self.delivery.request).lock_lost(lost)
+        self.delivery.reporter.lock_lost(lost)
 
     def _ensure_held_to_the_end(self) -> None:
         """Raise LockLost, which says that the body had ended, if the lock is not held any more."""

@@ -14,28 +14,22 @@ token, so of each lock one message waits for its rate, and the others wait for t
 
 from __future__ import annotations
 
+import random
 from datetime import timedelta
 from typing import Any
 
-from celery_redlock.errors import LockTaken, RedlockError
+from celery_redlock.errors import RedlockError
+from celery_redlock.tasks import signals
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
-from celery_redlock.tasks.delivery.header import HEADER
+from celery_redlock.tasks.delivery.header import HEADER, Deferral
 from celery_redlock.tasks.delivery.route import has_quorum_queues
-from celery_redlock.tasks.execution.contention import Defer
-from celery_redlock.tasks.execution.deferral import (
-    Deferred,
-    PlannedDeferral,
-    Refusal,
-    decide_refused,
-    plan,
-    report,
-    send_signal,
-)
-from celery_redlock.tasks.per_app import time_of_nodes
+from celery_redlock.tasks.execution.deferral import Refusal, decide
+from celery_redlock.tasks.execution.outcomes import report
+from celery_redlock.tasks.per_app import settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.settings.keys import TaskCall
-from celery_redlock.tasks.waiting.room import WaitingRoom, room_of, rooms_of
+from celery_redlock.tasks.waiting.room import WaitingRoom, room_of
 
 
 def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
@@ -45,26 +39,30 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
     Source: celery.worker.strategy sends task_received before it reads the request's ETA.
     """
     room = room_of(sender)
-    delivery: Delivery | None = getattr(request, "delivery", None)
-    if room is None or delivery is None or request.eta is not None:
-        return
-    if not room.may_refuse(request.name) or not _is_eligible(sender, delivery):
+    if room is None or request.eta is not None or not room.may_refuse(request.name):
         return  # most messages
+    delivery: Delivery | None = getattr(request, "delivery", None)
+    if delivery is None or not _is_eligible(sender, delivery):
+        return
     try:
         refusal = _known_refusal(room, delivery, request)
     except RedlockError:  # the run reports it
         return
     if refusal is None:
         return
-    decision = decide_refused(delivery, refusal)[0]
-    if isinstance(decision, Defer):
-        _defer(room, delivery, request, plan(delivery, refusal, decision))
+    cap = settings_of(sender.app).countdown_cap
+    decision = decide(refusal, delivery.header.deferral, cap, random.uniform)
+    if isinstance(decision, Deferral):
+        reporter = StateReporter(delivery.task, delivery.request, request.send_event, room.states)
+        deferral = report(delivery, refusal, decision, reporter)
+        signals.lock_deferred.send(delivery.task, event=deferral.event())
+        _let_wait(delivery, request, deferral)
 
 
 def _is_eligible(consumer: Any, delivery: Delivery) -> bool:
     """Return whether nothing but the lock decides what becomes of a message."""
     header = delivery.header
-    if header.unique is not None or header.wait is not None:
+    if header.unique is not None or header.deferral.at:
         return False
     if has_quorum_queues(consumer.app):  # Source: celery.worker.consumer.tasks: Tasks.qos_global
         return False
@@ -80,30 +78,20 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
         return None
     args, kwargs = tuple(request.args), dict(request.kwargs)
     resources = config.resources(options, TaskCall(delivery.task, args, kwargs, queue))
-    known = room.refusal_of(request, resources, options.limit)
-    if known is None:
+    error = room.refusal_of(request, resources, options.limit)
+    if error is None:
         return None
-    resource, refusal = known
-    error = LockTaken(resource, refusal.holder, refusal.expires_in, limit=options.limit)
-    now = time_of_nodes(delivery.task.app).timestamp()
-    return Refusal(error, now, options, tuple(resources), args, kwargs)
+    now = time_of_nodes(delivery.task.app)
+    return Refusal(error, now, options, tuple(resources), delivery.task, args, kwargs)
 
 
-def _defer(room: WaitingRoom, delivery: Delivery, request: Any, deferral: PlannedDeferral) -> None:
-    """Report a deferral, and let the request carry it, as a message that came back would.
+def _let_wait(delivery: Delivery, request: Any, deferral: Deferral) -> None:
+    """Let the request carry a deferral, as a message that came back would.
 
     Source: celery.worker.request: `Request.eta` is what the worker goes by, and `request_dict` is
     what a pool gets of the message.
     """
-    reporter = StateReporter(delivery.task, delivery.request, request.send_event, room.states)
-    report(delivery, deferral, reporter)
-    send_signal(delivery, deferral)
-    request.request_dict[HEADER] = deferral.header.to_message()
+    header = delivery.header.deferred(delivery.request, deferral)
+    request.request_dict[HEADER] = header.to_message()
     request.__dict__.pop("_context", None)  # made from that
     request._eta = utc_now() + timedelta(seconds=deferral.countdown)
-
-
-def note_deferred(app: Any, deferred: Deferred) -> None:
-    """Remember in an app's worker that a run of it has just been refused."""
-    for room in rooms_of(app):
-        room.note_refusal(deferred.resource, deferred.limit, deferred.holder, deferred.expires_in)

@@ -39,7 +39,6 @@ class TaskLockOptions:
     on_conflict: Any
     backoff: Backoff
     max_wait: float | None
-    max_deferrals: int | None
     on_give_up: str
     on_lost: str
     on_unreachable: str
@@ -60,14 +59,6 @@ def _one_of(*words: str, or_callable: bool = False) -> Check:
         return value
 
     return check
-
-
-def _count_or_none(source: OptionSource, value: Any, app: AppSettings) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise source.wrong(value, "must be a whole number, 0 or more, or None")
-    return value
 
 
 def _bool(source: OptionSource, value: Any, app: AppSettings) -> bool:
@@ -98,7 +89,6 @@ OPTION: Mapping[str, Setting] = {
     "on_conflict": Setting(_one_of("defer", "skip", "fail", or_callable=True), "defer"),
     "backoff": Setting(check_backoff, Backoff()),
     "max_wait": Setting(seconds_or_none, None),
-    "max_deferrals": Setting(_count_or_none, None),
     "on_give_up": Setting(_one_of("fail", "skip"), "fail"),
     "on_lost": Setting(_one_of("abort", "warn"), "abort"),
     "on_unreachable": Setting(_one_of("defer", "fail", "run"), "defer"),

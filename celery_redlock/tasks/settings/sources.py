@@ -47,6 +47,12 @@ class OptionSource:
 
 
 SourceOf = Callable[[str], OptionSource]  # from an option's name to its source at one level
+# options that were taken out, and what to take instead
+TAKEN_OUT = {
+    "max_deferrals": (
+        "max_wait ends a wait by its time, and a callable on_conflict by the number of deferrals"
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,13 @@ def _shown(value: Any) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" for a name close to a known one, else all known names."""
+    """Return "; did you mean ...?" for a name close to a known one, else all known names.
+
+    For the name of an option that was taken out: what to take instead.
+    """
+    for option, instead in TAKEN_OUT.items():
+        if str(name).lower().endswith(option):
+            return f"; {instead}"
     known = list(known)
     close = difflib.get_close_matches(str(name)[:LONGEST_VALUE], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"

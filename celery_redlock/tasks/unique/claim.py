@@ -18,8 +18,8 @@ from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.encoding import encode_command
 from celery_redlock.lock.validation import LONGEST
+from celery_redlock.tasks.delivery.delivery import RunId
 from celery_redlock.tasks.delivery.header import is_moment
-from celery_redlock.tasks.delivery.run_id import RunId
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.rounds import (
     SENDING,

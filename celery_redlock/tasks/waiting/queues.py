@@ -12,12 +12,11 @@ import bisect
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, NamedTuple
 
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
-NO_QUORUM = ""  # instead of a resource: of messages for which no quorum voted
+WITHOUT_QUORUM = ""  # instead of a resource: of messages for which no quorum voted
 FIRST_PAUSE = 1.0  # seconds between two looks of a head whether its lock is free; then twice that
 
 
@@ -36,16 +35,17 @@ class QueueKey(NamedTuple):
 class Waiter:
     """One message that waits in a worker's memory.
 
-    request: Celery's, of the message. order: its place in the queue. eta: monotonic seconds, the
-    end of its countdown. deadline: monotonic seconds, when it tries at the latest.
-    waits_for_release: it may wait for a release past its ETA. pause: seconds after which it looks
-    again whether its lock is free, if nothing was announced. is_postponed: its ETA is a later one
-    than Celery has set a timer for. timer_entry: the room's own entry in the worker's timer; None
-    while there is none but Celery's. came_at: monotonic seconds.
+    request: Celery's, of the message. since: of its first deferral, in seconds since 1970; 0 if the
+    message does not say. eta: monotonic seconds, the end of its countdown. deadline: monotonic
+    seconds, when it tries at the latest. waits_for_release: it may wait for a release past its ETA.
+    pause: seconds after which it looks again whether its lock is free, if nothing was announced.
+    is_postponed: its ETA is a later one than Celery has set a timer for. timer_entry: the room's
+    own entry in the worker's timer; None while there is none but Celery's. came_at: monotonic
+    seconds.
     """
 
     request: Any
-    order: tuple[str, int]
+    since: float
     queue: QueueKey
     eta: float
     deadline: float
@@ -55,16 +55,8 @@ class Waiter:
     timer_entry: Any = None
     came_at: float = -math.inf
 
-    @property
-    def since(self) -> float:
-        """Seconds since 1970 of its first deferral; 0 if the message does not say."""
-        try:
-            return datetime.fromisoformat(self.order[0]).timestamp()
-        except ValueError:
-            return 0.0
-
     def __lt__(self, other: Waiter) -> bool:
-        return self.order < other.order
+        return (self.since, id(self.request)) < (other.since, id(other.request))
 
 
 class WaitQueue:
@@ -76,15 +68,15 @@ class WaitQueue:
         self.waiters: list[Waiter] = []
         self._interval = 0.0  # seconds that the last head waited to be named; 0: unknown
         # when the head was dispatched to try, and its first deferral
-        self._head_left_at, self._head_left_since = -math.inf, ""
+        self._head_left_at, self._head_left_since = -math.inf, -math.inf
 
     def add(self, waiter: Waiter) -> Waiter | None:
         """Queue a waiter; return the head that it displaced, if any."""
         bisect.insort(self.waiters, waiter)
         if self.waiters[0] is not waiter:
             return None
-        if waiter.order[0] <= self._head_left_since:  # the dispatched head is back: it was refused
-            self._head_left_at, self._head_left_since = -math.inf, ""
+        if waiter.since <= self._head_left_since:  # the dispatched head is back: it was refused
+            self._head_left_at, self._head_left_since = -math.inf, -math.inf
         return self.waiters[1] if len(self.waiters) > 1 else None
 
     def remove(self, waiter: Waiter, now: float, *, is_named: bool) -> Waiter | None:
@@ -98,7 +90,7 @@ class WaitQueue:
             return None
         interval = now - max(self._head_left_at, waiter.came_at)
         self._interval = interval if is_named and math.isfinite(interval) else 0.0
-        self._head_left_at, self._head_left_since = now, waiter.order[0]
+        self._head_left_at, self._head_left_since = now, waiter.since
         return self.waiters[0] if self.waiters else None
 
     def turn_of(self, waiter: Waiter, times: WaitingTimes) -> float:

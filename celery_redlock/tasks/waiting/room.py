@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,12 +29,12 @@ from typing import Any
 
 from celery import bootsteps
 
-from celery_redlock.errors import RedlockError
+from celery_redlock.errors import LockTaken, RedlockError
 from celery_redlock.lock.model.keys import votes_channel
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import LockHeader, Wait
+from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, Deferral, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK
 from celery_redlock.tasks.per_app import (
     leave_redlock,
@@ -44,14 +45,14 @@ from celery_redlock.tasks.per_app import (
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.capacity import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
-from celery_redlock.tasks.waiting.queues import NO_QUORUM, QueueKey, QuorumHistory, Waiter
-from celery_redlock.tasks.waiting.refusals import KnownRefusal, Refusals
+from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, QueueKey, QuorumHistory, Waiter
 from celery_redlock.tasks.waiting.successor import Successor
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
 logger = logging.getLogger(__name__)
 
 TIMES = WaitingTimes()
+NEVER_REFUSED = -math.inf, NEVER_DEFERRED
 
 
 class WaitingRoom(bootsteps.StartStopStep):
@@ -94,7 +95,8 @@ class WaitingRoom(bootsteps.StartStopStep):
     def _forget(self) -> None:
         self._successor.forget()
         self._quorum_history = QuorumHistory()
-        self._refusals = Refusals(self._clock, self._times.remember_refusal)
+        # the last refusal of each lock that was refused to a run of this worker, with its second
+        self._refusals: dict[QueueKey, tuple[float, Deferral]] = {}
         self._loop.clear()
 
     def start(self, parent: Any) -> None:
@@ -127,14 +129,14 @@ class WaitingRoom(bootsteps.StartStopStep):
         """Return the waiters in order of first deferral; called by any thread."""
         return self._dispatcher.waiting()
 
-    def admit(self, request: Any, wait: Wait, since: str) -> None:
+    def admit(self, request: Any, deferral: Deferral) -> None:
         """Queue a message whose countdown is about to begin."""
         self._connect()
-        waiter = self._waiter_of(request, wait, since)
-        now = time_of_nodes(self._consumer.app)
-        refused_at = self._clock.now() - wait.seconds_since_refusal(now)
+        waiter = self._waiter_of(request, deferral)
+        since_refusal = max(0.0, time_of_nodes(self._consumer.app) - deferral.at)
+        refused_at = self._clock.now() - since_refusal
         with self._dispatcher.mutex:
-            has_missed = bool(wait.reason) and self._quorum_history.claim(
+            has_missed = not deferral.is_taken and self._quorum_history.claim(
                 request.id, refused_at - self._times.clocks_differ
             )
         self._dispatcher.add(waiter)
@@ -149,25 +151,20 @@ class WaitingRoom(bootsteps.StartStopStep):
             if not channels <= subscriber.confirmed:
                 subscriber.resubscribe()
 
-    def note_refusal(
-        self, resource: str, limit: int, holder: str, expires_in: float | None
-    ) -> None:
-        """Remember for a moment that a lock was refused to a run of this worker.
-
-        holder: its label. expires_in: seconds to the lease's end, None if unknown.
-        """
-        self._refusals.note(self._queue_of(resource, limit), holder, expires_in)
+    def note_refusal(self, deferral: Deferral) -> None:
+        """Remember for a moment that a run of this worker was refused a lock; in any thread."""
+        if deferral.is_taken:
+            queue = self._queue_of(deferral.resource, deferral.limit)
+            self._refusals[queue] = self._clock.now(), deferral
 
     def may_refuse(self, task_name: str) -> bool:
         """Return whether `refusal_of` may know of any refusal, or is to note a message."""
-        if self._refusals.is_known or self._dispatcher.queues.waiting_for_release > 0:
+        if self._refusals or self._dispatcher.queues.waiting_for_release > 0:
             return True
         return self._dispatcher.bucket_of(task_name) is not None
 
-    def refusal_of(
-        self, request: Any, resources: tuple[str, ...], limit: int
-    ) -> tuple[str, KnownRefusal] | None:
-        """Return the resource and refusal that a new message may take for its own; None: it tries.
+    def refusal_of(self, request: Any, resources: tuple[str, ...], limit: int) -> LockTaken | None:
+        """Return the refusal that a new message may take for its own; None: it tries.
 
         That is if another message waits here for the same lock, or was refused just now. Of a task
         with a rate limit one message of each lock waits for its rate, and the others for that one.
@@ -176,9 +173,16 @@ class WaitingRoom(bootsteps.StartStopStep):
         for resource, queue in zip(resources, queues, strict=True):
             with self._dispatcher.mutex:
                 waits = self._dispatcher.queues.has(queue) or self._dispatcher.has_dispatched(queue)
-            known = self._refusals.of(QueueKey(queue.resource, limit), waits=waits)
-            if known is not None:
-                return resource, known
+            now = self._clock.now()
+            at, known = self._refusals.get(QueueKey(queue.resource, limit), NEVER_REFUSED)
+            expires_in = known.expires_in
+            if now >= at + self._times.remember_refusal:  # by now another may hold it
+                if not waits:
+                    continue
+                expires_in = None
+            elif expires_in is not None:
+                expires_in = max(0.0, at + expires_in - now)
+            return LockTaken(resource, known.holder, expires_in, limit=limit)
         if self._dispatcher.bucket_of(request.name) is not None:
             self._dispatcher.note_in_bucket(request, queues)
         return None
@@ -188,19 +192,20 @@ class WaitingRoom(bootsteps.StartStopStep):
         has_rate = bool(task_name) and self._dispatcher.bucket_of(task_name) is not None
         return QueueKey(resource, limit, task_name if has_rate else "")
 
-    def _waiter_of(self, request: Any, wait: Wait, since: str) -> Waiter:
+    def _waiter_of(self, request: Any, deferral: Deferral) -> Waiter:
         settings, now = settings_of(self._consumer.app), self._clock.now()
-        queue = self._queue_of(wait.refused_by or wait.resources[0], wait.limit, request.name)
-        if wait.reason:
-            queue = QueueKey(NO_QUORUM, 1)
+        queue = QueueKey(WITHOUT_QUORUM, 1)
+        if deferral.is_taken:
+            resource = deferral.resource or deferral.resources[0]  # a sender may leave it out
+            queue = self._queue_of(resource, deferral.limit, request.name)
         return Waiter(
             request,
-            order=(since, id(request)),
+            since=deferral.since,
             queue=queue,
             eta=now + max(0.0, (request.eta - utc_now()).total_seconds()),
             # random, as all at once would be a herd
             deadline=now + settings.countdown_cap * random.uniform(0.5, 1.0),  # noqa: S311
-            waits_for_release=wait.waits_for_release and request.expires is None,
+            waits_for_release=deferral.waits_for_release and request.expires is None,
             came_at=now,
         )
 
@@ -219,7 +224,7 @@ class WaitingRoom(bootsteps.StartStopStep):
     def _channels(self) -> set[str]:
         """Return the channels to subscribe to; called by any thread."""
         resources = self._dispatcher.queues.resources()
-        votes = {self._votes} if NO_QUORUM in resources else set()
+        votes = {self._votes} if WITHOUT_QUORUM in resources else set()
         return votes | ({self._successor.inbox} if resources else set())
 
     # in the subscribers' threads
@@ -250,7 +255,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             return
         now = self._clock.now()
         with self._dispatcher.mutex:
-            waiters = self._dispatcher.queues.on(NO_QUORUM)
+            waiters = self._dispatcher.queues.on(WITHOUT_QUORUM)
             self._quorum_history.record(now, {w.request.id for w in waiters})
         for waiter in waiters:  # if nothing was announced, not those that try soon anyway
             if message or waiter.eta >= now + self._times.imminent:
@@ -262,7 +267,10 @@ class WaitingRoom(bootsteps.StartStopStep):
             before = self._clock.now() - self._times.unsubscribe_after
             self._dispatcher.queues.forget_empty(before)
         self._subscribe()  # one that ended just as its channel was wanted again
-        self._refusals.keep(self._dispatcher.queues.has)
+        old = self._clock.now() - self._times.remember_refusal
+        for queue, (at, _) in list(self._refusals.items()):  # another thread may add one
+            if at < old and not self._dispatcher.queues.has(queue):
+                del self._refusals[queue]
         self._dispatcher.dispatch_cancelled()
         self._successor.look_again_if_due()
 
@@ -314,31 +322,30 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     room = None if request.eta is None else _rooms.get(sender)
     if room is None:
         return
-    header = LockHeader.of(request._context)
-    delivery = request.delivery_info or {}
-    wait, came_back = header.wait, delivery.get("exchange") == CAME_BACK
-    if wait is None:
+    deferral = LockHeader.of(request._context).deferral
+    if not deferral.at:
         return
+    came_back = (request.delivery_info or {}).get("exchange") == CAME_BACK
     try:
-        _set_eta(sender.app, request, wait, came_back=came_back)
+        left = 0.0 if came_back else _countdown_left(sender.app, deferral)
+        # whatever the clock of its sender says. celery.worker.strategy reads this after the signal
+        request._eta = utc_now() + timedelta(seconds=left)
         # one that is due is run by Celery now; from here it would run once more
-        if wait.resources and not came_back and request.eta > utc_now():
-            room.admit(request, wait, str(header.deferral.since))
+        if deferral.resources and not came_back and request.eta > utc_now():
+            room.admit(request, deferral)
     except RedlockError as error:
         extra = {"event": "not_woken", "task": request.name, "task_id": request.id}
         text = "%s[%s] is not woken: %s"
         logger.warning(text, request.name, request.id, error, extra=extra)
 
 
-def _set_eta(app: Any, request: Any, wait: Wait, *, came_back: bool) -> None:
-    """Let a message run at the end of its countdown, whatever the clock of its sender says.
+def _countdown_left(app: Any, deferral: Deferral) -> float:
+    """Return the seconds that are left of the countdown of a message that the broker gives now.
 
-    came_back: the broker has delayed it. Otherwise one that has come later than its countdown waits
-    as long from now on, if it may: its queue takes longer than the countdown, and at each turn of
-    the queue it would only be refused again.
-    Source: celery.worker.strategy reads `Request.eta` after task_received.
+    One that has come later than its countdown waits as long from now on, if it may: its queue takes
+    longer than the countdown, and at each turn of the queue it would only be refused again.
     """
-    left = 0.0 if came_back else wait.countdown_left(time_of_nodes(app))
-    if not left and wait.waits_for_release and not came_back:
-        left = wait.countdown
-    request._eta = utc_now() + timedelta(seconds=left)
+    since_refusal = max(0.0, time_of_nodes(app) - deferral.at)
+    if since_refusal < deferral.countdown:
+        return deferral.countdown - since_refusal
+    return deferral.countdown if deferral.waits_for_release else 0.0

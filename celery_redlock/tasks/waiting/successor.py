@@ -28,7 +28,7 @@ from celery_redlock.tasks.delivery.delivery import NAMED_AT, utc_now
 from celery_redlock.tasks.signals import LockHandedOffEvent, lock_handed_off
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
-from celery_redlock.tasks.waiting.queues import NO_QUORUM, Waiter
+from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, Waiter
 from celery_redlock.tasks.waiting.times import WaitingTimes
 from celery_redlock.tasks.waiting.turns import (
     ACTED,
@@ -204,7 +204,7 @@ class Successor:
         resource, id_ = head.queue.resource, str(head.request.id)
         unless = "" if self.dispatcher.has_succeeded(id_) else id_  # "": that was an earlier one
         self.dispatcher.dispatch(head, is_named=turn.released_at is not None)
-        if resource == NO_QUORUM:
+        if resource == WITHOUT_QUORUM:
             return
         # it may be refused another lock before, and then no release of this one follows
         heads = self.dispatcher.heads_to_run(resource)
@@ -224,7 +224,7 @@ class Successor:
 
         While the inbox is closed nothing is asked yet: `look_again` does, as it opens.
         """
-        if self._registrar is None or resource == NO_QUORUM:
+        if self._registrar is None or resource == WITHOUT_QUORUM:
             return
         if first is not None:
             if self._subscriptions(self.inbox):
@@ -267,6 +267,6 @@ class Successor:
         self._refreshed_at = self._clock.now()
         with self.dispatcher.mutex:
             resources = self.dispatcher.queues.resources()
-        for resource in resources - {NO_QUORUM}:
+        for resource in resources - {WITHOUT_QUORUM}:
             for head in self.dispatcher.heads_to_run(resource):
                 self.ask(head, Turn(step))

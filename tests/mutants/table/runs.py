@@ -38,12 +38,9 @@ MUTANTS = (
     Mutant(
         "a message is published before DEFERRED is stored",
         "tasks.execution.outcomes:defer",
-        """    report(delivery, deferral, StateReporter(delivery.task, request))
-    republish(delivery, deferral.header, deferral.countdown)
-""",
-        """    republish(delivery, deferral.header, deferral.countdown)
-    report(delivery, deferral, StateReporter(delivery.task, request))
-""",
+        "    deferral = report(delivery",
+        "    republish(delivery, delivery.header.deferred(request, deferral), deferral.countdown)\n"
+        "    deferral = report(delivery",
         (f"{INTEGRATION}/test_states.py::test_deferred_is_stored_before_the_message_is_published",),
     ),
     Mutant(
@@ -265,8 +262,8 @@ MUTANTS = (
     Mutant(
         "a message that can never be republished leaves the claim of its send",
         "tasks.execution.outcomes:defer",
-        "    report(delivery, deferral",
-        "    request.__dict__[CONTINUES] = True\n    report(delivery, deferral",
+        "    deferral = report(delivery",
+        "    request.__dict__[CONTINUES] = True\n    deferral = report(delivery",
         (
             f"{INTEGRATION}/test_put_back.py::"
             "test_what_is_refused_for_good_is_the_end_of_its_sends_window",
@@ -319,9 +316,9 @@ MUTANTS = (
     ),
     Mutant(
         "a revoked retry that is redelivered runs",
-        "tasks.delivery.header:LockHeader._carried",
-        "or waits > 0",
-        "or header.redelivery is not None",
+        "tasks.delivery.header:LockHeader.of",
+        "or header.waits > 0",
+        "or header.is_flagged",
         (
             f"{UNIT}/test_delivery.py::"
             "test_a_revocation_that_is_left_to_the_run_survives_in_a_retry_that_is_redelivered",

@@ -6,7 +6,6 @@ from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
 
 SUCCESSOR = "tasks.waiting.successor:Successor"
 DISPATCHER = "tasks.waiting.dispatch:Dispatcher"
-REFUSALS = "tasks.waiting.refusals:Refusals"
 QUEUES = "tasks.waiting.queues:WaitQueues"
 UNTRIED = "tasks.execution.untried"
 ROOM, DISPATCH = f"{CONTRACT}/test_waiting_room.py", f"{UNIT}/test_dispatch.py"
@@ -285,34 +284,34 @@ MUTANTS = (
     # the room
     Mutant(
         "a message whose queue takes longer than its countdown tries at each turn of the queue",
-        "tasks.waiting.room:_set_eta",
-        "        left = wait.countdown\n",
-        "        pass\n",
+        "tasks.waiting.room:_countdown_left",
+        "deferral.countdown if deferral.waits_for_release else 0.0",
+        "0.0",
         (ROOM,),
         "TestCountdown",
     ),
     Mutant(
         "a message that comes in time waits for its countdown again",
-        "tasks.waiting.room:_set_eta",
-        "if not left and wait.waits_for_release",
-        "if wait.waits_for_release",
+        "tasks.waiting.room:_countdown_left",
+        "return deferral.countdown - since_refusal",
+        "return deferral.countdown",
         (ROOM,),
         "TestCountdown",
     ),
     Mutant(
         "a message that comes late waits past its max_wait",
-        "tasks.waiting.room:_set_eta",
-        "wait.waits_for_release and ",
+        "tasks.waiting.room:_countdown_left",
+        " if deferral.waits_for_release else 0.0",
         "",
         (ROOM,),
         "TestCountdown",
     ),
     Mutant(
         "a deferred message waits for as long as the clock of its sender is ahead",
-        "tasks.waiting.room:_set_eta",
-        "    request._eta = utc_now() + timedelta(seconds=left)\n",
-        "    if request.eta <= utc_now():\n"
+        "tasks.waiting.room:admit_received",
         "        request._eta = utc_now() + timedelta(seconds=left)\n",
+        "        if request.eta <= utc_now():\n"
+        "            request._eta = utc_now() + timedelta(seconds=left)\n",
         (ROOM,),
         "TestCountdown",
     ),
@@ -414,53 +413,58 @@ MUTANTS = (
         "heads_that_change",
     ),
     # refusals that count for new messages
-    Mutant(
-        "a lock that was refused once is refused for ever",
-        f"{REFUSALS}.of",
-        " and now < known.at + self._remembered",
-        "",
-        (f"{UNIT}/test_refusals.py",),
-        "of_the_next_moment",
-    ),
-    Mutant(
-        "a crowd of new messages tries while another one waits for the same lock",
-        f"{REFUSALS}.of",
-        " if waits else None",
-        " if False else None",
-        (f"{UNIT}/test_refusals.py",),
-        "while_a_message_waits",
-    ),
-    Mutant(
-        "a message is refused though nobody waits, and nobody was refused",
-        f"{REFUSALS}.of",
-        " if waits else None",
-        "",
-        (f"{UNIT}/test_refusals.py",),
-        "of_the_next_moment",
-    ),
-    Mutant(
-        "a message that did not try waits past the lease that refused the one before it",
-        f"{REFUSALS}.of",
-        "max(0.0, known.at + known.expires_in - now)",
-        "known.expires_in",
-        (f"{UNIT}/test_refusals.py",),
-        "of_the_next_moment",
-    ),
-    Mutant(
-        "a worker remembers every lock that it was ever refused",
-        f"{REFUSALS}.keep",
-        "if known.at >= before or waits(queue)",
-        "if True",
-        (f"{UNIT}/test_refusals.py",),
-        "is_kept",
-    ),
-    Mutant(
-        "a message that waits without a try does not say who holds its lock",
-        f"{REFUSALS}.keep",
-        " or waits(queue)",
-        "",
-        (f"{UNIT}/test_refusals.py",),
-        "is_kept",
+    *(
+        Mutant(name, f"tasks.waiting.room:WaitingRoom.{function}", old, new, (test,), keyword)
+        for name, function, old, new, test, keyword in (
+            (
+                "a lock that was refused once is refused for ever",
+                "refusal_of",
+                "if now >= at + self._times.remember_refusal:",
+                "if False:",
+                f"{UNIT}/test_untried.py",
+                "soon_forgotten",
+            ),
+            (
+                "a crowd of new messages tries while another one waits for the same lock",
+                "refusal_of",
+                "if not waits:",
+                "if True:",
+                ROOM,
+                "remembers_a_refusal",
+            ),
+            (
+                "a message is refused though nobody waits, and nobody was refused",
+                "refusal_of",
+                "if not waits:",
+                "if False:",
+                f"{UNIT}/test_untried.py",
+                "soon_forgotten",
+            ),
+            (
+                "a message that did not try waits past the lease that refused the one before it",
+                "refusal_of",
+                "expires_in = max(0.0, at + expires_in - now)",
+                "pass",
+                f"{UNIT}/test_untried.py",
+                "left_of_the_lease",
+            ),
+            (
+                "a worker remembers every lock that it was ever refused",
+                "_sweep",
+                "del self._refusals[queue]",
+                "pass",
+                ROOM,
+                "every_refusal",
+            ),
+            (
+                "a message that waits without a try does not say who holds its lock",
+                "_sweep",
+                " and not self._dispatcher.queues.has(queue)",
+                "",
+                ROOM,
+                "remembers_a_refusal",
+            ),
+        )
     ),
     Mutant(
         "a release wakes a message past its rate limit",
@@ -510,7 +514,7 @@ MUTANTS = (
     ),
     Mutant(
         "a result backend that hangs stops the worker's event loop",
-        "tasks.execution.untried:_defer",
+        "tasks.execution.untried:defer_untried",
         "request.send_event, room.states)",
         "request.send_event)",
         (f"{INTEGRATION}/test_hanging.py",),
@@ -523,8 +527,8 @@ MUTANTS = (
             (
                 "a second message of a lock waits for its rate, and is refused then",
                 "_known_refusal",
-                "known = room.refusal_of(request, resources, options.limit)",
-                "known = room.refusal_of(request, (), options.limit)",
+                "error = room.refusal_of(request, resources, options.limit)",
+                "error = room.refusal_of(request, (), options.limit)",
                 "waits_for_its_rate",
             ),
             (
@@ -537,7 +541,7 @@ MUTANTS = (
             (
                 "a message that was refused before and comes back begins to wait anew",
                 "_is_eligible",
-                " or header.wait is not None",
+                " or header.deferral.at",
                 "",
                 "which_a_run_decides",
             ),
@@ -578,25 +582,26 @@ MUTANTS = (
             ),
             (
                 "a message that waits without a try does not carry that it waits",
-                "_defer",
+                "_let_wait",
                 'request.__dict__.pop("_context", None)',
                 "pass",
                 "refused_just_now",
             ),
             (
                 "a message that a pool gets does not carry that it has waited",
-                "_defer",
+                "_let_wait",
                 "request.request_dict[HEADER] = ",
                 "_ = ",
                 "refused_just_now",
             ),
-            (
-                "a message tries though another one was refused its lock just now",
-                "note_deferred",
-                "room.note_refusal(",
-                "_ = (",
-                "the_end_of_a_refused_run",
-            ),
         )
+    ),
+    Mutant(
+        "a message tries though another one was refused its lock just now",
+        "tasks.worker_request:Request.on_failure",
+        "room.note_refusal(",
+        "_ = (",
+        (f"{UNIT}/test_untried.py",),
+        "the_end_of_a_refused_run",
     ),
 )
