@@ -83,7 +83,7 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
         run_id = str(RunId.of(task.name, request, header.life))
         completed = is_completed_before_hook(request, error) or is_end_announced(run_id)
     goes_on = state == celery_states.RETRY or CONTINUES in request.__dict__
-    if completed and not goes_on:
+    if completed and not goes_on and header.unique is not None:
         end_claim(task.app, header)
     if run is not None:
         run.release(completed=completed)

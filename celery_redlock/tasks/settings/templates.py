@@ -116,8 +116,10 @@ class Field(NamedTuple):
             value = self.conversion(value)
         if isinstance(value, decimal.Decimal) and abs(value.adjusted()) > _WIDEST_DECIMAL:
             raise ValueError(f"a number has at most {_WIDEST_DECIMAL} digits")
-        form = _filled(self.form, known)
-        _check_format(form)  # again, for an argument may be a part of it
+        form = ""
+        if self.form:
+            form = _filled(self.form, known)
+            _check_format(form)  # again, for an argument may be a part of it
         return format(value, form)
 
 
