@@ -12,11 +12,9 @@ from celery_redlock.lock.model.grace_period import grace_period
 from celery_redlock.lock.model.keys import (
     broken_key,
     inbox_channel,
-    label_of,
     lock_key,
+    parts_of,
     resource_of,
-    since_of,
-    ttl_of,
     waiting_key,
     wake_channel,
 )
@@ -123,9 +121,10 @@ def _standing(
 ) -> Standing:
     resource, permit = resource_of(prefix, text_of(key))
     text = "" if value is None else text_of(value)
-    holder = label_of(text) if text else "no lock, but a key of another type"
-    times = since_of(text), ttl_of(text)
-    return Standing(resource, permit, holder, *times, votes, needed, key, value)
+    holder, since, ttl = parts_of(text)
+    if not text:
+        holder = "no lock, but a key of another type"
+    return Standing(resource, permit, holder, since, ttl, votes, needed, key, value)
 
 
 def break_lock(redlock: Redlock, lock: Standing) -> tuple[Mapping[str, bool], Mapping[str, str]]:

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from celery_redlock.errors import RUN
-from celery_redlock.lock.model.keys import label_of, since_of
+from celery_redlock.lock.model.keys import parts_of
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children.forks import held_by_children
 from celery_redlock.tasks.delivery.header import LockHeader
@@ -62,10 +62,8 @@ def held_locks_of(app: Any) -> list[HeldLock]:
     for acquisition in session.watchdog.watched:
         if acquisition.held(session.clock.now()):
             found |= {(lease.key.resource, lease.value) for lease in acquisition.key_leases}
-    return [
-        HeldLock(resource, Holder.of(label_of(value)), since_of(value))
-        for resource, value in sorted(found)
-    ]
+    held = [(resource, parts_of(value)) for resource, value in sorted(found)]
+    return [HeldLock(resource, Holder.of(label), since) for resource, (label, since, _) in held]
 
 
 def redlock_held(state: Any) -> list[dict[str, Any]]:

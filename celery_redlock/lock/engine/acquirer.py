@@ -22,7 +22,7 @@ from celery_redlock.lock.engine.rounds import AcquireRound
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.fencing import Fence, proposal
 from celery_redlock.lock.model.key_lease import KeyLease, LockKey
-from celery_redlock.lock.model.keys import label_of, ttl_of, value_of
+from celery_redlock.lock.model.keys import parts_of, value_of
 from celery_redlock.lock.model.lease import MARGIN, Lease
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.clock import Platform
@@ -65,6 +65,8 @@ class Acquirer:
         self._check_distinct = check_distinct
         self._margin = MARGIN + self._clock.resolution
         self._guarded = servers.options.guard.word != "off"
+        nodes = servers.nodes
+        self._counts = len(nodes.nodes), nodes.size, servers.options.clock_drift
 
     def try_acquire(self, acquisition: Acquisition) -> Failure | None:
         """Lock every key or none, without waiting for a release. Return None, or the failure.
@@ -139,9 +141,7 @@ class Acquirer:
 
     def new_key_lease(self, options: LockOptions, key: LockKey, value: str = "") -> KeyLease:
         """Return a new key lease without a request yet. value: of another process's key lease."""
-        servers = self._servers
-        nodes, quorum = len(servers.nodes.nodes), servers.nodes.size
-        drift = servers.options.clock_drift
+        nodes, quorum, drift = self._counts
         lease = Lease(nodes, quorum, options.ttl, drift, self._margin, self._guarded)
         if not value:
             since_ms = self._clock.wall_us() // 1000
@@ -199,9 +199,8 @@ class Acquirer:
             self._releaser.release_late_grant(node, other.value)
         resource, nodes = key_lease.key.resource, self._servers.nodes
         if round_.tally.taken(time_is_up=time_is_up):
-            holder, expires_in = round_.holder(), round_.expires_in()
-            ttl = ttl_of(holder)
-            return LockTaken(resource, label_of(holder), expires_in, ttl=ttl, limit=limit)
+            holder, _, ttl = parts_of(round_.holder())
+            return LockTaken(resource, holder, round_.expires_in(), ttl=ttl, limit=limit)
         return QuorumUnreachable(
             resource, round_.causes(nodes.nodes, time_is_up=time_is_up), nodes.size
         )

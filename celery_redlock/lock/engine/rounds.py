@@ -9,7 +9,7 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.model.fencing import LAST_TOKEN, Fence
+from celery_redlock.lock.model.fencing import LAST_TOKEN
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.lease import ACQUIRING, HELD, expires_in
 from celery_redlock.lock.model.options import CompletionMarker
@@ -90,14 +90,13 @@ class AcquireRound(Round):
         bit = 1 << node
         if self._due & bit:
             self._due ^= bit
-            fence = self._key_lease.fence
-            is_decided = self.tally.add(vote)
             # without a quorum of plausible counters, the nodes that are still due decide
-            if is_decided and (not self._due or not self._lacks_counters(fence)):
+            if self.tally.add(vote) and (self._is_plain or not self._due or self._has_counters()):
                 self.decide()
 
-    def _lacks_counters(self, fence: Fence | None) -> bool:
-        return fence is not None and self.tally.reached and not fence.has_quorum
+    def _has_counters(self) -> bool:
+        fence = self._key_lease.fence
+        return fence is None or not self.tally.reached or fence.has_quorum
 
     def _vote(self, node: int, sent: float, reply: Any) -> Vote | None:
         """Return the vote in a reply; None if the run has ended or is superseded."""
@@ -119,7 +118,7 @@ class AcquireRound(Round):
     def _parsed(self, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and the items of a reply of lua/grant.lua; raises UnexpectedReplyError."""
         words: list[Any] = reply if type(reply) is list else []
-        kinds = [type(word) for word in words]
+        kinds = list(map(type, words))
         asks, has_token = self._marker is not None, self._key_lease.fence is not None
         if asks and kinds[-1:] == [int]:
             kinds.pop()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import ref
 
-from celery_redlock.errors import CLOSED, QuorumUnreachable, SettingsError
+from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.events import Events, Observer
 from celery_redlock.lock.engine.reentrancy import Reentrancy
@@ -177,14 +177,7 @@ class Session:
         failure = self.acquirer.try_acquire(acquisition)
         if failure is None:
             self._begin(acquisition, started)
-            return None
-        return self.if_closed(failure)
-
-    def if_closed(self, failure: Failure) -> Failure:
-        """Return the failure that says that this is closed, if it is; else the given one."""
-        if not self.is_closed:
-            return failure
-        return QuorumUnreachable(failure.resource, [CLOSED], self.node_set.size)
+        return failure
 
     def _begin(self, acquisition: Acquisition, started: float) -> None:
         acquisition.acquired_at = started

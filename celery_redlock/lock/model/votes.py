@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Vote(enum.Enum):
@@ -86,8 +86,7 @@ class Tally:
         return self.refused > 0 and able >= self.quorum
 
 
-@dataclass(frozen=True)
-class HeldByOther:
+class HeldByOther(NamedTuple):
     """A node's reply that another client holds the lock.
 
     value: the key's value on the node. expires_in: seconds, inf if the key never expires. wall:
