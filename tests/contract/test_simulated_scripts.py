@@ -27,7 +27,7 @@ from celery_redlock.lock.model.keys import (
     waiting_key,
     wake_channel,
 )
-from celery_redlock.lock.server.scripts import (
+from celery_redlock.lock.server.requests import (
     BREAK,
     GRANT,
     GUARD,

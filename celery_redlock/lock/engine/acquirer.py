@@ -27,8 +27,8 @@ from celery_redlock.lock.model.lease import MARGIN, Lease
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.server.error_hints import causes_of
-from celery_redlock.lock.server.key_requests import Servers
-from celery_redlock.lock.server.scripts import GRANT
+from celery_redlock.lock.server.requests import GRANT
+from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import Command
 
 IMPLAUSIBLE = "FENCE is far ahead of the other nodes"

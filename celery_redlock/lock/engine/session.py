@@ -27,9 +27,9 @@ from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool
 from celery_redlock.lock.server.handshake import ServerInfo
-from celery_redlock.lock.server.key_requests import KeyRequests, Servers
 from celery_redlock.lock.server.outbox import Outbox
-from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
+from celery_redlock.lock.server.requests import Requests
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents, Servers
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.connection import connect_budget
 from celery_redlock.lock.transport.encoding import encoded
@@ -98,7 +98,7 @@ class Session:
         self.threads = ThreadPool(platform)
         self.reentrancy = Reentrancy(platform)
         self.outbox = Outbox(self.node_set)
-        servers = Servers(self.node_set, KeyRequests(options.prefix), options)
+        servers = Servers(self.node_set, Requests(options.prefix), options)
         self.registrar = Registrar(servers, self.threads, self.watchdog.run_maintenance_by)
         self.wait_queue = WaitQueue(
             addresses, options.node_timeout, platform, options.prefix, self.registrar

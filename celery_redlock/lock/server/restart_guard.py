@@ -15,11 +15,12 @@ import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.model.grace_period import Guard
+from celery_redlock.lock.model.options import ClientOptions
 from celery_redlock.lock.model.votes import quorum_of
-from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.clock import Clock, Platform
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
 from celery_redlock.lock.server.handshake import Notes, ServerInfo, handshake, noted_keys, notes_of
-from celery_redlock.lock.server.scripts import GUARD
+from celery_redlock.lock.server.requests import GUARD, Requests
 from celery_redlock.lock.server.tenures import Tenure, Tenures
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Command
@@ -269,3 +270,17 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             raise NodeError(name, f"is the same server as {first}")
         if self.same_server is not None and self.nodes[index].name in self.same_server:
             self.same_server = None  # the node has its own server again
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The nodes of one `Redlock`, the requests for keys, and the options that all locks share."""
+
+    nodes: GuardedNodeSet
+    requests: Requests
+    options: ClientOptions
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that measures leases."""
+        return self.nodes.clock
