@@ -20,17 +20,6 @@ from celery_redlock.lock.platform.coroutines import StepRunner, rest
 from celery_redlock.lock.retry_schedule import RetrySchedule
 
 
-def acquire_with_retry(
-    session: Session, options: LockOptions, keys: Sequence[LockKey], hold: Hold, timeout: float
-) -> None:
-    """Acquire, and try again for up to `timeout` seconds.
-
-    If this raises, the caller releases the hold. Raises LockTaken, QuorumUnreachable, LockLost,
-    SettingsError.
-    """
-    Attempts(session, options, keys, hold).run(timeout)
-
-
 class Attempts:
     """The tries of one acquire. They leave out resources that the owner holds already."""
 
@@ -61,7 +50,11 @@ class Attempts:
         return outer
 
     def run(self, timeout: float) -> None:
-        """Try, and wait if others hold the lock, as `acquire_with_retry` does."""
+        """Acquire, and try again for up to `timeout` seconds.
+
+        If this raises, the caller releases the hold. Raises LockTaken, QuorumUnreachable, LockLost,
+        SettingsError.
+        """
         if not self._keys:
             return
         failure = self._try()

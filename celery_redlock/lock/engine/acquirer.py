@@ -85,28 +85,22 @@ class Acquirer:
         return failure
 
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
-        """Lock each key in order, or any single permit."""
-        if acquisition.options.limit == 1:
-            if acquisition.is_redelivery:
-                return self._lock_all(acquisition, [*self._own_run(acquisition), *acquisition.keys])
-            return self._lock_all(acquisition, acquisition.keys)
-        failure = self._lock_all(acquisition, self._own_run(acquisition))
-        return failure or self._lock_permit(acquisition)
+        """Lock each key in order, or any single permit.
 
-    def _own_run(self, acquisition: Acquisition) -> list[LockKey]:
-        """Return the key of a run that may be delivered again, which it locks besides a permit."""
-        marker = acquisition.options.marker
-        if marker is None:
-            return []
-        prefix, ttl = self._servers.options.prefix, acquisition.options.ttl
-        return [LockKey(prefix, f"run:{marker.run}", 0, ttl)]
-
-    def _lock_all(self, acquisition: Acquisition, keys: Sequence[LockKey]) -> Failure | None:
+        A run that may be delivered again also locks its own name, if another delivery of it may
+        hold the lock with another limit.
+        """
+        options = acquisition.options
+        marker, is_semaphore = options.marker, options.limit > 1
+        keys: Sequence[LockKey] = () if is_semaphore else acquisition.keys
+        if marker is not None and (is_semaphore or marker.is_redelivered):
+            prefix = self._servers.options.prefix
+            keys = [LockKey(prefix, f"run:{marker.run}", 0, options.ttl), *keys]
         for key in keys:
             failure = self._lock_key(acquisition, key)
             if failure is not None:
                 return failure
-        return None
+        return self._lock_permit(acquisition) if is_semaphore else None
 
     def _lock_permit(self, acquisition: Acquisition) -> Failure | None:
         """Try each permit once, from a random one on. If all are taken, return the first to expire.
