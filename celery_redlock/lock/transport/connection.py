@@ -24,7 +24,7 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the
 MOST_AT_ONCE = 65536  # bytes of a read
 
 
-@dataclass(frozen=True)
+@dataclass
 class Peer:
     """The server at the other end of a connection, as found by the handshake.
 
@@ -53,6 +53,7 @@ class Connection:
         "in_flight",
         "is_tls",
         "opened_at",
+        "peer",
         "poisoned",
         "run_id",
         "socket",
@@ -64,6 +65,7 @@ class Connection:
 
     def __init__(self, dialled: Any, peer: Peer) -> None:
         self._dialled = dialled
+        self.peer: Any = peer  # of the class that `NodeOwner.handshake` returns
         self.run_id, self.suffix = peer.run_id, peer.suffix
         self.poisoned = False  # an exception interrupted a write or a read
         self.discarded = ""  # the reason if no further reply of this connection counts
