@@ -183,20 +183,25 @@ class AcquireRound(Round):
 
     def expires_in(self) -> float | None:
         """Return the seconds until a quorum of nodes is free without renewals; None if unknown."""
-        known = dict.fromkeys(self._key_lease.granted, 0.0)
-        known |= {node: other.expires_in for node, other in self.held_by.items()}
-        waits = [known.get(node, math.inf) for node in range(self.tally.nodes)]
+        waits = [math.inf] * self.tally.nodes
+        for node in self._key_lease.granted.copy():
+            waits[node] = 0.0
+        for node, other in self._held_by.copy().items():
+            waits[node] = other.expires_in
         return expires_in(waits, self.tally.quorum)
 
     @property
     def is_split(self) -> bool:
         """Whether other clients share the nodes, so that none of them has got the lock either."""
-        holders = [other.value for other in self.held_by.values()]
-        return is_split(holders, self.tally.unheard, self.tally.quorum)
+        return is_split(self._holders, self.tally.unheard, self.tally.quorum)
+
+    @property
+    def _holders(self) -> list[str]:
+        return [other.value for other in self._held_by.copy().values()]
 
     def holder(self) -> str:
         """Return the value that most of the refusing nodes have."""
-        values = [other.value for other in self.held_by.values()]
+        values = self._holders
         return max(values, key=values.count, default="")
 
     def causes(self, nodes: Sequence[NodeClient], *, time_is_up: bool) -> list[str]:

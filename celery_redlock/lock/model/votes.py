@@ -30,7 +30,7 @@ def is_split(holders: Sequence[str], unheard: int, quorum: int) -> bool:
     holders: the value on each node that refused. unheard: number of nodes whose vote is still due.
     The result is a guess, used to retry soon: a rival may have a quorum with the unheard nodes.
     """
-    most = max((holders.count(holder) for holder in holders), default=0)
+    most = max(map(holders.count, holders), default=0)
     return 0 < most < quorum and (len(set(holders)) > 1 or most + unheard < quorum)
 
 
