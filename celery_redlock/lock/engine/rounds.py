@@ -31,6 +31,8 @@ from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
 from celery_redlock.lock.transport.node_client import NodeClient
 
+_REFUSAL, _NUMBERS = (int, int, bytes, int), (int, int)  # kinds of replies of lua/grant.lua
+
 
 class AcquireRound(Round):
     """The attempt to get one key: counts the votes, and records the present holders.
@@ -118,17 +120,15 @@ class AcquireRound(Round):
     def _parsed(self, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and the items of a reply of lua/grant.lua; raises UnexpectedReplyError."""
         words: list[Any] = reply if type(reply) is list else []
-        kinds = list(map(type, words))
+        kinds = tuple(map(type, words))
         asks, has_token = self._marker is not None, self._key_lease.fence is not None
-        if asks and kinds[-1:] == [int]:
-            kinds.pop()
-        elif asks:
-            kinds = []
-        if kinds == [int, int, bytes, int] and words[0] == 0:
+        if asks:
+            kinds = kinds[:-1] if kinds[-1:] == (int,) else ()
+        if kinds == _REFUSAL and words[0] == 0:
             return REFUSED, words
-        if kinds == [int, int] and words[0] == -1:
+        if kinds == _NUMBERS and words[0] == -1:
             return ABSTAINED, words
-        is_grant = kinds == [int, int] and words[0] == 1 and (asks or has_token)
+        is_grant = kinds == _NUMBERS and words[0] == 1 and (asks or has_token)
         if is_grant and (not has_token or 0 <= words[1] <= LAST_TOKEN):
             return GRANTED, words
         raise UnexpectedReplyError(reply)

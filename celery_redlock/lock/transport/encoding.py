@@ -105,7 +105,7 @@ class ReplyReader:
         """Add the next bytes of a connection; raise OSError for a header that is too large."""
         reader = self._reader
         is_small = data in _GRANTS or (
-            data.endswith(b"\n") and _LARGE not in data.translate(_HEADER_KINDS)
+            data[-1:] == b"\n" and _LARGE not in data.translate(_HEADER_KINDS)
         )
         # hiredis does not count the first byte of a header that has come alone: `_is_open` does
         if is_small and not self._is_open and not reader.has_data():
