@@ -152,7 +152,8 @@ class Lock:
         return self
 
     def _enter(self, hold: Hold) -> None:
-        self._check_owner(hold.owner)
+        if self._holds:
+            self._check_owner(hold.owner)
         self._holds.append(hold)
         self._check_owner(hold.owner)  # again: another thread may have been first
 
