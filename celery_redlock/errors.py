@@ -172,6 +172,11 @@ class NotAcquired(RedlockError):
     """The lock was not acquired: base class of `LockTaken` and `QuorumUnreachable`."""
 
     resource: str
+    waited: float
+
+    def _set_waited(self, seconds: float) -> None:
+        """Set `waited`, which is the fourth argument of both classes."""
+        self.waited, self.args = seconds, (*self.args[:3], seconds, *self.args[4:])
 
 
 class LockTaken(NotAcquired):
@@ -209,11 +214,6 @@ class LockTaken(NotAcquired):
             return None
         age = self.ttl - self.expires_in
         return age if age > self.ttl * 2 / 3 else None
-
-    def _after(self, waited: float) -> LockTaken:
-        """Return a copy with another `waited` (seconds)."""
-        found = self.resource, self.holder, self.expires_in
-        return LockTaken(*found, waited, self.deferrals, self.ttl, self.limit)
 
     def _text(self) -> str:
         options = "wait, max_wait" if self.deferrals else "wait"
@@ -253,10 +253,6 @@ class QuorumUnreachable(NotAcquired):
         super().__init__(resource, list(causes), quorum, waited, deferrals)
         self.resource, self.causes, self.quorum = resource, list(causes), quorum
         self.waited, self.deferrals = waited, deferrals
-
-    def _after(self, waited: float) -> QuorumUnreachable:
-        """Return a copy with another `waited` (seconds)."""
-        return QuorumUnreachable(self.resource, self.causes, self.quorum, waited, self.deferrals)
 
     def _text(self) -> str:
         if self.causes == [CLOSED]:

@@ -124,10 +124,9 @@ class Redlock:
         QuorumUnreachable if no node could be reached.
         """
         addresses = [node.address for node in self.session.node_set.nodes]
-        names, word = [one.name for one in addresses], self.session.platform.new_token()
-        timeout = max(self.node_timeout, TRUST_TIMEOUT)
+        names, timeout = [one.name for one in addresses], max(self.node_timeout, TRUST_TIMEOUT)
         trusted, failing = trust_nodes(
-            addresses, names, self.prefix, timeout, word, self.session.clock.wall_us()
+            addresses, names, self.prefix, timeout, self.session.platform
         )
         for name, cause in failing.items():
             extra = {"event": "node_not_trusted", "node": name}

@@ -13,11 +13,9 @@ from celery_redlock.lock.model.grace_period import grace_period
 from celery_redlock.lock.model.keys import (
     broken_key,
     inbox_channel,
-    label_of,
     lock_key,
+    parts_of,
     resource_of,
-    since_of,
-    ttl_of,
     waiting_key,
 )
 from celery_redlock.lock.node_status import ask_each, in_iso
@@ -122,8 +120,10 @@ def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
 def _report(redlock: Redlock, key: Any, value: Any, votes: Mapping[str, float]) -> LockReport:
     session, (resource, permit) = redlock.session, resource_of(redlock.prefix, text_of(key))
     text = "" if value is None else text_of(value)
-    label = label_of(text) if text else "no lock, but a key of another type"
-    since, ttl, needed = since_of(text), ttl_of(text), session.node_set.size
+    label, since, ttl = parts_of(text)
+    if not text:
+        label = "no lock, but a key of another type"
+    needed = session.node_set.size
     left = sorted(votes.values(), reverse=True)
     held = len(votes) >= needed
     return LockReport(

@@ -23,7 +23,7 @@ from celery_redlock.lock.model.key_lease import lock_keys
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner
 from celery_redlock.lock.platform.interrupts import uninterruptible
-from celery_redlock.lock.retry import Attempts, acquire_with_retry
+from celery_redlock.lock.retry import Attempts
 from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.validation import check_wait
 
@@ -120,7 +120,7 @@ class Lock:
         hold = Hold(self._session.reentrancy.current_owner(), self._client)
         try:
             self._enter(hold)
-            acquire_with_retry(self._session, self._options, self._keys, hold, timeout)
+            Attempts(self._session, self._options, self._keys, hold).run(timeout)
         except BaseException:
             # also an asynchronous exception at any point, for example a soft time limit
             self._release_hold(hold)
@@ -152,7 +152,8 @@ class Lock:
         return self
 
     def _enter(self, hold: Hold) -> None:
-        self._check_owner(hold.owner)
+        if self._holds:
+            self._check_owner(hold.owner)
         self._holds.append(hold)
         self._check_owner(hold.owner)  # again: another thread may have been first
 

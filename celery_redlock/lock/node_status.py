@@ -16,6 +16,7 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.session import one_server
 from celery_redlock.lock.model.keys import guard_keys
 from celery_redlock.lock.server import admin
+from celery_redlock.lock.server.admin import reply_of
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.encoding import (
@@ -214,9 +215,9 @@ def trust_nodes(
 
     Returns by node the name of one lock on the node ("" for none), and the causes by failed node.
     """
-    word, timeout = redlock.session.platform.new_token(), max(PATIENCE, redlock.node_timeout)
+    session, timeout = redlock.session, max(PATIENCE, redlock.node_timeout)
     return admin.trust_nodes(
-        addresses_of(redlock), names, redlock.prefix, timeout, word, redlock.session.clock.wall_us()
+        addresses_of(redlock), names, redlock.prefix, timeout, session.platform
     )
 
 
@@ -232,12 +233,6 @@ def in_iso(seconds: float | None) -> str | None:
 def addresses_of(redlock: Redlock) -> list[Address]:
     """Return the addresses of the nodes of a `Redlock`."""
     return [node.address for node in redlock.session.node_set.nodes]
-
-
-def reply_of(connection: Any, *words: Any) -> Any:
-    """Return a node's reply to one command."""
-    connection.send_command(*words)
-    return connection.read_response()
 
 
 def ask_each(redlock: Redlock, ask: Callable[[Any], T]) -> tuple[dict[str, T], dict[str, str]]:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 
-from celery_redlock.errors import LockLost
+from celery_redlock.errors import CLOSED, LockLost, QuorumUnreachable
 from celery_redlock.lock.engine.acquirer import Failure
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.engine.wait_queue import Waiter
@@ -17,17 +17,6 @@ from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner, rest
 from celery_redlock.lock.retry_schedule import RetrySchedule
-
-
-def acquire_with_retry(
-    session: Session, options: LockOptions, keys: Sequence[LockKey], hold: Hold, timeout: float
-) -> None:
-    """Acquire, and try again for up to `timeout` seconds.
-
-    If this raises, the caller releases the hold. Raises LockTaken, QuorumUnreachable, LockLost,
-    SettingsError.
-    """
-    Attempts(session, options, keys, hold).run(timeout)
 
 
 class Attempts:
@@ -60,7 +49,11 @@ class Attempts:
         return outer
 
     def run(self, timeout: float) -> None:
-        """Try, and wait if others hold the lock, as `acquire_with_retry` does."""
+        """Acquire, and try again for up to `timeout` seconds.
+
+        If this raises, the caller releases the hold. Raises LockTaken, QuorumUnreachable, LockLost,
+        SettingsError.
+        """
         if not self._keys:
             return
         failure = self._try()
@@ -94,10 +87,12 @@ class Attempts:
 
     def _check_acquired(self, failure: Failure | None) -> None:
         """Raise the failure, or LockLost if an outer lock expired during the tries."""
-        now = self._clock.now()
+        now, session = self._clock.now(), self._session
+        if failure is not None and session.is_closed:  # which ended the wait, or failed the try
+            failure = QuorumUnreachable(failure.resource, [CLOSED], session.node_set.size)
         if failure is not None:
-            # it may have been closed after the last try, which ended the wait
-            raise self._session.if_closed(failure)._after(now - self._started)
+            failure._set_waited(now - self._started)
+            raise failure
         for acquisition in self._outer.values():
             if not acquisition.held(now):
                 raise LockLost(acquisition.resource, acquisition.reason)

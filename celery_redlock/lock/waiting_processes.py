@@ -16,8 +16,8 @@ import redis
 
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.model.keys import MOST_DIGITS, inbox_channel, waiting_key
-from celery_redlock.lock.node_status import ask_each, in_iso, reply_of
-from celery_redlock.lock.server.admin import names_on
+from celery_redlock.lock.node_status import ask_each, in_iso
+from celery_redlock.lock.server.admin import names_on, reply_of
 from celery_redlock.lock.transport.encoding import encoded, read_list, read_text, text_of
 
 ASKED_AT_ONCE = 500  # sets

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from celery_redlock.lock.held_locks import Holder
-from celery_redlock.lock.model.keys import label_of, since_of
+from celery_redlock.lock.model.keys import parts_of
 from celery_redlock.lock.node_status import in_iso
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children.forks import held_by_children
@@ -36,9 +36,9 @@ def held_locks_of(app: Any) -> list[HeldLock]:
     for acquisition in session.watchdog.watched:
         if acquisition.held(session.clock.now()):
             found |= {(lease.key.resource, lease.value) for lease in acquisition.key_leases}
+    held = [(resource, parts_of(value)) for resource, value in sorted(found)]
     return [
-        HeldLock(resource, Holder.of(label_of(value)), in_iso(since_of(value)))
-        for resource, value in sorted(found)
+        HeldLock(resource, Holder.of(label), in_iso(since)) for resource, (label, since, _) in held
     ]
 
 

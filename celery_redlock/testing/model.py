@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from celery_redlock.lock.server.scripts import (
+from celery_redlock.lock.server.requests import (
     BREAK,
     GRANT,
     GUARD,

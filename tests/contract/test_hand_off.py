@@ -24,8 +24,14 @@ from celery_redlock.lock.model.handoff import Registration
 from celery_redlock.lock.model.keys import inbox_channel, lock_key, waiting_key
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.retry_schedule import LONGEST_DEAF, MOST_TURNS
-from celery_redlock.lock.server.key_requests import MOST_ASKED, REGISTERED_FOR, KeyRequests
-from celery_redlock.lock.server.scripts import BREAK, REGISTER, RELEASE
+from celery_redlock.lock.server.requests import (
+    BREAK,
+    MOST_ASKED,
+    REGISTER,
+    REGISTERED_FOR,
+    RELEASE,
+    Requests,
+)
 from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.lock.transport.script import Script
 from celery_redlock.testing import EmbeddedNode
@@ -159,7 +165,7 @@ class TestRegistration:
 
     def test_is_one_command_for_any_number_of_permits(self, redlock: Redlock) -> None:
         registration = Registration("w1", "r", 1.0, limit=10 * MOST_ASKED)
-        request = KeyRequests("redlock").register(registration, asks=True)
+        request = Requests("redlock").register(registration, asks=True)
         assert request.count(b"}:lock:r") == MOST_ASKED
 
 

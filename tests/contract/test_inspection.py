@@ -15,7 +15,7 @@ from celery_redlock import Lock, Redlock
 from celery_redlock.lock.held_locks import LockReport, break_lock, look_at_locks
 from celery_redlock.lock.model.keys import broken_key, fence_key, lock_key
 from celery_redlock.lock.node_status import look_at_nodes, missing_rights, trust_nodes
-from celery_redlock.lock.server.scripts import RENEW
+from celery_redlock.lock.server.requests import RENEW
 from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.lock.waiting_processes import look_at_waiting
 from celery_redlock.operate.cli.render import as_data

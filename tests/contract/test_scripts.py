@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from redis import Redis, ResponseError
 
+from celery_redlock.lock.model.fencing import Fence
+from celery_redlock.lock.model.key_lease import KeyLease, LockKey
 from celery_redlock.lock.model.keys import (
     broken_key,
     completion_key,
@@ -19,17 +22,17 @@ from celery_redlock.lock.model.keys import (
     tenure_key,
     waiting_key,
 )
-from celery_redlock.lock.server.scripts import (
+from celery_redlock.lock.model.lease import Lease
+from celery_redlock.lock.model.options import CompletionMarker, LockOptions
+from celery_redlock.lock.server.requests import (
     BREAK,
     GRANT,
     GUARD,
     MARKER,
-    NOTHING,
     REGISTER,
     RELEASE,
     RENEW,
     TRUST,
-    EndMarker,
     Requests,
 )
 from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
@@ -48,7 +51,7 @@ OTHER = lock_key("redlock", "other")
 WAITING, INBOX = waiting_key("redlock", "r"), inbox_channel("redlock", "")
 LIMIT = 9007199254740990
 ENDED = "600000", "500000"  # ms from the end of a run to that of its marker, and from now on
-NO_GUARD = NOTHING * 2  # what a grant ends with if the restart guard is off
+NO_GUARD = encode_text("") * 2  # what a grant ends with if the restart guard is off
 
 
 @pytest.fixture(scope="module")
@@ -499,7 +502,16 @@ class TestRequests:
     """What is packed by hand says the same as what a client library would send."""
 
     REQUESTS = Requests("redlock")
-    WORDS = encode_text(KEY), encode_text("mine"), encode_bulk(b"30000")
+    PLAIN = LockOptions(("r",), ttl=30.0, wait=0.0, renew=False, max_hold=None, label="me")
+    MARKER = CompletionMarker("1:t:0:0", kept_for=600.0, asks_since=0.0)
+
+    def lease(self, resource: str = "r", token: int | None = None) -> KeyLease:
+        """Return a key lease. token: for fencing."""
+        fence = None if token is None else Fence(1)
+        if fence is not None and token is not None:
+            fence.choose(token)
+        key = LockKey("redlock", resource, 0, 30.0)
+        return KeyLease(key, "mine", Lease(1, 1, 30.0, 0.01), fence)
 
     def sent(self, client: Redis, request: bytes) -> Any:
         connection = client.connection_pool.make_connection()
@@ -516,44 +528,42 @@ class TestRequests:
             client.script_load(script.source.decode())
 
     def test_a_grant_and_its_release(self, client: Redis) -> None:
-        assert self.sent(client, self.REQUESTS.grant(*self.WORDS) + NO_GUARD) == 1
+        one = self.lease()
+        request = self.REQUESTS.acquire(one, self.PLAIN, None)
+        assert self.sent(client, request + NO_GUARD) == 1
         assert client.get(KEY) == "mine"
-        key, value, _ = self.WORDS
-        for publish, reply in ((True, 1), (False, 0)):
-            request = self.REQUESTS.release(key, encode_text(WAITING), value, publish=publish)
-            assert self.sent(client, request) == reply
+        assert self.sent(client, self.REQUESTS.release(one)) == 1
+        assert self.sent(client, self.REQUESTS.release(one, publish=False)) == 0
 
     def test_a_grant_with_a_fencing_token_and_a_guard(self, client: Redis) -> None:
         client.set(RUN, "run-2")
         guard = b"".join(map(encode_text, TestGuard.NEW))
-        assert self.sent(client, self.REQUESTS.grant(*self.WORDS, 1000) + guard) == [1, 1000]
+        request = self.REQUESTS.acquire(self.lease(), self.PLAIN, 1000)
+        assert self.sent(client, request + guard) == [1, 1000]
 
     def test_a_grant_that_asks_and_a_release_that_marks(self, client: Redis) -> None:
-        words, mark = self.WORDS, encode_text(DONE)
-        assert self.sent(client, self.REQUESTS.ask(*words, None, mark) + NO_GUARD) == [1, 0, 0]
-        end = EndMarker(mark, kept_ms=600_000, age_ms=100_000)
-        last = self.REQUESTS.release_done(words[0], encode_text(WAITING), words[1], end)
-        assert self.sent(client, last) == 1
-        granted, token, age = self.sent(client, self.REQUESTS.ask(*words, 7, mark) + NO_GUARD)
+        one, asking = self.lease(), replace(self.PLAIN, marker=self.MARKER)
+        request = self.REQUESTS.acquire(one, asking, None)
+        assert self.sent(client, request + NO_GUARD) == [1, 0, 0]
+        assert self.sent(client, self.REQUESTS.release(one, self.MARKER, 100.0)) == 1
+        request = self.REQUESTS.acquire(one, asking, 7)
+        granted, token, age = self.sent(client, request + NO_GUARD)
         assert (granted, token) == (1, 7)
         assert 100_000 <= age < 200_000
 
     def test_a_renewal(self, client: Redis) -> None:
-        words = self.REQUESTS.renewal(*self.WORDS[1:])
-        assert self.sent(client, self.REQUESTS.renew(self.WORDS[:1], [words])) == [0]
+        assert self.sent(client, self.REQUESTS.renew([self.lease()])) == [0]
         client.set(KEY, "mine", px=10_000)
-        assert self.sent(client, self.REQUESTS.renew(self.WORDS[:1], [words])) == [1]
+        assert self.sent(client, self.REQUESTS.renew([self.lease()])) == [1]
 
     def test_a_renewal_of_several(self, client: Redis) -> None:
         client.set(KEY, "mine", px=10_000)
-        words = self.REQUESTS.renewal(*self.WORDS[1:], 1000)
-        keys = [encode_text(OTHER), *self.WORDS[:1]]
-        assert self.sent(client, self.REQUESTS.renew(keys, [words] * 2)) == [0, [1, 1000]]
+        two = [self.lease("other", 1000), self.lease("r", 1000)]
+        assert self.sent(client, self.REQUESTS.renew(two)) == [0, [1, 1000]]
 
-    @pytest.mark.parametrize(("token", "reply"), [(0, 1), (1000, [1, 1000])])
-    def test_a_repair(self, client: Redis, token: int, reply: object) -> None:
-        words = self.REQUESTS.renewal(*self.WORDS[1:], token)
-        request = self.REQUESTS.renew(self.WORDS[:1], [words], encode_text(BROKEN))
+    @pytest.mark.parametrize(("token", "reply"), [(None, 1), (1000, [1, 1000])])
+    def test_a_repair(self, client: Redis, token: int | None, reply: object) -> None:
+        request = self.REQUESTS.renew([self.lease("r", token)], encode_text(BROKEN))
         assert self.sent(client, request) == [reply]
         assert client.get(KEY) == "mine"
 

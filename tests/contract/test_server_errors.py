@@ -30,7 +30,7 @@ from redis.sentinel import Sentinel
 from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.node_status import ask_nodes, look_at_nodes
 from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
-from celery_redlock.lock.server.scripts import GRANT
+from celery_redlock.lock.server.requests import GRANT
 from celery_redlock.lock.transport.connection import CONNECT_BUDGET
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from celery_redlock.testing.servers import claim_port

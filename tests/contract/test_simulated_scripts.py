@@ -26,7 +26,7 @@ from celery_redlock.lock.model.keys import (
     tenure_key,
     waiting_key,
 )
-from celery_redlock.lock.server.scripts import (
+from celery_redlock.lock.server.requests import (
     BREAK,
     GRANT,
     GUARD,

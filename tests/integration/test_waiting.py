@@ -15,7 +15,7 @@ import pytest
 from celery_redlock import LockTaken, Redlock
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
-from celery_redlock.lock.server.scripts import RELEASE
+from celery_redlock.lock.server.requests import RELEASE
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.clocks import HOUR, WallClock
 from tests.conftest import NODE_TIMEOUT, TTL, Journal, eventually

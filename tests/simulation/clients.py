@@ -19,7 +19,7 @@ from celery_redlock.lock.engine.events import Events, LockLostEvent
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.server.handshake import Notes, ServerInfo
+from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
 from celery_redlock.lock.transport.address import Address as ShippedAddress
 from celery_redlock.lock.transport.encoding import encode_words
@@ -133,14 +133,14 @@ class Process:
         """
         guard, servers = self.redlock.session.options.guard, [one.node for one in self.addresses]
         run_id, wall = servers[node].run_id, servers[node].wall_ms / 1000
-        notes = None
+        arguments = guard.arguments(run_id)
+        info = ServerInfo(run_id, encode_words(arguments), arguments, wall=wall)
         if guard.word != "off":
             servers.insert(0, servers.pop(node))  # its own tenure is named first
             texts = [server.tenure(guard.prefix).decode() for server in servers]
-            own, *others = map(tenure_of, texts)
-            notes = Notes((texts[0], str(KEPT_MS), *texts[1:]), 0.0, own, others)
-        arguments = guard.arguments(run_id)
-        return ServerInfo(run_id, encode_words(arguments), arguments, notes=notes, wall=wall)
+            info.tenure, *info.others = map(tenure_of, texts)
+            info.told = (texts[0], str(KEPT_MS), *texts[1:])
+        return info
 
     def thread(self, run: Callable[[], object]) -> Thread:
         """Start a thread."""

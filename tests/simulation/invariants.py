@@ -40,7 +40,7 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.lease import MARGIN, State
 from celery_redlock.lock.model.votes import quorum_of
-from celery_redlock.lock.server.scripts import GRANT, RELEASE, RENEW
+from celery_redlock.lock.server.requests import GRANT, RELEASE, RENEW
 from celery_redlock.testing.model import digest_of
 from tests.simulation.nodes import Node
 

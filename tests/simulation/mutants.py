@@ -28,8 +28,8 @@ from celery_redlock.lock.model.key_lease import KeyLease, LockKey
 from celery_redlock.lock.model.keys import value_of
 from celery_redlock.lock.model.lease import UNKNOWN, Lease, Probation, State
 from celery_redlock.lock.server import restart_guard as guard_module
+from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
-from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.script import Script

@@ -22,13 +22,13 @@ from celery_redlock.lock.engine.rounds import AcquireRound
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.fencing import Fence, proposal
 from celery_redlock.lock.model.key_lease import KeyLease, LockKey
-from celery_redlock.lock.model.keys import label_of, ttl_of, value_of
+from celery_redlock.lock.model.keys import parts_of, value_of
 from celery_redlock.lock.model.lease import MARGIN, Lease
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.server.error_hints import causes_of
-from celery_redlock.lock.server.key_requests import Servers
-from celery_redlock.lock.server.scripts import GRANT
+from celery_redlock.lock.server.requests import GRANT
+from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import Command
 
 IMPLAUSIBLE = "FENCE is far ahead of the other nodes"
@@ -65,6 +65,8 @@ class Acquirer:
         self._check_distinct = check_distinct
         self._margin = MARGIN + self._clock.resolution
         self._guarded = servers.options.guard.word != "off"
+        nodes = servers.nodes
+        self._counts = len(nodes.nodes), nodes.size, servers.options.clock_drift
 
     def try_acquire(self, acquisition: Acquisition) -> Failure | None:
         """Lock every key or none, without waiting for a release. Return None, or the failure.
@@ -83,28 +85,22 @@ class Acquirer:
         return failure
 
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
-        """Lock each key in order, or any single permit."""
-        if acquisition.options.limit == 1:
-            if acquisition.is_redelivery:
-                return self._lock_all(acquisition, [*self._own_run(acquisition), *acquisition.keys])
-            return self._lock_all(acquisition, acquisition.keys)
-        failure = self._lock_all(acquisition, self._own_run(acquisition))
-        return failure or self._lock_permit(acquisition)
+        """Lock each key in order, or any single permit.
 
-    def _own_run(self, acquisition: Acquisition) -> list[LockKey]:
-        """Return the key of a run that may be delivered again, which it locks besides a permit."""
-        marker = acquisition.options.marker
-        if marker is None:
-            return []
-        prefix, ttl = self._servers.options.prefix, acquisition.options.ttl
-        return [LockKey(prefix, f"run:{marker.run}", 0, ttl)]
-
-    def _lock_all(self, acquisition: Acquisition, keys: Sequence[LockKey]) -> Failure | None:
+        A run that may be delivered again also locks its own name, if another delivery of it may
+        hold the lock with another limit.
+        """
+        options = acquisition.options
+        marker, is_semaphore = options.marker, options.limit > 1
+        keys: Sequence[LockKey] = () if is_semaphore else acquisition.keys
+        if marker is not None and (is_semaphore or marker.is_redelivered):
+            prefix = self._servers.options.prefix
+            keys = [LockKey(prefix, f"run:{marker.run}", 0, options.ttl), *keys]
         for key in keys:
             failure = self._lock_key(acquisition, key)
             if failure is not None:
                 return failure
-        return None
+        return self._lock_permit(acquisition) if is_semaphore else None
 
     def _lock_permit(self, acquisition: Acquisition) -> Failure | None:
         """Try each permit once, from a random one on. If all are taken, return the first to expire.
@@ -139,9 +135,7 @@ class Acquirer:
 
     def new_key_lease(self, options: LockOptions, key: LockKey, value: str = "") -> KeyLease:
         """Return a new key lease without a request yet. value: of another process's key lease."""
-        servers = self._servers
-        nodes, quorum = len(servers.nodes.nodes), servers.nodes.size
-        drift = servers.options.clock_drift
+        nodes, quorum, drift = self._counts
         lease = Lease(nodes, quorum, options.ttl, drift, self._margin, self._guarded)
         if not value:
             since_ms = self._clock.wall_us() // 1000
@@ -199,9 +193,8 @@ class Acquirer:
             self._releaser.release_late_grant(node, other.value)
         resource, nodes = key_lease.key.resource, self._servers.nodes
         if round_.tally.taken(time_is_up=time_is_up):
-            holder, expires_in = round_.holder(), round_.expires_in()
-            ttl = ttl_of(holder)
-            return LockTaken(resource, label_of(holder), expires_in, ttl=ttl, limit=limit)
+            holder, _, ttl = parts_of(round_.holder())
+            return LockTaken(resource, holder, round_.expires_in(), ttl=ttl, limit=limit)
         return QuorumUnreachable(
             resource, round_.causes(nodes.nodes, time_is_up=time_is_up), nodes.size
         )

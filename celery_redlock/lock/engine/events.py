@@ -197,11 +197,10 @@ class Events:
 
     def node_connected(self, node: NodeClient, greeting: ServerInfo) -> None:
         """Log a node that abstains, or that may evict keys."""
-        abstains_for = 0.0 if greeting.notes is None else greeting.notes.abstains_for
-        if abstains_for > 0:
+        if greeting.abstains_for > 0:
             is_new = node.index not in self._greeted and not self.tells_of_new_nodes
             level = logging.DEBUG if is_new else logging.WARNING
-            text, see = abstention_cause(abstains_for), anchors.NODE_RESTARTED
+            text, see = abstention_cause(greeting.abstains_for), anchors.NODE_RESTARTED
             self._log("node_silent", level, text, node, see)
         self._greeted.add(node.index)
         if greeting.evicts:

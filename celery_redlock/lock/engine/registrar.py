@@ -15,8 +15,8 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.model.handoff import Registration, Standing, free_in, merged
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.coroutines import ThreadPool, WorkItem
-from celery_redlock.lock.server.key_requests import Servers
-from celery_redlock.lock.server.scripts import REGISTER
+from celery_redlock.lock.server.requests import REGISTER
+from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError
 

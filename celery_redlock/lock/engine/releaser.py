@@ -21,9 +21,9 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.lease import HELD
 from celery_redlock.lock.platform.interrupts import uninterruptible
-from celery_redlock.lock.server.key_requests import Servers
 from celery_redlock.lock.server.outbox import DELIVERED_FOR, Outbox
-from celery_redlock.lock.server.scripts import RELEASE
+from celery_redlock.lock.server.requests import RELEASE
+from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import Command
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError
 
@@ -233,9 +233,10 @@ class KeyRelease:
 
     def command(self) -> Command:
         """Return the command to send. Not kept, because it refers to this object."""
-        requests, options = self._releaser.servers.requests, self.acquisition.options
-        ended_for = None if self._ended_at is None else self._releaser.clock.now() - self._ended_at
-        request = requests.release_ended(self.key_lease, options, ended_for, publish=self._publish)
+        releaser, marker = self._releaser, self.acquisition.options.marker
+        ended_for = None if self._ended_at is None else releaser.clock.now() - self._ended_at
+        requests = releaser.servers.requests
+        request = requests.release(self.key_lease, marker, ended_for, publish=self._publish)
         return Command(request, self, RELEASE)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:

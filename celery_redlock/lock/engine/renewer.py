@@ -10,8 +10,8 @@ from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.rounds import RenewRound
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
-from celery_redlock.lock.server.key_requests import Servers
-from celery_redlock.lock.server.scripts import RENEW
+from celery_redlock.lock.server.requests import RENEW
+from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import Command, Entry, RoundGroup
 from celery_redlock.lock.transport.encoding import encode_text
 

@@ -9,7 +9,7 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.model.fencing import LAST_TOKEN, Fence
+from celery_redlock.lock.model.fencing import LAST_TOKEN
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.lease import ACQUIRING, HELD, expires_in
 from celery_redlock.lock.model.options import CompletionMarker
@@ -30,6 +30,8 @@ from celery_redlock.lock.server.restart_guard import REPLACED
 from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
 from celery_redlock.lock.transport.node_client import NodeClient
+
+_REFUSAL, _NUMBERS = (int, int, bytes, int), (int, int)  # kinds of replies of lua/grant.lua
 
 
 class AcquireRound(Round):
@@ -90,14 +92,13 @@ class AcquireRound(Round):
         bit = 1 << node
         if self._due & bit:
             self._due ^= bit
-            fence = self._key_lease.fence
-            is_decided = self.tally.add(vote)
             # without a quorum of plausible counters, the nodes that are still due decide
-            if is_decided and (not self._due or not self._lacks_counters(fence)):
+            if self.tally.add(vote) and (self._is_plain or not self._due or self._has_counters()):
                 self.decide()
 
-    def _lacks_counters(self, fence: Fence | None) -> bool:
-        return fence is not None and self.tally.reached and not fence.has_quorum
+    def _has_counters(self) -> bool:
+        fence = self._key_lease.fence
+        return fence is None or not self.tally.reached or fence.has_quorum
 
     def _vote(self, node: int, sent: float, reply: Any) -> Vote | None:
         """Return the vote in a reply; None if the run has ended or is superseded."""
@@ -119,17 +120,15 @@ class AcquireRound(Round):
     def _parsed(self, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and the items of a reply of lua/grant.lua; raises UnexpectedReplyError."""
         words: list[Any] = reply if type(reply) is list else []
-        kinds = [type(word) for word in words]
+        kinds = tuple(map(type, words))
         asks, has_token = self._marker is not None, self._key_lease.fence is not None
-        if asks and kinds[-1:] == [int]:
-            kinds.pop()
-        elif asks:
-            kinds = []
-        if kinds == [int, int, bytes, int] and words[0] == 0:
+        if asks:
+            kinds = kinds[:-1] if kinds[-1:] == (int,) else ()
+        if kinds == _REFUSAL and words[0] == 0:
             return REFUSED, words
-        if kinds == [int, int] and words[0] == -1:
+        if kinds == _NUMBERS and words[0] == -1:
             return ABSTAINED, words
-        is_grant = kinds == [int, int] and words[0] == 1 and (asks or has_token)
+        is_grant = kinds == _NUMBERS and words[0] == 1 and (asks or has_token)
         if is_grant and (not has_token or 0 <= words[1] <= LAST_TOKEN):
             return GRANTED, words
         raise UnexpectedReplyError(reply)
@@ -184,20 +183,25 @@ class AcquireRound(Round):
 
     def expires_in(self) -> float | None:
         """Return the seconds until a quorum of nodes is free without renewals; None if unknown."""
-        known = dict.fromkeys(self._key_lease.granted, 0.0)
-        known |= {node: other.expires_in for node, other in self.held_by.items()}
-        waits = [known.get(node, math.inf) for node in range(self.tally.nodes)]
+        waits = [math.inf] * self.tally.nodes
+        for node in self._key_lease.granted.copy():
+            waits[node] = 0.0
+        for node, other in self._held_by.copy().items():
+            waits[node] = other.expires_in
         return expires_in(waits, self.tally.quorum)
 
     @property
     def is_split(self) -> bool:
         """Whether other clients share the nodes, so that none of them has got the lock either."""
-        holders = [other.value for other in self.held_by.values()]
-        return is_split(holders, self.tally.unheard, self.tally.quorum)
+        return is_split(self._holders, self.tally.unheard, self.tally.quorum)
+
+    @property
+    def _holders(self) -> list[str]:
+        return [other.value for other in self._held_by.copy().values()]
 
     def holder(self) -> str:
         """Return the value that most of the refusing nodes have."""
-        values = [other.value for other in self.held_by.values()]
+        values = self._holders
         return max(values, key=values.count, default="")
 
     def causes(self, nodes: Sequence[NodeClient], *, time_is_up: bool) -> list[str]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from celery_redlock.errors import CLOSED, QuorumUnreachable, SettingsError
+from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.reentrancy import Reentrancy
@@ -25,9 +25,9 @@ from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool
 from celery_redlock.lock.server.handshake import ServerInfo
-from celery_redlock.lock.server.key_requests import KeyRequests, Servers
 from celery_redlock.lock.server.outbox import Outbox
-from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents
+from celery_redlock.lock.server.requests import Requests
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents, Servers
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.connection import connect_budget
 from celery_redlock.lock.transport.encoding import encoded
@@ -78,7 +78,7 @@ class Session:
         self.threads = ThreadPool(platform)
         self.reentrancy = Reentrancy(platform)
         self.outbox = Outbox(self.node_set)
-        servers = Servers(self.node_set, KeyRequests(options.prefix), options)
+        servers = Servers(self.node_set, Requests(options.prefix), options)
         self.registrar = Registrar(servers, self.threads, self.watchdog.run_maintenance_by)
         self.wait_queue = WaitQueue(
             addresses, options.node_timeout, platform, options.prefix, self.registrar
@@ -146,14 +146,7 @@ class Session:
         failure = self.acquirer.try_acquire(acquisition)
         if failure is None:
             self._begin(acquisition, started)
-            return None
-        return self.if_closed(failure)
-
-    def if_closed(self, failure: Failure) -> Failure:
-        """Return the failure that says that this is closed, if it is; else the given one."""
-        if not self.is_closed:
-            return failure
-        return QuorumUnreachable(failure.resource, [CLOSED], self.node_set.size)
+        return failure
 
     def _begin(self, acquisition: Acquisition, started: float) -> None:
         acquisition.acquired_at = started

@@ -62,8 +62,9 @@ class Acquisition:
 
     def part(self, user: object) -> None:
         """Remove a user. A second call has no effect."""
-        if ref(user) in self._users:
-            self._users.remove(ref(user))
+        its = ref(user)
+        if its in self._users:
+            self._users.remove(its)
 
     @property
     def users(self) -> int:

@@ -116,8 +116,7 @@ def value_of(token: str, since_ms: int, label: str, ttl: float) -> str:
 
 def label_of(value: str) -> str:
     """Return the holder's label in a value, or the value itself if another program wrote it."""
-    found = _VALUE.fullmatch(value)
-    return value if found is None else found[3]
+    return parts_of(value)[0]
 
 
 def is_of_run(label: str, run: str) -> bool:
@@ -125,16 +124,13 @@ def is_of_run(label: str, run: str) -> bool:
     return label.startswith(f"{run} ")
 
 
-def since_of(value: str) -> float | None:
-    """Return when the holder asked for the lock, in seconds since 1970.
+def parts_of(value: str) -> tuple[str, float | None, float | None]:
+    """Return the holder's label in a value, since when it wants the lock, and its lease.
 
-    None if another program wrote the value.
+    Seconds since 1970, and seconds. If another program wrote it: the value itself, None and None.
     """
     found = _VALUE.fullmatch(value)
-    return None if found is None else int(found[1]) / 1000
-
-
-def ttl_of(value: str) -> float | None:
-    """Return the seconds of the holder's lease; None if another program wrote the value."""
-    found = _VALUE.fullmatch(value)
-    return None if found is None or found[2] is None else int(found[2]) / 1000
+    if found is None:
+        return value, None, None
+    since, ttl, label = found.groups()
+    return label, int(since) / 1000, None if ttl is None else int(ttl) / 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Vote(enum.Enum):
@@ -30,7 +30,7 @@ def is_split(holders: Sequence[str], unheard: int, quorum: int) -> bool:
     holders: the value on each node that refused. unheard: number of nodes whose vote is still due.
     The result is a guess, used to retry soon: a rival may have a quorum with the unheard nodes.
     """
-    most = max((holders.count(holder) for holder in holders), default=0)
+    most = max(map(holders.count, holders), default=0)
     return 0 < most < quorum and (len(set(holders)) > 1 or most + unheard < quorum)
 
 
@@ -86,8 +86,7 @@ class Tally:
         return self.refused > 0 and able >= self.quorum
 
 
-@dataclass(frozen=True)
-class HeldByOther:
+class HeldByOther(NamedTuple):
     """A node's reply that another client holds the lock.
 
     value: the key's value on the node. expires_in: seconds, inf if the key never expires. wall:

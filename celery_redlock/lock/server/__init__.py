@@ -5,7 +5,7 @@ Read `restart_guard.py` first: it admits a connection, or refuses it if its serv
 
 - `tenures.py`: which server served under which address.
 - `handshake.py`: the first commands on a new connection.
-- `scripts.py`, `key_requests.py`: requests. `lua/`: the scripts themselves.
+- `requests.py`: the scripts, and the requests that call them. `lua/`: the scripts themselves.
 - `outbox.py` keeps commands for nodes that are down, and for how long.
 - `error_hints.py`: hints for a server's errors. `admin.py`: commands for operators.
 """

@@ -22,9 +22,10 @@ from celery_redlock.lock.model.keys import (
     votes_channel,
 )
 from celery_redlock.lock.model.votes import quorum_of
+from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import read_info
-from celery_redlock.lock.server.scripts import BREAK, FENCE, TRUST
+from celery_redlock.lock.server.requests import BREAK, FENCE, TRUST
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.encoding import (
     encoded,
@@ -58,24 +59,30 @@ def ask_each(
     return {n: cast("T", said) for n, (said, _) in results.items() if n not in failing}, failing
 
 
+def reply_of(connection: Any, *words: Any) -> Any:
+    """Return a node's reply to one command. connection: a result of `Address.dial`."""
+    connection.send_command(*words)
+    return connection.read_response()
+
+
 def trust_nodes(
     addresses: Collection[Address],
     names: Collection[str],
     prefix: str,
     timeout: float,
-    word: str,
-    wall_us: int,
+    platform: Platform,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Let nodes vote from now on, and wake the clients that wait for that.
 
-    addresses: of all nodes. names: of the nodes to trust. word: new for each call. wall_us: now.
-    Returns by node the name of one lock on the node ("" for none), and the causes by failed node.
+    addresses: of all nodes. names: of the nodes to trust. Returns by node the name of one lock on
+    the node ("" for none), and the causes by failed node.
     """
     trusted = [address for address in addresses if address.name in names]
     found, failing = ask_each(trusted, timeout, functools.partial(trust_node, prefix=prefix))
-    mend_counters(addresses, names, prefix, timeout, wall_us)
+    mend_counters(addresses, names, prefix, timeout, platform.clock.wall_us())
     if found:  # only once all of them vote: a client that receives the message tries at once
-        ask_each(addresses, timeout, functools.partial(say_trusted, prefix=prefix, word=word))
+        news = "PUBLISH", encoded(votes_channel(prefix)), platform.new_token()  # the same on each
+        ask_each(addresses, timeout, lambda connection: reply_of(connection, *news))
     return found, failing
 
 
@@ -90,9 +97,8 @@ def trust_node(connection: Any, prefix: str) -> str:
         raise redis.ResponseError(facts.get("error", "INFO names no run_id"))
     notes = set(names_on(connection, f"{tenure_key(prefix)}:"))
     keys = *map(encoded, (*guard_keys(prefix), tenure_key(prefix))), *notes
-    connection.send_command("EVAL", TRUST.source, str(len(keys)), *keys, facts["run_id"])
-    connection.read_response()
-    return _any_lock(connection, prefix)
+    reply_of(connection, "EVAL", TRUST.source, str(len(keys)), *keys, facts["run_id"])
+    return next(map(text_of, names_on(connection, lock_key(prefix, ""))), "")
 
 
 def mend_counters(
@@ -105,14 +111,13 @@ def mend_counters(
     """Set fencing counters that another program has written to the largest one of a quorum.
 
     No holder's token counts on such a node, and each token is on one node of that quorum. So tokens
-    still grow. Without such a quorum nothing is set. Arguments: as in `trust_nodes`.
+    still grow. Without such a quorum nothing is set. wall_us: now. Others: as in `trust_nodes`.
     """
     name, fence = encoded(fence_key(prefix)), Fence(quorum_of(len(addresses)))
     fence.proposed = proposal(wall_us)
 
     def ask(connection: Any, *words: Any) -> int:
-        connection.send_command("EVAL", FENCE.source, "1", name, *words)
-        return read_number(connection.read_response())
+        return read_number(reply_of(connection, "EVAL", FENCE.source, "1", name, *words))
 
     counters, _ = ask_each(addresses, timeout, ask)
     for node, address in enumerate(addresses):
@@ -122,19 +127,6 @@ def mend_counters(
         words = str(fence.greatest), str(fence.bound)
         chosen = [address for address in addresses if address.name in names]
         ask_each(chosen, timeout, lambda connection: ask(connection, *words))
-
-
-def say_trusted(connection: Any, prefix: str, word: str) -> None:
-    """Wake clients that wait for nodes to vote. word: the message, the same on each node.
-
-    connection: a result of `Address.dial`. Raises redis.RedisError, OSError.
-    """
-    connection.send_command("PUBLISH", encoded(votes_channel(prefix)), word)
-    connection.read_response()
-
-
-def _any_lock(connection: Any, prefix: str) -> str:
-    return next(map(text_of, names_on(connection, lock_key(prefix, ""))), "")
 
 
 def missing_rights(connection: Any, prefix: str) -> list[str]:
@@ -194,8 +186,8 @@ def names_on(connection: Any, beginning: str) -> Iterator[Any]:
     """
     cursor, pattern = b"0", encoded(f"{pattern_of(beginning)}*")
     while True:
-        connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", "1000")
-        cursor, names = read_list(connection.read_response(), 2)
+        reply = reply_of(connection, "SCAN", cursor, "MATCH", pattern, "COUNT", "1000")
+        cursor, names = read_list(reply, 2)
         for name in read_list(names, len(names) if isinstance(names, list) else -1):
             read_text(name)
             yield name
@@ -209,5 +201,5 @@ def force_unlock(connection: Any, keys: Sequence[Any], value: Any, *rest: Any) -
     connection: a result of `Address.dial`. keys, value, rest: as in `lua/break.lua`. Raises
     redis.RedisError, OSError.
     """
-    connection.send_command("EVAL", BREAK.source, str(len(keys)), *keys, value, *rest)
-    return bool(read_number(connection.read_response()))
+    reply = reply_of(connection, "EVAL", BREAK.source, str(len(keys)), *keys, value, *rest)
+    return bool(read_number(reply))

@@ -14,7 +14,7 @@ import redis
 
 from celery_redlock.lock.model.grace_period import Guard
 from celery_redlock.lock.model.keys import guard_keys, tenure_key
-from celery_redlock.lock.server.scripts import GRANT, GUARD, RELEASE, RENEW
+from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenure, Tenures, tenure_of
 from celery_redlock.lock.transport.command import PING
 from celery_redlock.lock.transport.connection import Peer
@@ -29,34 +29,26 @@ from celery_redlock.lock.transport.encoding import (
 )
 
 
-@dataclass(frozen=True)
-class Notes:
-    """What a node has recorded about tenures.
-
-    told: the result of `Tenures.told`. abstains_for: remaining seconds of the node's grace period.
-    own: the node's tenure. others: the newest tenures that the node knows at the other nodes'
-    addresses, in order.
-    """
-
-    told: tuple[str, ...]
-    abstains_for: float
-    own: Tenure | None
-    others: Sequence[Tenure | None]
-
-
-@dataclass(frozen=True)
+@dataclass
 class ServerInfo(Peer):
-    """What the handshake found out about a server.
+    """What is known of a server: from the handshake, and of tenures from its latest reply.
 
     arguments: the result of `Guard.arguments`, which is also the suffix of each grant. evicts: the
-    server's eviction policy, "" if it evicts nothing. notes: what the server recorded of tenures.
-    wall: seconds since 1970 by the server's clock, None if it does not tell.
+    server's eviction policy, "" if it evicts nothing. wall: seconds since 1970 by the server's
+    clock, None if it does not tell. abstains_for: remaining seconds of the node's grace period.
+    tenure: the node's own. others: the newest tenures that the node knows at the other nodes'
+    addresses, in order. told: what the node was last sent about tenures, the result of
+    `Tenures.told`; empty if it could record nothing. told_at: when, in monotonic seconds.
     """
 
     arguments: tuple[str, ...] = ("", "")
     evicts: str = ""
-    notes: Notes | None = None
     wall: float | None = None
+    abstains_for: float = 0.0
+    tenure: Tenure | None = None
+    others: Sequence[Tenure | None] = ()
+    told: tuple[str, ...] = ()
+    told_at: float = 0.0
 
 
 def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> ServerInfo:
@@ -76,14 +68,16 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
     arguments = guard.arguments(run_id)
     evicts = facts.get("maxmemory_policy", "noeviction")
     time_us = facts.get("server_time_usec", "")
-    return ServerInfo(
+    info = ServerInfo(
         run_id,
         encode_words(arguments),
         arguments,
         evicts if facts.get("maxmemory", "0") != "0" and evicts != "noeviction" else "",
-        None if guard.word == "off" else _note_run(connection, guard, arguments, tenures, node),
         int(time_us) / 1e6 if time_us.isdecimal() else None,
     )
+    if guard.word != "off":
+        _note_run(connection, guard, info, tenures, node)
+    return info
 
 
 def read_info(
@@ -125,17 +119,17 @@ def _ask(connection: Any, requests: Sequence[bytes]) -> list[Any]:
     return replies
 
 
-def _note_run(
-    connection: Any, guard: Guard, arguments: Sequence[str], tenures: Tenures, node: int
-) -> Notes | None:
-    """Let a server record its run id, so that its grace period begins now; return its notes."""
+def _note_run(connection: Any, guard: Guard, info: ServerInfo, tenures: Tenures, node: int) -> None:
+    """Let a server record its run id, so that its grace period begins now."""
     names, words = noted_keys(guard.prefix, tenures, node), tenures.told(node)
-    keys = map(encoded, names)
+    sent = "EVAL", GUARD.source, str(len(names)), *map(encoded, names), *info.arguments, *words
     try:
-        connection.send_command("EVAL", GUARD.source, str(len(names)), *keys, *arguments, *words)
-        return notes_of(words, connection.read_response())
+        connection.send_command(*sent)
+        reply = connection.read_response()
     except redis.ResponseError:
-        return None  # a replica, a full memory, no permission: each grant gets the same error
+        return  # a replica, a full memory, no permission: each grant gets the same error
+    info.abstains_for, info.tenure, info.others = tenures_of(reply, len(words))
+    info.told = words
 
 
 def noted_keys(prefix: str, tenures: Tenures, node: int) -> tuple[str, ...]:
@@ -144,8 +138,11 @@ def noted_keys(prefix: str, tenures: Tenures, node: int) -> tuple[str, ...]:
     return *guard_keys(prefix), tenure_key(prefix), *others
 
 
-def notes_of(told: tuple[str, ...], reply: Any) -> Notes:
-    """Return the reply of the script `guard` as a record; raises UnexpectedReplyError."""
-    left, *texts = read_list(reply, len(told))
+def tenures_of(reply: Any, length: int) -> tuple[float, Tenure | None, list[Tenure | None]]:
+    """Return what a reply of the script `guard` says, in the order of `ServerInfo`.
+
+    length: of the arguments that told it of tenures. Raises UnexpectedReplyError.
+    """
+    left, *texts = read_list(reply, length)
     own, *others = (tenure_of(read_text(text)) for text in texts)
-    return Notes(told, read_number(left) / 1000, own, others)
+    return read_number(left) / 1000, own, others

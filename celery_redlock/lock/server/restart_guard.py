@@ -15,11 +15,12 @@ import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.model.grace_period import Guard
+from celery_redlock.lock.model.options import ClientOptions
 from celery_redlock.lock.model.votes import quorum_of
-from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.clock import Clock, Platform
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
-from celery_redlock.lock.server.handshake import Notes, ServerInfo, handshake, noted_keys, notes_of
-from celery_redlock.lock.server.scripts import GUARD
+from celery_redlock.lock.server.handshake import ServerInfo, handshake, noted_keys, tenures_of
+from celery_redlock.lock.server.requests import GUARD, Requests
 from celery_redlock.lock.server.tenures import Tenure, Tenures
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Command
@@ -47,37 +48,24 @@ class NodeEvents:
     replaced: Callable[[int], None]
 
 
-class Introduction:
-    """The handler of a node's reply to the exchange of tenures."""
+class TenureReply:
+    """The handler of a node's reply to the exchange of tenures.
+
+    learn: called with the node, the reply and the server's run id.
+    """
 
     wanted = True
 
-    def __init__(self, learn: Callable[[int, Notes, str], None], told: tuple[str, ...]) -> None:
-        self._learn, self._told = learn, told
+    def __init__(self, learn: Callable[[int, Any, str], None]) -> None:
+        self._learn = learn
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Use what the node has recorded. Raises UnexpectedReplyError."""
         if type(reply) is not hiredis.ReplyError:
-            self._learn(node, notes_of(self._told, reply), run_id)
+            self._learn(node, reply, run_id)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Do nothing: the handshake of the next connection exchanges tenures again."""
-
-
-class KnownServer:
-    """What is known of the server at the end of a node's connection.
-
-    told: what the node was last sent about tenures, the result of `Tenures.told`. told_at: when, in
-    monotonic seconds.
-    """
-
-    __slots__ = ("arguments", "run_id", "tenure", "told", "told_at")
-
-    def __init__(self, info: ServerInfo, now: float) -> None:
-        notes = info.notes
-        self.run_id, self.arguments, self.told_at = info.run_id, info.arguments, now
-        self.tenure: Tenure | None = None if notes is None else notes.own
-        self.told: tuple[str, ...] = () if notes is None else notes.told
 
 
 class GuardedNodeSet(NodeSet[ServerInfo]):
@@ -105,7 +93,6 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
     def reset(self) -> None:
         """Forget every connection, and all knowledge about servers."""
         super().reset()
-        self._known: list[KnownServer | None] = [None] * len(self.nodes)
         self._servers: dict[str, int] = {}  # run id -> the node that is connected to it
         self._refusals: set[tuple[int, str]] = set()
         self.replaced_at: dict[int, float] = {}  # monotonic seconds of detection, by node
@@ -182,37 +169,25 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
     # the tenures; all in the turn of reading, except for calls from `keep_alive`
 
     def _let_in(self, index: int, info: ServerInfo, use: Callable[[], None]) -> None:
-        if info.notes is not None:
-            self._learn(index, info.notes)
-            if self._tenures.ended(index, info.notes.own):
+        if info.told:
+            self._learn(index, info.tenure, info.others)
+            if self._tenures.ended(index, info.tenure):
                 raise NodeError(self.nodes[index].name, REPLACED)
-        before = self._known[index]
-        # before `use`: a reply of the connection must be from a server whose tenure is known
-        self._known[index] = KnownServer(info, self.clock.now())
+        info.told_at = self.clock.now()
         if info.wall is not None:
-            self.learn_time(index, info.wall, self.clock.now())
-        try:
-            use()
-        except NodeError:
-            self._known[index] = before
-            raise
+            self.learn_time(index, info.wall, info.told_at)
+        use()
         self._introduce()
 
     def _is_failing(self, node: int) -> bool:
         return self.nodes[node].error is not None
 
-    def _known_by(self, node: NodeClient, connection: Connection) -> KnownServer | None:
-        """Return what is known of the server at the end of a node's connection."""
-        known = self._known[node.index]
-        return known if known is not None and known.run_id == connection.run_id else None
-
-    def _learn(self, index: int, notes: Notes) -> None:
+    def _learn(self, index: int, own: Tenure | None, others: Sequence[Tenure | None]) -> None:
         """Keep the newest tenures; give up connections to servers that were replaced."""
-        self._tenures.learn(index, notes.own, notes.others)
+        self._tenures.learn(index, own, others)
         for node in self.nodes:
             connection = node.connection
-            known = None if connection is None else self._known_by(node, connection)
-            if connection is not None and known and self._tenures.ended(node.index, known.tenure):
+            if connection is not None and self._tenures.ended(node.index, connection.peer.tenure):
                 self._give_up(node, connection)
 
     def _give_up(self, node: NodeClient, connection: Connection) -> None:
@@ -233,29 +208,27 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             return
         now = self.clock.now()
         for node in self.nodes:
-            connection, told = node.connection, self._tenures.told(node.index)
-            known = None if connection is None else self._known_by(node, connection)
-            if known is None or not known.run_id:
+            connection = node.connection
+            if connection is None or not connection.run_id:
                 continue
+            server: ServerInfo = connection.peer
+            told = self._tenures.told(node.index)
             # a node that could record nothing (read-only, or full) is asked again after `every`
-            has_news = known.told != told and self._tenures.has_news(node.index, known.tenure)
-            is_told = known.tenure is None or not has_news
-            if is_told and (every is None or now - known.told_at <= every):
+            has_news = server.told != told and self._tenures.has_news(node.index, server.tenure)
+            is_told = server.tenure is None or not has_news
+            if is_told and (every is None or now - server.told_at <= every):
                 continue
-            known.told, known.told_at = told, now
+            server.told, server.told_at = told, now
             keys = noted_keys(self._guard.prefix, self._tenures, node.index)
-            request = GUARD.call(keys, *known.arguments, *told)
-            reply = Introduction(self._on_notes, told)
-            node.send([(Command(request, reply, GUARD), now, request)])
+            request = GUARD.call(keys, *server.arguments, *told)
+            node.send([(Command(request, TenureReply(self._on_tenures), GUARD), now, request)])
 
-    def _on_notes(self, index: int, notes: Notes, run_id: str) -> None:
-        node = self.nodes[index]
-        connection = node.connection
+    def _on_tenures(self, index: int, reply: Any, run_id: str) -> None:
+        _, own, others = tenures_of(reply, len(self._tenures.told(index)))
+        connection = self.nodes[index].connection
         if connection is not None and connection.run_id == run_id:
-            known = self._known_by(node, connection)
-            if known is not None:
-                known.tenure = notes.own
-        self._learn(index, notes)
+            connection.peer.tenure = own
+        self._learn(index, own, others)
         self._introduce()
 
     def _refuse_same_server(self, index: int, run_id: str) -> None:
@@ -269,3 +242,17 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             raise NodeError(name, f"is the same server as {first}")
         if self.same_server is not None and self.nodes[index].name in self.same_server:
             self.same_server = None  # the node has its own server again
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The nodes of one `Redlock`, the requests for keys, and the options that all locks share."""
+
+    nodes: GuardedNodeSet
+    requests: Requests
+    options: ClientOptions
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that measures leases."""
+        return self.nodes.clock

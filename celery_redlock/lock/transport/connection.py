@@ -17,16 +17,14 @@ import hiredis
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.gil import UnyieldingSocket, UnyieldingTlsSocket
 from celery_redlock.lock.transport.command import Entry
-from celery_redlock.lock.transport.encoding import ReplyHeaders
+from celery_redlock.lock.transport.encoding import INCOMPLETE, ReplyReader
 
 POISONED = "an exception struck in the middle of a command"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
-_INCOMPLETE = object()
 MOST_AT_ONCE = 65536  # bytes of a read
-GRANTED = b":1\r\n"  # a grant, and a release
 
 
-@dataclass(frozen=True)
+@dataclass
 class Peer:
     """The server at the other end of a connection, as found by the handshake.
 
@@ -48,7 +46,6 @@ class Connection:
 
     __slots__ = (
         "_dialled",
-        "_headers",
         "_reader",
         "_ways",
         "answers",
@@ -56,6 +53,7 @@ class Connection:
         "in_flight",
         "is_tls",
         "opened_at",
+        "peer",
         "poisoned",
         "run_id",
         "socket",
@@ -67,6 +65,7 @@ class Connection:
 
     def __init__(self, dialled: Any, peer: Peer) -> None:
         self._dialled = dialled
+        self.peer: Any = peer  # of the class that `NodeOwner.handshake` returns
         self.run_id, self.suffix = peer.run_id, peer.suffix
         self.poisoned = False  # an exception interrupted a write or a read
         self.discarded = ""  # the reason if no further reply of this connection counts
@@ -76,7 +75,7 @@ class Connection:
         # reading and writing share one TLS state, which two threads must not use at once
         self.is_tls = hasattr(self.socket, "pending")
         self._ways = self.socket, _unyielding(self.socket)
-        self._reader, self._headers = hiredis.Reader(notEnoughData=_INCOMPLETE), ReplyHeaders()
+        self._reader = ReplyReader()
         self.in_flight: deque[Entry] = deque()
         self.answers: deque[tuple[Entry, Any]] = deque()
         self.struck: tuple[Entry, Any] | None = None  # the last reply whose handler raised
@@ -121,12 +120,9 @@ class Connection:
         try:
             reader, in_flight, done = self._reader, self.in_flight, self.answers.append
             way = self._ways[keeps_gil]
-            data = receive(way) if self.is_tls else way.recv(MOST_AT_ONCE) or _ended()
-            if data != GRANTED or self._headers.is_open:  # which most replies are
-                self._headers.check(data)
-            reader.feed(data)
+            reader.feed(receive(way) if self.is_tls else way.recv(MOST_AT_ONCE) or _ended())
             gets = reader.gets
-            while (reply := gets()) is not _INCOMPLETE:
+            while (reply := gets()) is not INCOMPLETE:
                 done((in_flight[0], reply))
                 in_flight.popleft()  # last: if an exception strikes before, no command is lost
         except IndexError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import hiredis
 
 
 def encoded(text: str) -> bytes:
@@ -72,29 +74,48 @@ def text_of(reply: Any) -> str:
 
 MOST_ITEMS = 1000  # of a list in a reply; no script or command of ours gets a longer one
 MOST_BYTES = 1 << 20  # of a text in a reply
-_LARGE_OR_TEXT = re.compile(rb"[*>]\d{4}|\$")
+INCOMPLETE = object()  # what `ReplyReader.gets` returns if there is no complete reply
+_GRANTS = frozenset(b":1\r\n" * count for count in (1, 2))  # most replies: a release, a grant
+# in each header that is too large, and perhaps in a text, if kinds and digits are made one each
+_LARGE, _HEADER_KINDS = b"*0000", bytes.maketrans(b">~%|$=123456789", b"******000000000")
 # any lines that are no header; then the header of a list or of a text, if it is complete
-_HEADER = re.compile(rb"(?:[^*>$\r\n][^\r\n]*\r\n)*(?:[*>](-?\d{1,20})\r\n|\$(-?\d{1,20})\r\n)?")
+_HEADER = re.compile(
+    rb"(?:[^*>~%|$=\r\n][^\r\n]*\r\n)*(?:[*>~%|](-?\d{1,20})\r\n|[$=](-?\d{1,20})\r\n)?"
+)
 
 
-class ReplyHeaders:
-    """Checks the headers of replies before hiredis reads them.
+class ReplyReader:
+    """Reads replies by hiredis, and checks their headers before.
 
     For a list, hiredis reserves memory for as many items as the header says, and keeps the GIL
-    meanwhile. is_open: whether the bytes so far end within a header or a text.
+    meanwhile. gets: returns the next reply. It is called until it returns `INCOMPLETE`.
     """
 
-    __slots__ = ("_rest", "_skip", "is_open")
+    __slots__ = ("_fed", "_is_open", "_reader", "_rest", "_skip", "gets")
 
     def __init__(self) -> None:
+        self._reader = hiredis.Reader(notEnoughData=INCOMPLETE)
+        self.gets: Callable[[], Any] = self._reader.gets
+        self._fed = b""  # the last bytes, if they begin with a line and are not parsed here
+        self._is_open = False  # `_check` ended within a header or a text
         self._rest = b""  # an incomplete line
         self._skip = 0  # bytes of a text that are still to come
-        self.is_open = False
 
-    def check(self, data: bytes) -> None:
-        """Check the next bytes of a connection; raise OSError for a header that is too large."""
-        if not self.is_open and data.endswith(b"\r\n") and _LARGE_OR_TEXT.search(data) is None:
-            return  # as most replies
+    def feed(self, data: bytes) -> None:
+        """Add the next bytes of a connection; raise OSError for a header that is too large."""
+        reader = self._reader
+        is_small = data in _GRANTS or (
+            data[-1:] == b"\n" and _LARGE not in data.translate(_HEADER_KINDS)
+        )
+        # hiredis does not count the first byte of a header that has come alone: `_is_open` does
+        if is_small and not self._is_open and not reader.has_data():
+            self._fed = data
+        else:
+            self._check(self._fed + data)
+            self._fed = b""
+        reader.feed(data)
+
+    def _check(self, data: bytes) -> None:
         data, position = self._rest + data, self._skip
         while position < len(data):
             found = _HEADER.match(data, position)
@@ -109,7 +130,7 @@ class ReplyHeaders:
                     raise OSError(f"a reply of {int(size)} bytes: no Redis server for locks")
                 position += int(size) + 2  # and the end of its line
         self._rest, self._skip = data[position:], max(0, position - len(data))
-        self.is_open = position != len(data)
+        self._is_open = position != len(data)
         if len(self._rest) > MOST_BYTES:
             raise OSError("a reply with a line that does not end")
 

@@ -9,13 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import hiredis
-
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.greenlets import original
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.connection import connect_budget, receive
-from celery_redlock.lock.transport.encoding import ReplyHeaders, encode_command, text_of
+from celery_redlock.lock.transport.encoding import INCOMPLETE, ReplyReader, encode_command, text_of
 from celery_redlock.lock.transport.node_client import RECONNECT
 
 LINGER = 30.0  # seconds that an unused connection is kept; seconds without data before a PING
@@ -43,8 +41,7 @@ class Subscriber:
         self._turn, self._calls = platform.turn(), deque[None]()  # `resubscribe` calls to handle
         self._running = self._closed = False
         self._connection: Any = None
-        self._reader: Any = None
-        self._headers = ReplyHeaders()
+        self._reader = ReplyReader()
         self._asked: set[str] = set()
         # whether a PING waits for its reply; monotonic seconds of that PING, or of the last data
         self._pinged, self._spoke_at = False, 0.0
@@ -110,7 +107,7 @@ class Subscriber:
         if wanted and self._connection is None:
             self._connection = self._address.dial(connect_budget(self._timeout), self._timeout)
             self._connection._sock.setblocking(False)
-            self._reader, self._headers = hiredis.Reader(), ReplyHeaders()
+            self._reader = ReplyReader()
             self._pinged, self._spoke_at = False, self._clock.now()
         if self._connection is None:
             return self._rest(LINGER)
@@ -121,9 +118,8 @@ class Subscriber:
         data = receive(self._connection._sock)
         if data or wanted:
             self._see_there(heard=bool(data), came=came)
-        self._headers.check(data)
         self._reader.feed(data)
-        while (reply := self._reader.gets()) is not False:
+        while (reply := self._reader.gets()) is not INCOMPLETE:
             self._take(reply)
         return came
 

@@ -14,7 +14,7 @@ from celery_redlock.lock.engine.acquirer import SupersededError
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key, is_of_run
 from celery_redlock.lock.model.options import CompletionMarker
-from celery_redlock.lock.server.scripts import MARKER
+from celery_redlock.lock.server.requests import MARKER
 from celery_redlock.lock.transport.encoding import read_number
 from celery_redlock.tasks.delivery.delivery import Delivery, clock
 from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER

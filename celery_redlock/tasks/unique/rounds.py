@@ -12,8 +12,8 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import unique_key
 from celery_redlock.lock.platform.interrupts import uninterruptible
+from celery_redlock.lock.server.requests import load_script
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
-from celery_redlock.lock.server.scripts import load_script
 from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
 

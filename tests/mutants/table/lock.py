@@ -502,7 +502,7 @@ MUTANTS = (
     Mutant(
         "a node that a release reaches late takes the run for one that has just ended",
         "lock.engine.releaser:KeyRelease.command",
-        "self._releaser.clock.now() - self._ended_at",
+        "releaser.clock.now() - self._ended_at",
         "0.0",
         (f"{CONTRACT}/test_done_marks.py",),
         "owed_with_its_release",

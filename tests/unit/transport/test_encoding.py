@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import hiredis
 import pytest
@@ -10,17 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock.lock.transport.encoding import (
+    INCOMPLETE,
     MOST_BYTES,
     MOST_ITEMS,
-    ReplyHeaders,
+    ReplyReader,
     encode_bulk,
 )
 
-TOO_LARGE = [b"*1000000000\r\n", b">1000000000\r\n", b"$2000000000\r\n"]
+TOO_LARGE = [
+    *(b"%c1000000000\r\n" % kind for kind in b"*>~%"),
+    *(b"%c2000000000\r\n" % kind for kind in b"$="),
+]
 
 numbers = st.integers(-9, 10**12).map(lambda number: b":%d\r\n" % number)
 texts = st.one_of(st.binary(max_size=60), st.sampled_from([*TOO_LARGE, b"*1000000000"]))
-bulks = st.one_of(texts.map(encode_bulk), st.just(b"$-1\r\n"))
+verbatim = texts.map(lambda text: b"=%d\r\ntxt:%b\r\n" % (len(text) + 4, text))
+bulks = st.one_of(texts.map(encode_bulk), verbatim, st.just(b"$-1\r\n"))
 errors = st.sampled_from([b"-ERR no *1000000000\r\n", b"+OK\r\n"])
 
 
@@ -39,18 +45,27 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in itertools.pairwise(edges) if a < b]
 
 
-def check_all(headers: ReplyHeaders, data: list[bytes]) -> None:
+def read_all(reader: ReplyReader, data: list[bytes], taken: int = 10**6) -> list[Any]:
+    """Return the replies. taken: how many of them are read between two pieces."""
+    found: list[Any] = []
     for piece in data:
-        headers.check(piece)
-
-
-@given(st.lists(replies, min_size=1, max_size=4), st.lists(st.integers(0, 10**6), max_size=5))
-def test_replies_pass_however_they_are_cut(said: list[bytes], cuts: list[int]) -> None:
-    headers, reader = ReplyHeaders(), hiredis.Reader(notEnoughData=...)
-    for piece in pieces(b"".join(said), cuts):
-        headers.check(piece)
         reader.feed(piece)
-    assert [reader.gets() is ... for _ in said] == [False] * len(said)
+        found += itertools.islice(iter(reader.gets, INCOMPLETE), taken)
+    return [*found, *iter(reader.gets, INCOMPLETE)]
+
+
+@given(
+    st.lists(replies, min_size=1, max_size=4),
+    st.lists(st.integers(0, 10**6), max_size=5),
+    st.integers(0, 2),
+)
+def test_replies_pass_however_they_are_cut(said: list[bytes], cuts: list[int], taken: int) -> None:
+    whole = b"".join(said)
+    plain = hiredis.Reader()
+    plain.feed(whole)
+    known = [repr(plain.gets()) for _ in said]  # errors are equal by their text alone
+    for most in (10**6, taken):
+        assert [*map(repr, read_all(ReplyReader(), pieces(whole, cuts), most))] == known
 
 
 @given(
@@ -61,17 +76,14 @@ def test_replies_pass_however_they_are_cut(said: list[bytes], cuts: list[int]) -
 def test_a_header_that_is_too_large_is_refused_however_it_is_cut(
     said: list[bytes], header: bytes, cuts: list[int]
 ) -> None:
-    headers = ReplyHeaders()
     with pytest.raises(OSError, match=r"000 (items|bytes)"):
-        check_all(headers, pieces(b"".join([*said, b"*2\r\n", header]), cuts))
+        read_all(ReplyReader(), pieces(b"".join([*said, b"*2\r\n", header]), cuts))
 
 
 def test_a_line_that_does_not_end_is_refused() -> None:
-    headers = ReplyHeaders()
     with pytest.raises(OSError, match="does not end"):
-        check_all(headers, [b"-" + b"x" * (MOST_BYTES // 2)] * 3)
+        read_all(ReplyReader(), [b"-" + b"x" * (MOST_BYTES // 2)] * 3)
 
 
 def test_what_is_at_the_limit_passes() -> None:
-    headers = ReplyHeaders()
-    headers.check(b"*%d\r\n$%d\r\n" % (MOST_ITEMS, MOST_BYTES))
+    ReplyReader().feed(b"*%d\r\n$%d\r\n" % (MOST_ITEMS, MOST_BYTES))

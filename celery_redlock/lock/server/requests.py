@@ -1,0 +1,147 @@
+"""The Lua scripts of the lock, and the requests that call them.
+
+Constant parts are encoded once. The connection appends its server's arguments (`Peer.suffix`) to
+each acquire request as it writes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+
+from celery_redlock.lock.model.handoff import Registration
+from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.keys import (
+    completion_key,
+    fence_key,
+    guard_keys,
+    inbox_channel,
+    lock_key,
+    waiting_key,
+)
+from celery_redlock.lock.model.options import CompletionMarker, LockOptions
+from celery_redlock.lock.transport.encoding import encode_bulk, encode_command, encode_text
+from celery_redlock.lock.transport.script import Script
+
+MOST_ASKED = 100  # permits of a lock that one registration looks at
+REGISTERED_FOR = 60.0  # seconds after which a set of waiters that nobody refreshes expires
+
+
+def load_script(name: str, *before: str) -> Script:
+    """Return a script of this package. before: files that stand before it, with its functions."""
+    folder = files("celery_redlock.lock.server").joinpath("lua")
+    texts = [folder.joinpath(f"{file}.lua").read_bytes() for file in (*before, name)]
+    return Script(name, b"".join(texts))
+
+
+GRANT, RENEW, REGISTER = map(load_script, ("grant", "renew", "register"))
+RELEASE, BREAK = (load_script(name, "announce") for name in ("release", "break"))
+GUARD, TRUST = (load_script(name, "tenure") for name in ("guard", "trust"))
+MARKER, FENCE = map(load_script, ("marker", "fence"))
+
+
+def _number(value: float) -> bytes:
+    return encode_bulk(b"%d" % value)
+
+
+_NOTHING = encode_bulk(b"")
+
+
+class Requests:
+    """The requests for keys under one prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._fence = prefix, encode_text(fence_key(prefix))
+        self._inbox = encode_text(inbox_channel(prefix, ""))
+        names = b"".join(map(encode_text, guard_keys(prefix))) + self._fence
+        names, inbox = (words.replace(b"%", b"%%") for words in (names, self._inbox))
+        self._acquire = b"*12\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
+        self._asking = b"*13\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
+        release = b"*7\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b"
+        self._release, self._release_quietly = release + inbox, release + _NOTHING
+        last = b"*10\r\n" + RELEASE.by_digest + b"$1\r\n3\r\n%b%b%b%b"
+        self._last, self._last_quietly = last + inbox + b"%b%b", last + _NOTHING + b"%b%b"
+
+    def acquire(self, key_lease: KeyLease, options: LockOptions, least: int | None) -> bytes:
+        """Return the request for a key. least: the proposed fencing token; None without fencing."""
+        key, value, marker = key_lease.key, key_lease.packed_value, options.marker
+        token = _NOTHING if least is None else _number(least)
+        if marker is None or marker.asks_since is None:
+            return self._acquire % (key.packed_name, value, key.ttl_ms, token)
+        asked = encode_text(completion_key(self._prefix, marker.run))
+        return self._asking % (key.packed_name, asked, value, key.ttl_ms, token)
+
+    def renew(self, key_leases: Sequence[KeyLease], note: bytes = b"") -> bytes:
+        """Return the request that renews keys.
+
+        note: for a reclaim of a single key, its encoded `broken_key`. The script then sets the key
+        if it is missing.
+        """
+        count = len(key_leases)
+        names = count + 1 + bool(note)
+        head = b"*%d\r\n%b%b" % (3 + names + 3 * count, RENEW.by_digest, _number(names))
+        keys = [one.key.packed_name for one in key_leases]
+        renewals = [one.packed_renewal or _renewal(one) for one in key_leases]
+        return b"".join((head, *keys, self._fence, note, *renewals))
+
+    def release(
+        self,
+        key_lease: KeyLease,
+        marker: CompletionMarker | None = None,
+        ended_for: float | None = None,
+        *,
+        publish: bool = True,
+    ) -> bytes:
+        """Return the request that releases a key, and records the end of its run if it has ended.
+
+        marker: of the run. On a node its value is the time from the end of the run until the marker
+        expires, so its remaining ttl tells its age by the node's own clock. ended_for: seconds
+        since the end; None if the run has not ended. publish: whether to notify the waiters.
+        """
+        has_ended = marker is not None and ended_for is not None
+        if key_lease.packed_release and publish and not has_ended:
+            return key_lease.packed_release
+        key, value = key_lease.key, key_lease.packed_value
+        if marker is not None and ended_for is not None:
+            ended = encode_text(completion_key(self._prefix, marker.run))
+            kept_ms = math.ceil(marker.kept_for * 1000)
+            left = _number(max(1, kept_ms - int(ended_for * 1000)))
+            words = key.packed_name, key.waiting, ended, value, _number(kept_ms), left
+            return (self._last if publish else self._last_quietly) % words
+        if not publish:
+            return self._release_quietly % (key.packed_name, key.waiting, value)
+        key_lease.packed_release = self._release % (key.packed_name, key.waiting, value)
+        return key_lease.packed_release
+
+    def register(self, registration: Registration, *, asks: bool) -> bytes:
+        """Return the request that registers a waiter. asks: for when a key of the lock is free."""
+        prefix, resource = self._prefix, registration.resource
+        permits = range(min(registration.limit, MOST_ASKED)) if asks else ()
+        keys = [waiting_key(prefix, resource), *(lock_key(prefix, resource, n) for n in permits)]
+        words = (
+            encode_text(registration.waiter),
+            encode_bulk(b"%.3f" % registration.since),
+            _number(REGISTERED_FOR * 1000),
+            _number(registration.passed),
+            self._inbox,
+        )
+        return REGISTER.begin(keys, len(words)) + b"".join(words)
+
+    def update(self, registration: Registration) -> bytes:
+        """Return the request that changes since when a registered waiter waits."""
+        key = waiting_key(self._prefix, registration.resource)
+        return encode_command("ZADD", key, "XX", f"{registration.since:.3f}", registration.waiter)
+
+    def unregister(self, waiter: str, resource: str) -> bytes:
+        """Return the request that takes a waiter out of the set of a resource's waiters."""
+        return encode_command("ZREM", waiting_key(self._prefix, resource), waiter)
+
+
+def _renewal(one: KeyLease) -> bytes:
+    """Return the arguments of one key in a renewal. Kept, unless its fencing token may grow."""
+    token = 0 if one.fence is None else one.fence.token
+    words = one.packed_value + one.key.ttl_ms + (_number(token) if token else _NOTHING)
+    if one.fence is None:
+        one.packed_renewal = words
+    return words
