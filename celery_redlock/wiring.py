@@ -32,7 +32,7 @@ from celery_redlock.tasks import per_app, signals, startup, task, wrapping
 from celery_redlock.tasks.adoption import AdoptingRegistry
 from celery_redlock.tasks.body.monitored import notify_bodies
 from celery_redlock.tasks.children import forks, reaper
-from celery_redlock.tasks.delivery.queue_names import RecordQueueNames
+from celery_redlock.tasks.delivery.route import RecordQueueNames
 from celery_redlock.tasks.execution import completion, untried
 from celery_redlock.tasks.unique import send
 from celery_redlock.tasks.waiting import room

@@ -13,8 +13,7 @@ from typing import Any
 from celery_redlock.errors import QuorumUnreachable, SettingsError
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.lock import Lock
-from celery_redlock.lock.model.grace_period import Guard, grace_period
-from celery_redlock.lock.model.options import ClientOptions, LockOptions
+from celery_redlock.lock.model.options import ClientOptions, Guard, LockOptions, grace_period
 from celery_redlock.lock.platform.clock import platform_for
 from celery_redlock.lock.platform.greenlets import is_patched_by_eventlet
 from celery_redlock.lock.platform.interrupts import uninterruptible

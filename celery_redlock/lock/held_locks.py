@@ -9,7 +9,6 @@ from typing import Any
 
 from celery_redlock.errors import RUN, describe_holder
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.model.grace_period import grace_period
 from celery_redlock.lock.model.keys import (
     broken_key,
     inbox_channel,
@@ -18,6 +17,7 @@ from celery_redlock.lock.model.keys import (
     resource_of,
     waiting_key,
 )
+from celery_redlock.lock.model.options import grace_period
 from celery_redlock.lock.node_status import ask_each, in_iso
 from celery_redlock.lock.server.admin import force_unlock, names_on
 from celery_redlock.lock.transport.encoding import (

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from celery_redlock import LockLost, Redlock
-from celery_redlock.lock.model.grace_period import grace_period
+from celery_redlock.lock.model.options import grace_period
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually, settle

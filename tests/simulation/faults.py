@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from celery_redlock.lock.model.grace_period import grace_period
+from celery_redlock.lock.model.options import grace_period
 from celery_redlock.lock.model.votes import quorum_of
 from tests.simulation.invariants import Record
 from tests.simulation.nodes import Node, lost_until

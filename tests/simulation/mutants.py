@@ -23,10 +23,10 @@ from celery_redlock.lock.model import lease as lease_module
 from celery_redlock.lock.model import votes as votes_module
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.fencing import Fence
-from celery_redlock.lock.model.grace_period import Guard
 from celery_redlock.lock.model.key_lease import KeyLease, LockKey
 from celery_redlock.lock.model.keys import value_of
 from celery_redlock.lock.model.lease import UNKNOWN, Lease, Probation, State
+from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.server import restart_guard as guard_module
 from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet

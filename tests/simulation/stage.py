@@ -15,9 +15,8 @@ import hiredis
 from celery_redlock.errors import LockLost, NotAcquired
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.lock import Lock
-from celery_redlock.lock.model.grace_period import grace_period
 from celery_redlock.lock.model.keys import waiting_key
-from celery_redlock.lock.model.options import CompletionMarker, LockOptions
+from celery_redlock.lock.model.options import CompletionMarker, LockOptions, grace_period
 from celery_redlock.lock.release import release_all
 from tests.simulation.clients import Process, SoftTimeLimit, Subscriber
 from tests.simulation.invariants import Witness

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.tasks.waiting.capacity import CAPACITY, Overflow, capacity
+from celery_redlock.tasks.waiting.dispatch import CAPACITY, Overflow, capacity
 
 
 @pytest.mark.parametrize(

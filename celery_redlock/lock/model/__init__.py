@@ -4,7 +4,6 @@ Not here: the code that changes these values (`lock/engine`). Read `lease.py` fi
 lock is valid. Then read `acquisition.py`, what one acquire holds, and `key_lease.py`, one key of
 it.
 
-- `grace_period.py`: for how long a node that lost its data must not vote.
 - `keys.py`: names on the nodes. `votes.py`: counts a round. `fencing.py`: fencing tokens.
-- `options.py`: what callers ask for.
+- `options.py`: what callers ask for, and for how long a node that lost its data must not vote.
 """

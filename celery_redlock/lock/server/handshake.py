@@ -12,8 +12,8 @@ from typing import Any
 
 import redis
 
-from celery_redlock.lock.model.grace_period import Guard
 from celery_redlock.lock.model.keys import guard_keys, tenure_key
+from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenure, Tenures, tenure_of
 from celery_redlock.lock.transport.command import PING

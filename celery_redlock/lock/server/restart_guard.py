@@ -14,8 +14,7 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.model.grace_period import Guard
-from celery_redlock.lock.model.options import ClientOptions
+from celery_redlock.lock.model.options import ClientOptions, Guard
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Clock, Platform
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args

@@ -43,7 +43,7 @@ from celery_redlock.tasks.per_app import (
     time_of_nodes,
 )
 from celery_redlock.tasks.reporting import StoringThread
-from celery_redlock.tasks.waiting.capacity import capacity
+from celery_redlock.tasks.waiting.dispatch import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
 from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, QueueKey, QuorumHistory, Waiter
 from celery_redlock.tasks.waiting.successor import Successor

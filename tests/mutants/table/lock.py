@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     Mutant(
         "a node that restarted empty votes while a lock that it forgot may be held",
-        "lock.model.grace_period:grace_period",
+        "lock.model.options:grace_period",
         "return max_ttl + 1.0",
         "return max_ttl / 2",
         (f"{SIMULATION}/test_mutants.py::test_the_shipped_code_stands_the_same_interleaving",),
