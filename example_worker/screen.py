@@ -26,7 +26,7 @@ class Picture:
 
     elapsed: s of this phase. queued: messages on the broker that no worker has taken.
     taken: messages that a worker has: running, or waiting there for their lock.
-    deferrals: how often a message was put back in this phase.
+    deferrals: how often a message was deferred in this phase.
     nodes: host and port of each lock node, and "up", "abstains" (it does not vote yet) or "DOWN".
     unlocked, locked: the items of either phase; empty before it begins.
     """

@@ -62,7 +62,7 @@ class Account:
 class Phase:
     """One phase after its end, or at its deadline.
 
-    seconds: from the first order sent. deferrals: messages put back for want of the lock.
+    seconds: from the first order sent. deferrals: how often a message did not get its lock.
     finished: every message is off the broker.
     """
 

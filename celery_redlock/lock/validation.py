@@ -76,7 +76,7 @@ def check_guard(level: str, name: str, guard: object) -> str:
     if guard not in RESTART_GUARDS:
         hint = f"must be one of {', '.join(map(repr, RESTART_GUARDS))}"
         if guard == "on":
-            hint += "; take 'strict', and `celery -A APP redlock trust` for nodes that hold no lock"
+            hint += "; take 'strict'. `celery -A APP redlock trust --all` ends a new cluster's wait"
         raise SettingsError(level, name, repr(guard), hint)
     return str(guard)
 

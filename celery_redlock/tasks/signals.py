@@ -61,8 +61,7 @@ class LockHandedOffEvent:
 
     step: "named": a release named this worker as a successor. The other steps say why the worker's
     first message was dispatched. "acted": the worker was named first. "ladder": a worker that was
-    named before it did not act. "fallback": the message's own timer ended, and no release had named
-    the worker.
+    named before it did not act. "fallback": no release named the worker, which asked by itself.
     """
 
     resource: str

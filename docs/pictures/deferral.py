@@ -34,7 +34,7 @@ TITLE = "A deferral"
 DESCRIPTION = (
     "The broker delivers message 1 to worker 1. Worker 1 acquires the lock on a quorum of the "
     "nodes A, B and C, and runs the task. The broker delivers message 2 to worker 2. The nodes "
-    "refuse the lock. Worker 2 stores DEFERRED and puts message 2 back with a countdown. The "
+    "refuse the lock. Worker 2 stores DEFERRED and republishes message 2 with a countdown. The "
     "broker delivers it to worker 2 again, where it waits in memory. Worker 1 releases the lock, "
     "and the nodes name worker 2. Worker 2 acquires the lock and runs the task."
 )
@@ -98,7 +98,7 @@ def deferral() -> Iterator[str]:
     yield rect(W2 - 44, STORED - 16, 88, 24, f'{fill(WAIT_PALE)} stroke="{WAIT}"')
     yield text(W2, STORED + 1, STATE, f"{MIDDLE} {BOLD} {fill(WAIT)}")
     yield from arrow(W2, [BROKER], BACK)
-    yield text(W2 - 12, BACK - 7, "put back", RIGHT)
+    yield text(W2 - 12, BACK - 7, "republished", RIGHT)
     yield text(W1 - 12, BACK - 7, "countdown", RIGHT)
     yield from arrow(BROKER, [W2], AGAIN)
     yield text(BROKER + 8, AGAIN - 7, "again")

@@ -81,7 +81,8 @@ class Events:
     it; False if the caller reports such nodes itself.
 
     What is above the lock sets these, for all sessions of the process:
-    - wants: return whether records of a class are heard. Asked first: it is all that others cost.
+    - wants: return whether records of a class are heard. Asked first, so that a record without
+      receivers costs only this call.
     - send: send a record. sender: the task, or the `Redlock`; None once that is garbage collected.
     - on_loss: called in the watchdog when a lock is lost, before its record is sent.
     - journal: in a forked child its `JournalSlot`, which hears of each key until no node keeps it.
@@ -153,7 +154,7 @@ class Events:
         self._watchdog.call_soon(logger.warning, text, acquisition.resource, extra=extra)
 
     def at_risk(self, acquisition: Acquisition, now: float) -> None:
-        """Report that a lock was not renewed for two thirds of its ttl; only as `lost` is."""
+        """Report that a lock was not renewed for two thirds of its ttl; called as `lost`."""
         left = min(one.lease.remaining(now) for one in acquisition.key_leases)
         text = "%r is at risk: not renewed, lost in %.1f s"
         extra = {"event": "lock_at_risk", "resource": acquisition.resource, "remaining": left}

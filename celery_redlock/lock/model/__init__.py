@@ -5,5 +5,6 @@ lock is valid. Then read `acquisition.py`, what one acquire holds, and `key_leas
 it.
 
 - `keys.py`: names on the nodes. `votes.py`: counts a round. `fencing.py`: fencing tokens.
+- `handoff.py`: what a release and a node tell of waiters.
 - `options.py`: what callers ask for, and for how long a node that lost its data must not vote.
 """

@@ -12,7 +12,7 @@ _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
 _IN_A_CLUSTER = "a cluster member: name a server that stands alone"
 _RIGHTS = (
     "its user needs resetchannels "
-    "~{prefix}:* &{prefix}:wake:* &{prefix}:waiting:* &{prefix}:handoff:* "
+    "~{prefix}:* &{prefix}:wake:* &{prefix}:handoff:* "
     "+get +set +del +time +pexpire +pttl +exists +zadd +zrem +zrange +zrank "
     "+publish +subscribe +unsubscribe +pubsub|numsub +eval +evalsha +script +info +ping +scan +mget"
 )

@@ -2,7 +2,7 @@
 
 Read `group.py` first. Commands that only read are in `inspect.py`, commands that change something
 in `actions.py`, commands about settings in `config.py`. What they show, as tables and as JSON, is
-in `node_views.py` and `task_views.py`; `render.py` prints it.
+in `node_views.py` and `task_views.py`; `render.py` prints it, and `live_view.py` shows `top`.
 
 Not here: the queries to the nodes (`lock/held_locks.py`, `lock/waiting_processes.py`,
 `lock/node_status.py`), and the answers of workers (`operate/control.py`).

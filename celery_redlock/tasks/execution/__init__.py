@@ -4,7 +4,8 @@ Read `run.py` first: `LockedRun.execute` is the whole way. `deferral.py` decides
 message that did not get its lock. `outcomes.py` does it, and logs it: deferred, skipped, failed,
 discarded, cancelled, republished because its first delivery still runs, or run without a lock.
 `redelivery.py` only asks whether another delivery of the same message runs or is done.
-`completion.py` is what happens after Celery has stored the outcome.
+`completion.py` is what happens after Celery has stored the outcome. `untried.py` defers a message
+without a try, in a worker's main process.
 
 Not here: how a state is stored and sent (`tasks/reporting.py`), how a deferred message waits in a
 worker's memory (`tasks/waiting/`), what a running body learns of its lock (`tasks/body/`).

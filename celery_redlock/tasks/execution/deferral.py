@@ -1,4 +1,4 @@
-"""What becomes of a message whose run did not get its lock. Decides, and does nothing.
+"""What becomes of a message whose run did not get its lock. Pure.
 
 `outcomes.py` does it in the process of a run; `untried.py` lets a message wait that has not tried,
 in the worker's main process.
@@ -49,7 +49,7 @@ class Contention:
 
 @dataclass(frozen=True)
 class Refusal:
-    """That a run did not get its lock.
+    """A run's failed acquire.
 
     at: seconds since 1970, by the clocks of the lock nodes. resources: all that it asked for.
     """

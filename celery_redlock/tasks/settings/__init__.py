@@ -1,8 +1,9 @@
 """The options of a task's lock: their names and checks, their five levels, and the keys they make.
 
-Not here: what a run does with its options (`tasks/execution`), and which class or entry declares
-a task (`tasks/declaration.py`). Nothing here does I/O. Read `options.py` first: its table is the
-only list of options. `app.py` has the table of settings for the whole app, `conf.py` reads both.
-`levels.py` merges levels, `task_config.py` keeps the result for one task, and `keys.py` makes the
-resources of a call from `templates.py`. `sources.py` names the level of each value.
+Not here: what a run does with its options (`tasks/execution`), and which class or entry declares a
+task (`tasks/declaration.py`). Nothing here does I/O. Read `options.py` first: its table is the only
+list of options. `app.py` has the table of settings for the whole app, `conf.py` reads both.
+`backoff.py` has the delays of deferrals. `levels.py` merges levels, `task_config.py` keeps the
+result for one task, and `keys.py` makes the resources of a call from `templates.py`. `sources.py`
+names the level of each value.
 """

@@ -58,8 +58,9 @@ class Backoff:
         unknown = set(fields) - set(cls.__dataclass_fields__)
         if unknown:
             known = ", ".join(cls.__dataclass_fields__)
-            hint = f"must have no fields but {known}: remove the others"
-            raise SettingsError("Backoff", min(unknown), repr(dict(fields)), hint)
+            hint = f"is no field: take {known}"
+            name = min(unknown, key=str)
+            raise SettingsError("Backoff", str(name), repr(fields[name]), hint)
         return cls(**fields)
 
 

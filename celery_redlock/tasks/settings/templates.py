@@ -143,9 +143,9 @@ def compiled(template: str, depth: int = 2) -> Template:
             hint = "name arguments in braces, as {sku}, {rest[0]}, {options[sku]}; no attributes"
             raise ValueError(hint)
         if conversion not in _CONVERSIONS:
-            raise ValueError(f"!{conversion} is no conversion")
+            raise ValueError(f"!{conversion} is no conversion: take !r, !s or !a")
         if not depth:
-            raise ValueError("a field stands in the format of a field in a format")
+            raise ValueError("fields nest too deeply: a field in a format takes no further field")
         _check_format(form or "")
         items = tuple(int(i) if i.isdecimal() else i for i in _ITEM.findall(found[2]))
         inner = compiled(form or "", depth - 1)

@@ -3,9 +3,10 @@
 A deferred message comes to some worker's main process, which keeps it until its countdown is over.
 Meanwhile it waits in a queue, in order of first deferral, for the resource that refused it. The
 nodes know since when the head of each queue waits, and a release names the workers that are next
-(`successor.py`). Without a release only the head looks again, at the end of its countdown, which
-ends with the lease that refused it. If more messages wait than the worker has capacity for, the
-last of the longest queue is dispatched, and goes back to the broker's queue if refused.
+(`successor.py`). Without a release only the head looks again: about every 10 s, and at the end of
+its countdown, which ends with the lease that refused it. If more messages wait than the worker has
+capacity for, the last of the longest queue is dispatched, and goes back to the broker's queue if
+refused.
 
 Messages for which no quorum voted wait in a queue of their own. Each tries at the end of its
 countdown, and all at once as soon as a quorum of nodes is subscribed to again, or an operator
