@@ -125,7 +125,8 @@ class ReplyReader:
             items, size = found.groups()
             if items is not None and int(items) > MOST_ITEMS:
                 raise OSError(f"a reply of {int(items)} items: no Redis server for locks")
-            if size is not None and size != b"-1":
+            # hiredis refuses a size below -1, by which this would go back, and never end
+            if size is not None and int(size) >= 0:
                 if int(size) > MOST_BYTES:
                     raise OSError(f"a reply of {int(size)} bytes: no Redis server for locks")
                 position += int(size) + 2  # and the end of its line

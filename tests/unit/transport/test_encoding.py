@@ -80,6 +80,12 @@ def test_a_header_that_is_too_large_is_refused_however_it_is_cut(
         read_all(ReplyReader(), pieces(b"".join([*said, b"*2\r\n", header]), cuts))
 
 
+@pytest.mark.parametrize("reply", [b"$-7\r\n+OK\r\n", b"$-100\r\n:1\r\n", b"=-9\r\n+OK\r\n"])
+def test_a_size_below_none_is_refused(reply: bytes) -> None:
+    with pytest.raises(hiredis.ProtocolError):
+        read_all(ReplyReader(), pieces(reply, [5]))
+
+
 def test_a_line_that_does_not_end_is_refused() -> None:
     with pytest.raises(OSError, match="does not end"):
         read_all(ReplyReader(), [b"-" + b"x" * (MOST_BYTES // 2)] * 3)
