@@ -23,6 +23,7 @@ from celery_redlock.tasks.settings.sources import OptionSource, did_you_mean
 LONGEST_DONE_TTL = 600.0  # seconds, by default: each completion marker takes memory on the nodes
 # Seconds: kombu's own defaults, by transport; other transports have no such timeout.
 VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
+AMQP = ("", "amqp", "amqps", "pyamqp", "librabbitmq")  # schemes; "": Celery's default
 OTHER_BROKERS = 3600.0  # seconds: taken for a broker without a visibility timeout
 
 
@@ -185,12 +186,12 @@ def visibility_timeout(conf: Mapping[str, Any]) -> float | None:
     """Return the seconds after which the broker delivers an unacknowledged message again.
 
     None if it never does. Source: kombu's transports for Redis and SQS; a waiting message is not
-    acknowledged.
+    acknowledged. Another transport, but AMQP, may know the option, too.
     """
     url = _url(conf, "broker_read_url") or _url(conf, "broker_url") or ""
-    scheme = str(url[0] if isinstance(url, (list, tuple)) else url).partition("://")[0]
-    default = VISIBILITY_TIMEOUTS.get(scheme.partition("+")[0])
-    if default is None:
+    scheme = str(url[0] if isinstance(url, (list, tuple)) else url).partition("://")[0].lower()
+    if scheme in AMQP:
         return None
+    default = VISIBILITY_TIMEOUTS.get(scheme.partition("+")[0])
     given = (conf.get("broker_transport_options") or {}).get("visibility_timeout")
     return float(given) if isinstance(given, (int, float)) and given > 0 else default
