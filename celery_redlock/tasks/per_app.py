@@ -116,7 +116,7 @@ def leave_redlock(app: Any) -> None:
     if redlock is None or threading.current_thread() is threading.main_thread():
         return
     if not redlock.session.watchdog.watches:
-        del _redlocks[app]
+        _redlocks.pop(app, None)  # another worker may end at the same time
 
 
 def forget(app: Any) -> None:

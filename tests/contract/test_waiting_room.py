@@ -6,6 +6,7 @@ looks at what Celery is given.
 
 from __future__ import annotations
 
+import gc
 import select
 import threading
 import uuid
@@ -22,7 +23,7 @@ from celery.utils.imports import symbol_by_name
 from kombu.asynchronous import Hub
 from kombu.common import QoS
 
-from celery_redlock import LockedTask, Redlock
+from celery_redlock import LockedTask, Redlock, send_unique
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.handoff import TURN
 from celery_redlock.lock.model.keys import (
@@ -834,6 +835,27 @@ class TestTheEndOfAWorker:
         assert self.end(stage)
         stage.consumer, stage.room = other, room
         assert not self.end(stage)
+
+    def test_while_a_send_publishes_its_message(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The nodes remember the send all the same."""
+        send = stage.app.send_task
+        settle(redlock_of(stage.app))
+
+        def publish(*args: Any, **options: Any) -> Any:
+            assert not self.end(stage)
+            gc.collect()
+            return send(*args, **options)
+
+        monkeypatch.setattr(stage.app, "send_task", publish)
+        send_unique(stage.app, "task", resource="a", unique_for=HOUR)
+
+        def windows() -> list[str]:
+            clients = [node.client() for node in stage.nodes]
+            return [client.get(key) for client in clients for key in client.keys("*:unique:*")]
+
+        eventually(lambda: len(windows()) > 1 and all(":sent:" in value for value in windows()))
 
     def test_while_a_lock_is_held(self, stage: Stage) -> None:
         with lock_of(redlock_of(stage.app)):

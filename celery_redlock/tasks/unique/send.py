@@ -82,7 +82,8 @@ def send_claimed(
         unique_for = max(0.0, min(unique_for, seconds_until(app, expires)))
     name, run_id = unique_name(task_name, resources), RunId(options["task_id"], task_name)
     delay = max(0.0, countdown) + settings_of(app).done_ttl
-    claim = Claim(redlock_of(app).session, name, run_id, lock_options, unique_for, delay)
+    redlock = redlock_of(app)  # kept until the end: an app may leave its own meanwhile
+    claim = Claim(redlock.session, name, run_id, lock_options, unique_for, delay)
 
     def publish_with(token: ClaimToken | None) -> T:
         if token is not None:

@@ -31,6 +31,7 @@ from typing import Any
 from celery import bootsteps
 
 from celery_redlock.errors import LockTaken, RedlockError
+from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.model.keys import votes_channel
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport.subscriber import Subscriber
@@ -85,6 +86,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         parent._limit_post_eta = self._dispatcher.on_limited_eta
         parent._limit_move_to_pool = self._dispatcher.on_token
         parent.connection_for_read = functools.partial(_closing_twice, parent.connection_for_read)
+        self._redlock: Redlock | None = None
         self._subscribers: list[Subscriber] = []
         self._quorum = 1
         self._votes = ""  # the channel that announces that nodes vote again
@@ -122,6 +124,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self.states.flush()
         for subscriber in self._subscribers:
             subscriber.close()
+        self._redlock = None
         _rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
         if not any(rooms_of(parent.app)):
             leave_redlock(parent.app)
@@ -213,7 +216,8 @@ class WaitingRoom(bootsteps.StartStopStep):
     def _connect(self) -> None:
         if self._subscribers:
             return
-        session = redlock_of(self._consumer.app).session
+        self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
+        session = self._redlock.session
         self._votes, self._quorum = votes_channel(session.options.prefix), session.node_set.size
         self._successor.use(session, self.subscriptions)
         how = (session.options.node_timeout, session.platform, self._channels)
@@ -271,7 +275,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         old = self._clock.now() - self._times.remember_refusal
         for queue, (at, _) in list(self._refusals.items()):  # another thread may add one
             if at < old and not self._dispatcher.queues.has(queue):
-                del self._refusals[queue]
+                self._refusals.pop(queue, None)
         self._dispatcher.dispatch_cancelled()
         self._successor.look_again_if_due()
 
