@@ -385,9 +385,9 @@ def test_an_ear_that_ends_leaves_the_next_one_its_connection(
 
 
 @contextlib.contextmanager
-def listening(node: EmbeddedNode, *channels: str) -> Iterator[Subscriber]:
-    """Give an ear that was told to hear these channels."""
-    address = parse_address(node.url, "test", "nodes")
+def listening(node: EmbeddedNode, *channels: str, user: str = "") -> Iterator[Subscriber]:
+    """Give an ear that was told to hear these channels. user: "name:password@"."""
+    address = parse_address(node.url.replace("://", f"://{user}"), "test", "nodes")
     wanted = set(channels)
     ear = Subscriber(
         address, NODE_TIMEOUT, Platform(SystemClock()), lambda: set(wanted), lambda *_: None
@@ -395,6 +395,19 @@ def listening(node: EmbeddedNode, *channels: str) -> Iterator[Subscriber]:
     with contextlib.closing(ear):
         ear.resubscribe()
         yield ear
+
+
+def test_a_channel_that_a_user_may_not_hear_keeps_an_ear_from_no_other(
+    nodes: list[EmbeddedNode],
+) -> None:
+    client = nodes[0].client()
+    words = ["on", ">secret", "~*", "+@all", "resetchannels", "&a", "&c"]
+    client.execute_command("ACL", "SETUSER", "few", *words)
+    try:
+        with listening(nodes[0], "a", "b", "c", user="few:secret@") as ear:
+            eventually(lambda: ear.confirmed == {"a", "c"})
+    finally:
+        client.execute_command("ACL", "DELUSER", "few")
 
 
 def test_an_ear_that_is_told_of_channels_all_the_time_finds_out_that_its_node_is_gone(

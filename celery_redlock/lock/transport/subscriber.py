@@ -111,7 +111,8 @@ class Subscriber:
             self._pinged, self._spoke_at = False, self._clock.now()
         if self._connection is None:
             return self._rest(LINGER)
-        self._send("SUBSCRIBE", wanted - self._asked)
+        for channel in sorted(wanted - self._asked):  # one each: a user may have no right to one
+            self._send("SUBSCRIBE", [channel])
         self._send("UNSUBSCRIBE", self._asked - wanted)
         self._asked = wanted
         came = self._rest(self._timeout if self._pinged else LINGER)
