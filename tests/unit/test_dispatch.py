@@ -185,6 +185,19 @@ def test_a_release_dispatches_the_head_and_the_next_one_tries_a_moment_after_its
     ]
 
 
+def test_a_head_goes_on_though_the_news_of_it_fails() -> None:
+    """As that starts threads, which a system may refuse."""
+
+    def fail(resource: str, first: Waiter | None = None) -> None:
+        raise RuntimeError("can't start new thread")
+
+    worker = Worker()
+    head = worker.admit("1", 1)
+    worker.heads.on_head = fail  # type: ignore[method-assign]
+    worker.dispatcher.dispatch(head)
+    assert worker.ids == ["1"]
+
+
 @pytest.mark.parametrize("names_timer", [True, False])
 def test_a_dispatched_message_does_not_go_on_again_at_its_eta(names_timer: bool) -> None:
     """Before Celery 5.7 nobody can cancel Celery's own timer."""

@@ -69,7 +69,7 @@ class TaskKeys:
         key, args = options.get("key"), options.get("args")
         if args is not None:
             self._check_names(args, source_of("args"))
-            self._check_defaults(None, args, source_of("args"))
+            self._check_defaults(None, args)
             return
         source, parameters = source_of("key"), tuple(self.signature.parameters)
         known = (*parameters, *TEMPLATE_NAMES)
@@ -78,7 +78,7 @@ class TaskKeys:
             written = list(key) if isinstance(key, tuple) else key
             raise source.wrong(written, self._no_such(unknown[0], known))
         if not callable(key) and key is not False:
-            self._check_defaults(key, parameters, source)
+            self._check_defaults(key, parameters)
 
     def _check_names(self, args: tuple[str, ...], source: OptionSource) -> None:
         """Raise SettingsError if one of these is no argument of the function."""
@@ -90,7 +90,7 @@ class TaskKeys:
     def _no_such(self, name: str, known: Iterable[str]) -> str:
         return f"{self.task_name} has no argument {name!r}{did_you_mean(name, known)}"
 
-    def _check_defaults(self, key: Any, names: tuple[str, ...], source: OptionSource) -> None:
+    def _check_defaults(self, key: Any, names: tuple[str, ...]) -> None:
         """Raise SettingsError if an argument's default would make another key each time.
 
         names: the arguments of the digest. None is no error, nor is a default without the item

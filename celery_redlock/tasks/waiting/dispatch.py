@@ -214,9 +214,11 @@ class Dispatcher:
                 following = self.queues.remove(waiter, self._clock.now(), is_named=is_named)
                 if following is not None:
                     self._arm(following)
-        if waiter is not None and was_head:
-            self._heads.on_head(waiter.queue.resource)
-        self._pass_on(request)
+        try:
+            if waiter is not None and was_head:
+                self._heads.on_head(waiter.queue.resource)
+        finally:  # it is in no queue any more
+            self._pass_on(request)
 
     def _pass_on(self, request: Any) -> None:
         """Let Celery run a message; first its DEFERRED is stored, else it could stay for ever."""
