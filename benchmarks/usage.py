@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -38,8 +39,8 @@ def processor_time(workers: Iterable[WorkerProcess]) -> float:
 
 def log_lines(workers: Iterable[WorkerProcess], task: str, end: str) -> int:
     """Return how many log lines say that a message of a task came to this end."""
-    lines = (line for worker in workers for line in worker.output().splitlines())
-    return sum(f"Task {task}[" in line and f"] {end} " in line for line in lines)
+    ended = re.compile(rf"Task {re.escape(task)}\[[^]]*\] {end}\b")
+    return sum(len(ended.findall(worker.output())) for worker in workers)
 
 
 def await_workers(
