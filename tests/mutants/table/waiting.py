@@ -451,7 +451,7 @@ MUTANTS = (
             (
                 "a worker remembers every lock that it was ever refused",
                 "_sweep",
-                "del self._refusals[queue]",
+                "self._refusals.pop(queue, None)",
                 "pass",
                 ROOM,
                 "every_refusal",
