@@ -32,8 +32,8 @@ from celery_redlock.lock.server.requests import (
     RELEASE,
     Requests,
 )
+from celery_redlock.lock.transport.command import Script
 from celery_redlock.lock.transport.encoding import text_of
-from celery_redlock.lock.transport.script import Script
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, NODE_TIMEOUT, eventually, see_quorum, settle
 from tests.contract.contention import PROCESSES

@@ -31,8 +31,7 @@ from celery_redlock.lock.server import restart_guard as guard_module
 from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.server.tenures import Tenures
-from celery_redlock.lock.transport.command import Command, Round
-from celery_redlock.lock.transport.script import Script
+from celery_redlock.lock.transport.command import Command, Round, Script
 from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched

@@ -21,8 +21,8 @@ from celery_redlock.lock.model.keys import (
     waiting_key,
 )
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
+from celery_redlock.lock.transport.command import Script
 from celery_redlock.lock.transport.encoding import encode_bulk, encode_command, encode_text
-from celery_redlock.lock.transport.script import Script
 
 MOST_ASKED = 100  # permits of a lock that one registration looks at
 REGISTERED_FOR = 60.0  # seconds after which a set of waiters that nobody refreshes expires

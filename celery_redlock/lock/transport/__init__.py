@@ -6,5 +6,5 @@ Not here: votes, locks, keys, and which server may vote (`lock/server`). This fo
 - `dispatcher.py` calls the handlers, and drops a connection whose reply does not fit its command.
 - `node_client.py` reconnects, `connection.py` writes and reads bytes.
 - `poller.py` waits for sockets, `subscriber.py` subscribes to channels.
-- `address.py`: URLs. `encoding.py`: RESP. `command.py`, `script.py`: what is sent.
+- `address.py`: URLs. `encoding.py`: RESP. `command.py`: what is sent.
 """

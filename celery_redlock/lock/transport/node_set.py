@@ -23,11 +23,11 @@ from celery_redlock.lock.transport.command import (
     Entry,
     Question,
     Round,
+    Script,
 )
 from celery_redlock.lock.transport.connection import Peer, TransportOptions, connect_budget
 from celery_redlock.lock.transport.dispatcher import Dispatcher
 from celery_redlock.lock.transport.node_client import PAUSES, NodeClient
-from celery_redlock.lock.transport.script import Script
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Peer)

@@ -12,8 +12,7 @@ from typing import Any
 
 from billiard.process import current_process
 
-from celery_redlock.operate.metrics.counters import Metrics
-from celery_redlock.operate.metrics.gauges import StateCollector
+from celery_redlock.operate.metrics.counters import Metrics, StateCollector
 from celery_redlock.tasks.children.forks import forks_children
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.startup import locked_tasks

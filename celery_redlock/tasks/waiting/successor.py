@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from celery_redlock.lock.engine.registrar import Registrar
@@ -25,20 +25,30 @@ from celery_redlock.lock.model.handoff import TURN, Named, Namings, Registration
 from celery_redlock.lock.model.keys import inbox_channel
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.tasks.delivery.delivery import NAMED_AT, utc_now
-from celery_redlock.tasks.signals import LockHandedOffEvent, lock_handed_off
+from celery_redlock.tasks.signals import HANDOFF_STEPS, LockHandedOffEvent, lock_handed_off
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, Waiter
 from celery_redlock.tasks.waiting.times import WaitingTimes
-from celery_redlock.tasks.waiting.turns import (
-    ACTED,
-    FALLBACK,
-    LADDER,
-    MOST_TURNS,
-    NAMED,
-    NAMED_AT_MOST,
-    Turn,
-)
+
+NAMED_AT_MOST = 3  # workers, by one release: as in lua/announce.lua
+MOST_TURNS = 10  # that a head waits for workers before it, which may be stopped
+NAMED, ACTED, LADDER, FALLBACK = HANDOFF_STEPS
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Why a head may act.
+
+    step: of `LockHandedOffEvent`, "" as its worker begins to wait or to listen. passed: how many
+    workers before it have had their turn. released_at: monotonic seconds of the release's message,
+    None without one. unless: id of a message; if its run succeeds, the turn is not needed.
+    """
+
+    step: str
+    passed: int = 0
+    released_at: float | None = None
+    unless: str = ""
 
 
 class Successor:

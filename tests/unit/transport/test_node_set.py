@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from celery_redlock import NodeError
-from celery_redlock.lock.transport.command import Command, Question, Round
+from celery_redlock.lock.transport.command import Command, Question, Round, Script
 from celery_redlock.lock.transport.connection import TransportOptions
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, encode_command, read_number
-from celery_redlock.lock.transport.script import Script
 from tests.conftest import eventually
 from tests.unit.transport.ends import PATIENCE, Kept, Nodes, echo
 
