@@ -99,9 +99,6 @@ class Requests:
         expires, so its remaining ttl tells its age by the node's own clock. ended_for: seconds
         since the end; None if the run has not ended. publish: whether to notify the waiters.
         """
-        has_ended = marker is not None and ended_for is not None
-        if key_lease.packed_release and publish and not has_ended:
-            return key_lease.packed_release
         key, value = key_lease.key, key_lease.packed_value
         if marker is not None and ended_for is not None:
             ended = encode_text(completion_key(self._prefix, marker.run))
@@ -111,7 +108,8 @@ class Requests:
             return (self._last if publish else self._last_quietly) % words
         if not publish:
             return self._release_quietly % (key.packed_name, key.waiting, value)
-        key_lease.packed_release = self._release % (key.packed_name, key.waiting, value)
+        if not key_lease.packed_release:
+            key_lease.packed_release = self._release % (key.packed_name, key.waiting, value)
         return key_lease.packed_release
 
     def register(self, registration: Registration, *, asks: bool) -> bytes:
