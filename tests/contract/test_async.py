@@ -26,7 +26,7 @@ from celery_redlock import (
 )
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.coroutines import FEW_THREADS, MOST_THREADS, WorkItem
-from celery_redlock.lock.retry_schedule import LONGEST_SPIN
+from celery_redlock.lock.retry import LONGEST_SPIN
 from celery_redlock.signals import lock_acquired
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (

@@ -23,7 +23,7 @@ from celery_redlock.lock.held_locks import break_lock, look_at_locks
 from celery_redlock.lock.model.handoff import Registration
 from celery_redlock.lock.model.keys import inbox_channel, lock_key, waiting_key
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.retry_schedule import LONGEST_DEAF, MOST_TURNS
+from celery_redlock.lock.retry import LONGEST_DEAF, MOST_TURNS
 from celery_redlock.lock.server.requests import (
     BREAK,
     MOST_ASKED,

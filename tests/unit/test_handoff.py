@@ -3,11 +3,11 @@ from __future__ import annotations
 import math
 
 import pytest
+from celery_redlock.lock.engine.registrar import StandingRound
 from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.engine.registrar import StandingRound
 from celery_redlock.lock.model.handoff import (
     RELEASES,
     Named,

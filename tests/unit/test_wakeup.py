@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 from celery_redlock.lock.engine.wait_queue import Waiter, WaitQueue
+
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 

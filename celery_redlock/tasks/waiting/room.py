@@ -12,7 +12,7 @@ Messages for which no quorum voted wait in a queue of their own. Each tries at t
 countdown, and all at once as soon as a quorum of nodes is subscribed to again, or an operator
 trusts nodes.
 
-The way of a release: `Subscriber` thread -> `on_message` -> `Successor.on_message` ->
+The way of a release: `Subscriber` thread -> `Inbox.on_message` -> `Successor.on_step` ->
 `EventLoop.call_soon` -> `Dispatcher.dispatch` for the head of each queue.
 """
 
@@ -32,9 +32,9 @@ from celery import bootsteps
 
 from celery_redlock.errors import LockTaken, RedlockError
 from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.engine.waiting import Inbox
 from celery_redlock.lock.model.keys import votes_channel
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, Deferral, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK
@@ -60,8 +60,8 @@ NEVER_REFUSED = -math.inf, NEVER_DEFERRED
 class WaitingRoom(bootsteps.StartStopStep):
     """The consumer's step that keeps the messages that have come back to this worker.
 
-    Other parts use `states`, `admit`, `waiting`, `refusal_of`, `note_refusal`, `subscriptions` and,
-    in the subscribers' threads, `on_message`. Everything else runs in the worker's event loop.
+    Other parts use `states`, `admit`, `waiting`, `refusal_of` and `note_refusal`. Everything else
+    runs in the worker's event loop.
     Source: celery.worker.strategy binds `consumer.apply_eta_task` when the consumer starts, which
     is after its steps are made; the timer calls that at the end of a message's countdown.
     """
@@ -79,7 +79,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         platform = platform or Platform(SystemClock())
         self._consumer, self._times, self._clock = parent, times, platform.clock
         self._loop = EventLoop(parent, platform)
-        self._successor = Successor(parent, self._loop, platform, times)
+        self._successor = Successor(parent, self._loop, platform.clock, times)
         self._dispatcher = self._successor.dispatcher
         self.states = self._dispatcher.states
         parent.apply_eta_task = self._dispatcher.on_eta
@@ -87,10 +87,10 @@ class WaitingRoom(bootsteps.StartStopStep):
         parent._limit_move_to_pool = self._dispatcher.on_token
         parent.connection_for_read = functools.partial(_closing_twice, parent.connection_for_read)
         self._redlock: Redlock | None = None
-        self._subscribers: list[Subscriber] = []
+        self._inbox: Inbox | None = None
         self._quorum = 1
         self._votes = ""  # the channel that announces that nodes vote again
-        self._trusted = ""  # the last message on it
+        self._trusted = "", set[int]()  # the last message on it, and the nodes that sent it
         self._sweeps: RepeatedCall | None = None
         self._forget()
         _rooms[parent] = self
@@ -122,8 +122,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         Source: celery.worker.worker sends no worker_shutdown if the worker ends by WorkerTerminate.
         """
         self.states.flush()
-        for subscriber in self._subscribers:
-            subscriber.close()
+        if self._inbox is not None:
+            self._inbox.close()
         self._redlock = None
         _rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
         if not any(rooms_of(parent.app)):
@@ -135,7 +135,7 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def admit(self, request: Any, deferral: Deferral) -> None:
         """Queue a message whose countdown is about to begin."""
-        self._connect()
+        inbox = self._connect()
         waiter = self._waiter_of(request, deferral)
         since_refusal = max(0.0, time_of_nodes(self._consumer.app) - deferral.at)
         refused_at = self._clock.now() - since_refusal
@@ -146,14 +146,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._dispatcher.add(waiter)
         if has_missed and waiter.eta >= self._clock.now() + self._times.imminent:
             self._loop.call_soon(self._dispatcher.dispatch, waiter)
-        self._subscribe()
-
-    def _subscribe(self) -> None:
-        """Have each subscriber that lacks a subscription make it."""
-        channels = self._channels()
-        for subscriber in self._subscribers:
-            if not channels <= subscriber.confirmed:
-                subscriber.resubscribe()
+        inbox.listen()
 
     def note_refusal(self, deferral: Deferral) -> None:
         """Remember for a moment that a run of this worker was refused a lock; in any thread."""
@@ -213,50 +206,37 @@ class WaitingRoom(bootsteps.StartStopStep):
             came_at=now,
         )
 
-    def _connect(self) -> None:
-        if self._subscribers:
-            return
-        self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
-        session = self._redlock.session
-        self._votes, self._quorum = votes_channel(session.options.prefix), session.node_set.size
-        self._successor.use(session, self.subscriptions)
-        how = (session.options.node_timeout, session.platform, self._channels)
-        self._subscribers = [
-            Subscriber(node.address, *how, functools.partial(self.on_message, node=node.index))
-            for node in session.node_set.nodes
-        ]
+    def _connect(self) -> Inbox:
+        if self._inbox is None:
+            self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
+            session = self._redlock.session
+            self._votes, self._quorum = votes_channel(session.options.prefix), session.node_set.size
+            self._inbox = self._successor.use(session, self._channels, self._on_vote)
+        return self._inbox
 
     def _channels(self) -> set[str]:
-        """Return the channels to subscribe to; called by any thread."""
-        resources = self._dispatcher.queues.resources()
-        votes = {self._votes} if WITHOUT_QUORUM in resources else set()
-        return votes | ({self._successor.inbox} if resources else set())
+        """Return the channels to hear beside the inbox; called by any thread."""
+        return {self._votes} if WITHOUT_QUORUM in self._dispatcher.queues.resources() else set()
 
-    # in the subscribers' threads
-
-    def on_message(self, channel: str, message: str, node: int) -> None:
-        """Take one node's message; "" as a subscription begins."""
-        if channel == self._successor.inbox:
-            self._successor.on_message(message, node)
-        else:
-            self._loop.call_soon(self._on_quorum, message)
-
-    def subscriptions(self, channel: str) -> int:
-        """Return how many nodes have confirmed the subscription to a channel."""
-        return sum(channel in subscriber.confirmed for subscriber in self._subscribers)
+    def _on_vote(self, channel: str, message: str, node: int) -> None:
+        """Take a node's message that nodes vote again; in the subscribers' threads."""
+        self._loop.call_soon(self._on_quorum, message, node)
 
     # in the event loop
 
-    def _on_quorum(self, message: str) -> None:
+    def _on_quorum(self, message: str, node: int) -> None:
         """Dispatch all messages that wait for a quorum, as there may be one again.
 
-        message: of an operator's `trust`, the same from every node, when all of them have done it;
-        "" as a subscription begins: of a quorum of nodes, one more is up than before.
+        message: of an operator's `trust`, the same from each node once all of them have done it: a
+        majority must send it, for one node alone could send any number. "" as a subscription
+        begins: of a quorum of nodes, one more is up than before.
         """
-        if message and message == self._trusted:
-            return
-        self._trusted = message or self._trusted
-        if not message and self.subscriptions(self._votes) < self._quorum:
+        if message:
+            text, nodes = self._trusted if self._trusted[0] == message else (message, set[int]())
+            self._trusted = text, nodes | {node}
+            if node in nodes or len(nodes) + 1 != self._quorum:
+                return
+        elif self._inbox is None or self._inbox.subscriptions(self._votes) < self._quorum:
             return
         now = self._clock.now()
         with self._dispatcher.mutex:
@@ -271,7 +251,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         with self._dispatcher.mutex:
             before = self._clock.now() - self._times.unsubscribe_after
             self._dispatcher.queues.forget_empty(before)
-        self._subscribe()  # one that ended just as its channel was wanted again
+        if self._inbox is not None:
+            self._inbox.listen()  # a subscriber that ended just as its channel was wanted again
         old = self._clock.now() - self._times.remember_refusal
         for queue, (at, _) in list(self._refusals.items()):  # another thread may add one
             if at < old and not self._dispatcher.queues.has(queue):
