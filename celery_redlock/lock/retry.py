@@ -178,40 +178,25 @@ class Attempts:
         hold.end_wait = functools.partial(session.callers.leave, caller)
         session.callers.join(caller)
         failure: Failure | None = first
-        tries, hopeless_at = 0, clock.now() + HOPELESS
-        caller.looked_at = clock.now()
-        while failure is not None:
-            now = clock.now()
-            if now >= until or session.is_closed:
-                break
+        caller.looked_at, hopeless_at, tries = clock.now(), clock.now() + HOPELESS, 0
+        while failure is not None and (now := clock.now()) < until and not session.is_closed:
             if not self._is_hopeless(failure):
                 hopeless_at = now + HOPELESS
             elif caller.looked_at > hopeless_at:  # not `now`: a pause of the process must not count
                 break
-            caller.decided = False
+            caller.decided = False  # before it looks at its plan: a wake-up may come from now on
             split = hold.pause_of_split()
-            is_first = session.callers.first_of(caller) is caller
-            if split is not None:
-                pause = split
-            elif is_first:
-                pause = self._pause(failure, tries)
-            else:
-                pause = random.uniform(UNSEEN, 1.5 * UNSEEN)  # noqa: S311
+            pause = self._pause(caller, failure, tries) if split is None else split
             moment = min(now + pause, until)
             yield caller, min(moment, caller.due) - now
             now = clock.now()
             step = caller.take_step(now)
-            if step is None and now < moment:
-                continue  # it is the first one now, or its turn is before
+            if step is None and (now < moment or self._is_seen(caller, now, until)):
+                continue  # it was woken for a plan, or as the first one; or it need not look
             if step is not None and step.named_at is not None:
                 hold.splits = 0
-            elif (
-                step is None and split is None and self._is_seen(caller, now, is_over=now >= until)
-            ):
-                continue
             failed = yield functools.partial(self._act, caller, failure, step, until)
-            tries += failed is not failure
-            failure = failed
+            tries, failure = tries + (failed is not failure), failed
         session.callers.leave(caller, acquired=failure is None)
         hold.end_wait = None
         return failure
@@ -221,14 +206,15 @@ class Attempts:
         is_other = isinstance(failure, LockTaken) and failure.resource != caller.resource
         return is_other and any(failure.resource == key.resource for key in self._keys)
 
-    def _is_seen(self, caller: Caller, now: float, *, is_over: bool) -> bool:
+    def _is_seen(self, caller: Caller, now: float, until: float) -> bool:
         """Return whether this caller need not look, because its first one has, a moment ago.
 
-        is_over: its wait is. In a crowd not even the first ones look then: all may end at once.
+        In a crowd not even the first ones look at the end of their waits, as all may end at once.
         """
         callers = self._session.callers
         first = callers.first_of(caller) or caller
-        if first is caller and not (is_over and callers.count > CROWD):
+        is_first = first is caller and not (now >= until and callers.count > CROWD)
+        if is_first or self._hold.splits:
             return False
         return now - first.looked_at < UNSEEN and callers.inbox.is_listening
 
@@ -261,12 +247,15 @@ class Attempts:
             callers.inbox.register_again(caller.resource)
         return failed
 
-    def _pause(self, failure: Failure, tries: int) -> float:
-        """Return the seconds until the first caller looks by itself: random, and not all at once.
+    def _pause(self, caller: Caller, failure: Failure, tries: int) -> float:
+        """Return the seconds until the caller looks by itself: random, and not all at once.
 
-        At the latest soon after the lease ends. If releases can name it, it looks less often.
+        The first one looks at the latest soon after the lease ends. If releases can name it, it
+        looks less often. The others only look whether the first one does.
         """
         uniform, callers = random.uniform, self._session.callers
+        if callers.first_of(caller) is not caller:
+            return uniform(UNSEEN, 1.5 * UNSEEN)
         if callers.inbox.is_listening and isinstance(failure, LockTaken):
             spin = uniform(LONGEST_SPIN, LONGEST_DEAF) * max(1.0, callers.count / CROWD)
         else:

@@ -15,9 +15,7 @@ import socket
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-import hiredis
-
-from celery_redlock.errors import NodeError
+from celery_redlock.lock.engine.rounds import PlaceRound
 from celery_redlock.lock.model.handoff import (
     ACTED,
     FALLBACK,
@@ -28,8 +26,6 @@ from celery_redlock.lock.model.handoff import (
     Namings,
     Place,
     Step,
-    free_in,
-    place_of_quorum,
 )
 from celery_redlock.lock.model.keys import inbox_channel
 from celery_redlock.lock.model.votes import quorum_of
@@ -37,8 +33,7 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool, WorkItem
 from celery_redlock.lock.server.requests import MOST_ASKED, REGISTER
 from celery_redlock.lock.server.restart_guard import Servers
-from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.subscriber import Subscriber
 
 Report = Callable[[Place | None], object]
@@ -261,44 +256,6 @@ class Inbox:
             subscriber.close()
 
 
-class PlaceRound(Round):
-    """One question to all nodes. Decided once the replies still due cannot change the answer.
-
-    nodes: how many there are.
-    """
-
-    wanted = True
-
-    def __init__(self, nodes: int) -> None:
-        super().__init__()
-        self._quorum, self._due = quorum_of(nodes), set(range(nodes))
-        self._places: dict[int, Place] = {}
-
-    @property
-    def place(self) -> Place | None:
-        """What the replies so far say together; None if no quorum has replied."""
-        return place_of_quorum(list(self._places.copy().values()), self._quorum)
-
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Store a node's reply. Raises UnexpectedReplyError."""
-        if type(reply) is not hiredis.ReplyError:
-            if type(reply) is not list or [type(word) for word in reply] != [int, int, int]:
-                raise UnexpectedReplyError(reply)
-            self._places[node] = Place(reply[0], reply[1], free_in(reply[2]))
-        self._heard(node)
-
-    def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Count the node as done, because it will not reply."""
-        self._heard(node)
-
-    def _heard(self, node: int) -> None:
-        self._due.discard(node)
-        free = sum(one.free > 0 for one in self._places.values())
-        taken = len(self._places) - free
-        if not self._due or free >= self._quorum or taken >= self._quorum:
-            self.decide()
-
-
 class Caller:
     """A thread or coroutine that waits until a lock may be free; it sleeps on its own wake-up.
 
@@ -447,7 +404,7 @@ class Callers:
         return list(self._lines)
 
     def on_step(self, resource: str, step: Step, due: float) -> None:
-        """Let the first caller of each limit act. Of several permits each release is for another."""
+        """Let the first caller of each limit act; each release of a permit is for another one."""
         told = set()
         for caller in self.line(resource):
             if caller.limit not in told and (caller.limit == 1 or caller.due > due):

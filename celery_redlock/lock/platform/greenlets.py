@@ -103,9 +103,7 @@ class HubSleeper:
     def wake(self) -> None:
         """Wake the greenlet now, or end its next sleep at once. Any thread may call this."""
         self._woken[None] = True  # first: `sleep` makes its watcher and then reads this
-        with contextlib.suppress(
-            Exception
-        ):  # None, or closed: the greenlet does not sleep any more
+        with contextlib.suppress(Exception):  # None or closed: it does not sleep any more
             self._watcher.send()
 
     def sleep(self, seconds: float) -> bool:
