@@ -120,6 +120,17 @@ class Inbox:
             self._registered.pop(resource, None)  # it may have registered before
             self.changed(resource)
 
+    def _strike(self, resource: str, node: int) -> None:
+        """Let one node forget a registration that came late, or that was not undone.
+
+        No other node: one that sends any number of messages causes commands to itself alone.
+        """
+        request = self._servers.requests.unregister(self.name, resource)
+        self._servers.nodes.send_to(node, Command(request, IGNORE_REPLY))
+        self._drain_by(self._platform.clock.now() + self._servers.nodes.timeout)
+        if self._line.since(resource) is not None:  # somebody has begun to wait meanwhile
+            self.register_again(resource)
+
     def register_again(self, resource: str) -> None:
         """Register anew: another process may have taken this one for dead. Never waits."""
         self._registered.pop(resource, None)
@@ -238,12 +249,12 @@ class Inbox:
         named = Named.parse(message, self._servers.options.prefix)
         if named is None:
             return
+        if self._line.since(named.resource) is None:
+            self._strike(named.resource, node)
+            return
         with self._counting:
             turns = self._namings.turns(named, node)
         if turns is None:
-            return
-        if self._line.since(named.resource) is None:
-            self._unregister(named.resource)  # a registration came late, or one was not undone
             return
         now = self._platform.clock.now()
         is_agreed = named.rank == turns  # else the nodes differ, or a majority has not spoken yet
