@@ -70,7 +70,7 @@ class Dispatcher:
         self._dispatched_of: set[QueueKey] = set()  # of all these requests
 
     def waiting(self) -> list[Waiter]:
-        """Return the waiters in order of first deferral; called by any thread."""
+        """Return the waiters by priority, then by first deferral; called by any thread."""
         with self.mutex:
             return sorted(self.queues.all())
 
