@@ -74,10 +74,13 @@ class Successor:
     # as a `Line`, in any thread
 
     def since(self, resource: str) -> float | None:
-        """Return since when the first waiter of a resource waits; None if none waits."""
+        """Return since when the first waiter of a resource waits; None if none waits.
+
+        Not since when a head does: an urgent one would put its worker behind all others.
+        """
         with self.dispatcher.mutex:
-            heads = self.dispatcher.queues.heads(resource)
-        return min((head.since for head in heads), default=None)
+            waiters = self.dispatcher.queues.on(resource)
+        return min((waiter.since for waiter in waiters), default=None)
 
     def resources(self) -> Collection[str]:
         """Return the resources that messages wait for."""
