@@ -37,6 +37,7 @@ from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.subscriber import Subscriber
 
 Report = Callable[[Place | None], object]
+Question = tuple[float, int, Report]  # since when the first one waits, passed, report
 OnMessage = Callable[[str, str, int], object]
 
 
@@ -87,8 +88,8 @@ class Inbox:
         self.channel = inbox_channel(options.prefix, self.name)
         self._subscribers: dict[None, list[Subscriber]] = {}
         self._registered: dict[str, float] = {}  # by resource: since when, as the nodes know it
-        self._questions: dict[tuple[str, int], list[tuple[int, Report]]] = {}  # in flight, and next
-        # the subscribers' threads count alone
+        # by resource and limit: the one in flight, and the next one
+        self._questions: dict[tuple[str, int], list[Question]] = {}
         self._counting = self._platform.new_mutex()
         self._namings = Namings(quorum_of(len(self._servers.nodes.nodes)))
 
@@ -128,8 +129,9 @@ class Inbox:
         request = self._servers.requests.unregister(self.name, resource)
         self._servers.nodes.send_to(node, Command(request, IGNORE_REPLY))
         self._drain_by(self._platform.clock.now() + self._servers.nodes.timeout)
-        if self._line.since(resource) is not None:  # somebody has begun to wait meanwhile
-            self.register_again(resource)
+        if resource in self._line.resources():  # somebody has begun to wait meanwhile
+            self._registered.pop(resource, None)
+            self._line.on_listening()
 
     def register_again(self, resource: str) -> None:
         """Register anew: another process may have taken this one for dead. Never waits."""
@@ -160,7 +162,7 @@ class Inbox:
         since = self._line.since(resource)
         if since is None or limit > MOST_ASKED or not self.is_listening:
             return None
-        round_, until = self._send(resource, since, limit, passed)
+        round_, until = self._send(resource, limit, since, passed)
         self._servers.nodes.wait(round_, until)
         return round_.place
 
@@ -170,33 +172,38 @@ class Inbox:
         One question for each resource and limit is in flight: of those that come meanwhile the last
         one follows it, so that a flood of messages makes no flood of questions.
         """
-        asked, question = (resource, limit), (passed, report)
-        mine = [question]
-        questions = self._questions.setdefault(asked, mine)
-        if questions is not mine:
-            questions[1:] = [question]
-            if self._questions.get(asked) is questions:
-                return
-            mine = self._questions.setdefault(asked, mine)  # it has just come back
         since = self._line.since(resource)
         if since is None or limit > MOST_ASKED:
-            self._on_place(asked, report, None)
+            report(None)
             return
-        round_, until = self._send(resource, since, limit, passed)
+        asked, question = (resource, limit), (since, passed, report)
+        with self._counting:
+            questions = self._questions.setdefault(asked, [])
+            is_in_flight = bool(questions)
+            questions[1:] = [question]
+        if not is_in_flight:
+            self._ask(asked, question)
+
+    def _ask(self, asked: tuple[str, int], question: Question) -> None:
+        since, passed, report = question
+        round_, until = self._send(*asked, since, passed)
 
         def wait() -> None:
             self._servers.nodes.wait(round_, until, native=True)
 
-        self._threads.add(WorkItem(wait, lambda: self._on_place(asked, report, round_.place)))
+        def on_place() -> None:
+            with self._counting:
+                following = self._questions.pop(asked, [])[1:]
+                if following:
+                    self._questions[asked] = following
+            if following:
+                self._ask(asked, following[0])
+            report(round_.place)
 
-    def _on_place(self, asked: tuple[str, int], report: Report, place: Place | None) -> None:
-        questions = self._questions.pop(asked, [])
-        report(place)
-        for passed, next_report in questions[1:]:
-            self.ask(*asked, passed, next_report)
+        self._threads.add(WorkItem(wait, on_place))
 
     def _send(
-        self, resource: str, since: float, limit: int, passed: int
+        self, resource: str, limit: int, since: float, passed: int
     ) -> tuple[PlaceRound, float]:
         """Send a question; return it, and until when replies count, in monotonic seconds."""
         nodes = self._servers.nodes
@@ -249,7 +256,7 @@ class Inbox:
         named = Named.parse(message, self._servers.options.prefix)
         if named is None:
             return
-        if self._line.since(named.resource) is None:
+        if named.resource not in self._line.resources():
             self._strike(named.resource, node)
             return
         with self._counting:
