@@ -101,7 +101,7 @@ class LockedRun:
             changed = config.overridden(queue, self.options)
             log_call_options(delivery, carried, changed)
         call = TaskCall(task, args, kwargs, queue)
-        self.resources = in_order(config.resources(self.options, call))
+        self.resources = in_order(config.keys.resources(self.options, call))
 
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
