@@ -125,7 +125,7 @@ TWICE = {
     *("PATIENCE", "RUN", "UNKNOWN"),
 }
 # Protocols that fewer than two classes of the package have.
-LONELY_PROTOCOLS = {"Heads", "Interruptible", "NodeOwner"}
+LONELY_PROTOCOLS = {"Interruptible", "NodeOwner"}
 # Classes that override a method of another class of ours. A round, an error and an interrupter say
 # what differs; of the others there is no new one.
 OVERRIDING = {

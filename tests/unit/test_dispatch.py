@@ -90,7 +90,7 @@ class Heads:
         self.changed: list[str] = []
         self.due: Callable[[Waiter], object] = str
 
-    def on_head(self, resource: str, first: Waiter | None = None) -> None:
+    def on_head(self, resource: str, first: Waiter | None) -> None:
         said = "" if first is None else f"{first.request.id} is first on "
         self.changed.append(f"{said}{resource}")
 
@@ -127,7 +127,9 @@ class Worker:
         )
         loop = EventLoop(self.consumer, Platform(self.clock))
         self.heads = Heads()
-        self.dispatcher = Dispatcher(self.consumer, loop, self.clock, TIMES, self.heads)
+        self.dispatcher = Dispatcher(
+            self.consumer, loop, self.clock, TIMES, self.heads.on_head, self.heads.on_due
+        )
         self.heads.due = self.dispatcher.dispatch
         self.dispatcher.capacity = capacity
         self.dispatcher.forget()

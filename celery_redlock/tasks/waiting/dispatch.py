@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Mapping
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 from celery_redlock import anchors
 from celery_redlock.lock.platform.clock import Clock
@@ -26,30 +26,27 @@ logger = logging.getLogger(__name__)
 ETA_PRIORITY = 6  # of an entry in the timer. Source: celery.worker.strategy, for a message's ETA
 
 
-class Heads(Protocol):
-    """What the dispatcher tells of the heads of its queues."""
-
-    def on_head(self, resource: str, first: Waiter | None = None) -> None:
-        """Learn that a resource has another head, or none; first: of a queue that was empty."""
-
-    def on_due(self, waiter: Waiter) -> None:
-        """Learn that it is time for a head to try by itself."""
-
-
 class Dispatcher:
     """The queues of one worker, the timers of their waiters, and the way to Celery.
 
     `dispatch` is for a release, `on_eta` for the end of a countdown. Both give a message to Celery
-    once. heads: learns of heads that change or are due. states: stores those of the messages.
-    mutex: of `queues`; a greenlet that has it may give way to others. capacity: how many may wait
-    after the next `forget`. All methods but `waiting` run in the event loop.
+    once. on_head: called with a resource that has another head, or none, and with the first of a
+    queue that was empty. on_due: called with a head that is to try by itself. states: stores those
+    of the messages. mutex: of `queues`; a greenlet that has it may give way to others. capacity:
+    how many may wait. All methods but `waiting` run in the event loop.
     """
 
     def __init__(
-        self, consumer: Any, loop: EventLoop, clock: Clock, times: WaitingTimes, heads: Heads
+        self,
+        consumer: Any,
+        loop: EventLoop,
+        clock: Clock,
+        times: WaitingTimes,
+        on_head: Callable[[str, Waiter | None], object],
+        on_due: Callable[[Waiter], object],
     ) -> None:
         self._consumer, self._loop, self._clock, self._times = consumer, loop, clock, times
-        self._heads = heads
+        self._on_head, self._on_due = on_head, on_due
         self._apply_eta_task: Callable[[Any], object] = consumer.apply_eta_task
         self._leave_bucket: Callable[[Any], object] = consumer._limit_move_to_pool
         self.states = StoringThread(consumer.app)
@@ -84,7 +81,7 @@ class Dispatcher:
             self._update_prefetch()
             is_head = self.queues.is_head(waiter)
         if is_head:
-            self._heads.on_head(waiter.queue.resource, first)
+            self._on_head(waiter.queue.resource, first)
 
     def heads_to_run(self, resource: str) -> list[Waiter]:
         """Return the head of each queue of a resource that is to run.
@@ -183,7 +180,7 @@ class Dispatcher:
             waiter = self.queues.of(request)
             is_due = waiter is not None and self._clock.now() < waiter.deadline
         if waiter is not None and is_due:
-            self._heads.on_due(waiter)
+            self._on_due(waiter)
         else:
             self._apply(request, waiter)
 
@@ -216,7 +213,7 @@ class Dispatcher:
                     self._arm(following)
         try:
             if waiter is not None and was_head:
-                self._heads.on_head(waiter.queue.resource)
+                self._on_head(waiter.queue.resource, None)
         finally:  # it is in no queue any more
             self._pass_on(request)
 
