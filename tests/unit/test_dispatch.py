@@ -351,6 +351,20 @@ def test_above_the_capacity_the_last_ones_are_dispatched_one_by_one() -> None:
     assert worker.qos.value == PREFETCH + 2
 
 
+@given(st.integers(1, 20), st.lists(st.integers(0, 40), max_size=20))
+def test_the_prefetch_is_taken_back_for_the_messages_above_the_capacity_alone(
+    room_for: int, counts: list[int]
+) -> None:
+    worker, waiting, numbers = Worker(capacity=room_for), list[Waiter](), itertools.count()
+    for count in counts:
+        while len(waiting) < count:
+            number = next(numbers)
+            waiting.append(worker.admit(f"{number}", number))
+        while len(waiting) > count:
+            worker.dispatcher.dispatch(waiting.pop())
+        assert worker.qos.value == PREFETCH + min(count, room_for)
+
+
 arrivals = st.lists(
     st.tuples(
         st.floats(0.0, 30.0),  # s since the one before

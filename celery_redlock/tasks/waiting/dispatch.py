@@ -61,7 +61,7 @@ class Dispatcher:
         self._loop.cancel(self._eviction)
         self._eviction = None
         self.queues = WaitQueues(self._times)
-        self._overflow = Overflow(self.capacity)
+        self._above = 0  # how many more messages wait than the capacity allows
         self._dispatched: weakref.WeakSet[Any] = weakref.WeakSet()  # requests
         self._in_buckets: dict[Any, list[QueueKey]] = {}  # by request, which waits for its rate
         self._dispatched_of: set[QueueKey] = set()  # of all these requests
@@ -248,21 +248,29 @@ class Dispatcher:
             request._eta_timer_entry = entry
 
     def _update_prefetch(self) -> None:
-        """Take back what Celery adds to its prefetch for messages above the capacity."""
-        change, qos = self._overflow.update(self.queues.waiting_for_release), self._consumer.qos
-        for _ in range(-change):
+        """Take back what Celery adds to its prefetch for messages above the capacity.
+
+        Celery adds one for each message with an ETA, without a bound, and would take further ones.
+        """
+        before, qos = self._above, self._consumer.qos
+        self._above = max(0, self.queues.waiting_for_release - self.capacity)
+        for _ in range(self._above - before):
             qos.decrement_eventually()
-        for _ in range(change):
+        for _ in range(before - self._above):
             qos.increment_eventually()
-        if self._overflow.evicts and self._eviction is None:
+        if self._above and self._eviction is None:
             seconds = self._times.eviction_interval
             self._eviction = self._loop.call_after(seconds, self._evict)
 
     def _evict(self) -> None:
-        """Dispatch the message that is needed last: if refused, it goes to its queue's end."""
+        """Dispatch the message that is needed last: if refused, it goes to its queue's end.
+
+        Another one of that queue comes in. So messages that have nothing to do with a crowd get
+        past it.
+        """
         with self.mutex:
             self._eviction = None
-            last = self.queues.last_of_longest() if self._overflow.evicts else None
+            last = self.queues.last_of_longest() if self._above else None
         if last is not None:  # outside: a solo pool runs its body here
             self.dispatch(last)
 
@@ -303,27 +311,3 @@ def capacity(conf: Mapping[str, Any], prefetch: int) -> int:
         return sys.maxsize
     limit = conf.get("worker_eta_task_limit")
     return CAPACITY if limit is None else max(1, min(CAPACITY, limit - prefetch))
-
-
-class Overflow:
-    """How many more messages wait than the capacity allows.
-
-    Celery raises its prefetch by one for each message with an ETA, without a bound. For those above
-    the capacity the raise is taken back, so that the worker takes no further message for them.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity, self.count = capacity, 0
-
-    def update(self, waiting: int) -> int:
-        """Note how many messages wait; return by how much the prefetch is to change."""
-        before, self.count = self.count, max(0, waiting - self._capacity)
-        return before - self.count
-
-    @property
-    def evicts(self) -> bool:
-        """Whether a waiting message is to leave, so that another one of its queue comes in.
-
-        Messages that have nothing to do with a crowd get past it that way.
-        """
-        return self.count > 0
