@@ -40,7 +40,7 @@ class EventLoop:
         hub, pool = self._consumer.hub, self._consumer.pool
         if hub is not None:
             self._waker = self._waker or self._platform.new_waker()
-            hub.add_reader(self._waker.descriptor, self._on_wake)
+            hub.add_reader(self._waker.descriptor, self._run_calls)
             self._wake = self._waker.wake
         elif getattr(pool, "is_green", False):
             greenlet = current_interrupter()
@@ -70,15 +70,13 @@ class EventLoop:
         if entry is not None:
             self._consumer.timer.cancel(entry)
 
-    def _on_wake(self) -> None:
-        self._waker.clear()  # before the calls: a call that comes meanwhile wakes the hub again
-        self._run_calls()
-
     def _run_calls(self) -> None:
         """Make the calls that are due, and survive what they raise.
 
         Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
         """
+        if self._waker is not None:
+            self._waker.clear()  # first: a call that comes meanwhile wakes the hub again
         while True:
             try:
                 callback, args = self._calls.popleft()
