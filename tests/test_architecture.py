@@ -119,20 +119,20 @@ SHORT = {
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
 # for a name finds one thing.
 TWICE = {
-    *("Connection", "Dispatcher", "Turn", "WaitQueue", "Waiter"),
+    *("Connection", "Turn", "WaitQueue", "Waiter"),
     *("ask_each", "merged", "missing_rights", "trust_nodes"),
     *("ASKED_AT_ONCE", "DEADLINE", "IDLE", "LINGER", "MOST_BYTES", "MOST_TURNS"),
     *("PATIENCE", "RUN", "UNKNOWN"),
 }
 # Protocols that fewer than two classes of the package have.
-LONELY_PROTOCOLS = {"Interruptible", "NodeOwner"}
+LONELY_PROTOCOLS = {"Interruptible"}
 # Classes that override a method of another class of ours. A round, an error and an interrupter say
 # what differs; of the others there is no new one.
 OVERRIDING = {
     *("AcquireRound", "ClaimRound", "Question"),
     *("DuplicateTask", "LockLost", "LockTaken", "NoRunError", "NodeError", "QuorumUnreachable"),
     *("SettingsError", "GreenletInterrupter", "SignalInterrupter", "UnyieldingTlsSocket"),
-    *("FakeServer", "GuardedNodeSet", "NodeSet", "Unlocked"),
+    *("FakeServer", "GuardedNodeSet", "Unlocked"),
 }
 # Files that use a private name of another class of ours.
 OF_OTHERS = {
