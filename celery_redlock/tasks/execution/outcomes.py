@@ -123,17 +123,10 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
 
 
 class Deferred(Ignore):
-    """Ends a run without its lock, once its message is published again.
+    """Ends a run without its lock, once its message is published again. Its argument: the deferral.
 
-    It reaches the worker's main process: see `tasks/worker_request.py`.
+    It reaches the worker's main process, pickled: see `tasks/worker_request.py`.
     """
-
-    def __init__(self, deferral: Deferral) -> None:
-        super().__init__(deferral)  # pickle makes a copy of that
-        self.deferral = deferral
-
-    def __str__(self) -> str:
-        return f"deferred: {self.deferral.why}"
 
 
 def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
