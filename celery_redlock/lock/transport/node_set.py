@@ -214,7 +214,10 @@ class NodeSet(Generic[P]):
         try:
             if self._mail:
                 self.hand_on_mail()
-            while not poller.parks_on(round_):
+            while True:
+                poller.parked = True  # first: who sets `decided` reads this after, and wakes
+                if round_.decided:
+                    return
                 left = until - self.clock.now()
                 ready = poller.poll(self.nodes, self.pollers.topology, max(0.0, left))
                 nodes = self.nodes if native else ready
