@@ -104,12 +104,12 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 21_865, 121
+LINES, FILES = 21_736, 120
 WALKS = {
-    "a plain lock": (30, 116, 31),
-    "a message in a worker": (52, 188, 42),
-    "a refused message until it waits": (64, 343, 67),
-    "from the release to its end": (52, 239, 53),
+    "a plain lock": (29, 114, 30),
+    "a message in a worker": (51, 186, 41),
+    "a refused message until it waits": (63, 329, 62),
+    "from the release to its end": (51, 234, 51),
 }
 # Modules of fewer than 60 lines. Each new one is a subject that no other file has.
 SHORT = {
