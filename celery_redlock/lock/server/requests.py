@@ -53,9 +53,8 @@ class Requests:
 
     def __init__(self, prefix: str) -> None:
         self._prefix, self._fence = prefix, encode_text(fence_key(prefix))
-        self._inbox = encode_text(inbox_channel(prefix, ""))
-        names = b"".join(map(encode_text, guard_keys(prefix))) + self._fence
-        names, inbox = (words.replace(b"%", b"%%") for words in (names, self._inbox))
+        names = b"".join((*map(encode_text, guard_keys(prefix)), self._fence)).replace(b"%", b"%%")
+        inbox = encode_text(inbox_channel(prefix, "")).replace(b"%", b"%%")
         self._acquire = b"*12\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
         self._asking = b"*13\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
         release = b"*7\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b"
@@ -117,14 +116,9 @@ class Requests:
         prefix, resource = self._prefix, registration.resource
         permits = range(min(registration.limit, MOST_ASKED)) if asks else ()
         keys = [waiting_key(prefix, resource), *(lock_key(prefix, resource, n) for n in permits)]
-        words = (
-            encode_text(registration.waiter),
-            encode_bulk(b"%.3f" % registration.since),
-            _number(REGISTERED_FOR * 1000),
-            _number(registration.passed),
-            self._inbox,
-        )
-        return REGISTER.begin(keys, len(words)) + b"".join(words)
+        since, kept_ms = f"{registration.since:.3f}", f"{REGISTERED_FOR * 1000:.0f}"
+        passed, inbox = str(registration.passed), inbox_channel(prefix, "")
+        return REGISTER.call(keys, registration.waiter, since, kept_ms, passed, inbox)
 
     def update(self, registration: Registration) -> bytes:
         """Return the request that changes since when a registered waiter waits."""

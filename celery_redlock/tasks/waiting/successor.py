@@ -73,7 +73,7 @@ class Successor:
         # by resource: when its turn comes, in monotonic seconds, the turn, and the timer's entry
         self._turns: dict[str, tuple[float, Turn, Any]] = {}
         self._refreshed_at = self._looked_at = self._clock.now()
-        self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self)
+        self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self.on_head, self.on_due)
 
     def use(self, session: Session, subscriptions: Callable[[str], int]) -> None:
         """Use the nodes of a session from now on. subscriptions: as of the room."""
