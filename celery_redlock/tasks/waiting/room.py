@@ -46,7 +46,7 @@ from celery_redlock.tasks.per_app import (
 )
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.dispatch import capacity
-from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
+from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import (
     WITHOUT_QUORUM,
     QueueKey,
@@ -97,7 +97,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._quorum = 1
         self._votes = ""  # the channel that announces that nodes vote again
         self._trusted = "", set[int]()  # the last message on it, and the nodes that sent it
-        self._sweeps: RepeatedCall | None = None
+        self._end_sweeps: Callable[[], None] | None = None
         self._forget()
         _rooms[parent] = self
 
@@ -113,13 +113,13 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._dispatcher.capacity = capacity(parent.app.conf, parent.initial_prefetch_count)
         self._forget()
         self._loop.start()
-        self._sweeps = self._loop.call_repeatedly(self._times.sweep_interval, self._sweep)
+        self._end_sweeps = self._loop.call_repeatedly(self._times.sweep_interval, self._sweep)
 
     def stop(self, parent: Any) -> None:
         """Forget all waiters: the broker delivers their messages again."""
-        sweeps, self._sweeps = self._sweeps, None
-        if sweeps is not None:  # first: a sweep may run now, and would go on
-            sweeps.cancel()
+        end_sweeps, self._end_sweeps = self._end_sweeps, None
+        if end_sweeps is not None:  # first: a sweep may run now, and would go on
+            end_sweeps()
         self._forget()
 
     def shutdown(self, parent: Any) -> None:

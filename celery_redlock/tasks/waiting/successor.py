@@ -56,7 +56,7 @@ class Successor:
         # by resource: when its turn comes, in monotonic seconds, the step, and the timer's entry
         self._turns: dict[str, tuple[float, Step, Any]] = {}
         self._refreshed_at = self._looked_at = self._clock.now()
-        self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self)
+        self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self.on_head, self.on_due)
 
     def use(self, session: Session, channels: Callable[[], set[str]], on_other: OnMessage) -> Inbox:
         """Use the nodes of a session from now on; return the inbox. Others: as of `Inbox`."""
