@@ -477,7 +477,7 @@ class TestRegistered:
     ) -> None:
         lock = redlock.lock("r").acquire()
         taking = [pool.submit(take, rival) for _ in range(4)]
-        eventually(lambda: len(rival.session.wait_queue.line("r")) == 4)
+        eventually(lambda: len(rival.session.callers.line("r")) == 4)
         eventually(lambda: waiting(client))
         assert len(waiting(client)) == 1
         lock.release()

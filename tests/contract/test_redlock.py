@@ -927,7 +927,7 @@ class TestOneProcess:
         with redlock.lock("r"), over(nodes) as closed:
             thread = threading.Thread(target=wait)
             thread.start()
-            eventually(lambda: closed.session.wait_queue.is_listening)
+            eventually(lambda: closed.session.callers.inbox.is_listening)
             closed.close()
             thread.join(WAIT)
             with pytest.raises(QuorumUnreachable, match="closed"):

@@ -76,12 +76,12 @@ def first_in_line(client: Redis) -> Iterator[PubSub]:
 
 def see_listening(redlock: Redlock, nodes: int = 3) -> None:
     """Return when a waiter hears of releases from so many nodes."""
-    eventually(lambda: redlock.session.wait_queue.listeners >= nodes)
+    eventually(lambda: hearing(redlock) >= nodes)
 
 
 def see_waiting(redlock: Redlock, count: int = 1) -> None:
     """Return when so many wait for the lock."""
-    eventually(lambda: len(redlock.session.wait_queue.line("r")) == count)
+    eventually(lambda: len(redlock.session.callers.line("r")) == count)
 
 
 class TestWoken:
@@ -293,7 +293,7 @@ GREENLETS = """
 
         lock = redlock.lock("r", wait=60).acquire()
         waiting, ticking = spawn(wait), spawn(tick)
-        while not redlock.session.wait_queue.channels():
+        while not redlock.session.callers.resources():
             sleep(0.001)
         begun = len(ticks)
         while len(ticks) < begun + 100:  # never, if whoever waits keeps the others from running
