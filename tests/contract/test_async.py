@@ -35,6 +35,7 @@ from tests.conftest import (
     PATIENCE,
     TTL,
     eventually,
+    hearing,
     is_free,
     receiving,
     see_freed,
