@@ -177,6 +177,26 @@ class TestWoken:
         # a release rings the first, by three nodes at the most: never all that wait
         assert count <= tries < 3 * count
 
+    def test_none_of_those_behind_the_first_one_tries_as_its_wait_ends(
+        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        count = 24
+        with redlock.lock("r"), ThreadPoolExecutor(count) as threads:
+            first = Caller("r", 1, 1.0)
+            with joined(rival, first):
+                see_listening(rival)
+                first.looked_at = now()
+                tries = [
+                    threads.submit(rival.lock("r").try_acquire, wait=3.0) for _ in range(count)
+                ]
+                see_waiting(rival, count + 1)
+                settle(rival)
+                nodes[0].client().config_resetstat()
+                assert not any(one.result(WAIT) for one in tries)
+            settle(rival)
+            counts = nodes[0].client().info("commandstats")
+        assert counts.get("cmdstat_evalsha", {}).get("calls", 0) < count
+
 
 class TestNotWoken:
     def test_when_the_holder_was_killed_it_gets_the_lock_at_the_end_of_the_lease(
