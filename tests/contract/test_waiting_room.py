@@ -43,7 +43,7 @@ from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR
 from tests.conftest import PATIENCE, eventually, settle
 
-WAITING = waiting_key("redlock", "a")
+WAITING, VOTES = waiting_key("redlock", "a"), votes_channel("redlock")
 NEVER = 600.0  # s: longer than a test
 STILL = WaitingTimes(retry_next_after=NEVER, sweep_interval=NEVER)  # nothing happens by the clock
 
@@ -175,9 +175,13 @@ class Stage:
 
     def hears(self) -> int:
         """Return how many nodes can name this worker."""
-        pattern = inbox_channel("redlock", "*")
-        inboxes = [name for node in self.nodes for name in node.client().pubsub_channels(pattern)]
-        return max(map(self.room.subscriptions, inboxes), default=0)
+        inbox = self.room.inbox
+        return 0 if inbox is None else inbox.subscriptions(inbox.channel)
+
+    def hears_votes(self) -> bool:
+        """Return whether each node can tell this worker that nodes vote again."""
+        inbox = self.room.inbox
+        return inbox is not None and inbox.subscriptions(VOTES) == len(self.nodes)
 
     def waiting(self) -> list[str]:
         return [waiting.request.id for waiting in self.room.waiting()]
@@ -751,11 +755,26 @@ class TestNoQuorum:
     ) -> None:
         stage.admit("first", reason="no quorum")
         stage.turn_until(lambda: stage.handed_on == ["first"])
-        channel = votes_channel("redlock")
-        stage.turn_until(lambda: stage.room.subscriptions(channel) == len(stage.nodes))
+        stage.turn_until(stage.hears_votes)
         stage.turn_for(TURN)  # what comes with the last subscription
         stage.admit("late", reason="no quorum")
         stage.turn_until(lambda: stage.handed_on == ["first", "late"])
+
+    def test_messages_of_one_node_alone_hand_on_nothing(self, stage: Stage) -> None:
+        stage.admit("opens the channel", reason="no quorum")
+        stage.turn_until(lambda: stage.handed_on)
+        stage.turn_until(stage.hears_votes)
+        stage.turn_for(TURN)  # what comes with the last subscription
+        stage.clock.ahead += HOUR  # that quorum came long before the next message was refused
+        stage.admit("one", reason="no quorum")
+        alone, other = stage.nodes[0].client(), stage.nodes[1].client()
+        for number in range(20):
+            for _ in range(2):
+                alone.publish(VOTES, f"message {number}")
+        stage.turn_for(2 * TURN)
+        assert stage.handed_on == ["opens the channel"]
+        other.publish(VOTES, "message 19")
+        stage.turn_until(lambda: stage.handed_on == ["opens the channel", "one"])
 
 
 class TestCountdown:

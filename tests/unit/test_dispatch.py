@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.model.handoff import TURN
-from celery_redlock.lock.model.keys import waiting_key
+from celery_redlock.lock.model.handoff import LADDER, TURN, Step
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
@@ -290,29 +289,33 @@ def test_the_heads_that_change_are_told() -> None:
     assert worker.heads.changed[3:] == []
 
 
-A = waiting_key("", "a")
+def name(worker: Worker, successor: Successor, turns: int) -> None:
+    """Let a release name the worker behind so many others."""
+    now = worker.clock.now()
+    successor.on_step("a", Step(LADDER, turns, now), now + turns * TURN)
 
 
 def test_releases_that_follow_each_other_fast_do_not_put_off_a_turn() -> None:
     worker = Worker()
-    loop, platform = EventLoop(worker.consumer, Platform(worker.clock)), Platform(worker.clock)
-    successor = Successor(worker.consumer, loop, platform, TIMES)  # without nodes, it acts unasked
+    loop = EventLoop(worker.consumer, Platform(worker.clock))
+    # without nodes, it acts unasked
+    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
     worker.dispatcher = successor.dispatcher
     worker.admit("one", 1)
-    for number in range(8):
-        successor.on_message(f"2 release-{number} {A}", 0)
+    for _ in range(8):
+        name(worker, successor, 2)
         worker.timer.turn(until=worker.clock.time + TURN / 2)
     assert worker.applied == [("one", 2 * TURN)]
 
 
 def test_an_earlier_turn_replaces_the_one_that_is_planned() -> None:
     worker = Worker()
-    loop, platform = EventLoop(worker.consumer, Platform(worker.clock)), Platform(worker.clock)
-    successor = Successor(worker.consumer, loop, platform, TIMES)
+    loop = EventLoop(worker.consumer, Platform(worker.clock))
+    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
     worker.dispatcher = successor.dispatcher
     worker.admit("one", 1)
-    successor.on_message(f"2 release-1 {A}", 0)
-    successor.on_message(f"1 release-2 {A}", 0)
+    name(worker, successor, 2)
+    name(worker, successor, 1)
     worker.timer.turn(until=10 * TURN)
     assert worker.applied == [("one", TURN)]
 

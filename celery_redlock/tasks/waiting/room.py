@@ -73,6 +73,7 @@ class WaitingRoom(bootsteps.StartStopStep):
     """
 
     name = "celery_redlock waiting room"
+    inbox: Inbox | None = None  # from the first message on
 
     def __init__(
         self,
@@ -93,7 +94,6 @@ class WaitingRoom(bootsteps.StartStopStep):
         parent._limit_move_to_pool = self._dispatcher.on_token
         parent.connection_for_read = functools.partial(_closing_twice, parent.connection_for_read)
         self._redlock: Redlock | None = None
-        self._inbox: Inbox | None = None
         self._quorum = 1
         self._votes = ""  # the channel that announces that nodes vote again
         self._trusted = "", set[int]()  # the last message on it, and the nodes that sent it
@@ -128,8 +128,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         Source: celery.worker.worker sends no worker_shutdown if the worker ends by WorkerTerminate.
         """
         self.states.flush()
-        if self._inbox is not None:
-            self._inbox.close()
+        if self.inbox is not None:
+            self.inbox.close()
         self._redlock = None
         _rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
         if not any(rooms_of(parent.app)):
@@ -215,12 +215,12 @@ class WaitingRoom(bootsteps.StartStopStep):
         )
 
     def _connect(self) -> Inbox:
-        if self._inbox is None:
+        if self.inbox is None:
             self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
             session = self._redlock.session
             self._votes, self._quorum = votes_channel(session.options.prefix), session.node_set.size
-            self._inbox = self._successor.use(session, self._channels, self._on_vote)
-        return self._inbox
+            self.inbox = self._successor.use(session, self._channels, self._on_vote)
+        return self.inbox
 
     def _channels(self) -> set[str]:
         """Return the channels to hear beside the inbox; called by any thread."""
@@ -244,7 +244,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             self._trusted = text, nodes | {node}
             if node in nodes or len(nodes) + 1 != self._quorum:
                 return
-        elif self._inbox is None or self._inbox.subscriptions(self._votes) < self._quorum:
+        elif self.inbox is None or self.inbox.subscriptions(self._votes) < self._quorum:
             return
         now = self._clock.now()
         with self._dispatcher.mutex:
@@ -259,8 +259,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         with self._dispatcher.mutex:
             before = self._clock.now() - self._times.unsubscribe_after
             self._dispatcher.queues.forget_empty(before)
-        if self._inbox is not None:
-            self._inbox.listen()  # a subscriber that ended just as its channel was wanted again
+        if self.inbox is not None:
+            self.inbox.listen()  # a subscriber that ended just as its channel was wanted again
         old = self._clock.now() - self._times.remember_refusal
         for queue, (at, _) in list(self._refusals.items()):  # another thread may add one
             if at < old and not self._dispatcher.queues.has(queue):

@@ -376,8 +376,8 @@ MUTANTS = (
     ),
     Mutant(
         "a release wakes no message that waits in a worker",
-        "tasks.waiting.successor:Successor._on_named",
-        "self._dispatch(head, Turn(ACTED, released_at=at))",
+        "tasks.waiting.successor:Successor._on_step",
+        "self._dispatch(head, step)",
         "pass",
         (f"{CONTRACT}/test_waiting_room.py",),
         "each_limit_by_itself",
