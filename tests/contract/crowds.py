@@ -35,7 +35,7 @@ DEADLINE = 150.0  # s for a case
 THREADS, COROUTINES, RESOURCES, GREENLETS = 500, 1_000, 3_000, 400
 MEASURED = 5.0  # s of waiting
 SETTLED, SETTLE, STEP = 0.03, 4.0, 0.5  # of a core; s at the most; s between two looks
-UNRELATED_TTL = 6.0  # s
+UNRELATED_TTL = 6.0  # s: of a lock that is renewed meanwhile
 WAIT_IN_THREAD, SPREAD = 11.0, 2.0  # s: the ends of the waits are spread over so many s
 WAIT_FOR_RESOURCE = 8.0  # s
 WAIT_IN_GREENLET = 5.0  # s
@@ -66,7 +66,7 @@ def measure(case: str, urls: Sequence[str]) -> Any:
     patched = ["gevent.monkey", "--module"] if case == "gevent" else []
     command = [sys.executable, "-W", "ignore", "-m", *patched, MODULE, case, *urls]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -102,6 +102,14 @@ def summary(outcomes: Sequence[tuple[str, float]]) -> dict[str, Any]:
 # what is measured
 
 
+def connected(urls: Sequence[str]) -> list[Any]:
+    """Return clients of the nodes that need no more descriptors."""
+    clients = [redis.Redis.from_url(url) for url in urls]
+    for client in clients:
+        client.ping()
+    return clients
+
+
 def commands(clients: Sequence[Any]) -> int:
     """Return how many commands the nodes have executed, those of scripts too."""
     return sum(client.info("stats")["total_commands_processed"] for client in clients)
@@ -115,6 +123,14 @@ def descriptors() -> int:
             os.fstat(number)
             count += 1
     return count
+
+
+def closed(before: int) -> int:
+    """Return how many descriptors are open, once there are no more than before, or after 3 s."""
+    end = time.monotonic() + 3.0
+    while (now := descriptors()) > before and time.monotonic() < end:
+        time.sleep(0.05)
+    return now
 
 
 def settle_steps() -> Iterator[float]:
@@ -132,7 +148,7 @@ class Usage:
     """What a stretch of time costs from now on: a core's share, and commands a second."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self._clients = [redis.Redis.from_url(url) for url in urls]
+        self._clients = connected(urls)
         self._commands, self._used = commands(self._clients), time.process_time()
         self._began = time.monotonic()
 
@@ -276,15 +292,17 @@ def resources(urls: Sequence[str]) -> dict[str, Any]:
 
 
 def greenlets(urls: Sequence[str]) -> dict[str, Any]:
-    """Have greenlets wait for one held lock, with few descriptors; then do what `shortage` does.
+    """Have greenlets wait for one held lock, with few descriptors.
 
     before, most, after: open descriptors before, while all wait, and after. ends, overrun: as of
-    `summary`.
+    `summary`. later: as of `fate`, after all that.
     """
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+    clients = connected(urls)
     with Redlock(urls) as redlock, Redlock(urls) as other, held(other, "r"):
         outcome(redlock.lock("r"), 1.0)  # connections for a waiter, which are kept for the next one
         before, most, outcomes = descriptors(), 0, list[tuple[str, float]]()
+        renewed = redlock.lock("renewed", ttl=UNRELATED_TTL).acquire(wait=WAIT)
 
         def wait(_: int) -> None:
             outcomes.append(outcome(redlock.lock("r"), WAIT_IN_GREENLET))
@@ -295,50 +313,53 @@ def greenlets(urls: Sequence[str]) -> dict[str, Any]:
             time.sleep(0.1)
         for caller in callers:
             caller.join()
-        figures = {"before": before, "most": most, "after": _after(before), **summary(outcomes)}
-    return {**figures, **shortage(urls)}
-
-
-def _after(before: int) -> int:
-    """Return how many descriptors are open, after some s at the most in which others may close."""
-    end = time.monotonic() + 3.0
-    while descriptors() > before and time.monotonic() < end:
-        time.sleep(0.1)
-    return descriptors()
+        figures = {"before": before, "most": most, "after": closed(before), **summary(outcomes)}
+        renewed.release()
+        return {**figures, "later": fate(redlock, clients)}
 
 
 def shortage(urls: Sequence[str]) -> dict[str, Any]:
     """Let renewals meet a process without free descriptors, with and without their connections.
 
-    later: what became of a lock after that: how its acquire ended, whether it was held past its
-    ttl, and whether the nodes had it no more after its release.
+    later: as of `fate`, after that.
     """
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
-    clients = [redis.Redis.from_url(url) for url in urls]
+    clients = connected(urls)
     with Redlock(urls, node_timeout=SHORT_TIMEOUT) as redlock:
         early = redlock.lock("early", ttl=SHORT_TTL).acquire(wait=WAIT)
-        for client in clients:
-            client.ping()
         with no_descriptors():
             time.sleep(SHORT_TTL / 2)
             for client in clients:
                 client.client_kill_filter(_type="normal", skipme=True)
             time.sleep(SHORT_TTL)
         early.release()
-        lock = redlock.lock("later", ttl=SHORT_TTL)
-        end, _ = outcome(lock, 2 * SHORT_TTL)
-        if end != "acquired":
-            return {"later": [end]}
-        time.sleep(1.5 * SHORT_TTL)
-        is_held = lock.held
-        lock.release()
-    return {"later": [end, is_held, _is_freed(clients, "later")]}
+        return {"later": fate(redlock, clients)}
+
+
+def fate(redlock: Redlock, clients: Sequence[Any]) -> list[Any]:
+    """Return what becomes of a lock that is acquired, held past its ttl, and released.
+
+    How the acquire ends; whether it is held then; whether no node has it after its release.
+    """
+    lock = redlock.lock("later", ttl=SHORT_TTL)
+    end, _ = outcome(lock, 2 * SHORT_TTL)
+    if end != "acquired":
+        return [end]
+    time.sleep(1.5 * SHORT_TTL)
+    is_held = lock.held
+    lock.release()
+    over = time.monotonic() + SHORT_TTL / 2
+    while left := any(client.exists("{redlock}:lock:later") for client in clients):
+        if time.monotonic() > over:
+            break
+        time.sleep(0.02)
+    return [end, is_held, not left]
 
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
     """Have none left to open inside of the block."""
-    taken: list[int] = []
+    before, taken = descriptors(), list[int]()
     try:
         with contextlib.suppress(OSError):
             while True:
@@ -347,16 +368,7 @@ def no_descriptors() -> Iterator[None]:
     finally:
         for descriptor in taken:
             os.close(descriptor)
-
-
-def _is_freed(clients: Sequence[Any], name: str) -> bool:
-    """Return whether no node has a lock, after less than a ttl."""
-    end = time.monotonic() + SHORT_TTL / 2
-    while left := any(client.exists(f"{{redlock}}:lock:{name}") for client in clients):
-        if time.monotonic() > end:
-            break
-        time.sleep(0.02)
-    return not left
+        closed(before)  # gevent's os.close closes a little later
 
 
 def permits(urls: Sequence[str]) -> dict[str, Any]:
