@@ -115,10 +115,9 @@ class Inbox:
         return self._servers.requests.register(self.name, resource, since, limit, passed)
 
     def _unregister(self, resource: str) -> None:
-        self._registered.pop(resource, None)
         self._write(self._servers.requests.unregister(self.name, resource))
+        self._registered.pop(resource, None)  # last: an exception may cut this off before
         if self._line.since(resource) is not None:  # another thread has begun to wait meanwhile
-            self._registered.pop(resource, None)  # it may have registered before
             self.changed(resource)
 
     def _strike(self, resource: str, node: int) -> None:
