@@ -33,18 +33,18 @@ LEASE = 60.0  # s: of locks that a holder keeps without renewals, which would co
 DEADLINE = 150.0  # s for a case
 
 THREADS, COROUTINES, RESOURCES, GREENLETS = 500, 1_000, 3_000, 400
-MEASURED = 5.0  # s of waiting
-SETTLED, SETTLE, STEP = 0.03, 4.0, 0.5  # of a core; s at the most; s between two looks
+MEASURED = 4.0  # s of waiting
+SETTLED, SETTLE, STEP = 0.03, 3.0, 0.5  # of a core; s at the most; s between two looks
 UNRELATED_TTL = 6.0  # s: of a lock that is renewed meanwhile
-WAIT_IN_THREAD, SPREAD = 11.0, 2.0  # s: the ends of the waits are spread over so many s
+WAIT_IN_THREAD, SPREAD = 8.0, 2.0  # s: the ends of the waits are spread over so many s
 WAIT_FOR_RESOURCE = 8.0  # s
-WAIT_IN_GREENLET = 5.0  # s
+WAIT_IN_GREENLET = 4.0  # s
 TICK = 0.01  # s
 DESCRIPTORS = 1024  # at the most of a process
 SHORT_TTL, SHORT_TIMEOUT = 2.0, 0.5  # s
 LIMIT, TAKEN_BELOW, TAKEN_ABOVE = 200, 100, 50  # permits: all below the 101st, and some above
-WAIT_FOR_PERMIT, SHORT_LEASE = 10.0, 4.0  # s
-FLOODED, BATCH, PAUSE = 2.0, 50, 0.02  # s; messages; s between two batches
+WAIT_FOR_PERMIT, SHORT_LEASE = 10.0, 3.0  # s
+FLOODED, BATCH, PAUSE = 1.5, 50, 0.02  # s; messages; s between two batches
 
 
 def main(case: str, *urls: str) -> None:
@@ -331,7 +331,7 @@ def shortage(urls: Sequence[str]) -> dict[str, Any]:
             time.sleep(SHORT_TTL / 2)
             for client in clients:
                 client.client_kill_filter(_type="normal", skipme=True)
-            time.sleep(SHORT_TTL)
+            time.sleep(SHORT_TTL / 2)
         early.release()
         return {"later": fate(redlock, clients)}
 
@@ -384,7 +384,7 @@ def permits(urls: Sequence[str]) -> dict[str, Any]:
         with permits_wanted(redlock, free) as waiting:
             figures["free"] = waiting.seen(time.monotonic())
         with permits_held(other, free) as held, permits_wanted(redlock, free) as waiting:
-            time.sleep(2.0)  # all have tried, and wait
+            time.sleep(1.5)  # all have tried, and wait
             released = time.monotonic()
             held.set()
             figures["released"] = waiting.seen(released)

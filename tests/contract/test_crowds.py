@@ -33,6 +33,7 @@ def figures(case: str, nodes: Sequence[EmbeddedNode]) -> Any:
     return measure(case, [node.url for node in nodes])
 
 
+@pytest.mark.slow
 def test_threads_that_wait_for_one_lock_cost_next_to_nothing(nodes: list[EmbeddedNode]) -> None:
     found = figures("threads", nodes)
     assert found["cpu"] <= 0.05 + found["control"], found
@@ -48,15 +49,17 @@ def test_coroutines_that_wait_for_one_lock_leave_the_nodes_in_peace(
     assert found["commands"] <= 600, found
 
 
+@pytest.mark.slow
 def test_coroutines_that_wait_for_a_resource_each_let_the_event_loop_run(
     nodes: list[EmbeddedNode],
 ) -> None:
     found = figures("resources", nodes)
     assert found["stood_still"] < 1.0, found
-    assert found["overrun"] < 2.0, found
+    assert found["seconds"] < 10.0, found  # with wait=8
     assert found["ends"] == {"LockTaken": RESOURCES}, found
 
 
+@pytest.mark.slow
 def test_greenlets_that_wait_need_no_descriptors(nodes: list[EmbeddedNode]) -> None:
     found = figures("gevent", nodes)
     assert found["ends"] == {"LockTaken": GREENLETS}, found
@@ -64,12 +67,14 @@ def test_greenlets_that_wait_need_no_descriptors(nodes: list[EmbeddedNode]) -> N
     assert found["later"] == ["acquired", True, True], found
 
 
+@pytest.mark.slow
 def test_a_process_that_had_no_descriptors_renews_and_releases_again(
     nodes: list[EmbeddedNode],
 ) -> None:
     assert figures("shortage", nodes) == {"later": ["acquired", True, True]}
 
 
+@pytest.mark.slow
 def test_permits_above_the_hundredth_are_used_as_soon_as_they_are_free(
     nodes: list[EmbeddedNode],
 ) -> None:
@@ -97,8 +102,9 @@ def test_who_began_to_wait_first_is_named_first_whatever_its_wall_clock_says(
                 for count, caller in enumerate((first, second), start=1):
                     caller.wait(name)
                     see_waiting(urls, name, count)
-            firsts += next_of(first, second) is first
-            for caller in (first, second):
+            winner = next_of(first, second)
+            firsts += winner is first
+            for caller in (winner, second if winner is first else first):
                 caller.got()
                 caller.release()
     assert firsts >= ROUNDS - 1  # a machine that stalls for 100 ms gives the second one its turn
