@@ -36,6 +36,7 @@ from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.subscriber import Subscriber
 
+LOOK_AGAIN = 3 * TURN  # seconds between two looks for which no majority names this process
 Report = Callable[[Place | None], object]
 Question = tuple[float, int, Report]  # since when the first one waits, passed, report
 OnMessage = Callable[[str, str, int], object]
@@ -88,6 +89,7 @@ class Inbox:
         self.channel = inbox_channel(options.prefix, self.name)
         self._subscribers: dict[None, list[Subscriber]] = {}
         self._registered: dict[str, float] = {}  # by resource: since when, as the nodes know it
+        self._struck_at: dict[int, float] = {}  # monotonic seconds, by node
         # by resource and limit: the one in flight, and the next one
         self._questions: dict[tuple[str, int], list[Question]] = {}
         self._counting = self._platform.new_mutex()
@@ -123,11 +125,16 @@ class Inbox:
     def _strike(self, resource: str, node: int) -> None:
         """Let one node forget a registration that came late, or that was not undone.
 
-        No other node: one that sends any number of messages causes commands to itself alone.
+        No other node, and once a turn: one that sends any number of messages causes few commands,
+        and to itself alone.
         """
+        now = self._platform.clock.now()
+        if now - self._struck_at.get(node, -math.inf) < TURN:
+            return  # each release names this process again
+        self._struck_at[node] = now
         request = self._servers.requests.unregister(self.name, resource)
         self._servers.nodes.send_to(node, Command(request, IGNORE_REPLY))
-        self._drain_by(self._platform.clock.now() + self._servers.nodes.timeout)
+        self._drain_by(now + self._servers.nodes.timeout)
         if resource in self._line.resources():  # somebody has begun to wait meanwhile
             self._registered.pop(resource, None)
             self._line.on_listening()
@@ -426,7 +433,9 @@ class Callers:
         for caller in self.line(resource):
             if caller.limit not in told and (caller.limit == 1 or caller.due > due):
                 told.add(caller.limit)
-                caller.plan(step, due)
+                # what one node alone says makes nobody look all the time
+                soonest = caller.looked_at + LOOK_AGAIN if step.why == FALLBACK else due
+                caller.plan(step, max(due, soonest))
 
     def on_listening(self) -> None:
         """Register all callers, and let the first ones ask; of those for permits, all."""
