@@ -195,6 +195,41 @@ told = {"ticked": ticks[0] > 50, "done": done}
     assert tell(patch, story, nodes) == {"ticked": True, "done": [False]}
 
 
+LOOPS = pytest.mark.parametrize("loop", ["libev-cext", "libev-cffi", "libuv-cffi"])
+
+
+@LOOPS
+def test_another_thread_wakes_a_greenlet_that_sleeps(
+    loop: str, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story = """
+from celery_redlock.lock.platform.threads import new_sleeper, start_thread
+woken, resting = [], []
+def rest():
+    mine = new_sleeper()
+    mine.wake()
+    early = mine.sleep(float("inf"))
+    late = mine.sleep(0.001)  # the wake-up above counts once
+    resting.append(mine)
+    woken.append((early, late, mine.sleep(float("inf"))))
+def wake():
+    for sleeper in resting:
+        sleeper.wake()
+        sleeper.wake()
+before = len(os.listdir("/proc/self/fd"))
+all_of_them = [spawn(rest) for _ in range(400)]
+while len(resting) < 400:
+    sleep(0.001)
+few = len(os.listdir("/proc/self/fd")) - before < 10
+start_thread(wake)
+join(all_of_them)
+told = {"woken": woken, "few": few}
+"""
+    monkeypatch.setenv("GEVENT_LOOP", loop)
+    expected = {"woken": [[True, False, True]] * 400, "few": True}
+    assert tell(GEVENT, story, nodes) == expected
+
+
 def test_greenlets_without_a_hub_exclude_each_other(nodes: list[EmbeddedNode]) -> None:
     story = """
 from greenlet import getcurrent, greenlet
