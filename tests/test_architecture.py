@@ -104,7 +104,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 21_925, 121
+LINES, FILES = 21_995, 121
 WALKS = {
     "a plain lock": (30, 116, 31),
     "a message in a worker": (52, 188, 42),

@@ -1,6 +1,6 @@
 """Commands to all nodes: write to each, then poll all of them until a round is decided.
 
-Only `wait` blocks, and each of its callers polls for itself.
+Only `wait` blocks. Each of its callers looks for itself: it polls, or it sleeps in between.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.greenlets import gevent_here
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import (
     IGNORE_REPLY,
@@ -28,12 +27,14 @@ from celery_redlock.lock.transport.command import (
 from celery_redlock.lock.transport.connection import Peer, TransportOptions, connect_budget
 from celery_redlock.lock.transport.dispatcher import Dispatcher
 from celery_redlock.lock.transport.node_client import PAUSES, NodeClient
+from celery_redlock.lock.transport.poller import Poller
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Peer)
 
 _jobs_of = operator.attrgetter("jobs")
 LOOKS, LOOK = 15, 0.0002  # how often, and every how many seconds, `wait_keeping_gil` reads
+DOZE, LONGEST_DOZE = 0.001, 0.05  # seconds between looks of a caller without a poller: first, most
 
 
 class NodeSet(Dispatcher, Generic[P]):
@@ -160,16 +161,20 @@ class NodeSet(Dispatcher, Generic[P]):
         """
         if (self._reading.taken or any(map(_jobs_of, self.nodes))) and self._is_cut_off:
             return
-        by_poll = native or gevent_here() is None
         pollers = self.pollers
-        poller = pollers.take(native=by_poll)
+        poller = pollers.take(native=native) or self._wait_for_poller(round_, until, native)
+        if poller is None:
+            return
         round_.wake = poller.wake
         try:
             if self._mail:
                 self._deliver_mail()
             while not poller.parks_on(round_):
                 left = until - self.clock.now()
-                ready = poller.poll(self.nodes, self.pollers.topology, max(0.0, left))
+                try:
+                    ready = poller.poll(self.nodes, self.pollers.topology, max(0.0, left))
+                except OSError:  # no descriptor is left for its poll object
+                    ready = self._doze(round_, min(left, LONGEST_DOZE), native)
                 nodes = self.nodes if native else ready
                 self.read(nodes, PAUSES if left <= 0 else 2, keeps_gil=native)
                 if left <= 0:  # the last look: other callers' replies must not delay the return
@@ -178,6 +183,39 @@ class NodeSet(Dispatcher, Generic[P]):
             round_.wake = None
             pollers.taken.pop(id(poller), None)  # first: an exception may strike at the next call
             pollers.put_back(poller)
+
+    def _wait_for_poller(self, round_: Round, until: float, native: bool) -> Poller | None:
+        """Do what `wait` does without a descriptor; return a poller that is free, or None at last.
+
+        The caller looks at the nodes by itself, so that a reply reaches it if no other one polls.
+        """
+        pause = DOZE
+        while not round_.decided:
+            left = until - self.clock.now()
+            nodes = self._doze(round_, min(left, pause), native)
+            pause = min(pause * 2, LONGEST_DOZE)
+            self.read(nodes, PAUSES if left <= 0 else 2, keeps_gil=native)
+            # also if the round is decided: to put the poller back wakes the next one that has none
+            poller = self.pollers.take(native=native)
+            if poller is not None or left <= 0:
+                return poller
+        return None
+
+    def _doze(self, round_: Round, seconds: float, native: bool) -> list[NodeClient]:
+        """Sleep until the round is decided or a poller is free; return the nodes to read."""
+        platform, asleep, wake = self._platform, self.pollers.asleep, round_.wake
+        sleeper = platform.deadline_timer() if native else platform.new_sleeper()
+        round_.wake = sleeper.wake
+        try:
+            asleep[id(sleeper)] = sleeper
+            if not round_.decided:
+                sleeper.sleep(seconds)
+        finally:
+            round_.wake = wake
+            asleep.pop(id(sleeper), None)
+        for node in self.nodes:
+            node.go_on()
+        return self.nodes
 
     def wait_for_connects(
         self, round_: Round, sent: float, *, longest: float = math.inf, needed: int = 0
