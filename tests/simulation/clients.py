@@ -19,7 +19,7 @@ from celery_redlock.lock.engine.events import Events, LockLostEvent
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.threads import ThreadSleeper
+from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
 from celery_redlock.lock.transport.address import Address as ShippedAddress
@@ -309,7 +309,7 @@ class Waker:
         self.readable = False
 
 
-class Sleeper(ThreadSleeper):
+class Sleeper(DeadlineTimer):
     """What a thread sleeps on."""
 
     __slots__ = ("_process",)

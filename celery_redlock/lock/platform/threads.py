@@ -111,43 +111,18 @@ class Sleeper(Protocol):
         """
 
 
-class ThreadSleeper:
-    """A `Sleeper` of a real thread."""
-
-    __slots__ = ("_signal",)
-
-    def __init__(self, new_mutex: Callable[[], Mutex] = new_mutex) -> None:
-        self._signal = new_mutex()  # released: the thread is to wake
-        self._signal.acquire()
-
-    def wake(self) -> None:
-        """Wake the thread now. A second call before it wakes has no effect."""
-        try:
-            self._signal.release()
-        except RuntimeError:
-            return  # an earlier call has not woken the thread yet
-
-    def sleep(self, seconds: float) -> bool:
-        """Sleep until `wake`, for at most this many seconds; return whether it was woken."""
-        return self._signal.acquire(True, min(seconds, LONGEST_SLEEP) if seconds > 0 else 0.0)
-
-
-def new_sleeper() -> Sleeper:
-    """Return a new `Sleeper` of the calling thread or greenlet."""
-    return ThreadSleeper() if gevent_here() is None else HubSleeper()
-
-
-class DeadlineTimer(ThreadSleeper):
-    """A timer that one real thread sleeps on, and other threads move to an earlier moment.
+class DeadlineTimer:
+    """The `Sleeper` of a real thread. Other threads can move its end to an earlier moment.
 
     The thread wakes at the earliest requested moment, even if that request is obsolete. So of many
     short locks only the first costs a system call: the later ones request later moments.
     """
 
-    __slots__ = ("_due", "_wanted")
+    __slots__ = ("_due", "_signal", "_wanted")
 
     def __init__(self, new_mutex: Callable[[], Mutex] = new_mutex) -> None:
-        super().__init__(new_mutex)
+        self._signal = new_mutex()  # released: the thread is to wake
+        self._signal.acquire()
         self._due = self._wanted = float("inf")
 
     def by(self, moment: float) -> None:
@@ -171,6 +146,22 @@ class DeadlineTimer(ThreadSleeper):
     def is_late(self, now: float) -> bool:
         """Return whether the thread should have woken before `now`: it waits for the GIL."""
         return self._due < now
+
+    def wake(self) -> None:
+        """Wake the thread now. A second call before it wakes has no effect."""
+        try:
+            self._signal.release()
+        except RuntimeError:
+            return  # an earlier call has not woken the thread yet
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep until `wake`, for at most this many seconds; return whether it was woken."""
+        return self._signal.acquire(True, min(seconds, LONGEST_SLEEP) if seconds > 0 else 0.0)
+
+
+def new_sleeper() -> Sleeper:
+    """Return a new `Sleeper` of the calling thread or greenlet."""
+    return DeadlineTimer() if gevent_here() is None else HubSleeper()
 
 
 class Waker:

@@ -37,7 +37,7 @@ class Subscriber:
         self._address, self._timeout = address, timeout
         self._platform, self._clock = platform, platform.clock
         self._channels, self._heard = channels, heard
-        self._waker = platform.new_waker()
+        self._waker: Any = None  # made in the thread: no caller fails if no descriptor is left
         self._turn, self._calls = platform.turn(), deque[None]()  # `resubscribe` calls to handle
         self._running = self._closed = False
         self._connection: Any = None
@@ -52,7 +52,7 @@ class Subscriber:
         """Subscribe to the channels that are wanted now. Never waits."""
         self._calls.append(None)
         self._look()
-        self._waker.wake()
+        self._wake()
 
     def _look(self) -> None:
         while self._calls and self._turn.run(self._start):
@@ -67,7 +67,12 @@ class Subscriber:
     def close(self) -> None:
         """End the connection and the thread."""
         self._closed = True
-        self._waker.wake()
+        self._wake()
+
+    def _wake(self) -> None:
+        waker = self._waker
+        if waker is not None:
+            waker.wake()
 
     def _run(self) -> None:
         while not self._closed:
@@ -103,6 +108,9 @@ class Subscriber:
 
     def _listen(self) -> bool:
         """Subscribe to the wanted channels and handle messages; return False after a timeout."""
+        if self._waker is None:
+            self._waker = self._platform.new_waker()
+            return True  # what was asked for before has woken nobody: look again at all
         wanted = self._channels()
         if wanted and self._connection is None:
             self._connection = self._address.dial(connect_budget(self._timeout), self._timeout)
@@ -165,12 +173,13 @@ class Subscriber:
 
     def _rest(self, seconds: float) -> bool:
         """Wait for bytes, a wake-up or the timeout; return False for the timeout."""
-        awaited = [(self._waker.descriptor, select.POLLIN)]
-        if self._connection is not None:
-            awaited.append((self._connection._sock.fileno(), select.POLLIN))
-        ready = _poll(awaited, seconds)
-        if any(descriptor == self._waker.descriptor for descriptor, _ in ready):
-            self._waker.clear()
+        waker, connection = self._waker, self._connection
+        descriptors = [] if waker is None else [waker.descriptor]
+        if connection is not None:
+            descriptors.append(connection._sock.fileno())
+        ready = _poll([(descriptor, select.POLLIN) for descriptor in descriptors], seconds)
+        if waker is not None and any(descriptor == waker.descriptor for descriptor, _ in ready):
+            waker.clear()
         return bool(ready)
 
     def _drop(self) -> None:
