@@ -1,14 +1,14 @@
 """Commands to all nodes: write to each, then poll all of them until a round is decided.
 
-Only `wait` blocks. Its callers look for themselves: they poll, or they sleep in between. The threads
-and greenlets of a process share the connections. The one that finds data to read calls the handlers
-of all replies, also those of other waiters, and wakes these. So no caller depends on another one.
-Handlers are called in one turn in which nothing waits: they do arithmetic. A reply stays with its
-connection until its handler has returned, so a handler may get the same reply twice.
+Only `wait` blocks. Its callers poll, or look now and then. The one that finds data to read calls
+the handlers of all replies and wakes their waiters, so no caller depends on another one. Handlers
+are called in one turn in which nothing waits: they do arithmetic. A reply stays with its connection
+until its handler has returned, so a handler may get the same reply twice.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections import deque
@@ -43,14 +43,13 @@ from celery_redlock.lock.transport.node_client import (
     PAUSES,
     NodeClient,
 )
-from celery_redlock.lock.transport.poller import Poller, PollerPool
+from celery_redlock.lock.transport.poller import LONGEST_DOZE, PollerPool
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Peer)
 
 _jobs_of = operator.attrgetter("jobs")
 LOOKS, LOOK = 15, 0.0002  # how often, and every how many seconds, `wait_keeping_gil` reads
-DOZE, LONGEST_DOZE = 0.001, 0.05  # seconds between looks of a caller without a poller: first, most
 
 
 class NodeSet(Generic[P]):
@@ -197,17 +196,18 @@ class NodeSet(Generic[P]):
     def wait(self, round_: Round, until: float, *, native: bool = False) -> None:
         """Return when a round is decided, or at the monotonic second `until`.
 
-        Replies that have come by then count, even if the process was paused meanwhile.
-        Returns at once if the round cannot end: in a finalizer or a signal handler that interrupted
-        its own thread while the thread was reading. The same if the thread was writing to so many
-        nodes that fewer than `needed` are left. native: the caller is a real thread, also if
-        greenlets are in use. It reads all nodes each time: next to code that keeps the GIL it may
-        not run again soon.
+        Replies that have come by then count, even if the process was paused meanwhile. Returns at
+        once if the round cannot end: in a finalizer or a signal handler that interrupted its own
+        thread as that read, or wrote to so many nodes that fewer than `needed` are left. native: a
+        real thread, also if greenlets are in use. It reads all nodes each time: next to code that
+        keeps the GIL it may not run again soon.
         """
         if (self._reading.taken or any(map(_jobs_of, self.nodes))) and self._is_cut_off:
             return
         pollers = self.pollers
-        poller = pollers.take(native=native) or self._wait_for_poller(round_, until, native)
+        poller = pollers.take(native=native) or pollers.wait_for_one(
+            round_, until, functools.partial(self.read, self.nodes, keeps_gil=native), native=native
+        )
         if poller is None:
             return
         round_.wake = poller.wake
@@ -219,11 +219,12 @@ class NodeSet(Generic[P]):
                 if round_.decided:
                     return
                 left = until - self.clock.now()
+                nodes = self.nodes
                 try:
-                    ready = poller.poll(self.nodes, self.pollers.topology, max(0.0, left))
+                    ready = poller.poll(nodes, pollers.topology, max(0.0, left))
+                    nodes = nodes if native else ready
                 except OSError:  # no descriptor is left for its poll object
-                    ready = self._doze(round_, min(left, LONGEST_DOZE), native)
-                nodes = self.nodes if native else ready
+                    pollers.doze(round_, min(left, LONGEST_DOZE), native=native)
                 self.read(nodes, PAUSES if left <= 0 else 2, keeps_gil=native)
                 if left <= 0:  # the last look: other callers' replies must not delay the return
                     return
@@ -231,39 +232,6 @@ class NodeSet(Generic[P]):
             round_.wake = None
             pollers.taken.pop(id(poller), None)  # first: an exception may strike at the next call
             pollers.put_back(poller)
-
-    def _wait_for_poller(self, round_: Round, until: float, native: bool) -> Poller | None:
-        """Do what `wait` does without a descriptor; return a poller that is free, or None at last.
-
-        The caller looks at the nodes by itself, so that a reply reaches it if no other one polls.
-        """
-        pause = DOZE
-        while not round_.decided:
-            left = until - self.clock.now()
-            nodes = self._doze(round_, min(left, pause), native)
-            pause = min(pause * 2, LONGEST_DOZE)
-            self.read(nodes, PAUSES if left <= 0 else 2, keeps_gil=native)
-            # also if the round is decided: to put the poller back wakes the next one that has none
-            poller = self.pollers.take(native=native)
-            if poller is not None or left <= 0:
-                return poller
-        return None
-
-    def _doze(self, round_: Round, seconds: float, native: bool) -> list[NodeClient]:
-        """Sleep until the round is decided or a poller is free; return the nodes to read."""
-        platform, asleep, wake = self._platform, self.pollers.asleep, round_.wake
-        sleeper = platform.deadline_timer() if native else platform.new_sleeper()
-        round_.wake = sleeper.wake
-        try:
-            asleep[id(sleeper)] = sleeper
-            if not round_.decided:
-                sleeper.sleep(seconds)
-        finally:
-            round_.wake = wake
-            asleep.pop(id(sleeper), None)
-        for node in self.nodes:
-            node.go_on()
-        return self.nodes
 
     def wait_for_connects(
         self, round_: Round, sent: float, *, longest: float = math.inf, needed: int = 0
