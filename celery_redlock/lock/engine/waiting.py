@@ -114,16 +114,16 @@ class Inbox:
         return self._servers.requests.register(self.name, resource, since, limit, passed)
 
     def _unregister(self, resource: str) -> None:
-        self._registered.pop(resource, None)
         self._write(self._servers.requests.unregister(self.name, resource))
+        self._registered.pop(resource, None)  # last: an exception may cut this off before
         if self._line.since(resource) is not None:  # another thread has begun to wait meanwhile
-            self._registered.pop(resource, None)  # it may have registered before
             self.changed(resource)
 
     def register_again(self, resource: str) -> None:
         """Register anew: another process may have taken this one for dead. Never waits."""
-        self._registered.pop(resource, None)
-        self.changed(resource)
+        since = self._line.since(resource)
+        if since is not None and self.is_listening:
+            self._write(self._register(resource, since), REGISTER)
 
     def _write(self, request: bytes, script: Any = None) -> None:
         nodes = self._servers.nodes

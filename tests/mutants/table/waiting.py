@@ -273,8 +273,8 @@ MUTANTS = (
     Mutant(
         "a thread that registers while another one's removal is on its way is not named",
         "lock.engine.waiting:Inbox._unregister",
-        "self._registered.pop(resource, None)  # it may",
-        "pass  # it may",
+        "self._registered.pop(resource, None)  # last",
+        "pass  # last",
         (f"{CONTRACT}/test_hand_off.py",),
         "as_another_one_ends",
     ),
