@@ -19,7 +19,7 @@ from celery_redlock.errors import (
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
-from celery_redlock.lock.model.key_lease import lock_keys
+from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner
 from celery_redlock.lock.platform.interrupts import uninterruptible
@@ -51,7 +51,9 @@ class Lock:
         self._clock = self._session.clock
         self._holds: list[Hold] = []  # one for each acquire that is not released yet
         self._last: Hold | None = None  # the last acquire, to report why it has ended
-        self._keys = lock_keys(self._session.options.prefix, options)
+        prefix, ttl = self._session.options.prefix, options.ttl
+        # without those of a semaphore's further permits
+        self._keys = [LockKey(prefix, resource, 0, ttl) for resource in options.resources]
 
     @property
     def resource(self) -> str:

@@ -114,7 +114,7 @@ class LockedTask(Task):
             wait = check_wait(f"task {self.name!r}", "lock_for(wait=...)", kwargs.pop("wait"))
         queue = queue_of_send(self, args, kwargs)
         options = config.options_for(queue)
-        resources = in_order(config.resources(options, TaskCall(self, args, kwargs, queue)))
+        resources = in_order(config.keys.resources(options, TaskCall(self, args, kwargs, queue)))
         if not resources:
             raise RedlockError(f"{self.name} takes no lock: its lock_key is False")
         return lock_of(self, options, resources, f"lock_for {self.name}", wait=wait)
@@ -189,7 +189,7 @@ class LockedTask(Task):
         """Send the task unless the send is a duplicate."""
         queue, lock_options = found
         call_of = TaskCall(self, args or (), kwargs or {}, queue)
-        resources = config.resources(lock_options, call_of)
+        resources = config.keys.resources(lock_options, call_of)
         if not resources:
             return super().apply_async(args, kwargs, **options)
         return send_claimed(

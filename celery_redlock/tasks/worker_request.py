@@ -163,7 +163,7 @@ class Request(celery.worker.request.Request):
             error = error.exc
         if isinstance(error, Deferred):
             for room in rooms_of(self.app):
-                room.note_refusal(error.deferral)
+                room.note_refusal(error.args[0])
         if not (exc_info.type is TimeLimitExceeded and self._is_killed_by_shutdown):
             super().on_failure(exc_info, *args, **kwargs)
 

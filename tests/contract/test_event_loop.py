@@ -150,11 +150,11 @@ def test_without_a_loop_a_callback_runs_where_it_is_asked_for() -> None:
 
 def test_a_call_is_repeated_until_it_is_cancelled() -> None:
     timer, ran = Timer(), list[int]()
-    repeated = loop_of(timer=timer).call_repeatedly(1.0, lambda: ran.append(1))
+    cancel = loop_of(timer=timer).call_repeatedly(1.0, lambda: ran.append(1))
     for _ in range(3):
         timer.fire()
     assert (len(ran), len(timer.entries)) == (3, 1)
-    repeated.cancel()
+    cancel()
     assert timer.entries == []
 
 
@@ -172,9 +172,9 @@ def test_a_repeated_call_that_is_cancelled_while_it_runs_is_the_last_one() -> No
 
     def run() -> None:
         ran.append(1)
-        repeated.cancel()
+        cancel()
 
-    repeated = loop_of(timer=timer).call_repeatedly(1.0, run)
+    cancel = loop_of(timer=timer).call_repeatedly(1.0, run)
     entry = timer.fire()
     assert timer.entries == []
     entry()  # as a thread's timer may still do

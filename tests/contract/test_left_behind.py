@@ -13,7 +13,7 @@ from celery_redlock import LockTaken, Redlock
 from celery_redlock.lock.client import session_of
 from celery_redlock.lock.engine.releaser import REPEATED_AFTER, OrphanedKey
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease, lock_keys
+from celery_redlock.lock.model.key_lease import KeyLease, LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.children.forks import ChildProcess, Children, start_time_of
 from celery_redlock.tasks.children.journal import (
@@ -214,7 +214,7 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
     with redlock_of(app) as redlock:
         terms = LockOptions(("k",), TTL, 0.0, renew=False, max_hold=None, label=f"{run} worker")
         session = redlock.session
-        keys = lock_keys("redlock", terms)
+        keys = [LockKey("redlock", "k", 0, TTL)]
         holding = Acquisition(terms, keys, session.reentrancy.current_owner())
         holding.key_leases = [session.acquirer.new_key_lease(terms, key) for key in keys]
         slot, known = JournalSlot(), Children()

@@ -273,6 +273,19 @@ def test_a_release_hands_on_the_first_to_be_deferred_and_each_limit_by_itself(
     other.release()
 
 
+@pytest.mark.parametrize(
+    ("broker", "in_order"),
+    [("redis://", ["0", "3", "9"]), ("pyamqp://", ["9", "3", "0"]), ("memory://", ["9", "0", "3"])],
+)
+def test_who_waits_is_in_the_order_that_the_broker_gives_to_priorities(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], broker: str, in_order: list[str]
+) -> None:
+    stage = make_stage(nodes, broker_url=broker)
+    for priority in (9, 0, 3):
+        stage.admit(str(priority), request_dict={"properties": {"priority": priority}})
+    assert stage.waiting() == in_order
+
+
 def test_a_release_passes_those_that_are_not_to_run_any_more(
     stage: Stage, redlock: Redlock
 ) -> None:

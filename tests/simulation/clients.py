@@ -401,7 +401,13 @@ class Subscriber:
 
     def published(self, channel: bytes, message: bytes) -> None:
         """Take a message from the node."""
-        self._later(self._say, self._life, channel.decode(), message.decode())
+        world = self._process.world
+        for _ in range(world.copies):
+            say = self._say, self._life, channel.decode(), message.decode()
+            if world.lateness:
+                world.at(world.now + world.lateness, self._later, *say)
+            else:
+                self._later(*say)
 
     def broken(self) -> None:
         """Learn that the connection is gone, and make another."""

@@ -34,7 +34,7 @@ def plan(conf: dict[str, Any] | None = None, **lock: Any) -> TaskLockConfig:
 
 def resource(made: TaskLockConfig, *args: Any, call: Any = None, **kwargs: Any) -> str:
     """Return the one resource of a run in queue q."""
-    (one,) = made.resources(made.options_for("q", call), TaskCall(None, args, kwargs, "q"))
+    (one,) = made.keys.resources(made.options_for("q", call), TaskCall(None, args, kwargs, "q"))
     return one
 
 

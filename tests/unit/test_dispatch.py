@@ -89,7 +89,7 @@ class Heads:
         self.changed: list[str] = []
         self.due: Callable[[Waiter], object] = str
 
-    def on_head(self, resource: str, first: Waiter | None = None) -> None:
+    def on_head(self, resource: str, first: Waiter | None) -> None:
         said = "" if first is None else f"{first.request.id} is first on "
         self.changed.append(f"{said}{resource}")
 
@@ -126,7 +126,9 @@ class Worker:
         )
         loop = EventLoop(self.consumer, Platform(self.clock))
         self.heads = Heads()
-        self.dispatcher = Dispatcher(self.consumer, loop, self.clock, TIMES, self.heads)
+        self.dispatcher = Dispatcher(
+            self.consumer, loop, self.clock, TIMES, self.heads.on_head, self.heads.on_due
+        )
         self.heads.due = self.dispatcher.dispatch
         self.dispatcher.capacity = capacity
         self.dispatcher.forget()
@@ -381,6 +383,20 @@ def test_above_the_capacity_the_last_ones_are_dispatched_one_by_one() -> None:
     worker.timer.turn(until=1.0)
     assert worker.ids == ["4", "3", "2"]
     assert worker.qos.value == PREFETCH + 2
+
+
+@given(st.integers(1, 20), st.lists(st.integers(0, 40), max_size=20))
+def test_the_prefetch_is_taken_back_for_the_messages_above_the_capacity_alone(
+    room_for: int, counts: list[int]
+) -> None:
+    worker, waiting, numbers = Worker(capacity=room_for), list[Waiter](), itertools.count()
+    for count in counts:
+        while len(waiting) < count:
+            number = next(numbers)
+            waiting.append(worker.admit(f"{number}", number))
+        while len(waiting) > count:
+            worker.dispatcher.dispatch(waiting.pop())
+        assert worker.qos.value == PREFETCH + min(count, room_for)
 
 
 arrivals = st.lists(

@@ -52,14 +52,14 @@ PLANS = [*(plan(key) for key in KEYS), plan(args=("a",))]
 def keys(value: Any) -> list[str]:
     """Return the key that each way of making one gives for an argument."""
     return [
-        made.resources(made.options_for("q"), TaskCall(None, (value,), {}, "q"))[0]
+        made.keys.resources(made.options_for("q"), TaskCall(None, (value,), {}, "q"))[0]
         for made in PLANS
     ]
 
 
 def filled(template: str, *args: Any, **kwargs: Any) -> str:
     made = plan(template)
-    return made.resources(made.options_for("q"), TaskCall(None, args, kwargs, "q"))[0]
+    return made.keys.resources(made.options_for("q"), TaskCall(None, args, kwargs, "q"))[0]
 
 
 def over_the_wire(value: Any, serializer: str) -> Any:

@@ -87,9 +87,9 @@ def test_arguments_are_bound_as_python_binds_them(
     except TypeError as error:
         why = str(error).removeprefix(f"{body.__name__}() ")
         with pytest.raises(ArgumentsError, match=re.escape(why)):
-            made.resources(made.options_for("celery"), call)
+            made.keys.resources(made.options_for("celery"), call)
     else:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         key = f"shop.take:{digest(bound.arguments, 'shop.take')}"
-        assert made.resources(made.options_for("celery"), call) == (key,)
+        assert made.keys.resources(made.options_for("celery"), call) == (key,)

@@ -104,8 +104,9 @@ def test_who_is_named_third_acts_after_two_turns(callers: Callers) -> None:
 def test_a_caller_that_waits_for_another_resource_hears_of_that_one(callers: Callers) -> None:
     (caller,) = join(callers, "a")
     callers.move(caller, "b")
+    (other,) = join(callers, "a")
     name(callers, "a")
-    assert why(caller) is None
+    assert (why(caller), why(other)) == (None, ACTED)
     name(callers, "b")
     assert why(caller) == ACTED
 
@@ -211,7 +212,6 @@ def test_nobody_is_waited_for_where_nobody_waits(callers: Callers) -> None:
     callers.leave(second)
     assert callers.inbox.channels() == set()
     assert (list(callers.resources()), callers.count) == ([], 0)
-    name(callers, "a")
 
 
 def test_a_process_waits_since_its_first_caller_does(callers: Callers) -> None:

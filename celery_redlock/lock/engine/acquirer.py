@@ -25,6 +25,7 @@ from celery_redlock.lock.model.key_lease import KeyLease, LockKey
 from celery_redlock.lock.model.keys import parts_of, value_of
 from celery_redlock.lock.model.lease import MARGIN, Lease
 from celery_redlock.lock.model.options import LockOptions
+from celery_redlock.lock.model.votes import is_split
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.server.requests import GRANT
@@ -130,7 +131,9 @@ class Acquirer:
         marker = acquisition.options.marker
         round_ = AcquireRound(key_lease, len(nodes.nodes), nodes.send_to, marker)
         failure = self._run(round_, key_lease, acquisition.options)
-        acquisition.was_split = acquisition.was_split or (failure is not None and round_.is_split)
+        tally = round_.tally
+        if failure is not None and is_split(round_.holders, tally.unheard, tally.quorum):
+            acquisition.was_split = True  # rivals share the nodes, and none has got the lock
         return failure
 
     def new_key_lease(self, options: LockOptions, key: LockKey, value: str = "") -> KeyLease:
@@ -193,7 +196,8 @@ class Acquirer:
             self._releaser.release_late_grant(node, other.value)
         resource, nodes = key_lease.key.resource, self._servers.nodes
         if round_.tally.taken(time_is_up=time_is_up):
-            holder, _, ttl = parts_of(round_.holder())
+            values = round_.holders  # the one that most of the refusing nodes have is shown
+            holder, _, ttl = parts_of(max(values, key=values.count, default=""))
             return LockTaken(resource, holder, round_.expires_in(), ttl=ttl, limit=limit)
         return QuorumUnreachable(
             resource, round_.causes(nodes.nodes, time_is_up=time_is_up), nodes.size

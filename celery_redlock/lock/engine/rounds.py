@@ -22,7 +22,6 @@ from celery_redlock.lock.model.votes import (
     HeldByOther,
     Tally,
     Vote,
-    is_split,
     quorum_of,
 )
 from celery_redlock.lock.platform.clock import Clock
@@ -192,18 +191,9 @@ class AcquireRound(Round):
         return expires_in(waits, self.tally.quorum)
 
     @property
-    def is_split(self) -> bool:
-        """Whether other clients share the nodes, so that none of them has got the lock either."""
-        return is_split(self._holders, self.tally.unheard, self.tally.quorum)
-
-    @property
-    def _holders(self) -> list[str]:
+    def holders(self) -> list[str]:
+        """The value on each node that refused."""
         return [other.value for other in self._held_by.copy().values()]
-
-    def holder(self) -> str:
-        """Return the value that most of the refusing nodes have."""
-        values = self._holders
-        return max(values, key=values.count, default="")
 
     def causes(self, nodes: Sequence[NodeClient], *, time_is_up: bool) -> list[str]:
         """Return one text for each node that gave no vote. time_is_up: the node timeout is over."""

@@ -229,7 +229,7 @@ class Session:
         idle = min(IDLE, self.exchanged_every)
         self.node_set.keep_alive(idle)
         gone = self.watchdog.watches and self.node_set.reconnect()
-        again = min(self.node_set.drop_spare_pollers(), self.releaser.repeats_at)
+        again = min(self.node_set.pollers.drop_spare(now), self.releaser.repeats_at)
         # checked last: the reports of broken connections may have added work
         if gone or self.node_set.outstanding or self.releaser.is_writing:
             return min(again, now + timeout)

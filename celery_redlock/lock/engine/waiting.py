@@ -36,7 +36,9 @@ from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.subscriber import Subscriber
 
+LOOK_AGAIN = 3 * TURN  # seconds between two looks for which no majority names this process
 Report = Callable[[Place | None], object]
+Question = tuple[float, int, Report]  # since when the first one waits, passed, report
 OnMessage = Callable[[str, str, int], object]
 
 
@@ -87,8 +89,9 @@ class Inbox:
         self.channel = inbox_channel(options.prefix, self.name)
         self._subscribers: dict[None, list[Subscriber]] = {}
         self._registered: dict[str, float] = {}  # by resource: since when, as the nodes know it
-        self._questions: dict[tuple[str, int], list[tuple[int, Report]]] = {}  # in flight, and next
-        # the subscribers' threads count alone
+        self._struck_at: dict[int, float] = {}  # monotonic seconds, by node
+        # by resource and limit: the one in flight, and the next one
+        self._questions: dict[tuple[str, int], list[Question]] = {}
         self._counting = self._platform.new_mutex()
         self._namings = Namings(quorum_of(len(self._servers.nodes.nodes)))
 
@@ -118,6 +121,23 @@ class Inbox:
         self._registered.pop(resource, None)  # last: an exception may cut this off before
         if self._line.since(resource) is not None:  # another thread has begun to wait meanwhile
             self.changed(resource)
+
+    def _strike(self, resource: str, node: int) -> None:
+        """Let one node forget a registration that came late, or that was not undone.
+
+        No other node, and once a turn: one that sends any number of messages causes few commands,
+        and to itself alone.
+        """
+        now = self._platform.clock.now()
+        if now - self._struck_at.get(node, -math.inf) < TURN:
+            return  # each release names this process again
+        self._struck_at[node] = now
+        request = self._servers.requests.unregister(self.name, resource)
+        self._servers.nodes.send_to(node, Command(request, IGNORE_REPLY))
+        self._drain_by(now + self._servers.nodes.timeout)
+        if resource in self._line.resources():  # somebody has begun to wait meanwhile
+            self._registered.pop(resource, None)
+            self._line.on_listening()
 
     def register_again(self, resource: str) -> None:
         """Register anew: another process may have taken this one for dead. Never waits."""
@@ -149,7 +169,7 @@ class Inbox:
         since = self._line.since(resource)
         if since is None or limit > MOST_ASKED or not self.is_listening:
             return None
-        round_, until = self._send(resource, since, limit, passed)
+        round_, until = self._send(resource, limit, since, passed)
         self._servers.nodes.wait(round_, until)
         return round_.place
 
@@ -159,33 +179,38 @@ class Inbox:
         One question for each resource and limit is in flight: of those that come meanwhile the last
         one follows it, so that a flood of messages makes no flood of questions.
         """
-        asked, question = (resource, limit), (passed, report)
-        mine = [question]
-        questions = self._questions.setdefault(asked, mine)
-        if questions is not mine:
-            questions[1:] = [question]
-            if self._questions.get(asked) is questions:
-                return
-            mine = self._questions.setdefault(asked, mine)  # it has just come back
         since = self._line.since(resource)
         if since is None or limit > MOST_ASKED:
-            self._on_place(asked, report, None)
+            report(None)
             return
-        round_, until = self._send(resource, since, limit, passed)
+        asked, question = (resource, limit), (since, passed, report)
+        with self._counting:
+            questions = self._questions.setdefault(asked, [])
+            is_in_flight = bool(questions)
+            questions[1:] = [question]
+        if not is_in_flight:
+            self._ask(asked, question)
+
+    def _ask(self, asked: tuple[str, int], question: Question) -> None:
+        since, passed, report = question
+        round_, until = self._send(*asked, since, passed)
 
         def wait() -> None:
             self._servers.nodes.wait(round_, until, native=True)
 
-        self._threads.add(WorkItem(wait, lambda: self._on_place(asked, report, round_.place)))
+        def on_place() -> None:
+            with self._counting:
+                following = self._questions.pop(asked, [])[1:]
+                if following:
+                    self._questions[asked] = following
+            if following:
+                self._ask(asked, following[0])
+            report(round_.place)
 
-    def _on_place(self, asked: tuple[str, int], report: Report, place: Place | None) -> None:
-        questions = self._questions.pop(asked, [])
-        report(place)
-        for passed, next_report in questions[1:]:
-            self.ask(*asked, passed, next_report)
+        self._threads.add(WorkItem(wait, on_place))
 
     def _send(
-        self, resource: str, since: float, limit: int, passed: int
+        self, resource: str, limit: int, since: float, passed: int
     ) -> tuple[PlaceRound, float]:
         """Send a question; return it, and until when replies count, in monotonic seconds."""
         nodes = self._servers.nodes
@@ -238,12 +263,12 @@ class Inbox:
         named = Named.parse(message, self._servers.options.prefix)
         if named is None:
             return
+        if named.resource not in self._line.resources():
+            self._strike(named.resource, node)
+            return
         with self._counting:
             turns = self._namings.turns(named, node)
         if turns is None:
-            return
-        if self._line.since(named.resource) is None:
-            self._unregister(named.resource)  # a registration came late, or one was not undone
             return
         now = self._platform.clock.now()
         is_agreed = named.rank == turns  # else the nodes differ, or a majority has not spoken yet
@@ -409,7 +434,9 @@ class Callers:
         for caller in self.line(resource):
             if caller.limit not in told and (caller.limit == 1 or caller.due > due):
                 told.add(caller.limit)
-                caller.plan(step, due)
+                # what one node alone says makes nobody look all the time
+                soonest = caller.looked_at + LOOK_AGAIN if step.why == FALLBACK else due
+                caller.plan(step, max(due, soonest))
 
     def on_listening(self) -> None:
         """Register all callers, and let the first ones ask; of those for permits, all."""

@@ -8,7 +8,6 @@ import math
 from celery_redlock.lock.model.fencing import Fence
 from celery_redlock.lock.model.keys import broken_key, lock_key, waiting_key
 from celery_redlock.lock.model.lease import Lease
-from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
 
 
@@ -31,11 +30,6 @@ class LockKey:
 @functools.lru_cache(maxsize=64)  # a program has few of them, and each lock asks
 def _encode_ttl(ttl: float) -> bytes:
     return encode_bulk(b"%d" % math.ceil(ttl * 1000))
-
-
-def lock_keys(prefix: str, options: LockOptions) -> list[LockKey]:
-    """Return the keys of a lock's resources, without those of a semaphore's further permits."""
-    return [LockKey(prefix, resource, 0, options.ttl) for resource in options.resources]
 
 
 class KeyLease:

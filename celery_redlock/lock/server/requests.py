@@ -52,9 +52,8 @@ class Requests:
 
     def __init__(self, prefix: str) -> None:
         self._prefix, self._fence = prefix, encode_text(fence_key(prefix))
-        self._inbox = encode_text(inbox_channel(prefix, ""))
-        names = b"".join(map(encode_text, guard_keys(prefix))) + self._fence
-        names, inbox = (words.replace(b"%", b"%%") for words in (names, self._inbox))
+        names = b"".join((*map(encode_text, guard_keys(prefix)), self._fence)).replace(b"%", b"%%")
+        inbox = encode_text(inbox_channel(prefix, "")).replace(b"%", b"%%")
         self._acquire = b"*12\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
         self._asking = b"*13\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
         release = b"*7\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b"
@@ -122,14 +121,8 @@ class Requests:
         """
         keys = [waiting_key(self._prefix, resource)]
         keys += [lock_key(self._prefix, resource, permit) for permit in range(limit)]
-        words = (
-            encode_text(waiter),
-            encode_bulk(b"%.3f" % since),
-            _number(REGISTERED_FOR * 1000),
-            _number(passed),
-            self._inbox,
-        )
-        return REGISTER.begin(keys, len(words)) + b"".join(words)
+        kept_ms, inbox = f"{REGISTERED_FOR * 1000:.0f}", inbox_channel(self._prefix, "")
+        return REGISTER.call(keys, waiter, f"{since:.3f}", kept_ms, str(passed), inbox)
 
     def update(self, waiter: str, resource: str, since: float) -> bytes:
         """Return the request that changes since when a registered process waits.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.transport.encoding import encode_bulk, encode_command, encode_text
+from celery_redlock.lock.transport.encoding import encode_bulk, encode_command, encode_words
 
 
 class Script:
@@ -24,13 +24,8 @@ class Script:
 
     def call(self, keys: Sequence[str], *args: str) -> bytes:
         """Return the request for these keys and arguments, by the script's digest."""
-        return self.begin(keys, len(args)) + b"".join(map(encode_text, args))
-
-    def begin(self, keys: Sequence[str], count: int) -> bytes:
-        """Return the first part of a call for these keys; count: encoded arguments that follow."""
-        words = [str(len(keys)), *keys]
-        head = len(words) + count + 2
-        return b"*%d\r\n%b%b" % (head, self.by_digest, b"".join(map(encode_text, words)))
+        words = [str(len(keys)), *keys, *args]
+        return b"*%d\r\n%b%b" % (len(words) + 2, self.by_digest, encode_words(words))
 
     def with_source(self, request: bytes) -> bytes:
         """Return a request of this script with the source instead of the digest."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.transport.command import Round
 from celery_redlock.lock.transport.connection import POISONED
 from celery_redlock.lock.transport.node_client import NodeClient
 
@@ -18,7 +17,9 @@ SPARE_POLLERS, SPARED_FOR = 2, 3.0  # free pollers that are kept; seconds until 
 class Poller:
     """The poll object of one waiter: the socket of every node, and the waiter's own waker.
 
-    native: for a real thread, also if greenlets are in use.
+    native: for a real thread, also if greenlets are in use. parked: whether `wake` wakes the
+    waiter, who sets it before it reads whether its round is decided. The deciding thread does both
+    in the other order: at least one of them sees the other's write, so no wake-up is lost.
     """
 
     def __init__(self, platform: Platform, *, native: bool) -> None:
@@ -27,21 +28,12 @@ class Poller:
         self._topology = -1
         self._poll: Any = None
         self._by_descriptor: dict[int, NodeClient] = {}
-        self._parked = False
+        self.parked = False
 
     def wake(self) -> None:
         """Wake the waiter if it is parked in `poll`. Never waits."""
-        if self._parked:
+        if self.parked:
             self._waker.wake()
-
-    def parks_on(self, round_: Round) -> bool:
-        """Return whether the round is decided. If not, the deciding thread wakes this poller.
-
-        Sets `_parked` before it reads `decided`; the deciding thread sets `decided` before it reads
-        `_parked`. At least one of them sees the other's write, so no wake-up is lost.
-        """
-        self._parked = True
-        return round_.decided
 
     def poll(self, nodes: Sequence[NodeClient], topology: int, seconds: float) -> list[NodeClient]:
         """Return the nodes whose sockets are ready, after this many seconds at most.
@@ -52,7 +44,7 @@ class Poller:
             self._topology = -1  # first: if an exception interrupts the next line, this is repeated
             self._topology = topology if self._arrange(nodes) else -1
         ready = self._poll.poll(math.ceil(seconds * 1000))
-        self._parked = False
+        self.parked = False
         by_descriptor, found = self._by_descriptor, []
         for descriptor, _ in ready:  # no comprehension: in Python 3.11 each is a call
             if descriptor in by_descriptor:

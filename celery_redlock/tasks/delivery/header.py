@@ -67,6 +67,9 @@ class Deferral:
             "next_try": (now + timedelta(seconds=self.countdown)).isoformat(),
         }
 
+    def __str__(self) -> str:
+        return f"deferred: {self.why}"
+
     def event(self) -> LockDeferredEvent:
         """Return the record of the signal lock_deferred."""
         waited = self.waited(self.at)

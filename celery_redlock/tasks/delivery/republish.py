@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -148,7 +148,13 @@ def _publish(
     )
     properties = request.get("properties") or {}
     carried = replace(header, origin=route).to_message()
+    own_serializer = registry.type_to_name.get(properties.get("content_type"))
+    own_properties = {n: properties[n] for n in _PROPERTIES if properties.get(n) is not None}
     with confirming_producer(app, anew=anew) as producer:
+        # RabbitMQ refuses the name of a user that is not its connection's
+        user = driver_of(app) == "amqp" and (producer.connection.userid or "guest")
+        if user and own_properties.get("user_id") != user:
+            own_properties.pop("user_id", None)
         send = functools.partial(
             app.amqp.send_task_message,
             producer,
@@ -159,8 +165,8 @@ def _publish(
             delivery_mode=properties.get("delivery_mode"),
             priority=(request.delivery_info or {}).get("priority"),
             retry=True,  # else kombu raises errors of connections as the transport's own
-            **{"serializer": task.serializer, **own_serializer(properties)},
-            **own_properties(properties, app, producer),
+            serializer=own_serializer or task.serializer,
+            **own_properties,
         )
         if not _send_by_delay(app, route, producer, send, countdown):
             _send_to_queue(app, route, producer, send)
@@ -237,20 +243,3 @@ def _fields_of_message(delivery: Delivery) -> dict[str, Any]:
         "kwargsrepr": request.get("kwargsrepr"),
         "create_sent_event": delivery.task.app.conf.task_send_sent_event,
     }
-
-
-def own_properties(properties: Mapping[str, Any], app: Any, producer: Any) -> dict[str, Any]:
-    """Return what a send gave to its publisher and the message carries.
-
-    RabbitMQ refuses the name of a user that is not its connection's: that one is left out.
-    """
-    own = {name: properties[name] for name in _PROPERTIES if properties.get(name) is not None}
-    if driver_of(app) == "amqp" and own.get("user_id") != (producer.connection.userid or "guest"):
-        own.pop("user_id", None)
-    return own
-
-
-def own_serializer(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the option of a send that makes a message's body as it was made before."""
-    name = registry.type_to_name.get(properties.get("content_type"))
-    return {} if name is None else {"serializer": name}

@@ -62,11 +62,6 @@ class Refusal:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether the lock is taken; else no quorum voted."""
-        return isinstance(self.error, LockTaken)
-
 
 @dataclass(frozen=True)
 class Skip:

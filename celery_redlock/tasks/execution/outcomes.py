@@ -74,14 +74,21 @@ class WaitInSlot:
         delivery.reporter.message_lost(RedlockError(lost))
 
 
-def end_refused(delivery: Delivery, refusal: Refusal) -> None:
+def end_refused(delivery: Delivery, refusal: Refusal, cancelled: str | None) -> None:
     """Do what the options say of a run without its lock; return only if it is to run without one.
 
+    cancelled: as of `Delivery.cancelled`. Such a message ends, unless it may run already. One that
+    has expired by now, in its slot, is not republished either: another delivery may have been
+    revoked for that, and DEFERRED would be stored over its final state.
     Raises Ignore, Requeue, or the error that ends the run as FAILURE.
     """
-    may_wait = refusal.is_taken or refusal.options.on_unreachable == "defer"
+    cancelled = cancelled or ("expired" if delivery.expires_in < 0 else None)
+    is_taken = isinstance(refusal.error, LockTaken)
+    may_wait = is_taken or refusal.options.on_unreachable == "defer" or cancelled is not None
     if may_wait and is_to_wait_for_first_delivery(delivery, refusal.error):
         wait_for_first_delivery(delivery, refusal.error)
+    if cancelled is not None:
+        end_cancelled(delivery, cancelled)
     before, cap = delivery.header.deferral, settings_of(delivery.task.app).countdown_cap
     decision = decide(refusal, before, cap, random.uniform)
     _end_if_completed_meanwhile(delivery, refusal)
@@ -110,23 +117,16 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
         discard_redelivery(delivery)
     if not delivery.is_redelivered or not delivery.can_republish:
         return
-    stores_a_state = refusal.is_taken or options.on_unreachable != "run"
+    stores_a_state = isinstance(refusal.error, LockTaken) or options.on_unreachable != "run"
     if stores_a_state and delivery.reporter.has_final_state():
         wait_for_first_delivery(delivery, refusal.error)
 
 
 class Deferred(Ignore):
-    """Ends a run without its lock, once its message is published again.
+    """Ends a run without its lock, once its message is published again. Its argument: the deferral.
 
-    It reaches the worker's main process: see `tasks/worker_request.py`.
+    It reaches the worker's main process, pickled: see `tasks/worker_request.py`.
     """
-
-    def __init__(self, deferral: Deferral) -> None:
-        super().__init__(deferral)  # pickle makes a copy of that
-        self.deferral = deferral
-
-    def __str__(self) -> str:
-        return f"deferred: {self.deferral.why}"
 
 
 def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
@@ -232,23 +232,6 @@ def discard_copy(delivery: Delivery) -> NoReturn:
     delivery.request.__dict__[CONTINUES] = True
     logger.debug("%s is for another queue", delivery, extra=delivery.log_extra("copy_astray"))
     raise Ignore("for another queue")
-
-
-def end_cancelled_if_refused(
-    delivery: Delivery, cancelled: str | None, refusal: NotAcquired
-) -> None:
-    """End an expired or revoked message that did not get its lock, unless it may run already.
-
-    cancelled: as of `Delivery.cancelled`. A message that has expired by now, in its slot, is not
-    republished either: another delivery may have been revoked for that, and DEFERRED would be
-    stored over its final state.
-    """
-    cancelled = cancelled or ("expired" if delivery.expires_in < 0 else None)
-    if cancelled is None:
-        return
-    if is_to_wait_for_first_delivery(delivery, refusal):
-        wait_for_first_delivery(delivery, refusal)
-    end_cancelled(delivery, cancelled)
 
 
 def end_cancelled(delivery: Delivery, reason: str) -> NoReturn:

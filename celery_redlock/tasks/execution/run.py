@@ -101,7 +101,7 @@ class LockedRun:
             changed = config.overridden(queue, self.options)
             log_call_options(delivery, carried, changed)
         call = TaskCall(task, args, kwargs, queue)
-        self.resources = in_order(config.resources(self.options, call))
+        self.resources = in_order(config.keys.resources(self.options, call))
 
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
@@ -153,7 +153,10 @@ class LockedRun:
         except NotAcquired as refusal:
             self.unregister()
             release_all(self.lock)  # it may have been granted, and `_begin` failed
-            self._end_refused(refusal)
+            task, call = delivery.task, (tuple(self.args), dict(self.kwargs))
+            at = time_of_nodes(task.app)
+            found = Refusal(refusal, at, self.options, self.resources, task, *call)
+            outcomes.end_refused(delivery, found, self.cancelled)
             self.unlocked = True
             self.register()
             self._end_claim_at_start()
@@ -196,14 +199,6 @@ class LockedRun:
         """
         if self.token is not None and not self.delivery.request.retries:
             self.token.release_at_start(redlock_of(self.delivery.task.app).session)
-
-    def _end_refused(self, error: NotAcquired) -> None:
-        """End this delivery without its lock; return only if it is to run unlocked."""
-        at = time_of_nodes(self.delivery.task.app)
-        outcomes.end_cancelled_if_refused(self.delivery, self.cancelled, error)
-        how = self.delivery.task, tuple(self.args), dict(self.kwargs)
-        refusal = Refusal(error, at, self.options, self.resources, *how)
-        outcomes.end_refused(self.delivery, refusal)
 
     def _run_body(self, body: Body) -> Any:
         """Run the body, and release the lock if the message is acknowledged before the run."""

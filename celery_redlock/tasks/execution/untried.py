@@ -77,7 +77,7 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
     if options.on_conflict != "defer" or options.wait > 0 or callable(options.key):
         return None
     args, kwargs = tuple(request.args), dict(request.kwargs)
-    resources = config.resources(options, TaskCall(delivery.task, args, kwargs, queue))
+    resources = config.keys.resources(options, TaskCall(delivery.task, args, kwargs, queue))
     error = room.refusal_of(request, resources, options.limit)
     if error is None:
         return None

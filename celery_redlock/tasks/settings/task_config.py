@@ -11,7 +11,7 @@ from typing import Any
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.tasks.settings.app import AppSettings, pattern_for
-from celery_redlock.tasks.settings.keys import TaskCall, TaskKeys
+from celery_redlock.tasks.settings.keys import TaskKeys
 from celery_redlock.tasks.settings.levels import (
     KEY_OPTIONS,
     check_built_in,
@@ -160,10 +160,6 @@ class TaskLockConfig:
         self.keys.check(valid, _CALL)
         check_together("call", merged(self._of_task, valid))
         return valid
-
-    def resources(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
-        """Return the resources that a call locks: see `TaskKeys.resources`."""
-        return self.keys.resources(options, call)
 
 
 def compile_config(

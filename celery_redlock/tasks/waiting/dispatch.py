@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Mapping
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 from celery_redlock import anchors
 from celery_redlock.lock.platform.clock import Clock
@@ -26,30 +26,27 @@ logger = logging.getLogger(__name__)
 ETA_PRIORITY = 6  # of an entry in the timer. Source: celery.worker.strategy, for a message's ETA
 
 
-class Heads(Protocol):
-    """What the dispatcher tells of the heads of its queues."""
-
-    def on_head(self, resource: str, first: Waiter | None = None) -> None:
-        """Learn that a resource has another head, or none; first: of a queue that was empty."""
-
-    def on_due(self, waiter: Waiter) -> None:
-        """Learn that it is time for a head to try by itself."""
-
-
 class Dispatcher:
     """The queues of one worker, the timers of their waiters, and the way to Celery.
 
     `dispatch` is for a release, `on_eta` for the end of a countdown. Both give a message to Celery
-    once. heads: learns of heads that change or are due. states: stores those of the messages.
-    mutex: of `queues`; a greenlet that has it may give way to others. capacity: how many may wait
-    after the next `forget`. All methods but `waiting` run in the event loop.
+    once. on_head: called with a resource that has another head, or none, and with the first of a
+    queue that was empty. on_due: called with a head that is to try by itself. states: stores those
+    of the messages. mutex: of `queues`; a greenlet that has it may give way to others. capacity:
+    how many may wait. All methods but `waiting` run in the event loop.
     """
 
     def __init__(
-        self, consumer: Any, loop: EventLoop, clock: Clock, times: WaitingTimes, heads: Heads
+        self,
+        consumer: Any,
+        loop: EventLoop,
+        clock: Clock,
+        times: WaitingTimes,
+        on_head: Callable[[str, Waiter | None], object],
+        on_due: Callable[[Waiter], object],
     ) -> None:
         self._consumer, self._loop, self._clock, self._times = consumer, loop, clock, times
-        self._heads = heads
+        self._on_head, self._on_due = on_head, on_due
         self._apply_eta_task: Callable[[Any], object] = consumer.apply_eta_task
         self._leave_bucket: Callable[[Any], object] = consumer._limit_move_to_pool
         self.states = StoringThread(consumer.app)
@@ -64,13 +61,13 @@ class Dispatcher:
         self._loop.cancel(self._eviction)
         self._eviction = None
         self.queues = WaitQueues(self._times)
-        self._overflow = Overflow(self.capacity)
+        self._above = 0  # how many more messages wait than the capacity allows
         self._dispatched: weakref.WeakSet[Any] = weakref.WeakSet()  # requests
         self._in_buckets: dict[Any, list[QueueKey]] = {}  # by request, which waits for its rate
         self._dispatched_of: set[QueueKey] = set()  # of all these requests
 
     def waiting(self) -> list[Waiter]:
-        """Return the waiters in order of first deferral; called by any thread."""
+        """Return the waiters by priority, then by first deferral; called by any thread."""
         with self.mutex:
             return sorted(self.queues.all())
 
@@ -84,7 +81,7 @@ class Dispatcher:
             self._update_prefetch()
             is_head = self.queues.is_head(waiter)
         if is_head:
-            self._heads.on_head(waiter.queue.resource, first)
+            self._on_head(waiter.queue.resource, first)
 
     def heads_to_run(self, resource: str) -> list[Waiter]:
         """Return the head of each queue of a resource that is to run.
@@ -183,7 +180,7 @@ class Dispatcher:
             waiter = self.queues.of(request)
             is_due = waiter is not None and self._clock.now() < waiter.deadline
         if waiter is not None and is_due:
-            self._heads.on_due(waiter)
+            self._on_due(waiter)
         else:
             self._apply(request, waiter)
 
@@ -216,7 +213,7 @@ class Dispatcher:
                     self._arm(following)
         try:
             if waiter is not None and was_head:
-                self._heads.on_head(waiter.queue.resource)
+                self._on_head(waiter.queue.resource, None)
         finally:  # it is in no queue any more
             self._pass_on(request)
 
@@ -251,21 +248,29 @@ class Dispatcher:
             request._eta_timer_entry = entry
 
     def _update_prefetch(self) -> None:
-        """Take back what Celery adds to its prefetch for messages above the capacity."""
-        change, qos = self._overflow.update(self.queues.waiting_for_release), self._consumer.qos
-        for _ in range(-change):
+        """Take back what Celery adds to its prefetch for messages above the capacity.
+
+        Celery adds one for each message with an ETA, without a bound, and would take further ones.
+        """
+        before, qos = self._above, self._consumer.qos
+        self._above = max(0, self.queues.waiting_for_release - self.capacity)
+        for _ in range(self._above - before):
             qos.decrement_eventually()
-        for _ in range(change):
+        for _ in range(before - self._above):
             qos.increment_eventually()
-        if self._overflow.evicts and self._eviction is None:
+        if self._above and self._eviction is None:
             seconds = self._times.eviction_interval
             self._eviction = self._loop.call_after(seconds, self._evict)
 
     def _evict(self) -> None:
-        """Dispatch the message that is needed last: if refused, it goes to its queue's end."""
+        """Dispatch the message that is needed last: if refused, it goes to its queue's end.
+
+        Another one of that queue comes in. So messages that have nothing to do with a crowd get
+        past it.
+        """
         with self.mutex:
             self._eviction = None
-            last = self.queues.last_of_longest() if self._overflow.evicts else None
+            last = self.queues.last_of_longest() if self._above else None
         if last is not None:  # outside: a solo pool runs its body here
             self.dispatch(last)
 
@@ -306,27 +311,3 @@ def capacity(conf: Mapping[str, Any], prefetch: int) -> int:
         return sys.maxsize
     limit = conf.get("worker_eta_task_limit")
     return CAPACITY if limit is None else max(1, min(CAPACITY, limit - prefetch))
-
-
-class Overflow:
-    """How many more messages wait than the capacity allows.
-
-    Celery raises its prefetch by one for each message with an ETA, without a bound. For those above
-    the capacity the raise is taken back, so that the worker takes no further message for them.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity, self.count = capacity, 0
-
-    def update(self, waiting: int) -> int:
-        """Note how many messages wait; return by how much the prefetch is to change."""
-        before, self.count = self.count, max(0, waiting - self._capacity)
-        return before - self.count
-
-    @property
-    def evicts(self) -> bool:
-        """Whether a waiting message is to leave, so that another one of its queue comes in.
-
-        Messages that have nothing to do with a crowd get past it that way.
-        """
-        return self.count > 0

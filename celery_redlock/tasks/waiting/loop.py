@@ -40,7 +40,7 @@ class EventLoop:
         hub, pool = self._consumer.hub, self._consumer.pool
         if hub is not None:
             self._waker = self._waker or self._platform.new_waker()
-            hub.add_reader(self._waker.descriptor, self._on_wake)
+            hub.add_reader(self._waker.descriptor, self._run_calls)
             self._wake = self._waker.wake
         elif getattr(pool, "is_green", False):
             greenlet = current_interrupter()
@@ -61,24 +61,45 @@ class EventLoop:
         """Call a function after so many seconds; return the timer's entry."""
         return self._consumer.timer.call_after(seconds, callback, args, priority=priority)
 
-    def call_repeatedly(self, seconds: float, callback: Callback) -> RepeatedCall:
-        """Call a function again and again, with so many seconds between two calls."""
-        return RepeatedCall(self, seconds, callback)
+    def call_repeatedly(self, seconds: float, callback: Callback) -> Callable[[], None]:
+        """Call a function again and again, with so many seconds between two calls.
+
+        Returns what ends that: a call that runs then is the last one.
+        Source: celery.concurrency.gevent: what its `call_repeatedly` returns cancels the first call
+        alone.
+        """
+        entry, is_cancelled = None, False
+
+        def run() -> None:
+            nonlocal entry
+            if is_cancelled:
+                return
+            try:
+                callback()
+            finally:
+                if not is_cancelled:
+                    entry = self.call_after(seconds, run)
+
+        def cancel() -> None:
+            nonlocal is_cancelled
+            is_cancelled = True  # before: a call that runs meanwhile looks at it as it ends
+            self.cancel(entry)
+
+        entry = self.call_after(seconds, run)
+        return cancel
 
     def cancel(self, entry: Any) -> None:
         """Cancel an entry of the timer; None: nothing happens."""
         if entry is not None:
             self._consumer.timer.cancel(entry)
 
-    def _on_wake(self) -> None:
-        self._waker.clear()  # before the calls: a call that comes meanwhile wakes the hub again
-        self._run_calls()
-
     def _run_calls(self) -> None:
         """Make the calls that are due, and survive what they raise.
 
         Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
         """
+        if self._waker is not None:
+            self._waker.clear()  # first: a call that comes meanwhile wakes the hub again
         while True:
             try:
                 callback, args = self._calls.popleft()
@@ -89,30 +110,3 @@ class EventLoop:
             except Exception:
                 text = "a release could not be handed on; what waits tries at its own time. See %s"
                 logger.exception(text, anchors.UNEXPECTED, extra={"event": "hand_off_failed"})
-
-
-class RepeatedCall:
-    """A function that the loop calls again and again, until `cancel`.
-
-    Source: celery.concurrency.gevent: what its `call_repeatedly` returns cancels the first call
-    alone.
-    """
-
-    def __init__(self, loop: EventLoop, seconds: float, callback: Callback) -> None:
-        self._loop, self._seconds, self._callback = loop, seconds, callback
-        self._is_cancelled = False
-        self._entry = loop.call_after(seconds, self._run)
-
-    def cancel(self) -> None:
-        """Call the function no more. A call that runs now ends, and is the last one."""
-        self._is_cancelled = True  # before: a call that runs meanwhile looks at it as it ends
-        self._loop.cancel(self._entry)
-
-    def _run(self) -> None:
-        if self._is_cancelled:
-            return
-        try:
-            self._callback()
-        finally:
-            if not self._is_cancelled:
-                self._entry = self._loop.call_after(self._seconds, self._run)

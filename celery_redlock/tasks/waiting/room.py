@@ -1,12 +1,12 @@
 """The waiting room: deferred messages in a worker's main process, dispatched at a release.
 
 A deferred message comes to some worker's main process, which keeps it until its countdown is over.
-Meanwhile it waits in a queue, in order of first deferral, for the resource that refused it. The
-nodes know since when the head of each queue waits, and a release names the workers that are next
-(`successor.py`). Without a release only the head looks again: about every 10 s, and at the end of
-its countdown, which ends with the lease that refused it. If more messages wait than the worker has
-capacity for, the last of the longest queue is dispatched, and goes back to the broker's queue if
-refused.
+Meanwhile it waits in a queue, in order of priority, then of first deferral, for the resource that
+refused it. The nodes know since when the head of each queue waits, and a release names the workers
+that are next (`successor.py`). Without a release only the head looks again: about every 10 s, and
+at the end of its countdown, which ends with the lease that refused it. If more messages wait than
+the worker has capacity for, the last of the longest queue is dispatched, and goes back to the
+broker's queue if refused.
 
 Messages for which no quorum voted wait in a queue of their own. Each tries at the end of its
 countdown, and all at once as soon as a quorum of nodes is subscribed to again, or an operator
@@ -37,7 +37,7 @@ from celery_redlock.lock.model.keys import votes_channel
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, Deferral, LockHeader
-from celery_redlock.tasks.delivery.route import CAME_BACK
+from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
 from celery_redlock.tasks.per_app import (
     leave_redlock,
     redlock_of,
@@ -46,8 +46,14 @@ from celery_redlock.tasks.per_app import (
 )
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.dispatch import capacity
-from celery_redlock.tasks.waiting.loop import EventLoop, RepeatedCall
-from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, QueueKey, QuorumHistory, Waiter
+from celery_redlock.tasks.waiting.loop import EventLoop
+from celery_redlock.tasks.waiting.queues import (
+    WITHOUT_QUORUM,
+    QueueKey,
+    QuorumHistory,
+    Waiter,
+    priority_order,
+)
 from celery_redlock.tasks.waiting.successor import Successor
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
@@ -91,7 +97,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._quorum = 1
         self._votes = ""  # the channel that announces that nodes vote again
         self._trusted = "", set[int]()  # the last message on it, and the nodes that sent it
-        self._sweeps: RepeatedCall | None = None
+        self._end_sweeps: Callable[[], None] | None = None
         self._forget()
         _rooms[parent] = self
 
@@ -107,13 +113,13 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._dispatcher.capacity = capacity(parent.app.conf, parent.initial_prefetch_count)
         self._forget()
         self._loop.start()
-        self._sweeps = self._loop.call_repeatedly(self._times.sweep_interval, self._sweep)
+        self._end_sweeps = self._loop.call_repeatedly(self._times.sweep_interval, self._sweep)
 
     def stop(self, parent: Any) -> None:
         """Forget all waiters: the broker delivers their messages again."""
-        sweeps, self._sweeps = self._sweeps, None
-        if sweeps is not None:  # first: a sweep may run now, and would go on
-            sweeps.cancel()
+        end_sweeps, self._end_sweeps = self._end_sweeps, None
+        if end_sweeps is not None:  # first: a sweep may run now, and would go on
+            end_sweeps()
         self._forget()
 
     def shutdown(self, parent: Any) -> None:
@@ -130,7 +136,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             leave_redlock(parent.app)
 
     def waiting(self) -> list[Waiter]:
-        """Return the waiters in order of first deferral; called by any thread."""
+        """Return the waiters by priority, then by first deferral; called by any thread."""
         return self._dispatcher.waiting()
 
     def admit(self, request: Any, deferral: Deferral) -> None:
@@ -195,6 +201,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         if deferral.is_taken:
             resource = deferral.resource or deferral.resources[0]  # a sender may leave it out
             queue = self._queue_of(resource, deferral.limit, request.name)
+        priority = request.request_dict["properties"].get("priority")
         return Waiter(
             request,
             since=deferral.since,
@@ -204,6 +211,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             deadline=now + settings.countdown_cap * random.uniform(0.5, 1.0),  # noqa: S311
             waits_for_release=deferral.waits_for_release and request.expires is None,
             came_at=now,
+            priority=priority_order(priority, driver_of(self._consumer.app)),
         )
 
     def _connect(self) -> Inbox:

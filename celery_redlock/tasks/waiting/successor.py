@@ -56,7 +56,7 @@ class Successor:
         # by resource: when its turn comes, in monotonic seconds, the step, and the timer's entry
         self._turns: dict[str, tuple[float, Step, Any]] = {}
         self._refreshed_at = self._looked_at = self._clock.now()
-        self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self)
+        self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self.on_head, self.on_due)
 
     def use(self, session: Session, channels: Callable[[], set[str]], on_other: OnMessage) -> Inbox:
         """Use the nodes of a session from now on; return the inbox. Others: as of `Inbox`."""
@@ -74,10 +74,13 @@ class Successor:
     # as a `Line`, in any thread
 
     def since(self, resource: str) -> float | None:
-        """Return since when the first waiter of a resource waits; None if none waits."""
+        """Return since when the first waiter of a resource waits; None if none waits.
+
+        Not since when a head does: an urgent one would put its worker behind all others.
+        """
         with self.dispatcher.mutex:
-            heads = self.dispatcher.queues.heads(resource)
-        return min((head.since for head in heads), default=None)
+            waiters = self.dispatcher.queues.on(resource)
+        return min((waiter.since for waiter in waiters), default=None)
 
     def resources(self) -> Collection[str]:
         """Return the resources that messages wait for."""

@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant(
         "a registration that came late stays for as long as its process waits for anything",
         "lock.engine.waiting:Inbox.on_message",
-        "self._unregister(named.resource)",
+        "self._strike(named.resource, node)",
         "pass",
         (SIMULATED,),
         "after_its_removal",
@@ -144,8 +144,8 @@ MUTANTS = (
     Mutant(
         "a flood of messages makes a flood of questions",
         "lock.engine.waiting:Inbox.ask",
-        "questions = self._questions.setdefault(asked, mine)",
-        "questions = mine",
+        "is_in_flight = bool(questions)",
+        "is_in_flight = False",
         (HAND_OFF,),
         "in_a_flood",
     ),

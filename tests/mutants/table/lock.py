@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lease is counted from its answer's arrival",
-        "lock.transport.dispatcher:Dispatcher._hand_on_answers",
+        "lock.transport.node_set:NodeSet._hand_on_answers",
         """                if type(reply) is not hiredis.ReplyError:
                     command.handler.on_reply(index, sent, reply, run_id)""",
         """                if type(reply) is not hiredis.ReplyError:

@@ -165,7 +165,7 @@ MUTANTS = (
     Mutant(
         "a body runs though another run holds its lock",
         "tasks.execution.run:LockedRun._try_to_acquire",
-        "self._end_refused(refusal)",
+        "outcomes.end_refused(delivery, found, self.cancelled)",
         "pass",
         (f"{KIT}/test_as_a_user.py::test_a_run_is_refused_while_another_owner_holds_it",),
     ),
@@ -194,9 +194,9 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery that has expired stores REVOKED over its first delivery, which runs",
-        "tasks.execution.outcomes:end_cancelled_if_refused",
-        "if is_to_wait_for_first_delivery(delivery, refusal):",
-        "if False:",
+        "tasks.execution.outcomes:end_refused",
+        "if may_wait and is_to_wait",
+        "if cancelled is None and is_to_wait",
         (
             f"{INTEGRATION}/test_second_deliveries.py::"
             "test_a_second_delivery_that_expires_ends_nothing_while_the_first_one_runs",
