@@ -432,13 +432,13 @@ class TestRegistered:
         keeps_the_inbox_open = Caller("another", 1, 1.0)
         callers.join(keeps_the_inbox_open)
         eventually(lambda: hearing(redlock) == 3)
+        eventually(lambda: client.exists(waiting_key("redlock", "another")))
+        settle(redlock)  # now the nodes know the script, and each request is executed in order
         for point in itertools.count(1):
             one, other = Caller("r", 1, 1.0), Caller("r", 1, 2.0)
             callers.join(one)
-            leave, begin = (
-                functools.partial(callers.leave, one),
-                functools.partial(callers.join, other),
-            )
+            leave = functools.partial(callers.leave, one)
+            begin = functools.partial(callers.join, other)
             if not interrupt(leave, point, begin, ("waiting.py",), "leave"):
                 break
             settle(redlock)

@@ -27,7 +27,6 @@ from celery_redlock import LockedTask, Redlock, send_unique
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.handoff import TURN
 from celery_redlock.lock.model.keys import (
-    inbox_channel,
     lock_key,
     votes_channel,
     waiting_key,
@@ -447,25 +446,6 @@ class TestHandOff:
         stage.turn_for(1.0)
         assert (stage.handed_on, stage.waiting()) == (["first"], ["second"])
 
-    def test_a_turn_comes_though_the_run_before_it_succeeds(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
-    ) -> None:
-        """The success makes another look superfluous, which would have come before the turn."""
-        stage, stopped = make_stage(nodes, replace(STILL, retry_next_after=2.0)), make_stage(nodes)
-        lock = hold(redlock)
-        stage.admit("first", since=1)
-        stage.admit("third", since=3)
-        stage.see_registered()
-        lock.release()
-        stage.turn_until(lambda: stage.handed_on == ["first"])
-        lock = hold(redlock)
-        stopped.admit("second", since=2)
-        stopped.see_registered(count=2)
-        stage.clock.ahead += 2.0 - TURN / 2
-        lock.release()
-        stage.succeeded.add("first")
-        stage.turn_until(lambda: stage.handed_on == ["first", "third"])
-
     def test_the_next_one_takes_a_permit_that_is_free_though_the_run_before_it_succeeds(
         self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
     ) -> None:
@@ -485,23 +465,6 @@ class TestHandOff:
         for id_ in ("first", "second"):
             stage.admit(id_)
         stage.turn_until(lambda: stage.handed_on == ["first", "second"])
-
-    def test_the_success_of_a_run_does_not_hide_that_the_one_after_it_left_the_lock_free(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
-    ) -> None:
-        """The one after it was refused another lock, and no release follows."""
-        stage, lock = make_stage(nodes, replace(STILL, retry_next_after=2.0)), hold(redlock)
-        for id_ in ("first", "second", "third"):
-            stage.admit(id_)
-        stage.see_registered()
-        lock.release()
-        stage.turn_until(lambda: stage.handed_on == ["first"])
-        for node in nodes:  # as of a release by the first
-            (worker,) = node.client().zrange(WAITING, 0, -1)
-            node.client().publish(inbox_channel("redlock", worker), f"0 first {WAITING}")
-        stage.turn_until(lambda: stage.handed_on == ["first", "second"])
-        stage.succeeded.add("first")
-        stage.turn_until(lambda: stage.handed_on == ["first", "second", "third"])
 
     def test_a_message_that_comes_before_the_one_that_asks_gets_its_answer(
         self, stage: Stage

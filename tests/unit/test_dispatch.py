@@ -320,6 +320,37 @@ def test_an_earlier_turn_replaces_the_one_that_is_planned() -> None:
     assert worker.applied == [("one", TURN)]
 
 
+def test_a_turn_comes_though_the_run_before_it_succeeds() -> None:
+    """The success makes the look superfluous that is planned for a moment before the turn."""
+    worker = Worker()
+    loop = EventLoop(worker.consumer, Platform(worker.clock))
+    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
+    worker.dispatcher = successor.dispatcher
+    for since, id_ in enumerate(("one", "two")):
+        worker.admit(id_, since)
+    name(worker, successor, 0)
+    worker.timer.turn(until=TIMES.retry_next_after - TURN / 2)
+    name(worker, successor, 1)
+    worker.consumer.controller.state.successful_requests.add("one")
+    worker.timer.turn(until=2 * TIMES.retry_next_after)
+    assert [id_ for id_, _ in worker.applied] == ["one", "two"]
+
+
+def test_the_success_of_a_run_does_not_hide_that_the_one_after_it_left_the_lock_free() -> None:
+    """The one after it was refused another lock, and no release follows."""
+    worker = Worker()
+    loop = EventLoop(worker.consumer, Platform(worker.clock))
+    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
+    worker.dispatcher = successor.dispatcher
+    _, two, _ = (worker.admit(id_, since) for since, id_ in enumerate(("one", "two", "three")))
+    name(worker, successor, 0)
+    worker.timer.turn(until=TURN)
+    successor.ask(two, Step(LADDER))
+    worker.consumer.controller.state.successful_requests.add("one")
+    worker.timer.turn(until=2 * TIMES.retry_next_after)
+    assert [id_ for id_, _ in worker.applied] == ["one", "two", "three"]
+
+
 def test_what_a_closed_room_held_is_not_dispatched_any_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -141,8 +141,9 @@ class Inbox:
 
     def register_again(self, resource: str) -> None:
         """Register anew: another process may have taken this one for dead. Never waits."""
-        self._registered.pop(resource, None)
-        self.changed(resource)
+        since = self._line.since(resource)
+        if since is not None and self.is_listening:
+            self._write(self._register(resource, since), REGISTER)
 
     def _write(self, request: bytes, script: Any = None) -> None:
         nodes = self._servers.nodes

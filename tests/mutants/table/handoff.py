@@ -87,9 +87,9 @@ MUTANTS = (
     ),
     Mutant(
         "who waits for one of several is named for the others, too",
-        "lock.retry:Attempts._act",
-        "callers.move(caller, failed.resource)",
-        "pass",
+        "lock.retry:Attempts._is_of_another",
+        "return is_other and ",
+        "return False and ",
         (SIMULATED,),
         "one_of_several",
     ),

@@ -138,7 +138,7 @@ MUTANTS = (
         f"{SUCCESSOR}._ask_after",
         ' and planned[1].unless in ("", step.unless)',
         "",
-        (ROOM,),
+        (DISPATCH,),
         "turn_comes_though_the_run_before_it_succeeds",
     ),
     Mutant(
@@ -146,7 +146,7 @@ MUTANTS = (
         f"{SUCCESSOR}._ask_after",
         'planned[1].unless in ("", step.unless)',
         "(step.unless or not planned[1].unless)",
-        (ROOM,),
+        (DISPATCH,),
         "left_the_lock_free",
     ),
     Mutant(
@@ -273,8 +273,8 @@ MUTANTS = (
     Mutant(
         "a thread that registers while another one's removal is on its way is not named",
         "lock.engine.waiting:Inbox._unregister",
-        "self._registered.pop(resource, None)  # it may",
-        "pass  # it may",
+        "self._registered.pop(resource, None)  # last",
+        "pass  # last",
         (f"{CONTRACT}/test_hand_off.py",),
         "as_another_one_ends",
     ),
