@@ -60,17 +60,21 @@ class Hold:
     @uninterruptible
     def release(self, releaser: Releaser) -> None:
         """End a wait, and release what no other hold relies on. A second call has no effect."""
-        if self.end_wait is not None:
-            self.end_wait()
-        for acquisition in self.acquisitions:
-            acquisition.part(self)
-            if not acquisition.users:
-                releaser.release(acquisition)
+        try:
+            if self.end_wait is not None:
+                self.end_wait()
+        finally:
+            for acquisition in self.acquisitions:
+                acquisition.part(self)
+                if not acquisition.users:
+                    releaser.release(acquisition)
 
     @uninterruptible
     def release_anywhere(self, releaser: Releaser) -> None:
         """Do so in any thread, even while the owner may acquire the same lock again."""
-        if self.end_wait is not None:
-            self.end_wait()
-        for acquisition in self.acquisitions:
-            releaser.release_if_unused(acquisition, self)
+        try:
+            if self.end_wait is not None:
+                self.end_wait()
+        finally:
+            for acquisition in self.acquisitions:
+                releaser.release_if_unused(acquisition, self)

@@ -17,21 +17,21 @@ from typing import Any
 from celery_redlock.errors import CLOSED, LockLost, LockTaken, QuorumUnreachable
 from celery_redlock.lock.engine.acquirer import Failure
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.engine.waiting import Caller
+from celery_redlock.lock.engine.waiting import LONGEST_SPIN, Caller
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.handoff import LOOK, AskAgain, Step, WaitFree, next_move
+from celery_redlock.lock.model.handoff import LOOK, TURN, AskAgain, Step, WaitFree, next_move
 from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner, rest
 from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_replica
+from celery_redlock.lock.server.requests import REGISTERED_FOR
 
 # all in seconds; hold.py has the pauses for rivals that share the nodes
-FIRST_SPIN, LONGEST_SPIN = 0.05, 1.0  # between tries while the caller waits for the lock
+FIRST_SPIN = 0.05  # between tries while the caller waits for the lock; up to LONGEST_SPIN
 LONGEST_DEAF = 5.0  # between looks of a caller that releases can name, in case one was missed
-UNSEEN = 2 * LONGEST_DEAF  # for which nobody has looked: then a caller looks though it is not first
 HOPELESS = 3.0  # for which a caller waits for misconfigured nodes
-CROWD = 100  # resources that callers of a process wait for: with more, each looks less often
+CROWD = 100  # locks that callers of a process wait for, or callers for one: more look less often
 
 # a call to make, or whose sleep, None for a pause that nothing ends, and its seconds
 Move = Callable[[], Failure | None] | tuple[Caller | None, float]
@@ -151,7 +151,7 @@ class Attempts:
         the caller does not wait. The pauses are random, so one rival gets the lock within some
         tries.
         """
-        if failure is not None and timeout > 0:
+        if failure is not None and timeout > 0 and not self._session.is_closed:
             failure = yield from self._wait(failure, self._started + timeout)
         while failure is not None and timeout <= 0:
             pause = self._hold.pause_of_split()
@@ -178,11 +178,11 @@ class Attempts:
         hold.end_wait = functools.partial(session.callers.leave, caller)
         session.callers.join(caller)
         failure: Failure | None = first
-        caller.looked_at, hopeless_at, tries = clock.now(), clock.now() + HOPELESS, 0
+        tried_at, hopeless_at, tries = clock.now(), clock.now() + HOPELESS, 0
         while failure is not None and (now := clock.now()) < until and not session.is_closed:
             if not self._is_hopeless(failure):
                 hopeless_at = now + HOPELESS
-            elif caller.looked_at > hopeless_at:  # not `now`: a pause of the process must not count
+            elif tried_at > hopeless_at:  # not `now`: a pause of the process must not count
                 break
             caller.decided = False  # before it looks at its plan: a wake-up may come from now on
             split = hold.pause_of_split()
@@ -195,8 +195,9 @@ class Attempts:
                 continue  # it was woken for a plan, or as the first one; or it need not look
             if step is not None and step.named_at is not None:
                 hold.splits = 0
-            failed = yield functools.partial(self._act, caller, failure, step, until)
-            tries, failure = tries + (failed is not failure), failed
+            tried_at, before = now, failure
+            failure = yield functools.partial(self._act, caller, failure, step, until)
+            tries += failure is not before
         session.callers.leave(caller, acquired=failure is None)
         hold.end_wait = None
         return failure
@@ -213,10 +214,18 @@ class Attempts:
         """
         callers = self._session.callers
         first = callers.first_of(caller) or caller
-        is_first = first is caller and not (now >= until and callers.count > CROWD)
-        if is_first or self._hold.splits:
+        if first is caller and not (now >= until and callers.count > CROWD):
             return False
-        return now - first.looked_at < UNSEEN and callers.inbox.is_listening
+        if first.due < now - TURN:  # it was told to act, and did not
+            callers.pass_over(first)
+            return False
+        is_recent = now - first.looked_at < 2 * self._longest_look()
+        return is_recent and callers.inbox.is_listening and not self._hold.splits
+
+    def _longest_look(self) -> float:
+        """Return the most seconds between two looks of a first caller that releases can name."""
+        crowd = max(1.0, self._session.callers.count / CROWD)
+        return min(LONGEST_DEAF * crowd, REGISTERED_FOR / 2)  # each look registers it again
 
     def _act(
         self, caller: Caller, failure: Failure, step: Step | None, until: float
@@ -228,7 +237,9 @@ class Attempts:
         callers = self._session.callers
         caller.looked_at = now = self._clock.now()
         is_named = step is not None and step.named_at is not None and not step.passed
-        if not (is_named or now >= until or self._hold.splits) and isinstance(failure, LockTaken):
+        # the question takes as long as a node timeout, and so does the try
+        is_last = now + self._session.node_set.timeout >= until
+        if not (is_named or is_last or self._hold.splits) and isinstance(failure, LockTaken):
             step = step or Step(LOOK)
             place = callers.inbox.place(caller.resource, caller.limit, step.passed)
             move = None if place is None else next_move(place, step)
@@ -239,13 +250,13 @@ class Attempts:
                 ends = move.seconds if math.isfinite(move.seconds) else None
                 ttl, limit = failure.ttl, failure.limit
                 return LockTaken(failure.resource, failure.holder, ends, ttl=ttl, limit=limit)
-        failed = self._try()
-        if failed is not None and self._is_of_another(failed, caller):
+        refusal = self._try()
+        if refusal is not None and self._is_of_another(refusal, caller):
             # the try released the others that it had got, which wakes those that wait for them
-            callers.move(caller, failed.resource)
-        elif failed is not None:
+            callers.move(caller, refusal.resource)
+        elif refusal is not None:
             callers.inbox.register_again(caller.resource)
-        return failed
+        return refusal
 
     def _pause(self, caller: Caller, failure: Failure, tries: int) -> float:
         """Return the seconds until the caller looks by itself: random, and not all at once.
@@ -255,9 +266,9 @@ class Attempts:
         """
         uniform, callers = random.uniform, self._session.callers
         if callers.first_of(caller) is not caller:
-            return uniform(UNSEEN, 1.5 * UNSEEN)
+            return uniform(1.0, 2.0) * max(1.0, len(callers.line(caller.resource)) / CROWD)
         if callers.inbox.is_listening and isinstance(failure, LockTaken):
-            spin = uniform(LONGEST_SPIN, LONGEST_DEAF) * max(1.0, callers.count / CROWD)
+            spin = uniform(0.2, 1.0) * self._longest_look()
         else:
             spin = uniform(0.001, min(LONGEST_SPIN, FIRST_SPIN * 2 ** min(tries, 16)))
         ends = failure.expires_in if isinstance(failure, LockTaken) else None

@@ -63,7 +63,8 @@ def test_coroutines_that_wait_for_a_resource_each_let_the_event_loop_run(
 def test_greenlets_that_wait_need_no_descriptors(nodes: list[EmbeddedNode]) -> None:
     found = figures("gevent", nodes)
     assert found["ends"] == {"LockTaken": GREENLETS}, found
-    assert found["after"] <= found["before"] + 5, found
+    # spare pollers, and the subscriber connections, which are kept for a while
+    assert found["after"] <= found["before"] + 8 + 3 * len(nodes), found
     assert found["later"] == ["acquired", True, True], found
 
 

@@ -36,9 +36,10 @@ from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.subscriber import Subscriber
 
+LONGEST_SPIN = 1.0  # seconds between two tries of a caller that no release can name
 LOOK_AGAIN = 3 * TURN  # seconds between two looks for which no majority names this process
 Report = Callable[[Place | None], object]
-Question = tuple[float, int, Report]  # since when the first one waits, passed, report
+Question = tuple[float, int, tuple[Report, ...]]  # since, passed, and reports of its reply
 OnMessage = Callable[[str, str, int], object]
 
 
@@ -136,7 +137,6 @@ class Inbox:
         self._servers.nodes.send_to(node, Command(request, IGNORE_REPLY))
         self._drain_by(now + self._servers.nodes.timeout)
         if resource in self._line.resources():  # somebody has begun to wait meanwhile
-            self._registered.pop(resource, None)
             self._line.on_listening()
 
     def register_again(self, resource: str) -> None:
@@ -176,24 +176,25 @@ class Inbox:
     def ask(self, resource: str, limit: int, passed: int, report: Report) -> None:
         """Do what `place` does without waiting; report: called in another thread.
 
-        One question for each resource and limit is in flight: of those that come meanwhile the last
-        one follows it, so that a flood of messages makes no flood of questions.
+        One question for each resource and limit is in flight: those that come meanwhile follow as
+        one, so that a flood of messages makes no flood of questions.
         """
         since = self._line.since(resource)
         if since is None or limit > MOST_ASKED:
             report(None)
             return
-        asked, question = (resource, limit), (since, passed, report)
+        asked = resource, limit
         with self._counting:
             questions = self._questions.setdefault(asked, [])
             is_in_flight = bool(questions)
+            reports: tuple[Report, ...] = questions[1][2] if questions[1:] else ()
+            question = since, passed, (*reports, report)
             questions[1:] = [question]
         if not is_in_flight:
             self._ask(asked, question)
 
     def _ask(self, asked: tuple[str, int], question: Question) -> None:
-        since, passed, report = question
-        round_, until = self._send(*asked, since, passed)
+        since, passed, reports = question
 
         def wait() -> None:
             self._servers.nodes.wait(round_, until, native=True)
@@ -205,9 +206,16 @@ class Inbox:
                     self._questions[asked] = following
             if following:
                 self._ask(asked, following[0])
-            report(round_.place)
+            for report in reports:
+                report(round_.place)
 
-        self._threads.add(WorkItem(wait, on_place))
+        try:
+            round_, until = self._send(*asked, since, passed)
+            self._threads.add(WorkItem(wait, on_place))
+        except BaseException:  # for example, no thread can be started: later questions are asked
+            with self._counting:
+                self._questions.pop(asked, None)
+            raise
 
     def _send(
         self, resource: str, limit: int, since: float, passed: int
@@ -257,8 +265,7 @@ class Inbox:
                 self._on_other(channel, message, node)
             return
         if not message:
-            self._registered.clear()  # the node may have forgotten this process
-            self._line.on_listening()
+            self._line.on_listening()  # the node may have forgotten this process
             return
         named = Named.parse(message, self._servers.options.prefix)
         if named is None:
@@ -347,9 +354,10 @@ class Callers:
     def join(self, caller: Caller) -> None:
         """Let a caller wait. The first one is to ask: a release may have come before it joined."""
         self._add(caller)
-        self.inbox.changed(caller.resource)
         if self.inbox.is_listening and self.first_of(caller) is caller:
-            caller.plan(Step(LOOK), self._clock.now())
+            caller.plan(Step(LOOK), self._clock.now())  # which registers it, too
+        else:
+            self.inbox.changed(caller.resource)
 
     def _add(self, caller: Caller) -> None:
         while True:
@@ -377,7 +385,10 @@ class Callers:
                 following.plan(Step(LOOK), following.looked_at)
             following.wake_up()
         caller.was_first = False
-        self.inbox.changed(caller.resource)
+        if following is not None and acquired:  # another process may have taken this one for dead
+            self.inbox.register_again(caller.resource)
+        else:
+            self.inbox.changed(caller.resource)
 
     def _remove(self, caller: Caller) -> None:
         line = self._lines.get(caller.resource, {})
@@ -391,8 +402,16 @@ class Callers:
         """Let a caller wait for another one of its resources, which has refused it."""
         self.leave(caller)
         caller.resource = resource
-        self._add(caller)
-        self.inbox.changed(resource)
+        self.join(caller)
+
+    def pass_over(self, caller: Caller) -> None:
+        """Put a first caller to the end that does not act: its event loop stands still or is closed.
+
+        Also if it waits below a signal handler that waits for the same lock.
+        """
+        line = self._lines.get(caller.resource, {})
+        if line.pop(id(caller), None) is not None:
+            self._add(caller)
 
     def line(self, resource: str) -> list[Caller]:
         """Return the callers that wait for a resource, in order of arrival."""
@@ -439,12 +458,11 @@ class Callers:
                 caller.plan(step, max(due, soonest))
 
     def on_listening(self) -> None:
-        """Register all callers, and let the first ones ask; of those for permits, all."""
+        """Let the first caller of each limit ask, once a second: a node may open again and again."""
         now = self._clock.now()
         for resource in self.resources():
-            self.inbox.changed(resource)
             told = set()
             for caller in self.line(resource):
-                if caller.limit > 1 or caller.limit not in told:
+                if caller.limit not in told:
                     told.add(caller.limit)
-                    caller.plan(Step(LOOK), now)
+                    caller.plan(Step(LOOK), max(now, caller.looked_at + LONGEST_SPIN))

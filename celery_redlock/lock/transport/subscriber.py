@@ -168,7 +168,7 @@ class Subscriber:
             self._heard(channel, "")
         elif kind == b"unsubscribe":
             self.confirmed.discard(channel)
-        elif kind == b"message":
+        elif kind == b"message" and reply[2]:  # an empty one would stand for a new subscription
             self._heard(channel, text_of(reply[2]))
 
     def _rest(self, seconds: float) -> bool:

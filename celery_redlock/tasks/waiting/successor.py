@@ -13,6 +13,7 @@ other, or is refused.
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Collection
 from typing import Any
@@ -91,10 +92,16 @@ class Successor:
         self._loop.call_soon(self._on_step, resource, step, due)
 
     def on_listening(self) -> None:
-        """Ask for all heads."""
-        self._loop.call_soon(self.look_again)
+        """Ask for all heads; at most once a second, as a node may open again and again."""
+        self._loop.call_soon(self._on_listening)
 
     # in the event loop
+
+    def _on_listening(self) -> None:
+        if self._clock.now() - self._refreshed_at > self._times.sweep_interval:
+            self.look_again()
+        else:
+            self._refreshed_at = -math.inf  # the next sweep asks
 
     def _on_step(self, resource: str, step: Step, due: float) -> None:
         heads = self.dispatcher.heads_to_run(resource)
