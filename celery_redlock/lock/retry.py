@@ -16,8 +16,8 @@ from typing import Any
 
 from celery_redlock.errors import CLOSED, LockLost, LockTaken, QuorumUnreachable
 from celery_redlock.lock.engine.acquirer import Failure
+from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.engine.waiting import LONGEST_SPIN, Caller
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.handoff import LOOK, TURN, AskAgain, Step, WaitFree, next_move

@@ -24,9 +24,9 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
+from celery_redlock.lock.engine.callers import LONGEST_SPIN
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.coroutines import FEW_THREADS, MOST_THREADS, WorkItem
-from celery_redlock.lock.retry import LONGEST_SPIN
 from celery_redlock.signals import lock_acquired
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (

@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from celery_redlock import Lock, LockTaken, Redlock
-from celery_redlock.lock.engine.waiting import Caller
+from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.retry import LONGEST_SPIN
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, eventually, hearing, see_freed, settle
 from tests.contract.points import files_below_the_engine, files_of_the_engine, interrupt
@@ -82,7 +81,7 @@ def test_a_lock_whose_object_is_kept_is_given_back_though_its_release_is_cut(
         see_freed(nodes, lock.resource)
 
 
-OF_A_WAIT = ("hold.py", "retry.py", "waiting.py")
+OF_A_WAIT = ("hold.py", "retry.py", "callers.py", "inbox.py")
 
 now = SystemClock().now
 

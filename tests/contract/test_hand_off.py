@@ -20,7 +20,8 @@ from redis import Redis
 from redis.client import PubSub
 
 from celery_redlock import Redlock
-from celery_redlock.lock.engine.waiting import Caller, Inbox
+from celery_redlock.lock.engine.callers import Caller
+from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.held_locks import break_lock, look_at_locks
 from celery_redlock.lock.model.handoff import MOST_TURNS, Place
 from celery_redlock.lock.model.keys import inbox_channel, lock_key, waiting_key

@@ -26,7 +26,7 @@ from celery_redlock import (
     SettingsError,
 )
 from celery_redlock.lock import retry
-from celery_redlock.lock.engine.waiting import Caller
+from celery_redlock.lock.engine.callers import Caller
 from celery_redlock.lock.hold import SPLIT_TRIES
 from celery_redlock.lock.model.keys import fence_key, lock_key
 from celery_redlock.lock.node_status import ask_nodes

@@ -20,13 +20,12 @@ from redis import Redis
 from redis.client import PubSub
 
 from celery_redlock import Redlock
-from celery_redlock.lock.engine.waiting import Caller
+from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.handoff import LOOK
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.keys import inbox_channel, waiting_key
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.lock.retry import LONGEST_SPIN
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.subscriber import Subscriber

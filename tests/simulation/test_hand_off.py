@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from celery_redlock.errors import LockTaken
+from celery_redlock.lock.engine.callers import LONGEST_SPIN
 from celery_redlock.lock.model.handoff import MOST_TURNS, TURN
 from celery_redlock.lock.retry import FIRST_SPIN, LONGEST_DEAF
 from tests.simulation.clients import simulated_system
@@ -356,5 +357,5 @@ def test_a_node_that_restarts_is_told_who_waits_as_they_subscribe_again() -> Non
     stage.options["node_timeout"] = TURN  # after which a reply that nobody waits for is read
     lined_up(stage, 3)
     stage.restarts(1)
-    stage.at(stage.world.now + 4 * TURN)  # long before a look
+    stage.at(stage.world.now + LONGEST_SPIN + 4 * TURN)  # before a look
     assert len(stage.waiting(1)) == 3

@@ -13,11 +13,12 @@ from typing import Any
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
+from celery_redlock.lock.engine.callers import Callers
 from celery_redlock.lock.engine.events import Events
+from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.engine.reentrancy import Reentrancy
 from celery_redlock.lock.engine.releaser import OrphanedKey, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
-from celery_redlock.lock.engine.waiting import Callers, Inbox
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
 from celery_redlock.lock.model.key_lease import LockKey

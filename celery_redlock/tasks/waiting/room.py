@@ -32,7 +32,7 @@ from celery import bootsteps
 
 from celery_redlock.errors import LockTaken, RedlockError
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.engine.waiting import Inbox
+from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.keys import votes_channel
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.delivery.delivery import utc_now

@@ -18,8 +18,8 @@ import random
 from collections.abc import Callable, Collection
 from typing import Any
 
+from celery_redlock.lock.engine.inbox import Inbox, OnMessage
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.engine.waiting import Inbox, OnMessage
 from celery_redlock.lock.model.handoff import (
     FALLBACK,
     LOOK,

@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     Mutant(
         "a registration that came late stays for as long as its process waits for anything",
-        "lock.engine.waiting:Inbox.on_message",
+        "lock.engine.inbox:Inbox.on_message",
         "self._strike(named.resource, node)",
         "pass",
         (SIMULATED,),
@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "two permits that are free at once wake one thread",
-        "lock.engine.waiting:Callers.on_step",
+        "lock.engine.callers:Callers.on_step",
         " and (caller.limit == 1 or caller.due > due)",
         "",
         (f"{UNIT}/test_wakeup.py", SIMULATED),
@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "a forked child is named together with its parent",
-        "lock.engine.waiting:Inbox.forget",
+        "lock.engine.inbox:Inbox.forget",
         "self.name = f",
         'self.name = getattr(self, "name", "") or f',
         (f"{UNIT}/test_wakeup.py",),
@@ -135,7 +135,7 @@ MUTANTS = (
     ),
     Mutant(
         "releases that come fast put a turn off for ever",
-        "lock.engine.waiting:Caller.plan",
+        "lock.engine.callers:Caller.plan",
         "if due < self.due:",
         "if True:",
         (f"{UNIT}/test_wakeup.py",),
@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "a flood of messages makes a flood of questions",
-        "lock.engine.waiting:Inbox.ask",
+        "lock.engine.inbox:Inbox.ask",
         "is_in_flight = bool(questions)",
         "is_in_flight = False",
         (HAND_OFF,),
@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         "a thread that gives up takes the turn of those behind it along",
-        "lock.engine.waiting:Callers.leave",
+        "lock.engine.callers:Callers.leave",
         "following.plan(caller.step, caller.due)",
         "pass",
         (f"{UNIT}/test_wakeup.py",),

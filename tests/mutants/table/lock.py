@@ -276,7 +276,7 @@ MUTANTS = (
     ),
     Mutant(
         "a waiting task that is cancelled takes the word of a release along",
-        "lock.engine.waiting:Callers.leave",
+        "lock.engine.callers:Callers.leave",
         "elif not acquired or caller.limit > 1:",
         "elif False:",
         (f"{CONTRACT}/test_async.py",),
@@ -316,15 +316,15 @@ MUTANTS = (
     ),
     Mutant(
         "a release before the inbox opens on its node is missed",
-        "lock.engine.waiting:Callers.on_listening",
-        "caller.plan(Step(LOOK), now)",
+        "lock.engine.callers:Callers.on_listening",
+        "caller.plan(Step(LOOK), max(now, caller.looked_at + LONGEST_SPIN))",
         "pass",
         (f"{UNIT}/test_wakeup.py",),
         "inbox_opens",
     ),
     Mutant(
         "a release between the refusal and the wait is missed",
-        "lock.engine.waiting:Callers.join",
+        "lock.engine.callers:Callers.join",
         "caller.plan(Step(LOOK), self._clock.now())",
         "pass",
         (f"{CONTRACT}/test_wakeup.py",),

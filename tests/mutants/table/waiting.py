@@ -216,7 +216,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker is named behind those whose messages came after its own",
-        "lock.engine.waiting:Inbox.changed",
+        "lock.engine.inbox:Inbox.changed",
         "elif known != since:",
         "elif False:",
         (ROOM,),
@@ -224,7 +224,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker in which nobody waits any more is named again and again",
-        "lock.engine.waiting:Inbox.changed",
+        "lock.engine.inbox:Inbox.changed",
         "self._unregister(resource)",
         "pass",
         (ROOM,),
@@ -232,7 +232,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker that lost its connection to the broker is named for messages that it lost",
-        "lock.engine.waiting:Inbox.leave",
+        "lock.engine.inbox:Inbox.leave",
         "self._write(self._servers.requests.unregister(self.name, resource))",
         "pass",
         (ROOM,),
@@ -257,14 +257,14 @@ MUTANTS = (
     Mutant(
         "a node that lost its memory names none of those that wait",
         f"{SUCCESSOR}.on_listening",
-        "self._loop.call_soon(self.look_again)",
+        "self._loop.call_soon(self._on_listening)",
         "pass",
         (ROOM,),
         "on_a_new_connection",
     ),
     Mutant(
         "a thread that begins to wait as another one ends is not named",
-        "lock.engine.waiting:Inbox._unregister",
+        "lock.engine.inbox:Inbox._unregister",
         "if self._line.since(resource) is not None:",
         "if False:",
         (f"{CONTRACT}/test_hand_off.py",),
@@ -272,7 +272,7 @@ MUTANTS = (
     ),
     Mutant(
         "a thread that registers while another one's removal is on its way is not named",
-        "lock.engine.waiting:Inbox._unregister",
+        "lock.engine.inbox:Inbox._unregister",
         "self._registered.pop(resource, None)  # last",
         "pass  # last",
         (f"{CONTRACT}/test_hand_off.py",),
