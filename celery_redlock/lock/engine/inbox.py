@@ -222,6 +222,8 @@ class Inbox:
         request = self._register(resource, since, limit, passed)
         round_, now = PlaceRound(len(nodes.nodes)), nodes.clock.now()
         nodes.broadcast(Command(request, round_, REGISTER), now)
+        # also a reply that nobody waits for is read: the server may have forgotten the script
+        self._drain_by(now + nodes.timeout)
         return round_, now + nodes.timeout
 
     # what the nodes say
@@ -265,6 +267,7 @@ class Inbox:
             for resource, since in list(self._registered.items()):  # it may have forgotten them
                 request = self._servers.requests.register(self.name, resource, since)
                 self._servers.nodes.send_to(node, Command(request, IGNORE_REPLY, REGISTER))
+            self._drain_by(self._platform.clock.now() + self._servers.nodes.timeout)
             self._line.on_listening()
             return
         named = Named.parse(message, self._servers.options.prefix)
