@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import statistics
 import subprocess
 import sys
@@ -184,6 +185,7 @@ class TestWoken:
             first = Caller("r", 1, 1.0)
             with joined(rival, first):
                 see_listening(rival)
+                first.take_step(math.inf)  # what came as the inbox opened
                 first.looked_at = now()
                 tries = [
                     threads.submit(rival.lock("r").try_acquire, wait=3.0) for _ in range(count)

@@ -389,6 +389,11 @@ class Subscriber:
         self.confirmed: set[str] = set()
         self._process.subscribers.append(self)
 
+    @property
+    def asked(self) -> set[str]:
+        """What it has asked for."""
+        return self.confirmed
+
     def resubscribe(self) -> None:
         """Ask for what is wanted."""
         if not self._asked:

@@ -189,6 +189,7 @@ class Callers:
         """Let the first caller of each limit ask, once a second: a node may open often."""
         now = self._clock.now()
         for resource in self.resources():
+            self.inbox.changed(resource)  # before, a release would have taken this process for dead
             told = set()
             for caller in self.line(resource):
                 if caller.limit not in told:

@@ -245,7 +245,7 @@ class Inbox:
             self._subscribers.setdefault(None, made)
         channels = self.channels()
         for subscriber in self._subscribers[None]:
-            if not channels <= subscriber.confirmed:
+            if not channels <= subscriber.asked:
                 subscriber.resubscribe()
 
     def subscriptions(self, channel: str) -> int:

@@ -42,7 +42,7 @@ class Subscriber:
         self._running = self._closed = False
         self._connection: Any = None
         self._reader = ReplyReader()
-        self._asked: set[str] = set()
+        self.asked: set[str] = set()
         # whether a PING waits for its reply; monotonic seconds of that PING, or of the last data
         self._pinged, self._spoke_at = False, 0.0
         self._tries = 0
@@ -119,10 +119,12 @@ class Subscriber:
             self._pinged, self._spoke_at = False, self._clock.now()
         if self._connection is None:
             return self._rest(LINGER)
-        for channel in sorted(wanted - self._asked):  # one each: a user may have no right to one
+        for channel in sorted(wanted - self.asked):  # one each: a user may have no right to one
             self._send("SUBSCRIBE", [channel])
-        self._send("UNSUBSCRIBE", self._asked - wanted)
-        self._asked = wanted
+        self._send("UNSUBSCRIBE", self.asked - wanted)
+        self.asked = wanted
+        if not self._channels() <= wanted:  # who wants another one since has seen the old ones
+            return True
         came = self._rest(self._timeout if self._pinged else LINGER)
         data = receive(self._connection._sock)
         if data or wanted:
@@ -184,7 +186,7 @@ class Subscriber:
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
-        self._asked, self.confirmed = set(), set()
+        self.asked, self.confirmed = set(), set()
         if connection is not None:
             connection.disconnect()
 

@@ -57,6 +57,7 @@ class Successor:
         # by resource: when its turn comes, in monotonic seconds, the step, and the timer's entry
         self._turns: dict[str, tuple[float, Step, Any]] = {}
         self._refreshed_at = self._looked_at = self._clock.now()
+        self._opened_at = -math.inf  # when the inbox opened on a node, and all heads asked
         self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self.on_head, self.on_due)
 
     def use(self, session: Session, channels: Callable[[], set[str]], on_other: OnMessage) -> Inbox:
@@ -98,7 +99,9 @@ class Successor:
     # in the event loop
 
     def _on_listening(self) -> None:
-        if self._clock.now() - self._refreshed_at > self._times.sweep_interval:
+        now = self._clock.now()
+        if now - self._opened_at > self._times.sweep_interval:
+            self._opened_at = now
             self.look_again()
         else:
             self._refreshed_at = -math.inf  # the next sweep asks
