@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import re
 import signal
@@ -442,6 +443,8 @@ class TestRegistered:
             begin = functools.partial(callers.join, other)
             if not interrupt(leave, point, begin, ("callers.py", "inbox.py"), "leave"):
                 break
+            if other.take_step(math.inf) is not None:  # it is the first one, and looks
+                callers.inbox.place("r", 1, 0)
             settle(redlock)
             assert callers.line("r") == [other], point
             assert client.zrange(WAITING, 0, -1, withscores=True) == [(callers.inbox.name, 2.0)]
