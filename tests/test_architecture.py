@@ -85,6 +85,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "_redlock_track_started",
         "what a task class keeps for its subclasses",
     ),
+    "integration/storm/queue.py": ("_put", "is kombu's, not ours"),
     "integration/test_metrics.py": ("_exporter", "sees in a script that counting is on"),
     "simulation/clients.py": (
         "_dropped",
@@ -104,7 +105,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 21_865, 121
+LINES, FILES = 22_110, 121
 WALKS = {
     "a plain lock": (30, 116, 31),
     "a message in a worker": (52, 188, 42),
