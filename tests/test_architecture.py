@@ -105,12 +105,12 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 22_110, 121
+LINES, FILES = 22_102, 121
 WALKS = {
     "a plain lock": (30, 116, 31),
-    "a message in a worker": (52, 188, 42),
-    "a refused message until it waits": (64, 343, 67),
-    "from the release to its end": (52, 239, 53),
+    "a message in a worker": (52, 191, 42),
+    "a refused message until it waits": (62, 333, 67),
+    "from the release to its end": (52, 242, 53),
 }
 # Modules of fewer than 60 lines. Each new one is a subject that no other file has.
 SHORT = {
