@@ -85,6 +85,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "_redlock_track_started",
         "what a task class keeps for its subclasses",
     ),
+    "integration/storm/queue.py": ("_put", "is kombu's, not ours"),
     "integration/test_metrics.py": ("_exporter", "sees in a script that counting is on"),
     "simulation/clients.py": (
         "_dropped",

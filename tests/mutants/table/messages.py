@@ -203,7 +203,7 @@ MUTANTS = (
     ),
     Mutant(
         "a deferred message comes back at once, and goes round and round",
-        "tasks.delivery.republish:_publish",
+        "tasks.delivery.republish:publish",
         "countdown=countdown, **fields",
         "countdown=countdown / 100, **fields",
         (f"{INTEGRATION}/test_put_back.py::test_what_is_put_back_comes_after_its_countdown",),
@@ -386,9 +386,10 @@ MUTANTS = (
         "nobody can look who waits while a body runs in the main process",
         "tasks.waiting.dispatch:Dispatcher._evict",
         """        if last is not None:  # outside: a solo pool runs its body here
-            self.dispatch(last)""",
+            last.request.request_dict["properties"][HAS_ROOM] = False
+            self._dispatch_now(last)""",
         """            if last is not None:
-                self.dispatch(last)""",
+                self._dispatch_now(last)""",
         (f"{CONTRACT}/test_waiting_room.py",),
         "while_a_body_runs",
     ),
@@ -402,7 +403,7 @@ MUTANTS = (
     ),
     Mutant(
         "one message that cannot be handed on ends the worker's event loop",
-        "tasks.waiting.dispatch:Dispatcher.dispatch",
+        "tasks.waiting.dispatch:Dispatcher._dispatch_now",
         "except Exception:",
         "except ZeroDivisionError:",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -500,9 +501,9 @@ MUTANTS = (
     ),
     Mutant(
         "a message that waits untried is acknowledged, and dies with its worker",
-        "tasks.execution.untried:_let_wait",
-        "    header = delivery",
-        "    request.acknowledge()\n    header = delivery",
+        "tasks.worker_request:Request.carry",
+        "    delivery = self.delivery",
+        "    self.acknowledge()\n        delivery = self.delivery",
         (f"{INTEGRATION}/test_untried.py",),
         "is_killed_loses_no_message",
     ),
