@@ -44,6 +44,11 @@ def see_unacknowledged(stage: Stage, count: int) -> None:
     eventually(lambda: stage.broker.client().hlen("unacked") == count)
 
 
+def see_success(stage: Stage, *results: Any) -> None:
+    """Return when all of them have succeeded."""
+    eventually(lambda: {stage.info(result)["status"] for result in results} == {"SUCCESS"})
+
+
 def begin_until(stage: Stage, key: str) -> Any:
     """Have a body run until `go` is called; return its result."""
     result = stage.tasks.until.delay(key, "go")
@@ -70,7 +75,7 @@ def test_it_is_received_once_and_keeps_its_count_and_the_time_of_its_first_try(
     waited = [event["waited"] for event in events[:4]]
     assert waited == sorted(waited)
     assert waited[-1] > 0
-    eventually(lambda: stage.info(result)["status"] == "SUCCESS")
+    see_success(stage, result)
     see_drained(stage)
     assert (received(worker, result), stage.runs_of("k")) == (1, 1)
 
@@ -92,8 +97,7 @@ def test_a_worker_that_stops_publishes_it_with_its_count(stage: Stage) -> None:
             assert deferral["since"] <= deferral["at"]
         stage.worker("w2")
         stage.see_deferred(first, deferrals(messages, first) + 1)
-    for result in (first, second):
-        eventually(lambda result=result: stage.info(result)["status"] == "SUCCESS")
+    see_success(stage, first, second)
     see_drained(stage)
     assert stage.runs_of("k") == 2
 
@@ -129,7 +133,7 @@ def test_a_worker_that_quits_leaves_it_to_the_broker(stage: Stage) -> None:
         assert set(messages_of(stage)) == {result.id}
         stage.worker("w2")
         stage.see_deferred(result)
-    eventually(lambda: stage.info(result)["status"] == "SUCCESS")
+    see_success(stage, result)
     see_drained(stage)
     assert stage.runs_of("k") == 1
 
@@ -143,7 +147,7 @@ def test_one_that_is_terminated_while_it_waits_ends_no_other_run(stage: Stage) -
         running = begin_until(stage, "other")
         stage.app.control.revoke(waiting.id, terminate=True, signal="SIGKILL", reply=True)
         go(stage)
-        eventually(lambda: stage.info(running)["status"] == "SUCCESS")
+        see_success(stage, running)
         eventually(lambda: stage.info(waiting)["status"] == "REVOKED")
     see_drained(stage)
     assert "Worker exited prematurely" not in worker.output()
@@ -159,7 +163,7 @@ def test_it_leaves_before_its_visibility_timeout(
         result = stage.tasks.late.delay("k")
         eventually(lambda: received(worker, result) == 3)
         assert stage.deferrals(result) >= 2
-    eventually(lambda: stage.info(result)["status"] == "SUCCESS")
+    see_success(stage, result)
     see_drained(stage)
     assert stage.runs_of("k") == 1
 
@@ -176,8 +180,7 @@ def test_those_above_the_workers_capacity_leave_and_others_get_past_them(
             assert stage.broker.client().hlen("unacked") <= LIMIT
         for result in results:
             stage.see_deferred(result)
-    for result in results:
-        eventually(lambda result=result: stage.info(result)["status"] == "SUCCESS")
+    see_success(stage, *results)
     see_drained(stage)
     assert stage.runs_of("k") == CROWD
     assert not overlaps(stage.intervals()["k"])
@@ -198,7 +201,7 @@ def test_a_second_message_of_a_key_that_runs_here_does_not_reach_the_pool(
     assert stage.info(result)["result"]["holder"].startswith(running.id)
     assert stage.tasks.work.delay("other").get(timeout=60) == 0
     go(stage)
-    eventually(lambda: stage.info(result)["status"] == "SUCCESS")
+    see_success(stage, result)
     see_drained(stage)
     assert not overlaps(stage.intervals()["k"])
 
@@ -216,8 +219,7 @@ def test_a_message_waits_for_a_run_of_its_worker_that_has_not_begun(
     stage.see_deferred(second)
     eventually(lambda: f"{first.id}] received" in worker.output())
     go(stage)
-    for result in (*busy, first, second):
-        eventually(lambda result=result: stage.info(result)["status"] == "SUCCESS")
+    see_success(stage, *busy, first, second)
     (deferred,) = [line for line in stage.lines("lock_deferred") if line.key == "k:k"]
     assert deferred.pid == worker.pid
     assert not overlaps(stage.intervals()["k"])
@@ -259,7 +261,7 @@ def test_over_rabbitmq_it_is_published_again_if_the_prefetch_cannot_grow(
             result = stage.tasks.late.delay("k")
             stage.see_deferred(result, times)
             eventually(lambda: received(worker, result) == times)
-        eventually(lambda: stage.info(result)["status"] == "SUCCESS")
+        see_success(stage, result)
         assert stage.runs_of("k") == 1
 
 
@@ -277,7 +279,7 @@ def test_a_worker_of_rabbitmq_that_stops_publishes_it_with_its_count(
             last = stage.deferrals(result)
             second = stage.worker("w2")
             stage.see_deferred(result, last + 1)
-        eventually(lambda: stage.info(result)["status"] == "SUCCESS")
+        see_success(stage, result)
         counts = [line.more["deferrals"] for line in stage.lines("lock_deferred")]
         assert counts == list(range(1, len(counts) + 1))
         assert (received(second, result), stage.runs_of("k")) == (1, 1)
