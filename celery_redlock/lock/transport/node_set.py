@@ -1,9 +1,8 @@
 """Commands to all nodes: write to each, then poll all of them until a round is decided.
 
-Only `wait` blocks. Its callers poll, or look now and then. The one that finds data to read calls
-the handlers of all replies and wakes their waiters, so no caller depends on another one. Handlers
-are called in one turn in which nothing waits: they do arithmetic. A reply stays with its connection
-until its handler has returned, so a handler may get the same reply twice.
+Only `wait` blocks. Its callers poll, or look now and then. A caller that finds data calls the
+handlers of all replies, so no caller depends on another one. That is one turn; nothing in it waits.
+A reply stays with its connection until its handler has returned, so a handler may get it twice.
 """
 
 from __future__ import annotations
@@ -287,8 +286,6 @@ class NodeSet(Generic[P]):
         self._closed = True
         for node in self.nodes:
             node.close()
-
-    # the turn of reading
 
     def run_in_turn(self, work: Callable[..., object], *arguments: object) -> bool:
         """Call a function in the turn of reading; return False if the turn stays taken."""
