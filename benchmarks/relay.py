@@ -22,6 +22,7 @@ from celery_redlock.tasks.waiting.room import WaitingRoom
 
 BROKER, STORE, NODES = "BENCHMARK_BROKER", "BENCHMARK_STORE", "BENCHMARK_NODES"
 QUEUE, WAKES = "BENCHMARK_QUEUE", "BENCHMARK_WAKES"
+LATE = "BENCHMARK_LATE"  # "yes": all tasks acknowledge late
 NAIVE_NODE = "BENCHMARK_NAIVE_NODE"
 LONGEST = 5.0  # s: of a delay between two tries
 COUNTDOWN = 0.25  # s: of a retry of `hot by hand`
@@ -35,6 +36,7 @@ app = Celery("relay", broker=os.environ.get(BROKER, store), set_as_current=False
 app.conf.update(
     task_default_queue=queue,
     task_ignore_result=True,
+    task_acks_late=os.environ.get(LATE) == "yes",
     worker_prefetch_multiplier=1,
     redlock_nodes=nodes,
     redlock_prefix=queue,

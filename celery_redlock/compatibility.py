@@ -65,6 +65,7 @@ _ADOPT = "lock the tasks of `redlock_tasks`"
 _DELAY = "send a deferral through RabbitMQ's delayed queues"
 _SURVIVE = "survive a restart of the broker"
 _TIMES = "read the times of a message"
+_REDIS, _AT_HEAD = "kombu.transport.redis:Channel", "let a worker take a refused message next"
 _SLOWER = "a deferral only takes longer"
 
 ANYWHERE = (
@@ -112,6 +113,7 @@ ANYWHERE = (
     PrivateName(f"{_NATIVE}:MAX_LEVEL", _DELAY),
     PrivateName(f"{_NATIVE}:calculate_routing_key", _DELAY, "countdown, routing_key"),
     PrivateName(f"{_NATIVE}:level_name", _DELAY, "level, ..."),
+    PrivateName("kombu.utils.json:dumps", _AT_HEAD, "s, ..."),
     # the connections to the lock nodes
     PrivateName("redis.connection:AbstractConnection._sock", "write to a node without a thread"),
     PrivateName("redis.connection:parse_url", "read the address of a node", "url"),
@@ -128,6 +130,8 @@ ANYWHERE = (
     ),
     PrivateName(f"{_REQUEST}._on_ack", "leave a message with the broker"),
     PrivateName(f"{_REQUEST}._already_revoked", "revoke a message once"),
+    PrivateName(f"{_REQUEST}._already_cancelled", "leave a message with the broker"),
+    PrivateName(f"{_REQUEST}._apply_result", "let a message wait that was in the pool"),
     PrivateName(
         f"{_REQUEST}._announce_revoked",
         "revoke no message that runs elsewhere",
@@ -154,6 +158,10 @@ IN_WORKERS = (
     PrivateName("kombu.connection:Connection.close", _SURVIVE, ""),
     PrivateName(f"{_STRATEGY}.apply_eta_task", "let a message wait for its lock"),
     PrivateName(f"{_STRATEGY}._limit_post_eta", "keep a rate limit"),
+    PrivateName(f"{_REDIS}._put", _AT_HEAD, "queue, message, ..."),
+    PrivateName(f"{_REDIS}._q_for_pri", _AT_HEAD, "queue, pri"),
+    PrivateName(f"{_REDIS}._get_message_priority", _AT_HEAD, "message, reverse"),
+    PrivateName(f"{_REDIS}._expires", _AT_HEAD, optional="since kombu 5.7"),
 )
 
 

@@ -48,7 +48,7 @@ class Connection:
 
 
 @dataclass(frozen=True)
-class Step:
+class BootStep:
     """One bootstep. blueprint: "worker" or "consumer". Source: celery.bootsteps, `app.steps`."""
 
     blueprint: str
@@ -56,9 +56,9 @@ class Step:
 
 
 STEPS = (
-    Step("worker", startup.RefuseToStart),
-    Step("consumer", RecordQueueNames),
-    Step("consumer", room.WaitingRoom),
+    BootStep("worker", startup.RefuseToStart),
+    BootStep("consumer", RecordQueueNames),
+    BootStep("consumer", room.WaitingRoom),
 )
 
 

@@ -22,6 +22,8 @@ from celery_redlock import Lock, Redlock
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.node_status import ask_nodes
+from celery_redlock.lock.server.requests import REGISTER, Requests
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Script
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from tests.clocks import WallClock
 from tests.reruns import limit_reruns
@@ -200,6 +202,24 @@ def settle(redlock: Redlock) -> None:
     same way behind it.
     """
     eventually(lambda: not ask_nodes(redlock).failing)
+
+
+def write(redlock: Redlock, request: bytes, script: Script | None = None) -> None:
+    """Write a request to every node; no reply is read."""
+    session = redlock.session
+    session.node_set.broadcast(Command(request, IGNORE_REPLY, script), session.clock.now())
+
+
+def register(redlock: Redlock, waiter: str, resource: str, since: float) -> None:
+    """Register a process as a waiter on every node."""
+    request = Requests(redlock.session.options.prefix).register(waiter, resource, since)
+    write(redlock, request, REGISTER)
+
+
+def hearing(redlock: Redlock) -> int:
+    """Return how many nodes can name the process as a waiter."""
+    inbox = redlock.session.callers.inbox
+    return inbox.subscriptions(inbox.channel)
 
 
 def see_quorum(redlock: Redlock) -> None:

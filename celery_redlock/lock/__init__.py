@@ -4,10 +4,9 @@ Read `lock.py` first (`Lock`: acquire, extend, release). Then read `engine/acqui
 none, one round for each key) and `model/lease.py` (for how long a lock is valid). By topic:
 
 - `client.py`: `Redlock`, its settings, `trust`. `validation.py`: checks of settings and arguments.
-- `hold.py`: one acquire. `retry.py`, `retry_schedule.py`: waiting. `release.py`: ending a lock from
-  outside.
+- `hold.py`: one acquire. `retry.py`: its tries. `release.py`: ending a lock from outside.
 - `node_status.py`, `held_locks.py`, `waiting_processes.py`: queries of operators.
-- `engine/`: acquires, renews, releases; the watchdog; the wait queue; the reports of events.
+- `engine/`: acquires, renews, releases; the watchdog; who waits; the reports of events.
 - `server/`: the Lua scripts, the restart guard, what a server's errors mean.
 - `model/`: options, names on the nodes, votes, leases, fencing tokens. No clock, no I/O.
 - `transport/`: connections, commands and replies. Not locks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.releaser import Releaser
@@ -17,16 +18,17 @@ class Hold:
     """One acquire that is not released yet: its own acquisition, and outer ones that it relies on.
 
     owner: the owner that acquires. client: the `Redlock`, kept alive while a thread may still
-    acquire. splits: number of consecutive tries in which rivals shared the nodes. took: seconds
-    that the last try took.
+    acquire. end_wait: ends the wait of the acquire, None while it does not wait. splits: number of
+    consecutive tries in which rivals shared the nodes. took: seconds that the last try took.
     """
 
-    __slots__ = ("__weakref__", "acquisitions", "client", "owner", "splits", "took")
+    __slots__ = ("__weakref__", "acquisitions", "client", "end_wait", "owner", "splits", "took")
 
     def __init__(self, owner: Owner, client: object) -> None:
         self.owner, self.client = owner, client
         self.acquisitions: list[Acquisition] = []
         self.splits, self.took = 0, 0.0
+        self.end_wait: Callable[[], None] | None = None
 
     def pause_of_split(self) -> float | None:
         """Return the seconds until the next try if rivals share the nodes, else None.
@@ -57,14 +59,22 @@ class Hold:
 
     @uninterruptible
     def release(self, releaser: Releaser) -> None:
-        """Release what no other hold relies on. A second call has no effect."""
-        for acquisition in self.acquisitions:
-            acquisition.part(self)
-            if not acquisition.users:
-                releaser.release(acquisition)
+        """End a wait, and release what no other hold relies on. A second call has no effect."""
+        try:
+            if self.end_wait is not None:
+                self.end_wait()
+        finally:
+            for acquisition in self.acquisitions:
+                acquisition.part(self)
+                if not acquisition.users:
+                    releaser.release(acquisition)
 
     @uninterruptible
     def release_anywhere(self, releaser: Releaser) -> None:
-        """Release in any thread, even while the owner may acquire the same lock again."""
-        for acquisition in self.acquisitions:
-            releaser.release_if_unused(acquisition, self)
+        """Do so in any thread, even while the owner may acquire the same lock again."""
+        try:
+            if self.end_wait is not None:
+                self.end_wait()
+        finally:
+            for acquisition in self.acquisitions:
+                releaser.release_if_unused(acquisition, self)

@@ -1,22 +1,41 @@
-"""Retries an acquire: in a thread or in the event loop, while others hold the lock."""
+"""Retries an acquire while others hold the lock, and decides when to try again and when to give up.
+
+One generator has the rules. It gives steps, which a thread or a coroutine does: a call to make, or
+seconds to sleep, as a caller that a release may wake.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import math
+import random
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
 
-from celery_redlock.errors import CLOSED, LockLost, QuorumUnreachable
+from celery_redlock.errors import CLOSED, LockLost, LockTaken, QuorumUnreachable
 from celery_redlock.lock.engine.acquirer import Failure
+from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.engine.wait_queue import Waiter
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.handoff import LOOK, TURN, AskAgain, Step, WaitFree, next_move
 from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner, rest
-from celery_redlock.lock.retry_schedule import RetrySchedule
+from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_replica
+from celery_redlock.lock.server.requests import REGISTERED_FOR
+
+# all in seconds; hold.py has the pauses for rivals that share the nodes
+FIRST_SPIN = 0.05  # between tries while the caller waits for the lock; up to LONGEST_SPIN
+LONGEST_DEAF = 5.0  # between looks of a caller that releases can name, in case one was missed
+HOPELESS = 3.0  # for which a caller waits for misconfigured nodes
+CROWD = 100  # locks that callers of a process wait for, or callers for one: more look less often
+
+# a call to make, or whose sleep, None for a pause that nothing ends, and its seconds
+Move = Callable[[], Failure | None] | tuple[Caller | None, float]
+Moves = Generator[Move, Any, Failure | None]
 
 
 class Attempts:
@@ -56,34 +75,47 @@ class Attempts:
         """
         if not self._keys:
             return
-        failure = self._try()
-        if failure is not None:
-            if timeout > 0 and not self._session.is_closed:
-                failure = self._wait(failure, self._started + timeout)
-            else:
-                failure = self._try_while_split(failure)
-        if failure is None and self._outer and self._options.fencing:
-            failure = self._hold.confirm_fencing_token(self._session.acquirer)
+        failure = self._try()  # outside of the generator: most acquires need no more
         if failure is not None or self._outer:
-            self._check_acquired(failure)
+            with closing(self._go_on(failure, timeout)) as moves:
+                self._check_acquired(self._do(moves))
+
+    def _do(self, moves: Moves) -> Failure | None:
+        """Do what the generator gives, in this thread or greenlet; return the last failure."""
+        result, sleeper = None, self._session.platform.new_sleeper()
+        try:
+            while True:
+                move = moves.send(result)
+                result = None
+                if callable(move):
+                    result = move()
+                elif move[0] is None:
+                    self._clock.sleep(move[1])
+                else:
+                    move[0].wake = sleeper.wake
+                    if not move[0].decided:  # read after `wake` is set, so no wake-up is lost
+                        sleeper.sleep(move[1])
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
     async def run_async(self, timeout: float, runner: StepRunner) -> None:
-        """Do what `run` does: try in threads, and wait in the event loop."""
+        """Do what `run` does: ask and try in threads, and wait in the event loop."""
         if not self._keys:
             return
-        failure = await runner.do(self._try)
-        if failure is not None and timeout > 0 and not self._session.is_closed:
-            failure = await self._wait_async(failure, self._started + timeout, runner)
-        while failure is not None and timeout <= 0:
-            pause = self._hold.pause_of_split()
-            if pause is None:
-                break
-            await asyncio.sleep(pause)
-            failure = await runner.do(self._try)
-        if failure is None and self._outer and self._options.fencing:
-            confirm = functools.partial(self._hold.confirm_fencing_token, self._session.acquirer)
-            failure = await runner.do(confirm)
-        self._check_acquired(failure)
+        first, result = await runner.do(self._try), None
+        with closing(self._go_on(first, timeout)) as moves:
+            try:
+                while True:
+                    move = moves.send(result)
+                    result = None
+                    if callable(move):
+                        result = await runner.do(move)
+                    elif move[0] is None:
+                        await asyncio.sleep(move[1])
+                    else:
+                        await rest(move[0], move[1])
+            except StopIteration as end:
+                self._check_acquired(end.value)
 
     def _check_acquired(self, failure: Failure | None) -> None:
         """Raise the failure, or LockLost if an outer lock expired during the tries."""
@@ -110,57 +142,143 @@ class Attempts:
         hold.took = self._clock.now() - began
         return failure
 
-    def _try_while_split(self, first: Failure) -> Failure | None:
-        """Try again if rivals kept each other from the lock, because no release will be published.
+    # the rules
 
-        The pauses are random, so one rival gets the lock within some rounds. This is done even if
-        the caller does not wait.
+    def _go_on(self, failure: Failure | None, timeout: float) -> Moves:
+        """Give the moves after the first try; return the last failure.
+
+        Rivals that kept each other from the lock publish no release, so that is tried again even if
+        the caller does not wait. The pauses are random, so one rival gets the lock within some
+        tries.
         """
-        failure: Failure | None = first
-        while failure is not None and (pause := self._hold.pause_of_split()) is not None:
-            self._clock.sleep(pause)
-            failure = self._try()
+        if failure is not None and timeout > 0 and not self._session.is_closed:
+            failure = yield from self._wait(failure, self._started + timeout)
+        while failure is not None and timeout <= 0:
+            pause = self._hold.pause_of_split()
+            if pause is None:
+                break
+            yield None, pause
+            failure = yield self._try
+        if failure is None and self._outer and self._options.fencing:
+            acquirer = self._session.acquirer
+            failure = yield functools.partial(self._hold.confirm_fencing_token, acquirer)
         return failure
 
-    def _wait(self, first: Failure, until: float) -> Failure | None:
-        """Try again whenever the lock may be free, up to the monotonic second `until`."""
+    def _wait(self, first: Failure, until: float) -> Moves:
+        """Try again whenever the lock may be free, up to the monotonic second `until`.
+
+        If too many nodes are misconfigured, it gives up earlier, but not at once: their errors may
+        be older than their last reconnect.
+        """
+        session, clock, hold = self._session, self._clock, self._hold
+        caller = Caller(self._keys[0].resource, self._options.limit, session.node_set.wall())
+        if self._is_of_another(first, caller):
+            caller.resource = first.resource
+        # before it joins, so that an exception ends its wait
+        hold.end_wait = functools.partial(session.callers.leave, caller)
+        session.callers.join(caller)
         failure: Failure | None = first
-        with self._waiting() as waiter:
-            schedule = RetrySchedule(self._session, self._hold, waiter, until)
-            while failure is not None and (moment := schedule.next_try(failure)) is not None:
-                self._session.node_set.wait(waiter, moment)
-                while (pause := schedule.woken(moment)) is not None:
-                    if pause > 0:  # meanwhile another release may name it first
-                        self._session.node_set.wait(waiter, self._clock.now() + pause)
-                failure = self._try_in_turn(schedule, failure)
+        tried_at, hopeless_at, tries = clock.now(), clock.now() + HOPELESS, 0
+        while failure is not None and (now := clock.now()) < until and not session.is_closed:
+            if not self._is_hopeless(failure):
+                hopeless_at = now + HOPELESS
+            elif tried_at > hopeless_at:  # not `now`: a pause of the process must not count
+                break
+            caller.decided = False  # before it looks at its plan: a wake-up may come from now on
+            split = hold.pause_of_split()
+            pause = self._pause(caller, failure, tries) if split is None else split
+            moment = min(now + pause, until)
+            yield caller, min(moment, caller.due) - now
+            now = clock.now()
+            step = caller.take_step(now)
+            if step is None and (now < moment or self._is_seen(caller, now, until)):
+                continue  # it was woken for a plan, or as the first one; or it need not look
+            if step is not None and step.named_at is not None:
+                hold.splits = 0
+            tried_at, before = now, failure
+            failure = yield functools.partial(self._act, caller, failure, step, until)
+            tries += failure is not before
+        session.callers.leave(caller, acquired=failure is None)
+        hold.end_wait = None
         return failure
 
-    async def _wait_async(self, first: Failure, until: float, runner: StepRunner) -> Failure | None:
-        """Do what `_wait` does: ask and try in threads, and wait in the event loop."""
-        failure: Failure | None = first
-        with self._waiting() as waiter:
-            schedule = RetrySchedule(self._session, self._hold, waiter, until)
-            while failure is not None and (moment := schedule.next_try(failure)) is not None:
-                await rest(waiter, moment - self._clock.now())
-                while (pause := schedule.woken(moment)) is not None:
-                    if pause > 0:
-                        await rest(waiter, pause)
-                failure = await runner.do(functools.partial(self._try_in_turn, schedule, failure))
-        return failure
+    def _is_of_another(self, failure: Failure, caller: Caller) -> bool:
+        """Return whether another resource of the lock than the caller waits for was refused."""
+        is_other = isinstance(failure, LockTaken) and failure.resource != caller.resource
+        return is_other and any(failure.resource == key.resource for key in self._keys)
 
-    def _waiting(self) -> contextlib.AbstractContextManager[Waiter]:
-        resources = list(dict.fromkeys(key.resource for key in self._keys))
-        return self._session.wait_queue.waiting(resources, self._options.limit)
+    def _is_seen(self, caller: Caller, now: float, until: float) -> bool:
+        """Return whether this caller need not look, because its first one has, a moment ago.
 
-    def _try_in_turn(self, schedule: RetrySchedule, failure: Failure) -> Failure | None:
+        In a crowd not even the first ones look at the end of their waits, as all may end at once.
+        """
+        callers = self._session.callers
+        first = callers.first_of(caller) or caller
+        if first is caller and not (now >= until and callers.count > CROWD):
+            return False
+        if first.due < now - TURN:  # it was told to act, and did not
+            callers.pass_over(first)
+            return False
+        is_recent = now - first.looked_at < 2 * self._longest_look()
+        return is_recent and callers.inbox.is_listening and not self._hold.splits
+
+    def _longest_look(self) -> float:
+        """Return the most seconds between two looks of a first caller that releases can name."""
+        crowd = max(1.0, self._session.callers.count / CROWD)
+        return min(LONGEST_DEAF * crowd, REGISTERED_FOR / 2)  # each look registers it again
+
+    def _act(
+        self, caller: Caller, failure: Failure, step: Step | None, until: float
+    ) -> Failure | None:
         """Try, unless the nodes say that the lock is taken or that it is another one's turn.
 
         Returns what kept it from the lock. failure: of the last try.
         """
-        taken = schedule.taken(failure)
-        if taken is not None:
-            return taken
-        schedule.begin_try()
-        result = self._try()
-        schedule.end_try(result)
-        return result
+        callers = self._session.callers
+        caller.looked_at = now = self._clock.now()
+        is_named = step is not None and step.named_at is not None and not step.passed
+        # the question takes as long as a node timeout, and so does the try
+        is_last = now + self._session.node_set.timeout >= until
+        if not (is_named or is_last or self._hold.splits) and isinstance(failure, LockTaken):
+            step = step or Step(LOOK)
+            place = callers.inbox.place(caller.resource, caller.limit, step.passed)
+            move = None if place is None else next_move(place, step)
+            if isinstance(move, AskAgain):
+                caller.plan(move.step, self._clock.now() + move.seconds)
+                return failure
+            if isinstance(move, WaitFree):
+                ends = move.seconds if math.isfinite(move.seconds) else None
+                ttl, limit = failure.ttl, failure.limit
+                return LockTaken(failure.resource, failure.holder, ends, ttl=ttl, limit=limit)
+        refusal = self._try()
+        if refusal is not None and self._is_of_another(refusal, caller):
+            # the try released the others that it had got, which wakes those that wait for them
+            callers.move(caller, refusal.resource)
+        elif refusal is not None:
+            callers.inbox.register_again(caller.resource)
+        return refusal
+
+    def _pause(self, caller: Caller, failure: Failure, tries: int) -> float:
+        """Return the seconds until the caller looks by itself: random, and not all at once.
+
+        The first one looks at the latest soon after the lease ends. If releases can name it, it
+        looks less often. The others only look whether the first one does.
+        """
+        uniform, callers = random.uniform, self._session.callers
+        if callers.first_of(caller) is not caller:
+            return uniform(1.0, 2.0) * max(1.0, len(callers.line(caller.resource)) / CROWD)
+        if callers.inbox.is_listening and isinstance(failure, LockTaken):
+            spin = uniform(0.2, 1.0) * self._longest_look()
+        else:
+            spin = uniform(0.001, min(LONGEST_SPIN, FIRST_SPIN * 2 ** min(tries, 16)))
+        ends = failure.expires_in if isinstance(failure, LockTaken) else None
+        return spin if ends is None else min(spin, ends + uniform(0, FIRST_SPIN))
+
+    def _is_hopeless(self, failure: Failure) -> bool:
+        """Return whether no quorum is possible before an operator changes a setting."""
+        if isinstance(failure, LockTaken):
+            return False
+        quorum = self._session.node_set
+        wrong = [cause for cause in failure.causes if is_misconfigured(cause)]
+        lasting = [cause for cause in wrong if not is_of_a_replica(cause)]  # a failover may end it
+        return len(lasting) > len(quorum.nodes) - quorum.size

@@ -125,7 +125,7 @@ def _in_order(
 
 def _name_of(waiter: str) -> tuple[str, int | None]:
     """Return the name of a process, and its process id."""
-    parts = waiter.rsplit(":", 2)  # as engine/wait_queue.py: process_name
+    parts = waiter.rsplit(":", 2)  # as engine/inbox.py: Inbox.forget
     if len(parts) != 3 or not parts[1].isdecimal() or len(parts[1]) > MOST_DIGITS:
         return waiter, None
     return parts[0], int(parts[1])

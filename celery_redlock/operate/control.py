@@ -48,7 +48,7 @@ def redlock_held(state: Any) -> list[dict[str, Any]]:
 
 
 def redlock_waiting(state: Any) -> list[dict[str, Any]]:
-    """Return the messages that wait here for a lock, in order of their first deferral."""
+    """Return the messages that wait here for a lock, by priority, then by first deferral."""
     now = SystemClock().now()
     return [
         {

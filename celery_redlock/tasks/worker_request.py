@@ -7,12 +7,16 @@ Celery decides three things there with too little knowledge:
   child sees a signal only, the same as at a shutdown that hands the message back.
 - If a hard time limit passes while a cold shutdown waits for the pool, the message is acknowledged,
   and no state is stored.
+
+And Celery acknowledges the message of a run that was refused its lock. If the task acknowledges
+late, the message is kept instead, and waits in the worker's waiting room.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import celery.worker.request
@@ -25,13 +29,17 @@ from celery.worker import state
 from celery_redlock import anchors
 from celery_redlock.tasks.children.forks import announce_end
 from celery_redlock.tasks.delivery.delivery import (
+    ARGUMENTS,
+    HAS_ROOM,
     NAMED_AT,
     NESTED,
     RECEIVED,
     Delivery,
     received_at,
+    utc_now,
 )
-from celery_redlock.tasks.delivery.header import HEADER, LockHeader
+from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
+from celery_redlock.tasks.delivery.republish import publish
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
 from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.reporting import StateReporter
@@ -43,12 +51,14 @@ logger = logging.getLogger(__name__)
 class Request(celery.worker.request.Request):
     """What `LockedTask.Request` names; a task's own class may derive from it.
 
-    is_revoked: the run acts on a revocation that this process leaves to it.
+    is_revoked: the run acts on a revocation that this process leaves to it. is_deferred_here: it
+    carries a deferral that the broker's copy of the message lacks.
     Source: celery.worker.strategy makes one for each delivery.
     """
 
     is_handed_back = False
     is_revoked = False
+    is_deferred_here = False
 
     def __init__(self, message: Any, **options: Any) -> None:
         """Note what only this process sees of a delivery, and where its message was sent to."""
@@ -58,6 +68,7 @@ class Request(celery.worker.request.Request):
             RECEIVED: received_at(self.eta),
             QUEUE: info.get(QUEUE),
             NAMED_AT: None,
+            HAS_ROOM: next(rooms_of(self.app), None) is not None,
             NESTED: "headers" in carried and not options.get("decoded"),
         }
         if self.content_type is not None:  # most brokers' properties leave it out
@@ -163,9 +174,58 @@ class Request(celery.worker.request.Request):
             error = error.exc
         if isinstance(error, Deferred):
             for room in rooms_of(self.app):
-                room.note_refusal(error.args[0])
+                room.note_refusal(error.deferral)
+            if error.stays:
+                self._stay(error.deferral)
+                return
         if not (exc_info.type is TimeLimitExceeded and self._is_killed_by_shutdown):
             super().on_failure(exc_info, *args, **kwargs)
+
+    def _stay(self, deferral: Deferral) -> None:
+        """Let the message wait here, unacknowledged, as one that was never in the pool.
+
+        Celery would kill the process of the run that has ended if the message were terminated.
+        """
+        state.task_ready(self)
+        for name in ("time_start", "worker_pid", "_apply_result"):  # back to the class' own
+            self.__dict__.pop(name, None)
+        if self.acknowledged or self._already_cancelled:
+            return  # it has ended meanwhile, or stays with the broker
+        self.carry(deferral)
+        for room in rooms_of(self.app):
+            room.take_back(self, deferral)
+
+    def carry(self, deferral: Deferral) -> None:
+        """Let the message carry a deferral and its countdown, as one that came back would.
+
+        Source: celery.worker.request: `Request.eta` is what the worker goes by, and `request_dict`
+        is what a pool gets of the message.
+        """
+        delivery = self.delivery
+        self.request_dict[HEADER] = delivery.header.deferred(
+            delivery.request, deferral
+        ).to_message()
+        self.__dict__.pop("_context", None)  # made from that
+        self._eta = utc_now() + timedelta(seconds=deferral.countdown)
+        self.is_deferred_here = True
+
+    def publish_again(self) -> bool:
+        """Publish a message that waits here, with its deferrals, and acknowledge it.
+
+        For a worker that stops: what it leaves unacknowledged has lost its deferrals. Return
+        whether the broker has taken it; if not, the message stays with the broker as it came.
+        """
+        delivery, left = self.delivery, self.eta - utc_now()
+        delivery.request.__dict__[ARGUMENTS] = self.args, self.kwargs
+        try:
+            publish(delivery, delivery.header, max(0.0, left.total_seconds()))
+        except Exception as error:
+            text = "cannot republish %s: %s; the message stays with the broker"
+            extra = delivery.log_extra("republish_failed")
+            logger.warning(text, delivery, error, extra=extra)
+            return False
+        self.acknowledge()
+        return True
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """Handle a time limit; the hard one after its failure was reported, before its signal.

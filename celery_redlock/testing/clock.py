@@ -125,7 +125,7 @@ class VirtualClock:
             for session in sessions():
                 if session.clock is self:
                     session.watchdog.look()
-                    session.wait_queue.look_again()
+                    session.callers.on_listening()
             self._announced = jumps
 
 

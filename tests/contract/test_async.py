@@ -24,9 +24,9 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
+from celery_redlock.lock.engine.callers import LONGEST_SPIN
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.coroutines import FEW_THREADS, MOST_THREADS, WorkItem
-from celery_redlock.lock.retry_schedule import LONGEST_SPIN
 from celery_redlock.signals import lock_acquired
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
@@ -35,6 +35,7 @@ from tests.conftest import (
     PATIENCE,
     TTL,
     eventually,
+    hearing,
     is_free,
     receiving,
     see_freed,
@@ -86,7 +87,7 @@ def see_nothing_left(
     see_freed(nodes, resource)
     session = redlock.session
     eventually(lambda: not session.watchdog.watched)
-    assert not session.wait_queue.channels()
+    assert not session.callers.resources()
     assert session.threads.count <= threads
 
 
@@ -233,8 +234,8 @@ class TestTwoTasks:
                 waiting = [
                     asyncio.create_task(hold(redlock.lock("r", wait=WAIT))) for _ in "x" * 40
                 ]
-                listener = redlock.session.wait_queue
-                await come_true(lambda: len(listener.line("r")) == len(waiting))
+                callers = redlock.session.callers
+                await come_true(lambda: len(callers.line("r")) == len(waiting))
                 for number in range(20):
                     await hold(redlock.lock(f"other {number}"))
                 assert redlock.session.threads.count < len(waiting)
@@ -353,8 +354,7 @@ class TestWoken:
             for _ in range(9):
                 lock = await redlock.lock("r").acquire_async()
                 waiting = asyncio.create_task(hold(rival.lock("r", wait=WAIT)))
-                listener = rival.session.wait_queue
-                await come_true(lambda listener=listener: listener.listeners == 3)
+                await come_true(lambda: hearing(rival) == 3)
                 await asyncio.to_thread(settle, rival)  # it has tried again since it is heard
                 released = now()
                 await lock.release_async()
@@ -367,15 +367,15 @@ class TestWoken:
         self, redlock: Redlock, nodes: list[EmbeddedNode]
     ) -> None:
         """A word is for the first in the line; if that one is cancelled, it is the next one's."""
-        listener, threads = redlock.session.wait_queue, redlock.session.threads
+        callers, threads = redlock.session.callers, redlock.session.threads
 
         async def turn() -> float:
             lock = await redlock.lock("r").acquire_async()
             waiting = []
             for place in (1, 2):
                 waiting.append(asyncio.create_task(hold(redlock.lock("r", wait=WAIT))))
-                await come_true(lambda place=place: len(listener.line("r")) == place)
-            await come_true(lambda: listener.listeners == 3)
+                await come_true(lambda place=place: len(callers.line("r")) == place)
+            await come_true(lambda: hearing(redlock) == 3)
             await asyncio.sleep(0.3)  # they try once more, since they are heard
             await come_true(lambda: not threads.unfinished)
             busy, count = threading.Event(), max(threads.count, FEW_THREADS)
@@ -435,11 +435,11 @@ class TestCancelled:
             async with redlock.lock("r"):
                 lock = redlock.lock("r", wait=WAIT)
                 waiting = asyncio.create_task(lock.acquire_async())
-                await come_true(lambda: redlock.session.wait_queue.line("r"))
+                await come_true(lambda: redlock.session.callers.line("r"))
                 waiting.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await waiting
-                assert not redlock.session.wait_queue.channels()
+                assert not redlock.session.callers.resources()
                 with pytest.raises(asyncio.TimeoutError):
                     await asyncio.wait_for(redlock.lock("r", wait=WAIT).acquire_async(), TICK)
 
@@ -557,7 +557,7 @@ class TestThreads:
     ) -> None:
         async def body() -> None:
             waiting = asyncio.create_task(rival.lock("r", wait=WAIT).acquire_async())
-            await come_true(lambda: rival.session.wait_queue.is_listening)
+            await come_true(lambda: rival.session.callers.inbox.is_listening)
             rival.close()
             with pytest.raises(QuorumUnreachable, match="is closed") as caught:
                 await waiting

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from celery_redlock import Lock, Redlock
+from celery_redlock import Lock, LockTaken, Redlock
+from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
+from celery_redlock.lock.model.keys import waiting_key
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, see_freed, settle
+from tests.conftest import NODE_TIMEOUT, PATIENCE, eventually, hearing, see_freed, settle
 from tests.contract.points import files_below_the_engine, files_of_the_engine, interrupt
 
 LASTING = 600.0  # s
@@ -74,3 +79,49 @@ def test_a_lock_whose_object_is_kept_is_given_back_though_its_release_is_cut(
     assert len(kept) > 30
     for lock in kept:
         see_freed(nodes, lock.resource)
+
+
+OF_A_WAIT = ("hold.py", "retry.py", "callers.py", "inbox.py")
+
+now = SystemClock().now
+
+
+def take(redlock: Redlock) -> float:
+    """Wait for the lock, and return the monotonic s at which it was got."""
+    with redlock.lock("r", wait=PATIENCE):
+        return now()
+
+
+def test_a_wait_that_is_cut_leaves_nothing_and_the_next_one_is_handed_the_lock(
+    lasting_redlock: Redlock, nodes: list[EmbeddedNode]
+) -> None:
+    callers, client = lasting_redlock.session.callers, nodes[0].client()
+    keeps_the_inbox_open, hand_offs = Caller("another", 1, 1.0), []
+    with Redlock([nodes[0].url], node_timeout=NODE_TIMEOUT) as other, ThreadPoolExecutor() as pool:
+        callers.join(keeps_the_inbox_open)
+        eventually(lambda: hearing(lasting_redlock) == 1)
+        for at in itertools.count(1):
+            holder = other.lock("r", wait=PATIENCE).acquire()
+            waits = lasting_redlock.lock("r", wait=0.02).acquire
+            try:
+                was_cut = cut(waits, at, OF_A_WAIT, "_wait")
+            except LockTaken:
+                was_cut = False
+            assert callers.resources() == ["another"], at
+            settle(lasting_redlock)
+            assert client.zcard(waiting_key("redlock", "r")) == 0, at
+            if at % 10 == 0 or not was_cut:
+                taking = pool.submit(take, lasting_redlock)
+                eventually(lambda: client.zcard(waiting_key("redlock", "r")))
+                settle(lasting_redlock)
+                released = now()
+                holder.release()
+                hand_offs.append(taking.result(PATIENCE) - released)
+            else:
+                holder.release()
+            if not was_cut:
+                break
+        callers.leave(keeps_the_inbox_open)
+    assert at > 100
+    assert statistics.median(hand_offs) < LONGEST_SPIN / 2  # long before a look
+    see_freed(nodes[:1], "r")

@@ -28,6 +28,15 @@ spawn, kill, sleep = gevent.spawn, gevent.kill, gevent.sleep
 def join(greenlets): gevent.joinall(greenlets)
 Exit = gevent.GreenletExit
 """
+THREADS = """
+import threading
+from time import sleep
+def spawn(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+def join(threads): [thread.join() for thread in threads]
+"""
 PATCHES = ["", "patch_socket()", "patch_all(thread=False)", "patch_all()"]
 EACH_PATCH = pytest.mark.parametrize(
     "patch",
@@ -42,7 +51,8 @@ def tell(patch: str, story: str, nodes: Sequence[EmbeddedNode | Proxy]) -> Any:
     frame = (
         f"{patch}\nimport json, os, random, time\nfrom celery_redlock import Redlock, LockTaken\n"
         "from celery_redlock.lock.node_status import ask_nodes\n"
-        f"TTL = {TTL}\nwith Redlock({urls}, node_timeout={NODE_TIMEOUT}) as redlock:\n"
+        f"TTL, URLS = {TTL}, {urls}\n"
+        f"with Redlock(URLS, node_timeout={NODE_TIMEOUT}) as redlock:\n"
     )
     body = "".join(f"    {line}\n" for line in story.splitlines())
     # CPython 3.11 can crash in _PyIO_Fini at its end if daemon threads are left: one run in 40
@@ -193,6 +203,85 @@ holder.release()
 told = {"ticked": ticks[0] > 50, "done": done}
 """
     assert tell(patch, story, nodes) == {"ticked": True, "done": [False]}
+
+
+LOOPS = pytest.mark.parametrize("loop", ["libev-cext", "libev-cffi", "libuv-cffi"])
+
+
+@LOOPS
+def test_another_thread_wakes_a_greenlet_that_sleeps(
+    loop: str, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story = """
+from celery_redlock.lock.platform.threads import new_sleeper, start_thread
+woken, resting = [], []
+def rest():
+    mine = new_sleeper()
+    mine.wake()
+    early = mine.sleep(float("inf"))
+    late = mine.sleep(0.001)  # the wake-up above counts once
+    resting.append(mine)
+    woken.append((early, late, mine.sleep(float("inf"))))
+def wake():
+    for sleeper in resting:
+        sleeper.wake()
+        sleeper.wake()
+before = len(os.listdir("/proc/self/fd"))
+all_of_them = [spawn(rest) for _ in range(400)]
+while len(resting) < 400:
+    sleep(0.001)
+few = len(os.listdir("/proc/self/fd")) - before < 10
+start_thread(wake)
+join(all_of_them)
+told = {"woken": woken, "few": few}
+"""
+    monkeypatch.setenv("GEVENT_LOOP", loop)
+    expected = {"woken": [[True, False, True]] * 400, "few": True}
+    assert tell(GEVENT, story, nodes) == expected
+
+
+@pytest.mark.parametrize("flows", [THREADS, GEVENT], ids=["threads", "greenlets"])
+def test_many_wait_and_locks_are_renewed_while_no_descriptor_is_left(
+    flows: str, nodes: list[EmbeddedNode]
+) -> None:
+    story = """
+import resource
+from celery_redlock.errors import QuorumUnreachable
+began, got, taken = [], [], []
+kept = redlock.lock("kept", ttl=TTL).acquire(wait=60)
+first = redlock.lock("r", ttl=TTL).acquire(wait=60)
+fresh = Redlock(URLS, node_timeout=redlock.node_timeout)
+sleep(0)  # the hub has its own descriptors by now
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+try:
+    while True:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+def work():
+    began.append(None)
+    with redlock.lock("r", ttl=TTL, wait=150):
+        got.append(kept.held)
+waiting = [spawn(work) for _ in range(40)]
+while len(began) < 40:
+    sleep(0.001)
+before = kept.remaining
+while kept.remaining <= before:  # until it is renewed
+    sleep(0.001)
+first.release()
+join(waiting)
+try:
+    refused = fresh.lock("other").acquire()
+except QuorumUnreachable:
+    refused = True
+for descriptor in taken:
+    os.close(descriptor)
+kept.release()
+free = fresh.lock("kept").try_acquire(wait=60) and fresh.lock("other").try_acquire(wait=60)
+told = {"got": got, "refused": refused, "free": free}
+"""
+    assert tell(flows, story, nodes) == {"got": [True] * 40, "refused": True, "free": True}
 
 
 def test_greenlets_without_a_hub_exclude_each_other(nodes: list[EmbeddedNode]) -> None:

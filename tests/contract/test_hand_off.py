@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -19,23 +21,24 @@ from redis import Redis
 from redis.client import PubSub
 
 from celery_redlock import Redlock
+from celery_redlock.lock.engine.callers import Caller
+from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.held_locks import break_lock, look_at_locks
-from celery_redlock.lock.model.handoff import Registration
+from celery_redlock.lock.model.handoff import MOST_TURNS, Place
 from celery_redlock.lock.model.keys import inbox_channel, lock_key, waiting_key
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.retry_schedule import LONGEST_DEAF, MOST_TURNS
+from celery_redlock.lock.retry import LONGEST_DEAF
 from celery_redlock.lock.server.requests import (
     BREAK,
     MOST_ASKED,
     REGISTER,
     REGISTERED_FOR,
     RELEASE,
-    Requests,
 )
 from celery_redlock.lock.transport.command import Script
 from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, NODE_TIMEOUT, eventually, see_quorum, settle
+from tests.conftest import FREED, NODE_TIMEOUT, eventually, hearing, see_quorum, settle
 from tests.contract.contention import PROCESSES
 from tests.contract.points import interrupt
 from tests.pages import ROOT
@@ -118,13 +121,15 @@ class TestRegistration:
         self, client: Redis, ears: Ears
     ) -> None:
         ears.listen(*(f"{INBOX}w{number}" for number in (1, 2, 3)))
-        assert register(client, "w1", 1.0, KEY) == [0, 0]
-        assert register(client, "w2", 2.5, KEY, PERMIT) == [1, 0]
+        assert register(client, "w1", 1.0, KEY) == [0, 1, 0]
+        assert register(client, "w2", 2.5, KEY, PERMIT) == [1, 2, 0]
         client.set(KEY, VALUE)
-        assert register(client, "w3", 2.4, KEY) == [1, -1]
+        assert register(client, "w3", 2.4, KEY) == [1, 0, -1]
         client.set(PERMIT, VALUE, px=30_000)
-        rank, ms = register(client, "w3", 3.0, KEY, PERMIT)
-        assert (rank, 0 < ms <= 30_000) == (2, True)
+        rank, free, ms = register(client, "w3", 3.0, KEY, PERMIT)
+        assert (rank, free, ms) == (2, 0, -1)  # those before it take what ends
+        rank, free, ms = register(client, "w1", 1.0, KEY, PERMIT)
+        assert (rank, free, 0 < ms <= 30_000) == (0, 0, True)
 
     def test_that_does_not_ask_gets_no_answer(self, client: Redis) -> None:
         assert register(client, "w1", 1.0) == 0
@@ -149,24 +154,33 @@ class TestRegistration:
             ears.listen(f"{INBOX}w{number}")
             register(client, f"w{number}", float(number))
         client.set(KEY, VALUE)
-        assert register(client, "w3", 3.0, KEY, passed=2)[0] == 3
+        assert register(client, "w3", 3.0, KEY, passed=2) == [3, 0, -1]
         assert waiting(client) == ["w0", "w1", "w2", "w3"]
-        assert register(client, "w3", 3.0, KEY, PERMIT, passed=2) == [1, 0]
+        assert register(client, "w3", 3.0, KEY, PERMIT, passed=2) == [1, 1, -1]
         assert waiting(client) == ["w2", "w3"]
-        assert register(client, "w2", 2.0, KEY, PERMIT, passed=9) == [0, 0]
+        assert register(client, "w2", 2.0, KEY, PERMIT, passed=9) == [0, 1, 0]
         assert waiting(client) == ["w2", "w3"]  # never those behind
 
     def test_strikes_the_dead_before_it_if_a_key_is_free(self, client: Redis, ears: Ears) -> None:
         ears.listen(f"{INBOX}w1")
         for number in range(4):
             register(client, f"w{number}", float(number))
-        assert register(client, "w3", 3.0, KEY) == [1, 0]
+        assert register(client, "w3", 3.0, KEY) == [1, 1, 0]
         assert waiting(client) == ["w1", "w3"]
 
-    def test_is_one_command_for_any_number_of_permits(self, redlock: Redlock) -> None:
-        registration = Registration("w1", "r", 1.0, limit=10 * MOST_ASKED)
-        request = Requests("redlock").register(registration, asks=True)
-        assert request.count(b"}:lock:r") == MOST_ASKED
+    def test_asks_about_no_more_permits_than_one_question_looks_at(
+        self, redlock: Redlock, client: Redis
+    ) -> None:
+        callers = redlock.session.callers
+        for limit, free in ((MOST_ASKED, MOST_ASKED), (MOST_ASKED + 1, None)):
+            caller = Caller("r", limit, 1.0)
+            callers.join(caller)
+            try:
+                eventually(lambda: hearing(redlock) == 3)
+                place = callers.inbox.place("r", limit, 0)
+                assert (place and place.free) == free
+            finally:
+                callers.leave(caller)
 
 
 @pytest.mark.parametrize("script", [RELEASE, BREAK])
@@ -416,18 +430,29 @@ class TestRegistered:
         self, redlock: Redlock, client: Redis
     ) -> None:
         """At each point of the end of the other one's wait."""
-        queue = redlock.session.wait_queue
-        with queue.waiting(["another"]):
-            eventually(lambda: queue.is_listening)
-            for point in itertools.count(1):
-                with contextlib.ExitStack() as one, contextlib.ExitStack() as other:
-                    one.enter_context(queue.waiting(["r"]))
-                    begin = functools.partial(other.enter_context, queue.waiting(["r"]))
-                    if not interrupt(one.close, point, begin, ("wait_queue.py",), "_leave"):
-                        break
-                    settle(redlock)
-                    assert len(waiting(client)) == 1, point
-            assert point > 10
+        callers = redlock.session.callers
+        keeps_the_inbox_open = Caller("another", 1, 1.0)
+        callers.join(keeps_the_inbox_open)
+        eventually(lambda: hearing(redlock) == 3)
+        eventually(lambda: client.exists(waiting_key("redlock", "another")))
+        settle(redlock)  # now the nodes know the script, and each request is executed in order
+        for point in itertools.count(1):
+            one, other = Caller("r", 1, 1.0), Caller("r", 1, 2.0)
+            callers.join(one)
+            leave = functools.partial(callers.leave, one)
+            begin = functools.partial(callers.join, other)
+            if not interrupt(leave, point, begin, ("callers.py", "inbox.py"), "leave"):
+                break
+            if other.take_step(math.inf) is not None:  # it is the first one, and looks
+                callers.inbox.place("r", 1, 0)
+            settle(redlock)
+            assert callers.line("r") == [other], point
+            assert client.zrange(WAITING, 0, -1, withscores=True) == [(callers.inbox.name, 2.0)]
+            callers.leave(other)
+            settle(redlock)
+            assert not waiting(client), point
+        callers.leave(keeps_the_inbox_open)
+        assert point > 10
 
     def test_the_set_of_those_that_die_expires(
         self, redlock: Redlock, rival: Redlock, client: Redis, pool: ThreadPoolExecutor
@@ -477,7 +502,7 @@ class TestRegistered:
     ) -> None:
         lock = redlock.lock("r").acquire()
         taking = [pool.submit(take, rival) for _ in range(4)]
-        eventually(lambda: len(rival.session.wait_queue.line("r")) == 4)
+        eventually(lambda: len(rival.session.callers.line("r")) == 4)
         eventually(lambda: waiting(client))
         assert len(waiting(client)) == 1
         lock.release()
@@ -486,20 +511,67 @@ class TestRegistered:
         eventually(lambda: waiting(client) == [])
 
 
-def test_threading_is_not_needed_to_ask(redlock: Redlock, client: Redis) -> None:
-    """What the tasks ask with: the answer comes in another thread."""
-    answers, came = [], threading.Event()
+def asked(nodes: list[EmbeddedNode]) -> list[int]:
+    """Return how many questions each node has answered."""
+    stats: list[Any] = [node.client().info("commandstats") for node in nodes]
+    return [stat.get("cmdstat_zrank", {}).get("calls", 0) for stat in stats]
 
-    def report(standing: object) -> None:
-        answers.append(standing)
-        came.set()
 
-    redlock.session.registrar.ask(Registration("w1", "r", 1.0), report)
-    assert came.wait(WAIT)
-    assert answers[0] is not None
-    assert (answers[0].rank, answers[0].is_free) == (0, True)
-    redlock.session.registrar.unregister("w1", "r")
-    eventually(lambda: not client.exists(WAITING))
+class TestQuestion:
+    """What the tasks ask with: it does not wait, and the answer comes in another thread."""
+
+    @pytest.fixture
+    def inbox(self, redlock: Redlock, client: Redis) -> Iterator[Inbox]:
+        """Give the inbox of a process in which one waits."""
+        callers, caller = redlock.session.callers, Caller("r", 1, 1.0)
+        callers.join(caller)
+        eventually(lambda: hearing(redlock) == 3)
+        settle(redlock)
+        yield callers.inbox
+        callers.leave(caller)
+        eventually(lambda: not client.exists(WAITING))
+
+    def test_is_answered_in_another_thread(self, inbox: Inbox) -> None:
+        answers: Queue[tuple[int, Place | None]] = Queue()
+        inbox.ask("r", 1, 0, lambda place: answers.put((threading.get_ident(), place)))
+        thread, place = answers.get(timeout=WAIT)
+        assert place == Place(0, 1, 0.0)
+        assert thread != threading.get_ident()
+
+    def test_for_which_nobody_waits_is_answered_at_once(self, inbox: Inbox) -> None:
+        answers: list[Place | None] = []
+        inbox.ask("nobody waits for it", 1, 0, answers.append)
+        assert answers == [None]
+
+    def test_in_a_flood_the_others_follow_the_one_in_flight_as_one(
+        self, inbox: Inbox, nodes: list[EmbeddedNode], redlock: Redlock
+    ) -> None:
+        answers: Queue[int] = Queue()
+        before = asked(nodes)
+        for node in nodes:
+            node.pause()
+        try:
+            for number in range(100):
+                inbox.ask("r", 1, 0, lambda _, number=number: answers.put(number))
+        finally:
+            for node in nodes:
+                node.resume()
+        assert sorted(answers.get(timeout=WAIT) for _ in range(100)) == list(range(100))
+        settle(redlock)
+        assert answers.empty()
+        assert [b - a for a, b in zip(before, asked(nodes), strict=True)] == [2, 2, 2]
+
+    def test_of_another_lock_waits_for_none(self, inbox: Inbox, nodes: list[EmbeddedNode]) -> None:
+        answers: Queue[int] = Queue()
+        for node in nodes:
+            node.pause()
+        try:
+            for limit in (1, 2, 3):
+                inbox.ask("r", limit, 0, lambda _, limit=limit: answers.put(limit))
+        finally:
+            for node in nodes:
+                node.resume()
+        assert sorted(answers.get(timeout=WAIT) for _ in range(3)) == [1, 2, 3]
 
 
 class TestRights:

@@ -25,7 +25,8 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock import retry_schedule
+from celery_redlock.lock import retry
+from celery_redlock.lock.engine.callers import Caller
 from celery_redlock.lock.hold import SPLIT_TRIES
 from celery_redlock.lock.model.keys import fence_key, lock_key
 from celery_redlock.lock.node_status import ask_nodes
@@ -41,6 +42,7 @@ from tests.conftest import (
     Journal,
     end_of,
     eventually,
+    hearing,
     keys_on,
     receiving,
     see_freed,
@@ -140,7 +142,7 @@ class TestAcquireAndRelease:
         self, redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("LONGEST_SPIN", "LONGEST_DEAF"):  # by itself it does not try again in time
-            monkeypatch.setattr(retry_schedule, name, 10 * WAIT)
+            monkeypatch.setattr(retry, name, 10 * WAIT)
         for node, rival in zip(nodes, ("x:one", "y:other"), strict=False):
             node.client().set(KEY, rival)  # for ever, so that no end of a lease is waited for
         tries: list[object] = []
@@ -153,11 +155,19 @@ class TestAcquireAndRelease:
                         node.client().delete(KEY)
 
         redlock.session.events.journal = Counting()
-        with redlock.session.wait_queue.waiting(["r"]) as other:
-            redlock.session.node_set.wait(other, redlock.session.clock.now() + WAIT)
-            assert other.take()  # it is heard already: what is said by that is no reason to try
-            with redlock.lock("r", wait=WAIT):
-                assert len(tries) == SPLIT_TRIES
+        callers = redlock.session.callers
+        for other in (Caller("other", 1, 1.0), Caller("r", 1, 1.0)):
+            callers.join(other)
+            eventually(lambda: hearing(redlock) == len(nodes))  # nothing opens, which would wake
+            settle(redlock)
+            try:
+                with redlock.lock("r", wait=WAIT):
+                    assert len(tries) == SPLIT_TRIES, other.resource
+            finally:
+                callers.leave(other)
+            tries.clear()
+            for node, rival in zip(nodes, ("x:one", "y:other"), strict=False):
+                node.client().set(KEY, rival)
 
     def test_one_that_a_quorum_refuses_is_sent_away_at_once(
         self, redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
@@ -927,7 +937,7 @@ class TestOneProcess:
         with redlock.lock("r"), over(nodes) as closed:
             thread = threading.Thread(target=wait)
             thread.start()
-            eventually(lambda: closed.session.wait_queue.is_listening)
+            eventually(lambda: closed.session.callers.inbox.is_listening)
             closed.close()
             thread.join(WAIT)
             with pytest.raises(QuorumUnreachable, match="closed"):

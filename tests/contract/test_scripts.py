@@ -422,13 +422,13 @@ class TestRegistration:
     def test_one_that_asks_is_told_its_place_and_when_the_lock_is_free(self, client: Redis) -> None:
         client.set(KEY, "theirs", px=30000)
         self.register(client, "w1")
-        rank, ms = self.register(client, "w2", KEY, since="8.5")
-        assert rank == 1
+        rank, free, ms = self.register(client, "w2", KEY, since="8.5")
+        assert (rank, free) == (1, 0)
         assert 0 < ms <= 30000
         client.persist(KEY)
-        assert self.register(client, "w1", KEY) == [0, -1]
+        assert self.register(client, "w1", KEY) == [0, 0, -1]
         client.delete(KEY)
-        assert self.register(client, "w1", KEY) == [0, 0]
+        assert self.register(client, "w1", KEY) == [0, 1, 0]
 
     def test_a_server_that_refuses_to_keep_it_tells_when_the_lock_is_free(
         self, client: Redis
@@ -439,9 +439,9 @@ class TestRegistration:
         try:
             with Redis(port=port, username="unkept") as unkept:
                 client.set(KEY, "theirs")
-                assert self.register(unkept, "w1", KEY) == [-1, -1]
+                assert self.register(unkept, "w1", KEY) == [-1, 0, -1]
                 client.delete(KEY)
-                assert self.register(unkept, "w1", KEY) == [-1, 0]
+                assert self.register(unkept, "w1", KEY) == [-1, 1, 0]
         finally:
             client.execute_command("ACL", "DELUSER", "unkept")
         assert not client.exists(self.WAITERS)

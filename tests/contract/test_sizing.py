@@ -6,10 +6,10 @@ import contextlib
 from typing import Any, cast
 
 from celery_redlock import Redlock
-from celery_redlock.lock.model.handoff import Registration
 from celery_redlock.lock.model.keys import inbox_channel, lock_key
+from celery_redlock.lock.server.requests import Requests
 from celery_redlock.testing import EmbeddedNode, hold
-from tests.conftest import PATIENCE, eventually, settle
+from tests.conftest import PATIENCE, eventually, register, settle, write
 
 PREFIX, RESOURCE = "redlock", "stock:sku-7"
 OF_A_TASK = "tasks.take[0d1f6c3e-7a7d-4f9d-b0a4-3a6c0e7f9b21]:0:0 celery@web-1"  # a holder's label
@@ -24,10 +24,6 @@ def calls(nodes: list[EmbeddedNode], *names: str) -> list[int]:
     stats = [cast("dict[str, Any]", node.client().info("commandstats")) for node in nodes]
     counts = [[stat.get(f"cmdstat_{name}", {}).get("calls", 0) for name in names] for stat in stats]
     return [sum(count) for count in counts]
-
-
-def registered(waiter: str, since: float) -> Registration:
-    return Registration(waiter, RESOURCE, since)
 
 
 def test_a_lock_costs_two_scripts_and_a_refused_try_two_on_each_node(
@@ -65,14 +61,14 @@ def test_nothing_is_written_for_waiters_if_nobody_waits(
 def test_a_registered_worker_whose_head_changes_costs_one_command_on_each_node(
     nodes: list[EmbeddedNode], redlock: Redlock
 ) -> None:
-    registrar, counted = redlock.session.registrar, ("zadd", "zrem", "pexpire", "evalsha", "eval")
-    registrar.register(registered("w1", 1.0))
+    requests, counted = Requests(PREFIX), ("zadd", "zrem", "pexpire", "evalsha", "eval")
+    register(redlock, "w1", RESOURCE, 1.0)
     settle(redlock)
     before = calls(nodes, *counted)
-    registrar.update(registered("w1", 2.0))
+    write(redlock, requests.update("w1", RESOURCE, 2.0))
     settle(redlock)
     assert [b - a for a, b in zip(before, calls(nodes, *counted), strict=True)] == [1, 1, 1]
-    registrar.unregister("w1", RESOURCE)
+    write(redlock, requests.unregister("w1", RESOURCE))
     settle(redlock)
     assert [b - a for a, b in zip(before, calls(nodes, *counted), strict=True)] == [2, 2, 2]
 
@@ -88,7 +84,7 @@ def test_a_release_costs_each_node_three_messages_however_many_wait(
             subscriber.subscribe(*channels)
             eventually(lambda node=node, channels=channels: heard_on(node, channels))
         for number, waiter in enumerate(waiters):
-            redlock.session.registrar.register(registered(waiter, float(number)))
+            register(redlock, waiter, RESOURCE, float(number))
         settle(redlock)
         before = calls(nodes, "publish")
         with redlock.lock(RESOURCE):

@@ -16,11 +16,12 @@ from datetime import datetime
 import pytest
 
 from celery_redlock import Redlock
-from celery_redlock.lock.model.handoff import Registration
 from celery_redlock.lock.model.keys import waiting_key
+from celery_redlock.lock.server.requests import Requests
 from celery_redlock.lock.waiting_processes import WaitingProcess, look_at_waiting
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, eventually, settle
+from tests import conftest
+from tests.conftest import FREED, eventually, settle, write
 
 WAITS = """
 import sys
@@ -37,7 +38,7 @@ def names(nodes: list[EmbeddedNode]) -> list[str]:
 def register(redlock: Redlock, *waiters: tuple[str, float], resource: str = "r") -> None:
     """Register waiters as their processes do, and return once every node knows them."""
     for waiter, since in waiters:
-        redlock.session.registrar.register(Registration(waiter, resource, since))
+        conftest.register(redlock, waiter, resource, since)
     settle(redlock)
 
 
@@ -107,14 +108,14 @@ def test_a_resource_of_any_name_is_shown_by_its_name(redlock: Redlock, resource:
 def test_more_resources_than_are_asked_for_at_once_are_all_shown(redlock: Redlock) -> None:
     resources = [f"r{number:04}" for number in range(1100)]
     for resource in resources:
-        redlock.session.registrar.register(Registration("celery@web1:7:aa", resource, 1.0))
+        conftest.register(redlock, "celery@web1:7:aa", resource, 1.0)
     settle(redlock)
     assert [one.resource for one in look_at_waiting(redlock).processes] == resources
 
 
 def test_a_process_that_left_is_not_shown_and_others_are(redlock: Redlock) -> None:
     register(redlock, ("celery@web1:7:aa", 1.0), ("celery@web2:7:bb", 2.0))
-    redlock.session.registrar.unregister("celery@web1:7:aa", "r")
+    write(redlock, Requests("redlock").unregister("celery@web1:7:aa", "r"))
     settle(redlock)
     (left,) = look_at_waiting(redlock).processes
     assert (left.waiter, left.rank) == ("celery@web2:7:bb", 0)

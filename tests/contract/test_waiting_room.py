@@ -27,7 +27,6 @@ from celery_redlock import LockedTask, Redlock, send_unique
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.handoff import TURN
 from celery_redlock.lock.model.keys import (
-    inbox_channel,
     lock_key,
     votes_channel,
     waiting_key,
@@ -43,7 +42,7 @@ from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR
 from tests.conftest import PATIENCE, eventually, settle
 
-WAITING = waiting_key("redlock", "a")
+WAITING, VOTES = waiting_key("redlock", "a"), votes_channel("redlock")
 NEVER = 600.0  # s: longer than a test
 STILL = WaitingTimes(retry_next_after=NEVER, sweep_interval=NEVER)  # nothing happens by the clock
 
@@ -175,9 +174,13 @@ class Stage:
 
     def hears(self) -> int:
         """Return how many nodes can name this worker."""
-        pattern = inbox_channel("redlock", "*")
-        inboxes = [name for node in self.nodes for name in node.client().pubsub_channels(pattern)]
-        return max(map(self.room.subscriptions, inboxes), default=0)
+        inbox = self.room.inbox
+        return 0 if inbox is None else inbox.subscriptions(inbox.channel)
+
+    def hears_votes(self) -> bool:
+        """Return whether each node can tell this worker that nodes vote again."""
+        inbox = self.room.inbox
+        return inbox is not None and inbox.subscriptions(VOTES) == len(self.nodes)
 
     def waiting(self) -> list[str]:
         return [waiting.request.id for waiting in self.room.waiting()]
@@ -268,6 +271,19 @@ def test_a_release_hands_on_the_first_to_be_deferred_and_each_limit_by_itself(
     assert sorted(stage.handed_on) == ["1st", "4th"]
     assert "of another resource" in stage.waiting()
     other.release()
+
+
+@pytest.mark.parametrize(
+    ("broker", "in_order"),
+    [("redis://", ["0", "3", "9"]), ("pyamqp://", ["9", "3", "0"]), ("memory://", ["9", "0", "3"])],
+)
+def test_who_waits_is_in_the_order_that_the_broker_gives_to_priorities(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], broker: str, in_order: list[str]
+) -> None:
+    stage = make_stage(nodes, broker_url=broker)
+    for priority in (9, 0, 3):
+        stage.admit(str(priority), request_dict={"properties": {"priority": priority}})
+    assert stage.waiting() == in_order
 
 
 def test_a_release_passes_those_that_are_not_to_run_any_more(
@@ -430,25 +446,6 @@ class TestHandOff:
         stage.turn_for(1.0)
         assert (stage.handed_on, stage.waiting()) == (["first"], ["second"])
 
-    def test_a_turn_comes_though_the_run_before_it_succeeds(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
-    ) -> None:
-        """The success makes another look superfluous, which would have come before the turn."""
-        stage, stopped = make_stage(nodes, replace(STILL, retry_next_after=2.0)), make_stage(nodes)
-        lock = hold(redlock)
-        stage.admit("first", since=1)
-        stage.admit("third", since=3)
-        stage.see_registered()
-        lock.release()
-        stage.turn_until(lambda: stage.handed_on == ["first"])
-        lock = hold(redlock)
-        stopped.admit("second", since=2)
-        stopped.see_registered(count=2)
-        stage.clock.ahead += 2.0 - TURN / 2
-        lock.release()
-        stage.succeeded.add("first")
-        stage.turn_until(lambda: stage.handed_on == ["first", "third"])
-
     def test_the_next_one_takes_a_permit_that_is_free_though_the_run_before_it_succeeds(
         self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
     ) -> None:
@@ -468,23 +465,6 @@ class TestHandOff:
         for id_ in ("first", "second"):
             stage.admit(id_)
         stage.turn_until(lambda: stage.handed_on == ["first", "second"])
-
-    def test_the_success_of_a_run_does_not_hide_that_the_one_after_it_left_the_lock_free(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
-    ) -> None:
-        """The one after it was refused another lock, and no release follows."""
-        stage, lock = make_stage(nodes, replace(STILL, retry_next_after=2.0)), hold(redlock)
-        for id_ in ("first", "second", "third"):
-            stage.admit(id_)
-        stage.see_registered()
-        lock.release()
-        stage.turn_until(lambda: stage.handed_on == ["first"])
-        for node in nodes:  # as of a release by the first
-            (worker,) = node.client().zrange(WAITING, 0, -1)
-            node.client().publish(inbox_channel("redlock", worker), f"0 first {WAITING}")
-        stage.turn_until(lambda: stage.handed_on == ["first", "second"])
-        stage.succeeded.add("first")
-        stage.turn_until(lambda: stage.handed_on == ["first", "second", "third"])
 
     def test_a_message_that_comes_before_the_one_that_asks_gets_its_answer(
         self, stage: Stage
@@ -738,11 +718,26 @@ class TestNoQuorum:
     ) -> None:
         stage.admit("first", reason="no quorum")
         stage.turn_until(lambda: stage.handed_on == ["first"])
-        channel = votes_channel("redlock")
-        stage.turn_until(lambda: stage.room.subscriptions(channel) == len(stage.nodes))
+        stage.turn_until(stage.hears_votes)
         stage.turn_for(TURN)  # what comes with the last subscription
         stage.admit("late", reason="no quorum")
         stage.turn_until(lambda: stage.handed_on == ["first", "late"])
+
+    def test_messages_of_one_node_alone_hand_on_nothing(self, stage: Stage) -> None:
+        stage.admit("opens the channel", reason="no quorum")
+        stage.turn_until(lambda: stage.handed_on)
+        stage.turn_until(stage.hears_votes)
+        stage.turn_for(TURN)  # what comes with the last subscription
+        stage.clock.ahead += HOUR  # that quorum came long before the next message was refused
+        stage.admit("one", reason="no quorum")
+        alone, other = stage.nodes[0].client(), stage.nodes[1].client()
+        for number in range(20):
+            for _ in range(2):
+                alone.publish(VOTES, f"message {number}")
+        stage.turn_for(2 * TURN)
+        assert stage.handed_on == ["opens the channel"]
+        other.publish(VOTES, "message 19")
+        stage.turn_until(lambda: stage.handed_on == ["opens the channel", "one"])
 
 
 class TestCountdown:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import statistics
 import subprocess
 import sys
@@ -20,16 +21,17 @@ from redis import Redis
 from redis.client import PubSub
 
 from celery_redlock import Redlock
+from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.handoff import LOOK
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.keys import inbox_channel, waiting_key
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.lock.retry_schedule import LONGEST_SPIN
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, NODE_TIMEOUT, Journal, eventually, see_quorum, settle
+from tests.conftest import FREED, NODE_TIMEOUT, Journal, eventually, hearing, see_quorum, settle
 from tests.contract.contention import PROCESSES
 
 WAIT = 60.0  # s
@@ -65,6 +67,16 @@ def take(redlock: Redlock) -> float:
 
 
 @contextlib.contextmanager
+def joined(redlock: Redlock, caller: Caller) -> Iterator[None]:
+    """Let a caller wait meanwhile."""
+    redlock.session.callers.join(caller)
+    try:
+        yield
+    finally:
+        redlock.session.callers.leave(caller)
+
+
+@contextlib.contextmanager
 def first_in_line(client: Redis) -> Iterator[PubSub]:
     """Give an ear that each release of the lock on one node names first."""
     with client.pubsub(ignore_subscribe_messages=True) as heard:
@@ -76,12 +88,12 @@ def first_in_line(client: Redis) -> Iterator[PubSub]:
 
 def see_listening(redlock: Redlock, nodes: int = 3) -> None:
     """Return when a waiter hears of releases from so many nodes."""
-    eventually(lambda: redlock.session.wait_queue.listeners >= nodes)
+    eventually(lambda: hearing(redlock) >= nodes)
 
 
-def see_waiting(redlock: Redlock, count: int = 1) -> None:
+def see_waiting(redlock: Redlock, count: int = 1, resource: str = "r") -> None:
     """Return when so many wait for the lock."""
-    eventually(lambda: len(redlock.session.wait_queue.line("r")) == count)
+    eventually(lambda: len(redlock.session.callers.line(resource)) == count)
 
 
 class TestWoken:
@@ -104,16 +116,17 @@ class TestWoken:
         self, redlock: Redlock, rival: Redlock
     ) -> None:
         names = ["file:\udcff", "r", "\n", "späť"]  # the first as os.fsdecode gives it
+        callers = [Caller(name, 1, 1.0) for name in names]
         with contextlib.ExitStack() as stack:
-            listener = rival.session.wait_queue
-            waiters = [stack.enter_context(listener.waiting([name])) for name in names]
+            for caller in callers:
+                stack.enter_context(joined(rival, caller))
             see_listening(rival)
             settle(rival)  # each is registered
-            for name, waiter in zip(names, waiters, strict=True):
-                lock = redlock.lock(name).acquire()
-                waiter.take()  # what came as the inbox opened
+            for caller in callers:
+                lock = redlock.lock(caller.resource).acquire()
+                caller.take_step(now())  # what came as the inbox opened
                 lock.release()
-                eventually(waiter.take)
+                eventually(lambda caller=caller: caller.take_step(now()))
 
     def test_while_one_node_is_frozen(
         self, mortal_nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
@@ -163,6 +176,27 @@ class TestWoken:
         tries = (scripts - 1) / 2  # each was released, or rolled back
         # a release rings the first, by three nodes at the most: never all that wait
         assert count <= tries < 3 * count
+
+    def test_none_of_those_behind_the_first_one_tries_as_its_wait_ends(
+        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+    ) -> None:
+        count = 24
+        with redlock.lock("r"), ThreadPoolExecutor(count) as threads:
+            first = Caller("r", 1, 1.0)
+            with joined(rival, first):
+                see_listening(rival)
+                first.take_step(math.inf)  # what came as the inbox opened
+                first.looked_at = now()
+                tries = [
+                    threads.submit(rival.lock("r").try_acquire, wait=3.0) for _ in range(count)
+                ]
+                see_waiting(rival, count + 1)
+                settle(rival)
+                nodes[0].client().config_resetstat()
+                assert not any(one.result(WAIT) for one in tries)
+            settle(rival)
+            counts = nodes[0].client().info("commandstats")
+        assert counts.get("cmdstat_evalsha", {}).get("calls", 0) < count
 
 
 class TestNotWoken:
@@ -258,7 +292,7 @@ class TestSeveral:
 
         lock = redlock.lock("s", wait=WAIT).acquire()
         waiting = pool.submit(take_both)
-        see_waiting(rival)
+        see_waiting(rival, resource="s")
         see_listening(rival)
         settle(rival)
         with first_in_line(nodes[0].client()) as heard:
@@ -293,7 +327,7 @@ GREENLETS = """
 
         lock = redlock.lock("r", wait=60).acquire()
         waiting, ticking = spawn(wait), spawn(tick)
-        while not redlock.session.wait_queue.channels():
+        while not redlock.session.callers.resources():
             sleep(0.001)
         begun = len(ticks)
         while len(ticks) < begun + 100:  # never, if whoever waits keeps the others from running
@@ -348,11 +382,12 @@ class Slow(Subscriber):
 def test_who_comes_to_a_subscription_that_stands_looks_at_once_whether_it_missed_a_word(
     redlock: Redlock,
 ) -> None:
-    listener = redlock.session.wait_queue
-    with listener.waiting(["r"]) as first, listener.waiting(["r"]) as early:
+    first, early, late, alone = (Caller(name, 1, 1.0) for name in ("r", "r", "r", "s"))
+    with joined(redlock, first), joined(redlock, early):
         see_listening(redlock)
-        with listener.waiting(["r"]) as late:
-            assert (first.take(), early.take(), late.take()) == (True, False, True)
+        with joined(redlock, late), joined(redlock, alone):
+            steps = [one.take_step(now()) for one in (first, early, late, alone)]
+    assert [step is not None and step.why == LOOK for step in steps] == [True, False, False, True]
 
 
 def test_an_ear_that_ends_leaves_the_next_one_its_connection(

@@ -68,3 +68,20 @@ def see_properties_kept(stage: Stage, **more: str) -> None:
         result = task.apply_async(("properties",), **given, lock={"max_wait": 3600})
         stage.see_deferred(result)
     assert result.get(timeout=60) == given
+
+
+def see_urgent_first(stage: Stage, key: str, *priorities: int) -> None:
+    """Return once messages of one lock ran in the order of their priorities, sent the other way.
+
+    priorities: the most urgent first. Each message is sent once the one before it waits.
+    """
+    results: list[Any] = []
+    with stage.tasks.patient.lock_for(key, wait=60):
+        for priority in reversed(priorities):
+            for name in (f"{priority} first", f"{priority} then"):
+                results.append(stage.tasks.patient.apply_async((key, name), priority=priority))
+                stage.see_deferred(results[-1])
+    for result in results:
+        result.get(timeout=60)
+    begun = [line.more["name"] for line in stage.lines("begin") if line.key == key]
+    assert begun == [f"{each} {which}" for each in priorities for which in ("first", "then")]

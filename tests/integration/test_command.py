@@ -31,10 +31,9 @@ from kombu import Queue
 from redis import Redis
 
 from celery_redlock import LockedTask, LockLost, Redlock, SettingsError
-from celery_redlock.lock.model.handoff import Registration
 from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
-from tests.conftest import PATIENCE, eventually, settle
+from tests.conftest import PATIENCE, eventually, register, settle
 from tests.integration.conftest import PASSWORD, ROOT, Stage, slow_but
 from tests.integration.deliveries import heard
 
@@ -663,7 +662,7 @@ def test_workers_that_wait_are_shown_in_order_and_it_is_said_that_they_do_not_an
     with Redlock([node.url for node in mortal_nodes], node_timeout=PATIENCE) as redlock:
         settle(redlock)
         for name, since in (("celery@web1", 30.0), ("celery@web2", 20.0)):
-            redlock.session.registrar.register(Registration(f"{name}:7:aa", "k:k", since))
+            register(redlock, f"{name}:7:aa", "k:k", since)
         settle(redlock)
     mortal_nodes[0].client().hset(waiting_key("redlock", "k:wrong"), "a", "b")
     mortal_nodes[2].kill()

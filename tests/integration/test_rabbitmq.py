@@ -134,6 +134,12 @@ def test_a_release_wakes_a_message_that_waits_in_a_worker(stage: Stage) -> None:
     eventually(lambda: [line.key for line in stage.lines("end")].count("woken") == 3, within=30)
 
 
+def test_the_most_urgent_message_that_came_last_runs_next(stage: Stage) -> None:
+    if stage.tasks.KIND == "quorum":
+        pytest.skip("there RabbitMQ keeps what is put back, and brings it when its time has come")
+    carried.see_urgent_first(stage, "urgent", 9, 5, 0)
+
+
 def test_properties_of_a_send_stay_with_its_message(stage: Stage) -> None:
     carried.see_properties_kept(stage, user_id="guest")
 

@@ -19,6 +19,7 @@ from celery_redlock.lock.server.requests import RELEASE
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.clocks import HOUR, WallClock
 from tests.conftest import NODE_TIMEOUT, TTL, Journal, eventually
+from tests.integration import carried
 from tests.integration.conftest import Stage, slow_but
 
 POOLS = ["prefork", "threads", "solo", "gevent"]
@@ -125,6 +126,11 @@ def test_who_waits_runs_in_the_order_of_first_deferrals(shared_stage: Stage, key
         result.get(timeout=WOKEN)
     begun = [line for line in stage.lines("begin") if line.key == key]
     assert [line.more["name"] for line in begun] == names
+
+
+def test_the_most_urgent_message_that_came_last_runs_next(shared_stage: Stage, key: str) -> None:
+    """As Redis has it, where 0 goes before 9."""
+    carried.see_urgent_first(shared_stage, key, 0, 3, 6)
 
 
 def test_a_release_wakes_one_and_lets_the_others_sleep(calm_stage: Stage) -> None:

@@ -19,6 +19,7 @@ from celery_redlock.lock.engine.events import Events, LockLostEvent
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
 from celery_redlock.lock.transport.address import Address as ShippedAddress
@@ -110,6 +111,7 @@ class Process:
             new_mutex=Mutex,
             new_poll=lambda native: Poll(self),
             new_waker=lambda: Waker(self),
+            new_sleeper=lambda: Sleeper(self),
             new_local=PerThread,
             new_token=lambda: str(world.witness.new_token()),
             new_subscriber=Subscriber,
@@ -307,6 +309,21 @@ class Waker:
         self.readable = False
 
 
+class Sleeper(DeadlineTimer):
+    """What a thread sleeps on."""
+
+    __slots__ = ("_process",)
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(Mutex)
+        self._process = process
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep until somebody wakes the thread, for so many s of the process's clock."""
+        self._process.step()
+        return super().sleep(seconds)
+
+
 class Poll:
     """A poll object over this process's sockets and bells."""
 
@@ -372,6 +389,11 @@ class Subscriber:
         self.confirmed: set[str] = set()
         self._process.subscribers.append(self)
 
+    @property
+    def asked(self) -> set[str]:
+        """What it has asked for."""
+        return self.confirmed
+
     def resubscribe(self) -> None:
         """Ask for what is wanted."""
         if not self._asked:
@@ -384,7 +406,13 @@ class Subscriber:
 
     def published(self, channel: bytes, message: bytes) -> None:
         """Take a message from the node."""
-        self._later(self._say, self._life, channel.decode(), message.decode())
+        world = self._process.world
+        for _ in range(world.copies):
+            say = self._say, self._life, channel.decode(), message.decode()
+            if world.lateness:
+                world.at(world.now + world.lateness, self._later, *say)
+            else:
+                self._later(*say)
 
     def broken(self) -> None:
         """Learn that the connection is gone, and make another."""

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from celery_redlock.lock.model.handoff import TURN
+from celery_redlock.lock.model.handoff import MOST_TURNS, TURN
 from celery_redlock.lock.model.lease import MARGIN, Lease, State, lease_end
-from celery_redlock.lock.retry_schedule import LONGEST_DEAF, MOST_TURNS, PUT_OFF
+from celery_redlock.lock.retry import LONGEST_DEAF
 from tests.simulation.clients import simulated_system
 from tests.simulation.stage import Actor, Stage
 
@@ -197,6 +197,7 @@ class HandOff(RuleBasedStateMachine):
             self.stage.actor(name, wall_error=error)
             for name, error in zip("ABCD", (0.0, 1.0, -1.0, 0.0), strict=True)
         ]
+        self.has_restarted = False
 
     def teardown(self) -> None:
         try:
@@ -208,7 +209,8 @@ class HandOff(RuleBasedStateMachine):
 
     def all_end(self) -> None:
         """See every wait end within the looks and turns that it may take."""
-        self.stage.world.is_mute = False
+        world = self.stage.world
+        world.is_mute, world.copies, world.lateness = False, 1, 0.0
         alive = [actor for actor in self.actors if not actor.process.dead]
         self.pass_time(max([0.0, *(actor.process.stopped_until for actor in alive)]))
         for actor in alive:
@@ -217,7 +219,7 @@ class HandOff(RuleBasedStateMachine):
         for actor in alive:
             if actor.idle and actor.locks and actor.holds:
                 actor.releases()
-        look = LONGEST_DEAF + MOST_TURNS * TURN + PUT_OFF
+        look = LONGEST_DEAF + MOST_TURNS * TURN
         self.pass_time(self.stage.world.now + len(alive) * (look + 1.0))
         assert all(actor.idle for actor in alive)
 
@@ -274,6 +276,24 @@ class HandOff(RuleBasedStateMachine):
     def every_word_is_lost(self, is_mute: bool) -> None:
         self.stage.world.is_mute = is_mute
 
+    @rule(copies=st.sampled_from([1, 2]), lateness=st.sampled_from([0.0, 0.05, 0.15, 2.0]))
+    def words_come_twice_or_late(self, copies: int, lateness: float) -> None:
+        self.stage.world.copies, self.stage.world.lateness = copies, lateness
+
+    @rule()
+    def a_node_loses_its_memory(self) -> None:
+        if not self.has_restarted:  # a second one would leave no quorum for a grace period
+            self.has_restarted = True
+            self.stage.restarts(2)
+
+    @rule(who=who, limit=st.sampled_from([1, 2]), section=st.sampled_from([0.0, 0.15]))
+    def another_thread_waits(self, who: int, limit: int, section: float) -> None:
+        actor = self.actors[who]
+        if not actor.process.dead and len(self.actors) < 8:
+            beside = actor.beside()
+            self.actors.append(beside)
+            beside.takes_turns(1, section, limit=limit, wait=1e6)
+
     @rule(who=who, seconds=st.sampled_from([0.15, 2, 30]))
     def stops(self, who: int, seconds: float) -> None:
         self.actors[who].stops(self.stage.world.now + seconds)
@@ -292,6 +312,6 @@ class HandOff(RuleBasedStateMachine):
 OneLease.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 OneWorld.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestOneLease = OneLease.TestCase
-HandOff.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+HandOff.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestOneWorld = OneWorld.TestCase
 TestHandOff = HandOff.TestCase

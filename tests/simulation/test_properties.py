@@ -10,8 +10,9 @@ import pytest
 
 from celery_redlock.errors import LockLost, LockTaken, QuorumUnreachable
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
+from celery_redlock.lock.engine.callers import LONGEST_SPIN
 from celery_redlock.lock.model.votes import quorum_of
-from celery_redlock.lock.retry_schedule import FIRST_SPIN, LONGEST_SPIN
+from celery_redlock.lock.retry import FIRST_SPIN
 from tests.clocks import HOUR
 from tests.simulation.clients import simulated_system
 from tests.simulation.network import Path

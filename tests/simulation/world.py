@@ -32,7 +32,8 @@ class World:
         self.threads: list[Thread] = []
         self.hub = getcurrent()
         self.closed = False
-        self.is_mute = False  # every word of a node is lost
+        self.is_mute = False  # every message of a node is lost
+        self.copies, self.lateness = 1, 0.0  # of each message; s by which it comes later
         self.lines: list[str] | None = [] if trace else None
         self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._number = 0

@@ -67,11 +67,11 @@ def test_a_run_that_may_wait_gets_it_from_who_lets_it_go() -> None:
         call = {"wait": 60}
         results.append(take_from_stock.apply(("42",), lock=call).get())
 
-    listener = redlock_of(app).session.wait_queue
+    inbox = redlock_of(app).session.callers.inbox
     with hold("stock:42"):
         waiting = threading.Thread(target=run)
         waiting.start()
-        eventually(lambda: listener.is_listening or not waiting.is_alive())
+        eventually(lambda: inbox.is_listening or not waiting.is_alive())
         assert waiting.is_alive()
     waiting.join()
     assert results == [9]

@@ -130,7 +130,7 @@ class TestNodes:
             lock, got = one.lock("r").acquire(), threading.Event()
             waiting = threading.Thread(target=lambda: (other.lock("r").acquire(60), got.set()))
             waiting.start()
-            eventually(lambda: other.session.wait_queue.is_listening)
+            eventually(lambda: other.session.callers.inbox.is_listening)
             lock.release()
             assert got.wait(60)
             waiting.join()
@@ -231,7 +231,7 @@ class TestClock:
         with freeze_time("2012-01-14") as freezer, hold("r", renew=False):
             waiting = threading.Thread(target=lambda: (redlock.lock("r").acquire(600), got.set()))
             waiting.start()
-            eventually(lambda: redlock.session.wait_queue.is_listening)
+            eventually(lambda: redlock.session.callers.inbox.is_listening)
             freezer.tick(31)
             assert got.wait(60)
         waiting.join()

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.model.handoff import TURN
-from celery_redlock.lock.model.keys import waiting_key
+from celery_redlock.lock.model.handoff import LADDER, TURN, Step
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
@@ -290,31 +289,66 @@ def test_the_heads_that_change_are_told() -> None:
     assert worker.heads.changed[3:] == []
 
 
-A = waiting_key("", "a")
+def name(worker: Worker, successor: Successor, turns: int) -> None:
+    """Let a release name the worker behind so many others."""
+    now = worker.clock.now()
+    successor.on_step("a", Step(LADDER, turns, now), now + turns * TURN)
 
 
 def test_releases_that_follow_each_other_fast_do_not_put_off_a_turn() -> None:
     worker = Worker()
-    loop, platform = EventLoop(worker.consumer, Platform(worker.clock)), Platform(worker.clock)
-    successor = Successor(worker.consumer, loop, platform, TIMES)  # without nodes, it acts unasked
+    loop = EventLoop(worker.consumer, Platform(worker.clock))
+    # without nodes, it acts unasked
+    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
     worker.dispatcher = successor.dispatcher
     worker.admit("one", 1)
-    for number in range(8):
-        successor.on_message(f"2 release-{number} {A}", 0)
+    for _ in range(8):
+        name(worker, successor, 2)
         worker.timer.turn(until=worker.clock.time + TURN / 2)
     assert worker.applied == [("one", 2 * TURN)]
 
 
 def test_an_earlier_turn_replaces_the_one_that_is_planned() -> None:
     worker = Worker()
-    loop, platform = EventLoop(worker.consumer, Platform(worker.clock)), Platform(worker.clock)
-    successor = Successor(worker.consumer, loop, platform, TIMES)
+    loop = EventLoop(worker.consumer, Platform(worker.clock))
+    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
     worker.dispatcher = successor.dispatcher
     worker.admit("one", 1)
-    successor.on_message(f"2 release-1 {A}", 0)
-    successor.on_message(f"1 release-2 {A}", 0)
+    name(worker, successor, 2)
+    name(worker, successor, 1)
     worker.timer.turn(until=10 * TURN)
     assert worker.applied == [("one", TURN)]
+
+
+def test_a_turn_comes_though_the_run_before_it_succeeds() -> None:
+    """The success makes the look superfluous that is planned for a moment before the turn."""
+    worker = Worker()
+    loop = EventLoop(worker.consumer, Platform(worker.clock))
+    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
+    worker.dispatcher = successor.dispatcher
+    for since, id_ in enumerate(("one", "two")):
+        worker.admit(id_, since)
+    name(worker, successor, 0)
+    worker.timer.turn(until=TIMES.retry_next_after - TURN / 2)
+    name(worker, successor, 1)
+    worker.consumer.controller.state.successful_requests.add("one")
+    worker.timer.turn(until=2 * TIMES.retry_next_after)
+    assert [id_ for id_, _ in worker.applied] == ["one", "two"]
+
+
+def test_the_success_of_a_run_does_not_hide_that_the_one_after_it_left_the_lock_free() -> None:
+    """The one after it was refused another lock, and no release follows."""
+    worker = Worker()
+    loop = EventLoop(worker.consumer, Platform(worker.clock))
+    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
+    worker.dispatcher = successor.dispatcher
+    _, two, _ = (worker.admit(id_, since) for since, id_ in enumerate(("one", "two", "three")))
+    name(worker, successor, 0)
+    worker.timer.turn(until=TURN)
+    successor.ask(two, Step(LADDER))
+    worker.consumer.controller.state.successful_requests.add("one")
+    worker.timer.turn(until=2 * TIMES.retry_next_after)
+    assert [id_ for id_, _ in worker.applied] == ["one", "two", "three"]
 
 
 def test_what_a_closed_room_held_is_not_dispatched_any_more(

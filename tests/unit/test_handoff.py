@@ -7,14 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.engine.registrar import StandingRound
+from celery_redlock.lock.engine.rounds import PlaceRound
 from celery_redlock.lock.model.handoff import (
+    LADDER,
+    MOST_TURNS,
     RELEASES,
+    TURN,
+    AskAgain,
     Named,
     Namings,
-    Standing,
+    Place,
+    Step,
+    WaitFree,
     free_in,
-    merged,
+    next_move,
+    place_of_quorum,
 )
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.model.votes import quorum_of
@@ -105,8 +112,6 @@ def test_old_releases_are_forgotten() -> None:
         namings.turns(Named(0, f"r{number}", "r"), 0)
     assert namings.turns(Named(0, "r0", "r"), 1) == 1
     assert namings.turns(Named(0, f"r{RELEASES}", "r"), 1) == 0
-    namings.clear()
-    assert namings.turns(Named(0, f"r{RELEASES - 1}", "r"), 1) == 1
 
 
 @given(st.integers(0, 99), st.text(max_size=100).filter(lambda text: " " not in text), st.text())
@@ -135,49 +140,123 @@ def test_another_text_names_nobody(text: str) -> None:
     assert Named.parse(text, "p") is None
 
 
-standings = st.builds(Standing, st.integers(0, 9), st.sampled_from([0.0, 0.5, 2.0, math.inf]))
+ranks = st.integers(-1, 9)
+free_ins = st.sampled_from([0.0, 0.5, 2.0, math.inf])
+places = st.builds(Place, ranks, st.integers(0, 3), free_ins)
 
 
-@given(st.lists(standings, min_size=1, max_size=5))
-def test_nodes_together_say_free_only_if_a_quorum_says_so(told: list[Standing]) -> None:
+@given(st.lists(places, min_size=1, max_size=5))
+def test_nodes_together_say_free_only_if_a_quorum_says_so(told: list[Place]) -> None:
     quorum = quorum_of(len(told))
-    found = merged(told, quorum)
+    found = place_of_quorum(told, quorum)
     assert found is not None
-    assert found.is_free == (sum(one.is_free for one in told) >= quorum)
-    assert min(one.rank for one in told) <= found.rank <= max(one.rank for one in told) + 1
+    for permits in range(1, 4):
+        says_so = sum(one.free >= permits for one in told) >= quorum
+        assert (found.free >= permits) == says_so
+    for moment in (0.0, 0.5, 2.0):
+        says_so = sum(one.free_in <= moment for one in told) >= quorum
+        assert (found.free_in <= moment) == says_so
+
+
+@given(st.lists(places, min_size=1, max_size=5))
+def test_nodes_together_put_one_more_before_a_waiter_if_they_differ(told: list[Place]) -> None:
+    found = place_of_quorum(told, quorum_of(len(told)))
+    assert found is not None
+    kept = {one.rank for one in told if one.rank >= 0} or {0}  # a full node keeps no rank
+    assert found.rank == (kept.pop() if len(kept) == 1 else min(kept) + 1)
 
 
 def test_fewer_nodes_than_a_quorum_say_nothing() -> None:
-    assert merged([Standing(0, 0.0)], 2) is None
+    assert place_of_quorum([Place(0, 1, 0.0)], 2) is None
 
 
 def test_a_key_without_an_end_is_never_free() -> None:
     assert (free_in(-1), free_in(0), free_in(1500)) == (math.inf, 0.0, 1.5)
 
 
+asking = st.builds(Place, st.integers(0, 2000), st.integers(0, 1000), free_ins)
+steps = st.builds(Step, st.just(LADDER), st.integers(0, 2000))
+
+
+class TestNextMove:
+    @given(asking, steps)
+    def test_one_tries_iff_a_permit_is_left_over_for_it(self, place: Place, step: Step) -> None:
+        """Those before it take one permit each, unless they have had their turn."""
+        before = max(0, place.rank - step.passed)
+        assert (next_move(place, step) is None) == (before < place.free)
+
+    @given(asking, steps)
+    def test_one_waits_for_a_release_iff_nothing_is_free(self, place: Place, step: Step) -> None:
+        move = next_move(place, step)
+        assert isinstance(move, WaitFree) == (place.free <= 0)
+        if isinstance(move, WaitFree):
+            assert move.seconds == place.free_in
+
+    @given(asking, steps)
+    def test_one_asks_again_after_a_turn_for_each_that_goes_first(
+        self, place: Place, step: Step
+    ) -> None:
+        move = next_move(place, step)
+        if not isinstance(move, AskAgain):
+            return
+        turns = move.step.passed - step.passed
+        assert 1 <= turns <= MOST_TURNS
+        assert move.seconds == pytest.approx(turns * TURN)
+        assert move.step == step._replace(passed=step.passed + turns)
+        # not one turn more than it takes for those before it
+        assert place.rank - move.step.passed >= place.free - 1
+
+    @given(st.integers(0, 100), st.lists(st.integers(0, 100)), st.integers(1, 5))
+    def test_a_waiter_goes_after_so_many_turns_whatever_rank_it_is_told(
+        self, worst: int, told: list[int], free: int
+    ) -> None:
+        """No order of replies, and so no arrival of others, makes it ask for ever."""
+        step, turns = Step(LADDER), 0
+        for rank in (*(min(one, worst) for one in told), *[worst] * (worst + 1)):
+            move = next_move(Place(rank, free, 0.0), step)
+            if move is None:
+                break
+            assert isinstance(move, AskAgain)
+            turns += move.step.passed - step.passed
+            step = move.step
+        else:
+            pytest.fail("it asks again and again")
+        assert turns <= worst
+
+    @given(asking.filter(lambda place: place.free > 0), steps)
+    def test_a_waiter_that_is_told_its_place_again_goes_at_the_last_turn(
+        self, place: Place, step: Step
+    ) -> None:
+        moves = 0
+        while (move := next_move(place, step)) is not None:
+            assert isinstance(move, AskAgain)
+            step, moves = move.step, moves + 1
+        assert moves <= place.rank / MOST_TURNS + 1
+
+
 class TestQuestion:
     def test_it_is_decided_as_soon_as_the_answer_is_certain(self) -> None:
-        round_ = StandingRound(3)
-        round_.on_reply(0, 0.0, [2, 0], "")
+        round_ = PlaceRound(3)
+        round_.on_reply(0, 0.0, [2, 1, 0], "")
         assert not round_.decided
-        round_.on_reply(1, 0.0, [2, 0], "")
-        assert (round_.decided, round_.standing) == (True, Standing(2, 0.0))
+        round_.on_reply(1, 0.0, [2, 1, 0], "")
+        assert (round_.decided, round_.place) == (True, Place(2, 1, 0.0))
 
     def test_it_waits_for_the_third_node_while_two_differ(self) -> None:
-        round_ = StandingRound(3)
-        round_.on_reply(0, 0.0, [0, 0], "")
-        round_.on_reply(1, 0.0, [0, 1500], "")
+        round_ = PlaceRound(3)
+        round_.on_reply(0, 0.0, [0, 1, 0], "")
+        round_.on_reply(1, 0.0, [0, 0, 1500], "")
         assert not round_.decided
-        round_.on_reply(2, 0.0, [0, 500], "")
-        assert (round_.decided, round_.standing) == (True, Standing(0, 0.5))
+        round_.on_reply(2, 0.0, [0, 0, 500], "")
+        assert (round_.decided, round_.place) == (True, Place(0, 0, 0.5))
 
     def test_errors_count_as_no_answer(self) -> None:
-        round_ = StandingRound(3)
+        round_ = PlaceRound(3)
         for node in range(3):
             round_.on_error(node, Command(b"", IGNORE_REPLY), NodeError("n", "gone"))
-        assert (round_.decided, round_.standing) == (True, None)
+        assert (round_.decided, round_.place) == (True, None)
 
-    @pytest.mark.parametrize("reply", [None, 1, [1], [1, b"x"], [1, 2, 3]])
+    @pytest.mark.parametrize("reply", [None, 1, [1], [1, 0], [1, 0, b"x"], [1, 2, 3, 4]])
     def test_another_reply_is_refused(self, reply: object) -> None:
         with pytest.raises(UnexpectedReplyError):
-            StandingRound(1).on_reply(0, 0.0, reply, "")
+            PlaceRound(1).on_reply(0, 0.0, reply, "")

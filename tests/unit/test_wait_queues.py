@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from celery_redlock.tasks.waiting.queues import QueueKey, QuorumHistory, Waiter, WaitQueues
+from celery_redlock.tasks.waiting.queues import (
+    QueueKey,
+    QuorumHistory,
+    Waiter,
+    WaitQueues,
+    priority_order,
+)
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
 TIMES = WaitingTimes()
@@ -21,9 +28,11 @@ class Message:
     """What stands for a worker's request."""
 
 
-def waiter(since: float, resource: str = "a", limit: int = 1, deadline: float = LATER) -> Waiter:
+def waiter(
+    since: float, resource: str = "a", limit: int = 1, deadline: float = LATER, priority: int = 0
+) -> Waiter:
     queue = QueueKey(resource, limit)
-    return Waiter(Message(), since, queue, 0.0, deadline, waits_for_release=True)
+    return Waiter(Message(), since, queue, 0.0, deadline, waits_for_release=True, priority=priority)
 
 
 def queued(*sinces: float) -> tuple[WaitQueues, Sequence[Waiter]]:
@@ -48,6 +57,54 @@ def test_an_earlier_message_displaces_the_head() -> None:
     queues, (head,) = queued(2)
     assert queues.add(waiter(1)) is head
     assert queues.add(waiter(3)) is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "in_order"),
+    [("redis", [0, 1, 9]), ("amqp", [9, 1, 0]), ("mongodb", [9, 1, 0]), ("SQS", [1, 9, 0])],
+)
+def test_priorities_are_in_the_order_of_the_broker(driver: str, in_order: list[int]) -> None:
+    assert sorted([1, 9, 0], key=lambda each: priority_order(each, driver)) == in_order
+
+
+@pytest.mark.parametrize("nonsense", [None, "9", [], {}, math.nan, math.inf])
+def test_nonsense_is_the_priority_of_a_message_without_one(nonsense: object) -> None:
+    assert [priority_order(nonsense, driver) for driver in ("redis", "amqp")] == [0, 0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
+def test_waiters_are_in_order_of_priority_and_then_of_first_deferral(
+    messages: list[tuple[int, int]],
+) -> None:
+    queues = WaitQueues(TIMES)
+    for priority, since in messages:
+        queues.add(waiter(since, priority=priority))
+    assert queues.last_of_longest() is queues.on("a")[-1]
+    dispatched = []
+    while heads := queues.heads("a"):
+        dispatched.append((heads[0].priority, heads[0].since))
+        queues.remove(heads[0], 0.0)
+    assert dispatched == sorted(messages)
+
+
+def test_a_dispatched_head_that_is_back_is_where_its_priority_and_first_deferral_put_it() -> None:
+    queues = WaitQueues(TIMES)
+    urgent, later, plain = (waiter(since, priority=p) for since, p in ((5, 1), (6, 1), (1, 2)))
+    for each in (plain, later, urgent):
+        queues.add(each)
+    queues.remove(urgent, 100.0)
+    again, most_urgent = waiter(5, priority=1), waiter(7)
+    queues.add(most_urgent)
+    queues.add(again)
+    assert queues.on("a") == [most_urgent, again, later, plain]
+
+
+def test_while_an_urgent_head_tries_an_earlier_message_of_lower_priority_holds_back() -> None:
+    queues, urgent, plain = WaitQueues(TIMES), waiter(5, priority=1), waiter(1, priority=2)
+    queues.add(urgent)
+    queues.remove(urgent, 100.0)
+    queues.add(plain)
+    assert queues.retry_in(plain, 100.0) == RETRY_NEXT_AFTER
 
 
 def test_each_limit_has_a_queue_of_its_own() -> None:
@@ -212,14 +269,17 @@ class Queues(RuleBasedStateMachine):
         self.now += seconds
 
     @rule(
-        since=st.integers(0, 9),
+        order=st.tuples(st.integers(0, 2), st.integers(0, 9)),
         resource=st.sampled_from("ab"),
         limit=st.integers(1, 2),
         countdown=st.floats(0.0, 20.0),
         waits=st.booleans(),
     )
-    def add(self, since: int, resource: str, limit: int, countdown: float, waits: bool) -> None:
-        new = waiter(since, resource, limit, self.now + 30.0)
+    def add(
+        self, order: tuple[int, int], resource: str, limit: int, countdown: float, waits: bool
+    ) -> None:
+        priority, since = order
+        new = waiter(since, resource, limit, self.now + 30.0, priority)
         new.eta, new.waits_for_release = self.now + countdown, waits
         before = self.queue_of(new)
         displaced = self.queues.add(new)
@@ -259,7 +319,7 @@ class Queues(RuleBasedStateMachine):
         assert self.queues.waiting_for_release == len(waiting)
 
     @invariant()
-    def waiters_are_in_order_of_first_deferral(self) -> None:
+    def waiters_are_in_order(self) -> None:
         heads = [each for resource in "ab" for each in self.queues.heads(resource)]
         assert sorted(heads) == sorted({self.queue_of(each)[0] for each in self.here})
         for each in self.here:

@@ -1,165 +1,264 @@
+"""Which callers of a process act after a release, and which take over from one that leaves."""
+
 from __future__ import annotations
 
-import contextlib
 import itertools
+import math
 from collections.abc import Iterator
 
-from celery_redlock.lock.engine.wait_queue import Waiter, WaitQueue
+import pytest
+
+from celery_redlock.lock.engine.callers import Caller, Callers
+from celery_redlock.lock.engine.inbox import Inbox
+from celery_redlock.lock.model.handoff import ACTED, LADDER, LOOK, TURN
 from celery_redlock.lock.model.keys import waiting_key
+from celery_redlock.lock.model.options import ClientOptions, Guard
 from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.lock.platform.coroutines import ThreadPool
+from celery_redlock.lock.server.requests import Requests
+from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents, Servers
 
-
-@contextlib.contextmanager
-def line(*names: list[str]) -> Iterator[tuple[WaitQueue, list[Waiter]]]:
-    """Give a listener without nodes, and waiters in the order in which they came."""
-    listener = WaitQueue([], 1.0, Platform(SystemClock()), "p")
-    with contextlib.ExitStack() as stack:
-        yield listener, [stack.enter_context(listener.waiting(some)) for some in names]
-
+PLATFORM = Platform(SystemClock())
+GUARD = Guard("off", "p", 1.0)
+LATER = 1.0  # s: every step that a test plans is due by then
 
 numbers = itertools.count()
 
 
-def name(listener: WaitQueue, resource: str, rank: int = 0, release: str = "") -> None:
+def ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+@pytest.fixture
+def callers() -> Iterator[Callers]:
+    """Give callers whose inbox has no nodes: a test says what a node would."""
+    nodes = GuardedNodeSet([], 1.0, PLATFORM, GUARD, NodeEvents(ignore, ignore, ignore))
+    servers = Servers(nodes, Requests("p"), ClientOptions("p", 1.0, 0.01, GUARD))
+    threads = ThreadPool(PLATFORM)
+    made = Callers(lambda line: Inbox(servers, threads, ignore, PLATFORM, line), PLATFORM)
+    yield made
+    made.close()
+    threads.close()
+
+
+def join(callers: Callers, *resources: str, limit: int = 1) -> list[Caller]:
+    """Return a caller for each resource, in the order in which they came."""
+    made = [Caller(resource, limit, float(number)) for number, resource in enumerate(resources)]
+    for caller in made:
+        callers.join(caller)
+    return made
+
+
+def name(callers: Callers, resource: str, rank: int = 0, release: str = "") -> None:
     """Let a node name the process for a release of its own, or for this one."""
     release = release or f"release-{next(numbers)}"
-    listener.heard(listener.inbox, f"{rank} {release} {waiting_key('p', resource)}")
+    message = f"{rank} {release} {waiting_key('p', resource)}"
+    callers.inbox.on_message(callers.inbox.channel, message, 0)
 
 
-def test_a_word_wakes_the_first_that_waits_alone() -> None:
-    with line(["a"], ["a"], ["b"]) as (listener, waiters):
-        name(listener, "a")
-        name(listener, "a")
-        assert [waiter.take() for waiter in waiters] == [True, False, False]
+def open_inbox(callers: Callers) -> None:
+    callers.inbox.on_message(callers.inbox.channel, "", 0)
 
 
-def test_a_word_is_taken_once() -> None:
-    with line(["a"]) as (listener, (waiter,)):
-        name(listener, "a")
-        assert waiter.take()
-        assert not waiter.take()
+def why(caller: Caller) -> str | None:
+    """Return why the caller acts, None if it sleeps on."""
+    step = caller.take_step(PLATFORM.clock.now() + LATER)
+    return None if step is None else step.why
 
 
-def test_one_that_waits_for_several_hears_of_each() -> None:
-    with line(["a", "b"]) as (listener, (waiter,)):
-        name(listener, "b")
-        assert waiter.take()
+def test_a_release_is_for_the_first_caller_alone(callers: Callers) -> None:
+    first, *others = join(callers, "a", "a", "b")
+    name(callers, "a")
+    name(callers, "a")
+    assert [why(caller) for caller in (first, *others)] == [ACTED, None, None]
+    assert [caller.decided for caller in others] == [False, False]
 
 
-def test_the_first_of_each_limit_is_woken() -> None:
-    listener = WaitQueue([], 1.0, Platform(SystemClock()), "p")
-    with contextlib.ExitStack() as stack:
-        waiters = [stack.enter_context(listener.waiting(["a"], limit)) for limit in (1, 1, 3, 3)]
-        name(listener, "a")
-        assert [waiter.take() for waiter in waiters] == [True, False, True, False]
+def test_a_step_is_taken_once(callers: Callers) -> None:
+    (caller,) = join(callers, "a")
+    name(callers, "a")
+    assert caller.decided
+    assert why(caller) == ACTED
+    assert (why(caller), caller.due) == (None, math.inf)
 
 
-def test_as_the_inbox_opens_the_first_one_looks_and_all_that_wait_for_permits() -> None:
-    listener = WaitQueue([], 1.0, Platform(SystemClock()), "p")
-    with contextlib.ExitStack() as stack:
-        waiters = [stack.enter_context(listener.waiting(["a"], limit)) for limit in (1, 1, 3, 3)]
-        listener.heard(listener.inbox, "")
-        assert [waiter.take() for waiter in waiters] == [True, False, True, True]
-        assert [waiter.turn for waiter in waiters] == [None] * 4
+def test_a_step_is_not_taken_before_it_is_due(callers: Callers) -> None:
+    (caller,) = join(callers, "a")
+    before = PLATFORM.clock.now()
+    name(callers, "a", 2)
+    assert caller.due >= before + 2 * TURN
+    assert caller.take_step(before) is None
+    assert why(caller) == LADDER
 
 
-def test_an_inbox_that_opens_on_one_more_node_puts_off_no_turn() -> None:
-    with line(["a"]) as (listener, (waiter,)):
-        name(listener, "a", 2)
-        turn = waiter.turn
-        listener.heard(listener.inbox, "")
-        assert (waiter.turn, waiter.turns) == (turn, 2)
+def test_who_is_named_third_acts_after_two_turns(callers: Callers) -> None:
+    (caller,) = join(callers, "a")
+    before = PLATFORM.clock.now()
+    name(callers, "a", 2)
+    step = caller.take_step(caller.due)
+    assert step is not None
+    assert (step.why, step.passed) == (LADDER, 2)
+    assert step.named_at is not None
+    assert step.named_at >= before
 
 
-def test_one_that_was_refused_something_else_holds_up_nobody() -> None:
-    with line(["a", "b"], ["a"]) as (listener, waiters):
-        waiters[0].awaits = "b"
-        name(listener, "a")
-        assert [waiter.take() for waiter in waiters] == [False, True]
-        name(listener, "b")
-        assert [waiter.take() for waiter in waiters] == [True, False]
+def test_a_caller_that_waits_for_another_resource_hears_of_that_one(callers: Callers) -> None:
+    (caller,) = join(callers, "a")
+    callers.move(caller, "b")
+    (other,) = join(callers, "a")
+    name(callers, "a")
+    assert (why(caller), why(other)) == (None, ACTED)
+    name(callers, "b")
+    assert why(caller) == ACTED
 
 
-def test_a_word_that_one_leaves_behind_is_the_next_ones() -> None:
-    listener = WaitQueue([], 1.0, Platform(SystemClock()), "p")
-    with contextlib.ExitStack() as first:
-        first.enter_context(listener.waiting(["a"]))
-        with listener.waiting(["a"]) as second:
-            name(listener, "a")
-            assert not second.decided
-            first.close()
-            assert second.take()
+def test_the_first_of_each_limit_is_told(callers: Callers) -> None:
+    found = [join(callers, "a", limit=limit)[0] for limit in (1, 1, 3, 3)]
+    name(callers, "a")
+    assert [why(caller) for caller in found] == [ACTED, None, ACTED, None]
 
 
-def test_nobody_is_waited_for_where_nobody_waits() -> None:
-    with line(["a"]) as (listener, _):
-        assert listener.channels() == {listener.inbox}
-    assert listener.channels() == set()
-    name(listener, "a")
+def test_as_the_inbox_opens_the_first_one_of_each_limit_asks(callers: Callers) -> None:
+    found = [join(callers, "a", limit=limit)[0] for limit in (1, 1, 3, 3)]
+    open_inbox(callers)
+    assert [why(caller) for caller in found] == [LOOK, None, LOOK, None]
 
 
-def test_a_name_wakes_the_first_for_its_turn() -> None:
-    with line(["a"], ["a"]) as (listener, (first, second)):
-        name(listener, "a", 0, "r1")
-        assert (first.take(), first.turns, second.take()) == (True, 0, False)
-        name(listener, "a", 2, "r2")
-        assert (first.take(), first.turns, second.take()) == (True, 2, False)
+def test_an_inbox_that_opens_on_one_more_node_puts_off_no_step(callers: Callers) -> None:
+    (caller,) = join(callers, "a")
+    name(callers, "a")
+    due = caller.due
+    open_inbox(callers)
+    assert caller.due == due
+    assert why(caller) == ACTED
 
 
-def test_a_name_is_of_one_resource() -> None:
-    with line(["a"], ["b"]) as (listener, (first, second)):
-        name(listener, "b", 0, "r1")
-        assert (first.take(), second.take()) == (False, True)
+def test_later_releases_put_off_no_step(callers: Callers) -> None:
+    (caller,) = join(callers, "a")
+    name(callers, "a", 1)
+    due = caller.due
+    for _ in range(3):
+        name(callers, "a", 2)
+    assert caller.due == due
+    name(callers, "a")  # this one is due before
+    assert caller.due < due
+    assert why(caller) == ACTED
 
 
-def test_a_name_that_makes_no_sense_wakes_nobody() -> None:
-    with line(["a"]) as (listener, (waiter,)):
-        for word in ("a", "x r1 {p}:waiting:a", "0 r1", "-1 r1 {p}:waiting:a", "0 r1 a", "0  "):
-            listener.heard(listener.inbox, word)
-        assert not waiter.take()
+def test_one_that_was_refused_something_else_holds_up_nobody(callers: Callers) -> None:
+    first, second = join(callers, "a", "a")
+    name(callers, "a")
+    callers.move(first, "b")
+    assert callers.first_of(second) is second
+    assert why(second) == ACTED
+    name(callers, "b")
+    assert (why(first), why(second)) == (ACTED, None)
 
 
-def test_a_second_release_is_for_the_next_of_those_that_wait_for_permits() -> None:
-    listener = WaitQueue([], 1.0, Platform(SystemClock()), "p")
-    with contextlib.ExitStack() as stack:
-        waiters = [stack.enter_context(listener.waiting(["a"], 2)) for _ in range(3)]
-        for release in ("r1", "r2", "r1"):
-            name(listener, "a", release=release)
-        assert [waiter.take() for waiter in waiters] == [True, True, False]
-        assert [waiter.release for waiter in waiters] == ["r1", "r2", ""]
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_step_that_one_leaves_behind_is_the_next_ones(callers: Callers, rank: int) -> None:
+    first, second = join(callers, "a", "a")
+    name(callers, "a", rank)
+    step, due = first.step, first.due
+    assert not second.decided
+    callers.leave(first)
+    assert (second.step, second.due, second.decided) == (step, due, True)
 
 
-def test_a_second_release_of_a_plain_lock_is_for_the_first_again() -> None:
-    with line(["a"], ["a"]) as (listener, waiters):
-        for release in ("r1", "r2"):
-            name(listener, "a", release=release)
-        assert [waiter.take() for waiter in waiters] == [True, False]
+def test_a_step_that_one_took_and_could_not_use_makes_the_next_one_ask(callers: Callers) -> None:
+    first, second = join(callers, "a", "a")
+    name(callers, "a")
+    assert why(first) == ACTED
+    callers.leave(first)
+    assert why(second) == LOOK
 
 
-def test_a_turn_that_one_leaves_behind_is_the_next_ones() -> None:
-    listener = WaitQueue([], 1.0, Platform(SystemClock()), "p")
-    with contextlib.ExitStack() as first:
-        left = first.enter_context(listener.waiting(["a"]))
-        with listener.waiting(["a"]) as second:
-            name(listener, "a", 2, "r1")
-            first.close()
-            assert (second.take(), second.turn, second.turns) == (True, left.turn, 2)
+def test_the_next_one_after_one_that_has_the_lock_needs_not_ask(callers: Callers) -> None:
+    first, second = join(callers, "a", "a")
+    before = PLATFORM.clock.now()
+    callers.leave(first, acquired=True)
+    assert second.looked_at >= before
+    assert second.decided, "it is the first one now, and is to sleep until its own look"
+    assert why(second) is None
 
 
-def test_a_wake_up_that_one_took_and_could_not_use_is_the_next_ones() -> None:
-    listener = WaitQueue([], 1.0, Platform(SystemClock()), "p")
-    with contextlib.ExitStack() as others:
-        with contextlib.suppress(KeyboardInterrupt), listener.waiting(["a"]) as first:
-            second = others.enter_context(listener.waiting(["a"]))
-            name(listener, "a", 0, "r1")
-            assert first.take()
-            raise KeyboardInterrupt
-        assert second.take()
+def test_the_next_one_after_one_that_has_a_permit_asks_for_another(callers: Callers) -> None:
+    first, second = join(callers, "a", "a", limit=2)
+    callers.leave(first, acquired=True)
+    assert why(second) == LOOK
 
 
-def test_a_forked_child_has_another_name_and_waits_for_nothing() -> None:
-    with line(["a"]) as (listener, _):
-        before = listener.inbox
-        listener.forget()
-        assert listener.inbox != before
-        assert listener.channels() == set()
+def test_one_that_leaves_out_of_turn_wakes_nobody(callers: Callers) -> None:
+    first, second, third = join(callers, "a", "a", "a")
+    callers.leave(second)
+    assert [first.decided, third.decided] == [False, False]
+
+
+def test_a_second_leave_has_no_effect(callers: Callers) -> None:
+    first, second = join(callers, "a", "a")
+    callers.leave(first)
+    assert why(second) == LOOK
+    second.decided = False
+    callers.leave(first)
+    assert (why(second), second.decided) == (None, False)
+
+
+def test_nobody_is_waited_for_where_nobody_waits(callers: Callers) -> None:
+    first, second = join(callers, "a", "b")
+    assert callers.inbox.channels() == {callers.inbox.channel}
+    assert (sorted(callers.resources()), callers.count) == (["a", "b"], 2)
+    callers.leave(first)
+    callers.leave(second)
+    assert callers.inbox.channels() == set()
+    assert (list(callers.resources()), callers.count) == ([], 0)
+
+
+def test_a_process_waits_since_its_first_caller_does(callers: Callers) -> None:
+    first, second = join(callers, "a", "a")
+    assert callers.since("a") == first.since
+    callers.leave(first)
+    assert callers.since("a") == second.since
+    callers.leave(second)
+    assert callers.since("a") is None
+
+
+def test_a_name_is_of_one_resource(callers: Callers) -> None:
+    first, second = join(callers, "a", "b")
+    name(callers, "b")
+    assert (why(first), why(second)) == (None, ACTED)
+
+
+def test_a_name_that_makes_no_sense_wakes_nobody(callers: Callers) -> None:
+    (caller,) = join(callers, "a")
+    for word in ("a", "x r1 {p}:waiting:a", "0 r1", "-1 r1 {p}:waiting:a", "0 r1 a", "0  "):
+        callers.inbox.on_message(callers.inbox.channel, word, 0)
+    assert (why(caller), caller.decided) == (None, False)
+
+
+def test_a_message_of_another_channel_wakes_nobody(callers: Callers) -> None:
+    (caller,) = join(callers, "a")
+    callers.inbox.on_message("another", f"0 r1 {waiting_key('p', 'a')}", 0)
+    assert (why(caller), caller.decided) == (None, False)
+
+
+def test_a_second_release_is_for_the_next_of_those_that_wait_for_permits(callers: Callers) -> None:
+    found = join(callers, "a", "a", "a", limit=2)
+    for release in ("r1", "r2", "r1"):
+        name(callers, "a", release=release)
+    assert [why(caller) for caller in found] == [ACTED, ACTED, None]
+
+
+def test_a_second_release_of_a_plain_lock_is_for_the_first_again(callers: Callers) -> None:
+    found = join(callers, "a", "a")
+    for release in ("r1", "r2"):
+        name(callers, "a", release=release)
+    assert [why(caller) for caller in found] == [ACTED, None]
+
+
+def test_a_forked_child_has_another_name_and_waits_for_nothing(callers: Callers) -> None:
+    join(callers, "a")
+    before = callers.inbox.name, callers.inbox.channel
+    callers.forget()
+    assert not {callers.inbox.name, callers.inbox.channel} & {*before}
+    assert callers.inbox.channels() == set()
+    assert not callers.resources()

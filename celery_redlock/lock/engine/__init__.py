@@ -6,7 +6,7 @@ arithmetic of leases (`lock/model`). Read `acquirer.py` first, then `renewer.py`
 - `rounds.py` turns replies into votes and leases.
 - `watchdog.py` renews in time and checks deadlines.
 - `events.py` writes the log, and sends the records of the public signals.
-- `wait_queue.py`: callers that wait for a lock. `registrar.py`: what the nodes know of them.
+- `callers.py`: who waits for a lock. `inbox.py`: what the nodes know of it, and say.
 - `reentrancy.py`: what each owner holds.
 - `session.py` builds the parts. No other file of this folder imports it.
 """

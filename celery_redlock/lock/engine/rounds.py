@@ -1,4 +1,4 @@
-"""Turns the nodes' replies into votes and leases: the acquire round and the renew round."""
+"""Turns the nodes' replies into votes, leases, and the places of those that wait."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.model.fencing import LAST_TOKEN
+from celery_redlock.lock.model.handoff import Place, free_in, place_of_quorum
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.lease import ACQUIRING, HELD, expires_in
 from celery_redlock.lock.model.options import CompletionMarker
@@ -301,4 +302,42 @@ class RenewRound(Round):
             return
         fences = self._unsettled
         if not self._due or (all(f.usable for f in fences) if fences else self._all_confirmed):
+            self.decide()
+
+
+class PlaceRound(Round):
+    """One question to all nodes. Decided once the replies still due cannot change the answer.
+
+    nodes: how many there are.
+    """
+
+    wanted = True
+
+    def __init__(self, nodes: int) -> None:
+        super().__init__()
+        self._quorum, self._due = quorum_of(nodes), set(range(nodes))
+        self._places: dict[int, Place] = {}
+
+    @property
+    def place(self) -> Place | None:
+        """What the replies so far say together; None if no quorum has replied."""
+        return place_of_quorum(list(self._places.copy().values()), self._quorum)
+
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """Store a node's reply. Raises UnexpectedReplyError."""
+        if type(reply) is not hiredis.ReplyError:
+            if type(reply) is not list or [type(word) for word in reply] != [int, int, int]:
+                raise UnexpectedReplyError(reply)
+            self._places[node] = Place(reply[0], reply[1], free_in(reply[2]))
+        self._heard(node)
+
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
+        """Count the node as done, because it will not reply."""
+        self._heard(node)
+
+    def _heard(self, node: int) -> None:
+        self._due.discard(node)
+        free = sum(one.free > 0 for one in self._places.values())
+        taken = len(self._places) - free
+        if not self._due or free >= self._quorum or taken >= self._quorum:
             self.decide()

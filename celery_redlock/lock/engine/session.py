@@ -5,6 +5,7 @@ Each part gets here the other parts that it uses. No part uses the session.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -12,12 +13,12 @@ from typing import Any
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
+from celery_redlock.lock.engine.callers import Callers
 from celery_redlock.lock.engine.events import Events
+from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.engine.reentrancy import Reentrancy
-from celery_redlock.lock.engine.registrar import Registrar
 from celery_redlock.lock.engine.releaser import OrphanedKey, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
-from celery_redlock.lock.engine.wait_queue import WaitQueue
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
 from celery_redlock.lock.model.key_lease import LockKey
@@ -79,10 +80,9 @@ class Session:
         self.reentrancy = Reentrancy(platform)
         self.outbox = Outbox(self.node_set)
         servers = Servers(self.node_set, Requests(options.prefix), options)
-        self.registrar = Registrar(servers, self.threads, self.watchdog.run_maintenance_by)
-        self.wait_queue = WaitQueue(
-            addresses, options.node_timeout, platform, options.prefix, self.registrar
-        )
+        drain_by = self.watchdog.run_maintenance_by
+        self.new_inbox = functools.partial(Inbox, servers, self.threads, drain_by, platform)
+        self.callers = Callers(self.new_inbox, platform)
         self.releaser = Releaser(servers, self.events, self.outbox, self.watchdog, self.reentrancy)
         self.renewer = Renewer(servers, self.events, self.watchdog.reschedule)
         self.acquirer = Acquirer(
@@ -100,7 +100,7 @@ class Session:
         self.node_set.forget()
         self.watchdog.forget()
         self.events.forget()
-        self.wait_queue.forget()
+        self.callers.forget()
         self.threads.forget()
         self.reentrancy.forget()
         self.outbox.forget()
@@ -125,7 +125,7 @@ class Session:
         """Close the connections, and end the threads and the waits."""
         self.is_closed = True  # first: a caller that begins to wait later does not wait
         self.watchdog.stop()
-        self.wait_queue.close()
+        self.callers.close()
         self.threads.close()
         self.node_set.close()
 

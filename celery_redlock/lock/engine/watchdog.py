@@ -171,14 +171,16 @@ class Watchdog(Generic[W]):
         """Return the monotonic second at which the next renewal is due."""
         soonest = self._soonest()
         due = soonest <= now
-        if due:  # in one batch with renewals that are due soon, to save requests
-            watched = list(self._watched.values())
-            self._renew([one for one in watched if one.renew_at - one.leeway <= now])
-            soonest = self._soonest()
-        asked = [self._asked.popleft() for _ in range(len(self._asked))]
-        self._maintenance_at = min([self._maintenance_at, *asked])
-        if due or self._maintenance_at <= now:
-            self._maintenance_at = self._run_maintenance()
+        try:
+            if due:  # in one batch with renewals that are due soon, to save requests
+                watched = list(self._watched.values())
+                self._renew([one for one in watched if one.renew_at - one.leeway <= now])
+                soonest = self._soonest()
+        finally:  # otherwise the replies of a renewal that fails again and again are never read
+            asked = [self._asked.popleft() for _ in range(len(self._asked))]
+            self._maintenance_at = min([self._maintenance_at, *asked])
+            if due or self._maintenance_at <= now:
+                self._maintenance_at = self._run_maintenance()
         return soonest
 
     def _soonest(self) -> float:

@@ -1,7 +1,7 @@
-"""Who is named by a release, and when it is its turn. Pure.
+"""Who is named by a release, whose turn it is, and what one that waits does next. Pure.
 
-A release names up to three waiters, in order, on each node. All of that is a hint: a waiter whose
-turn it is takes the lock like any other, or is refused.
+A release names up to three processes that wait, in order, on each node. All of that is a hint: a
+process whose turn it is takes the lock like any other, or is refused.
 """
 
 from __future__ import annotations
@@ -10,35 +10,23 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from celery_redlock.lock.model.keys import waiting_key
 
-TURN = 0.1  # seconds between the turns of two waiters that one release names
+TURN = 0.1  # seconds between the turns of two processes that one release names
+MOST_TURNS = 10  # that one waits at a time for those before it, which may be stopped
 RELEASES = 4096  # remembered: a node may announce hundreds of releases before the next one's do
+# why one that waits may act; see LockHandedOffEvent. LOOK: it begins to wait, or to listen
+ACTED, LADDER, FALLBACK, LOOK = "acted", "ladder", "fallback", ""
 
 # bounded: anybody who may publish on a node can write such a message
 _NAMED = re.compile(r"(?P<rank>[0-9]{1,2}) (?P<release>[^ ]{0,100}) (?P<waiting>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Registration:
-    """What the nodes keep of one waiter.
-
-    waiter: the name of its process, new in each process. since: seconds since 1970, when its first
-    caller or message began to wait. limit: of the lock that it waits for. passed: how many waiters
-    before it have had their turn.
-    """
-
-    waiter: str
-    resource: str
-    since: float
-    limit: int = 1
-    passed: int = 0
-
-
-@dataclass(frozen=True)
 class Named:
-    """One node's message: a release names this waiter.
+    """One node's message: a release names this process.
 
     rank: 0 for the first. release: the same text from every node. resource: what is released.
     """
@@ -57,9 +45,9 @@ class Named:
 
 
 class Namings:
-    """Counts the nodes that name this waiter, and decides how many turns it is to wait.
+    """Counts the nodes that name this process, and decides how many turns it is to wait.
 
-    majority: of all nodes. A waiter may act once a majority has announced the release: before that
+    majority: of all nodes. A process may act once a majority has announced the release: before that
     the lock's keys on the other nodes are still there.
     """
 
@@ -71,9 +59,9 @@ class Namings:
     def turns(self, named: Named, node: int) -> int | None:
         """Count one node's message; return the turns to wait from now on, None if nothing changes.
 
-        If the nodes differ, it waits one turn more than the lowest rank says: another waiter may be
-        named first elsewhere. A waiter that one node alone names first waits one turn, in case that
-        no waiter is named first by a majority.
+        If the nodes differ, it waits one turn more than the lowest rank says: another process may
+        be named first elsewhere. A process that one node alone names first waits one turn, in case
+        that no process is named first by a majority.
         """
         by_node = self._ranks.pop(named.release, {})
         if by_node is None or node in by_node:
@@ -92,40 +80,75 @@ class Namings:
         if len(self._ranks) > RELEASES:
             del self._ranks[next(iter(self._ranks))]
 
-    def clear(self) -> None:
-        """Forget all releases."""
-        self._ranks.clear()
 
+class Place(NamedTuple):
+    """How a process stands among those that wait for a lock.
 
-@dataclass(frozen=True)
-class Standing:
-    """How a waiter stands. rank: how many waiters are before it, -1 if a node keeps no waiters.
-
-    free_in: seconds until a key of the lock is free; 0 now, inf if none expires.
+    rank: how many are before it, -1 if a node keeps none. free: how many permits are free now.
+    free_in: seconds until one is free for it; 0 now, inf if none expires.
     """
 
     rank: int
+    free: int
     free_in: float
 
-    @property
-    def is_free(self) -> bool:
-        """Whether a key of the lock is free now."""
-        return self.free_in <= 0
 
-
-def merged(standings: Collection[Standing], quorum: int) -> Standing | None:
+def place_of_quorum(places: Collection[Place], quorum: int) -> Place | None:
     """Return what a quorum of nodes says together; None if fewer have replied.
 
-    If the nodes differ about the rank, one waiter more than the lowest says may be before this one.
-    If none of them keeps waiters, each is the first: no release names any.
+    If the nodes differ about the rank, one process more than the lowest says may be before this
+    one. If none of them keeps any, each is the first: no release names any.
     """
-    if len(standings) < quorum:
+    if len(places) < quorum:
         return None
-    ranks = {one.rank for one in standings if one.rank >= 0} or {0}
-    rank = min(ranks) + (len(ranks) > 1)
-    return Standing(rank, sorted(one.free_in for one in standings)[quorum - 1])
+    ranks = {one.rank for one in places if one.rank >= 0} or {0}
+    free = sorted((one.free for one in places), reverse=True)[quorum - 1]
+    free_in = sorted(one.free_in for one in places)[quorum - 1]
+    return Place(min(ranks) + (len(ranks) > 1), free, free_in)
 
 
 def free_in(ms: int) -> float:
     """Return the seconds that a node's reply says; -1: no key expires."""
     return math.inf if ms < 0 else ms / 1000
+
+
+class Step(NamedTuple):
+    """Why one that waits may act.
+
+    why: a step of `LockHandedOffEvent`, or LOOK. passed: how many before it have had their turn.
+    named_at: monotonic seconds of the release's message, None without one. unless: id of a message;
+    if its run succeeds, this step is not needed.
+    """
+
+    why: str
+    passed: int = 0
+    named_at: float | None = None
+    unless: str = ""
+
+
+class AskAgain(NamedTuple):
+    """Ask the nodes again after so many seconds, for a step of the ladder."""
+
+    seconds: float
+    step: Step
+
+
+class WaitFree(NamedTuple):
+    """Wait for a release, or for so many seconds: until a lease ends, inf if none does."""
+
+    seconds: float
+
+
+def next_move(place: Place, step: Step) -> AskAgain | WaitFree | None:
+    """Return what one that waits does next; None: it tries.
+
+    It tries if a permit is left over for it: those before it take one each, unless they have had
+    their turn. Else it waits one turn for each of them, or until a permit is free for it.
+    """
+    if place.free <= 0:
+        return WaitFree(place.free_in)
+    before = place.rank - step.passed - place.free + 1
+    if before <= 0:
+        return None
+    turns = min(before, MOST_TURNS)
+    return AskAgain(turns * TURN, step._replace(passed=step.passed + turns))

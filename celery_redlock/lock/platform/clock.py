@@ -16,9 +16,11 @@ from celery_redlock.lock.platform.threads import (
     DeadlineTimer,
     Mutex,
     PerFlow,
+    Sleeper,
     Waker,
     get_ident,
     new_mutex,
+    new_sleeper,
     pause,
     start_thread,
 )
@@ -93,6 +95,7 @@ class Platform:
     new_mutex: Callable[[], Mutex] = new_mutex
     new_poll: Callable[[bool], Any] = new_poll
     new_waker: Callable[[], Any] = Waker
+    new_sleeper: Callable[[], Sleeper] = new_sleeper
     new_local: Callable[[Callable[[], Any]], Any] = PerFlow
     new_token: Callable[[], str] = new_token
     new_subscriber: Callable[..., Any] | None = None  # None: the package's own connection

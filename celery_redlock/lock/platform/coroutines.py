@@ -55,7 +55,12 @@ class ThreadPool:
             starts = self.count < min(most, self.unfinished)
             self.count += starts
         if starts:
-            self._platform.start_thread(self._run)
+            try:
+                self._platform.start_thread(self._run)
+            except BaseException:  # the system has no thread left: another one may start later
+                with self._mutex:
+                    self.count -= 1
+                raise
 
     def close(self) -> None:
         """End the threads after the steps that are already queued."""

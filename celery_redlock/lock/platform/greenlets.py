@@ -7,10 +7,13 @@ No code waits while it holds one of these locks.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import sys
 from importlib import import_module
 from typing import Any
+
+LONGEST_SLEEP = 86_400.0  # seconds; platforms limit the time that a thread can wait
 
 
 def original(module: str, name: str) -> Any:
@@ -81,3 +84,37 @@ class PollBehindHub:
     def __del__(self) -> None:
         if hasattr(self, "_epoll"):
             self._epoll.close()
+
+
+class HubSleeper:
+    """What a greenlet sleeps on while other greenlets run. It needs no descriptor of its own.
+
+    All watchers of a loop that other threads may wake share one descriptor. Made and slept on in
+    the hub's thread.
+    """
+
+    __slots__ = ("_loop", "_watcher", "_woken")
+
+    def __init__(self) -> None:
+        self._loop = import_module("gevent").get_hub().loop
+        self._watcher: Any = None  # of the greenlet that sleeps
+        self._woken: dict[None, bool] = {}
+
+    def wake(self) -> None:
+        """Wake the greenlet now, or end its next sleep at once. Any thread may call this."""
+        self._woken[None] = True  # first: `sleep` makes its watcher and then reads this
+        with contextlib.suppress(Exception):  # None or closed: it does not sleep any more
+            self._watcher.send()
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep until `wake`, for at most this many seconds; return whether it was woken."""
+        signal = import_module("gevent.event").Event()
+        watcher = self._watcher = self._loop.async_(ref=False)
+        try:
+            watcher.start(signal.set)
+            if not self._woken:
+                signal.wait(max(0.0, min(seconds, LONGEST_SLEEP)))
+            return self._woken.pop(None, False)
+        finally:
+            self._watcher = None
+            watcher.close()

@@ -9,7 +9,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from celery_redlock.lock.platform.greenlets import original
+from celery_redlock.lock.platform.greenlets import (
+    LONGEST_SLEEP,
+    HubSleeper,
+    gevent_here,
+    original,
+)
 
 T = TypeVar("T")
 
@@ -90,8 +95,24 @@ def start_thread(run: Callable[[], None]) -> None:
     original("_thread", "start_new_thread")(run, ())
 
 
+class Sleeper(Protocol):
+    """What one thread or greenlet, its maker, sleeps on. Needs no file descriptor of its own."""
+
+    def wake(self) -> None:
+        """Wake the maker, or end its next `sleep` at once. Any thread may call this; never waits.
+
+        A second call before the maker wakes has no effect.
+        """
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep until `wake`, for at most this many seconds; return whether it was woken.
+
+        Never sleeps longer than a day.
+        """
+
+
 class DeadlineTimer:
-    """A timer that one real thread sleeps on, and other threads move to an earlier moment.
+    """The `Sleeper` of a real thread. Other threads can move its end to an earlier moment.
 
     The thread wakes at the earliest requested moment, even if that request is obsolete. So of many
     short locks only the first costs a system call: the later ones request later moments.
@@ -134,11 +155,13 @@ class DeadlineTimer:
             return  # an earlier call has not woken the thread yet
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until `wake`, for at most this many seconds; return whether it was woken.
+        """Sleep until `wake`, for at most this many seconds; return whether it was woken."""
+        return self._signal.acquire(True, min(seconds, LONGEST_SLEEP) if seconds > 0 else 0.0)
 
-        Never sleeps longer than a day: platforms limit the time that a thread can wait.
-        """
-        return self._signal.acquire(True, min(seconds, 86_400.0) if seconds > 0 else 0.0)
+
+def new_sleeper() -> Sleeper:
+    """Return a new `Sleeper` of the calling thread or greenlet."""
+    return DeadlineTimer() if gevent_here() is None else HubSleeper()
 
 
 class Waker:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from importlib.resources import files
 
-from celery_redlock.lock.model.handoff import Registration
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.keys import (
     completion_key,
@@ -24,7 +23,7 @@ from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.transport.command import Script
 from celery_redlock.lock.transport.encoding import encode_bulk, encode_command, encode_text
 
-MOST_ASKED = 100  # permits of a lock that one registration looks at
+MOST_ASKED = 1000  # permits of a lock that one question looks at
 REGISTERED_FOR = 60.0  # seconds after which a set of waiters that nobody refreshes expires
 
 
@@ -111,19 +110,28 @@ class Requests:
             key_lease.packed_release = self._release % (key.packed_name, key.waiting, value)
         return key_lease.packed_release
 
-    def register(self, registration: Registration, *, asks: bool) -> bytes:
-        """Return the request that registers a waiter. asks: for when a key of the lock is free."""
-        prefix, resource = self._prefix, registration.resource
-        permits = range(min(registration.limit, MOST_ASKED)) if asks else ()
-        keys = [waiting_key(prefix, resource), *(lock_key(prefix, resource, n) for n in permits)]
-        since, kept_ms = f"{registration.since:.3f}", f"{REGISTERED_FOR * 1000:.0f}"
-        passed, inbox = str(registration.passed), inbox_channel(prefix, "")
-        return REGISTER.call(keys, registration.waiter, since, kept_ms, passed, inbox)
+    def register(
+        self, waiter: str, resource: str, since: float, limit: int = 0, passed: int = 0
+    ) -> bytes:
+        """Return the request that registers a process as a waiter for a resource.
 
-    def update(self, registration: Registration) -> bytes:
-        """Return the request that changes since when a registered waiter waits."""
-        key = waiting_key(self._prefix, registration.resource)
-        return encode_command("ZADD", key, "XX", f"{registration.since:.3f}", registration.waiter)
+        since: seconds since 1970, when its first caller or message began to wait. limit: of the
+        lock about whose permits it asks; 0: it does not ask. passed: how many waiters before it
+        have had their turn.
+        """
+        keys = [waiting_key(self._prefix, resource)]
+        keys += [lock_key(self._prefix, resource, permit) for permit in range(limit)]
+        kept_ms, inbox = f"{REGISTERED_FOR * 1000:.0f}", inbox_channel(self._prefix, "")
+        return REGISTER.call(keys, waiter, f"{since:.3f}", kept_ms, str(passed), inbox)
+
+    def update(self, waiter: str, resource: str, since: float) -> bytes:
+        """Return the request that changes since when a registered process waits.
+
+        A node that lacks it stays so: that costs one command, and makes no set that never expires.
+        """
+        return encode_command(
+            "ZADD", waiting_key(self._prefix, resource), "XX", f"{since:.3f}", waiter
+        )
 
     def unregister(self, waiter: str, resource: str) -> bytes:
         """Return the request that takes a waiter out of the set of a resource's waiters."""

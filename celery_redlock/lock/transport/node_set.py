@@ -1,15 +1,13 @@
 """Commands to all nodes: write to each, then poll all of them until a round is decided.
 
-Only `wait` blocks, and each of its callers polls for itself. The threads and greenlets of a process
-share the connections. The thread that finds data to read calls the handlers of all replies, also
-those of other waiters, and wakes these. So a single caller uses its sockets directly, and no caller
-depends on another one. Handlers are called in one turn in which nothing waits: they do arithmetic.
-A reply stays with its connection until its handler has returned, so a handler may get the same
-reply twice.
+Only `wait` blocks. Its callers poll, or look now and then. A caller that finds data calls the
+handlers of all replies, so no caller depends on another one. That is one turn; nothing in it waits.
+A reply stays with its connection until its handler has returned, so a handler may get it twice.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections import deque
@@ -20,7 +18,6 @@ import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.greenlets import gevent_here
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import (
     IGNORE_REPLY,
@@ -45,7 +42,7 @@ from celery_redlock.lock.transport.node_client import (
     PAUSES,
     NodeClient,
 )
-from celery_redlock.lock.transport.poller import PollerPool
+from celery_redlock.lock.transport.poller import LONGEST_DOZE, PollerPool
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Peer)
@@ -198,18 +195,20 @@ class NodeSet(Generic[P]):
     def wait(self, round_: Round, until: float, *, native: bool = False) -> None:
         """Return when a round is decided, or at the monotonic second `until`.
 
-        Replies that have come by then count, even if the process was paused meanwhile.
-        Returns at once if the round cannot end: in a finalizer or a signal handler that interrupted
-        its own thread while the thread was reading. The same if the thread was writing to so many
-        nodes that fewer than `needed` are left. native: the caller is a real thread, also if
-        greenlets are in use. It reads all nodes each time: next to code that keeps the GIL it may
-        not run again soon.
+        Replies that have come by then count, even if the process was paused meanwhile. Returns at
+        once if the round cannot end: in a finalizer or a signal handler that interrupted its own
+        thread as that read, or wrote to so many nodes that fewer than `needed` are left. native: a
+        real thread, also if greenlets are in use. It reads all nodes each time: next to code that
+        keeps the GIL it may not run again soon.
         """
         if (self._reading.taken or any(map(_jobs_of, self.nodes))) and self._is_cut_off:
             return
-        by_poll = native or gevent_here() is None
         pollers = self.pollers
-        poller = pollers.take(native=by_poll)
+        poller = pollers.take(native=native) or pollers.wait_for_one(
+            round_, until, functools.partial(self.read, self.nodes, keeps_gil=native), native=native
+        )
+        if poller is None:
+            return
         round_.wake = poller.wake
         try:
             if self._mail:
@@ -219,8 +218,12 @@ class NodeSet(Generic[P]):
                 if round_.decided:
                     return
                 left = until - self.clock.now()
-                ready = poller.poll(self.nodes, self.pollers.topology, max(0.0, left))
-                nodes = self.nodes if native else ready
+                nodes = self.nodes
+                try:
+                    ready = poller.poll(nodes, pollers.topology, max(0.0, left))
+                    nodes = nodes if native else ready
+                except OSError:  # no descriptor is left for its poll object
+                    pollers.doze(round_, min(left, LONGEST_DOZE), native=native)
                 self.read(nodes, PAUSES if left <= 0 else 2, keeps_gil=native)
                 if left <= 0:  # the last look: other callers' replies must not delay the return
                     return
@@ -283,8 +286,6 @@ class NodeSet(Generic[P]):
         self._closed = True
         for node in self.nodes:
             node.close()
-
-    # the turn of reading
 
     def run_in_turn(self, work: Callable[..., object], *arguments: object) -> bool:
         """Call a function in the turn of reading; return False if the turn stays taken."""

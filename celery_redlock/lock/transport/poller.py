@@ -1,16 +1,26 @@
-"""Pollers: each waiter polls the sockets of all nodes, and its own waker."""
+"""Pollers: a waiter polls the sockets of all nodes, and its own waker.
+
+A poller has up to three descriptors, and each reply wakes every thread that polls. So only some of
+many waiters poll, and the others sleep in between.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.greenlets import gevent_here
+from celery_redlock.lock.platform.threads import Sleeper
+from celery_redlock.lock.transport.command import Round
 from celery_redlock.lock.transport.connection import POISONED
-from celery_redlock.lock.transport.node_client import NodeClient
+from celery_redlock.lock.transport.node_client import PAUSES, NodeClient
 
+MOST_POLLERS = 16  # that are in use; threads of the watchdog get more
+DOZE, LONGEST_DOZE = 0.001, 0.05  # seconds between looks of a waiter without a poller: first, most
 SPARE_POLLERS, SPARED_FOR = 2, 3.0  # free pollers that are kept; seconds until others are dropped
 
 
@@ -82,32 +92,77 @@ class PollerPool:
     """The pollers of a set of nodes: in use, or free.
 
     topology: counts the changes of the connections; after a change, a poller makes a new poll
-    object. taken: the pollers in use, by id.
+    object. taken: the pollers in use, by id. asleep: what waiters without a poller sleep on, by id.
     """
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
         self.topology = 0
         self.taken: dict[int, Poller] = {}
+        self.asleep: dict[int, Sleeper] = {}
         self._free: dict[bool, list[Poller]] = {False: [], True: []}  # by `native`
         self._unneeded = {False: 0, True: 0}  # how many were free since the last `drop_spare`
         self._spared_until = 0.0  # monotonic seconds
 
-    def take(self, *, native: bool) -> Poller:
-        """Return a poller that is not in use."""
-        free = self._free[native]
+    def take(self, *, native: bool) -> Poller | None:
+        """Return a poller that is not in use; None if too many are, or no descriptor is left.
+
+        native: as in `NodeSet.wait`.
+        """
+        if len(self.taken) >= MOST_POLLERS and not native:
+            return None
+        by_poll = native or gevent_here() is None
+        free = self._free[by_poll]
         try:
             poller = free.pop()
         except IndexError:
-            poller = Poller(self._platform, native=native)
-        if len(free) < self._unneeded[native]:
-            self._unneeded[native] = len(free)
+            try:
+                poller = Poller(self._platform, native=by_poll)
+            except OSError:
+                return None
+        if len(free) < self._unneeded[by_poll]:
+            self._unneeded[by_poll] = len(free)
         self.taken[id(poller)] = poller
         return poller
 
+    def wait_for_one(
+        self, round_: Round, until: float, read: Callable[[int], object], *, native: bool
+    ) -> Poller | None:
+        """Wait without a poller; return one that is free, or None at the end of the round.
+
+        The caller looks by itself, in case that no other one reads its reply. read: reads from all
+        nodes, in so many tries. until: a monotonic second.
+        """
+        poller, pause = None, DOZE
+        while poller is None:
+            left = until - self._platform.clock.now()
+            self.doze(round_, min(left, pause), native=native)
+            read(PAUSES if left <= 0 else 2)
+            # also if the round is decided: to put the poller back wakes the next one that has none
+            poller, pause = self.take(native=native), min(pause * 2, LONGEST_DOZE)
+            if left <= 0 or round_.decided:
+                break
+        return poller
+
+    def doze(self, round_: Round, seconds: float, *, native: bool) -> None:
+        """Sleep without a descriptor, until the round is decided or a poller is free."""
+        platform, wake = self._platform, round_.wake
+        sleeper = platform.deadline_timer() if native else platform.new_sleeper()
+        round_.wake = sleeper.wake
+        try:
+            self.asleep[id(sleeper)] = sleeper
+            if not round_.decided:
+                sleeper.sleep(seconds)
+        finally:
+            round_.wake = wake
+            self.asleep.pop(id(sleeper), None)
+
     def put_back(self, poller: Poller) -> None:
-        """Keep a poller that is not in use any more."""
+        """Keep a poller that is not in use any more, and wake a waiter that has none."""
         self._free[poller.native].append(poller)
+        if self.asleep:
+            with contextlib.suppress(KeyError):  # it has woken meanwhile
+                self.asleep.popitem()[1].wake()
 
     def rearm(self) -> None:
         """Make every waiter look at the connections again."""

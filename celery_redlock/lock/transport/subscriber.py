@@ -37,12 +37,12 @@ class Subscriber:
         self._address, self._timeout = address, timeout
         self._platform, self._clock = platform, platform.clock
         self._channels, self._heard = channels, heard
-        self._waker = platform.new_waker()
+        self._waker: Any = None  # made in the thread: no caller fails if no descriptor is left
         self._turn, self._calls = platform.turn(), deque[None]()  # `resubscribe` calls to handle
         self._running = self._closed = False
         self._connection: Any = None
         self._reader = ReplyReader()
-        self._asked: set[str] = set()
+        self.asked: set[str] = set()
         # whether a PING waits for its reply; monotonic seconds of that PING, or of the last data
         self._pinged, self._spoke_at = False, 0.0
         self._tries = 0
@@ -52,7 +52,7 @@ class Subscriber:
         """Subscribe to the channels that are wanted now. Never waits."""
         self._calls.append(None)
         self._look()
-        self._waker.wake()
+        self._wake()
 
     def _look(self) -> None:
         while self._calls and self._turn.run(self._start):
@@ -67,7 +67,12 @@ class Subscriber:
     def close(self) -> None:
         """End the connection and the thread."""
         self._closed = True
-        self._waker.wake()
+        self._wake()
+
+    def _wake(self) -> None:
+        waker = self._waker
+        if waker is not None:
+            waker.wake()
 
     def _run(self) -> None:
         while not self._closed:
@@ -103,6 +108,9 @@ class Subscriber:
 
     def _listen(self) -> bool:
         """Subscribe to the wanted channels and handle messages; return False after a timeout."""
+        if self._waker is None:
+            self._waker = self._platform.new_waker()
+            return True  # what was asked for before has woken nobody: look again at all
         wanted = self._channels()
         if wanted and self._connection is None:
             self._connection = self._address.dial(connect_budget(self._timeout), self._timeout)
@@ -111,10 +119,12 @@ class Subscriber:
             self._pinged, self._spoke_at = False, self._clock.now()
         if self._connection is None:
             return self._rest(LINGER)
-        for channel in sorted(wanted - self._asked):  # one each: a user may have no right to one
+        for channel in sorted(wanted - self.asked):  # one each: a user may have no right to one
             self._send("SUBSCRIBE", [channel])
-        self._send("UNSUBSCRIBE", self._asked - wanted)
-        self._asked = wanted
+        self._send("UNSUBSCRIBE", self.asked - wanted)
+        self.asked = wanted
+        if not self._channels() <= wanted:  # who wants another one since has seen the old ones
+            return True
         came = self._rest(self._timeout if self._pinged else LINGER)
         data = receive(self._connection._sock)
         if data or wanted:
@@ -160,22 +170,23 @@ class Subscriber:
             self._heard(channel, "")
         elif kind == b"unsubscribe":
             self.confirmed.discard(channel)
-        elif kind == b"message":
+        elif kind == b"message" and reply[2]:  # an empty one would stand for a new subscription
             self._heard(channel, text_of(reply[2]))
 
     def _rest(self, seconds: float) -> bool:
         """Wait for bytes, a wake-up or the timeout; return False for the timeout."""
-        awaited = [(self._waker.descriptor, select.POLLIN)]
-        if self._connection is not None:
-            awaited.append((self._connection._sock.fileno(), select.POLLIN))
-        ready = _poll(awaited, seconds)
-        if any(descriptor == self._waker.descriptor for descriptor, _ in ready):
-            self._waker.clear()
+        waker, connection = self._waker, self._connection
+        descriptors = [] if waker is None else [waker.descriptor]
+        if connection is not None:
+            descriptors.append(connection._sock.fileno())
+        ready = _poll([(descriptor, select.POLLIN) for descriptor in descriptors], seconds)
+        if waker is not None and any(descriptor == waker.descriptor for descriptor, _ in ready):
+            waker.clear()
         return bool(ready)
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
-        self._asked, self.confirmed = set(), set()
+        self.asked, self.confirmed = set(), set()
         if connection is not None:
             connection.disconnect()
 

@@ -28,6 +28,8 @@ NESTED = "redlock_nested"  # the property of a delivery that has a header called
 RECEIVED = "redlock_received"  # the property of a delivery, never of a message, that says when
 # the property of a delivery, never of a message: when a release was announced that dispatched it
 NAMED_AT = "redlock_named_at"
+# the property of a delivery, never of a message: its worker has a waiting room for it
+HAS_ROOM = "redlock_has_room"
 
 clock = SystemClock()  # of `Delivery.received_at`
 _ON_REQUEST = "_redlock_"  # what our names on a request begin with
@@ -161,6 +163,14 @@ class Delivery:
         """
         at = (self.request.properties or {}).get(NAMED_AT)
         return at if isinstance(at, float) else None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the message may wait in its worker's memory if its run is refused the lock.
+
+        Not if it is to leave: it was evicted, as more messages wait than the worker has space for.
+        """
+        return (self.request.properties or {}).get(HAS_ROOM) is True
 
     def log_extra(self, event: str, **more: Any) -> dict[str, Any]:
         """Return the fields of a log line of this run, for handlers that write them."""

@@ -13,6 +13,7 @@ from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
 from kombu.exceptions import OperationalError
 from kombu.messaging import Producer
 from kombu.pools import producers
+from kombu.utils.json import dumps
 
 from celery_redlock.tasks.delivery.route import driver_of
 
@@ -89,6 +90,34 @@ def noting_returns(producer: Any) -> Iterator[list[Exception]]:
     finally:
         producer.on_return = None
         producer.channel.events["basic_return"].discard(note)
+
+
+@contextlib.contextmanager
+def head_of_queues(app: Any, producer: Any) -> Iterator[None]:
+    """Have a producer's channel put messages at the head of their queues, if the broker is a Redis.
+
+    Source: kombu.transport.redis: `Channel._put` pushes to the left, consumers pop from the right,
+    and what a consumer gives back is pushed to the right. A queue that expires is left to `_put`.
+    """
+    channel = producer.channel
+    if driver_of(app) != "redis" or not hasattr(channel, "_q_for_pri"):
+        yield
+        return
+    put = channel._put
+
+    def put_first(queue: str, message: Any, **how: Any) -> None:
+        if queue in (getattr(channel, "_expires", None) or ()):
+            put(queue, message, **how)
+            return
+        priority = channel._get_message_priority(message, reverse=False)
+        with channel.conn_or_acquire() as client:
+            client.rpush(channel._q_for_pri(queue, priority), dumps(message))
+
+    channel._put = put_first
+    try:
+        yield
+    finally:
+        channel.__dict__.pop("_put", None)
 
 
 def on_own_channel(app: Any, producer: Any, act: Callable[[Any], None]) -> bool:

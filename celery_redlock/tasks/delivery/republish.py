@@ -31,6 +31,7 @@ from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.producer import (
     QueueGoneError,
     confirming_producer,
+    head_of_queues,
     noting_returns,
     on_own_channel,
     without_soft_limit,
@@ -73,23 +74,29 @@ class NotRepublishedError(Exception):
         self.header, self.is_gone = header, isinstance(cause, QueueGoneError)
 
 
-def republish(delivery: Delivery, header: LockHeader, countdown: float) -> None:
+def republish(
+    delivery: Delivery, header: LockHeader, countdown: float, *, at_head: bool = False
+) -> None:
     """Publish the message again; return once the broker has it.
 
-    header: what the new message carries. countdown: seconds until it is to run.
+    header: what the new message carries. countdown: seconds until it is to run. at_head: a worker
+    is to receive it next, to let it wait in its memory; of brokers, Redis can do that.
     If that fails and the task acknowledges late, nothing is lost: raises Requeue, which hands the
     unacknowledged message back. If the task acknowledges early, or its queue is gone and took the
     unacknowledged message along, only this process still has it: raises NotRepublishedError.
     """
+    send = functools.partial(publish, delivery, header, countdown, at_head=at_head)
     if delivery.task.acks_late:
-        _republish_or_requeue(delivery, header, countdown)
+        _republish_or_requeue(delivery, header, send)
     else:
-        _republish_early(delivery, header, countdown)
+        _republish_early(delivery, header, send)
 
 
-def _republish_or_requeue(delivery: Delivery, header: LockHeader, countdown: float) -> None:
+def _republish_or_requeue(
+    delivery: Delivery, header: LockHeader, send: Callable[..., object]
+) -> None:
     try:
-        _publish(delivery, header, countdown)
+        send()
     except QueueGoneError as error:
         raise NotRepublishedError(header, error) from error
     except Exception as error:
@@ -106,7 +113,7 @@ def _reason(error: Exception) -> str:
     return str(error) or repr(error.__cause__ or error)
 
 
-def _republish_early(delivery: Delivery, header: LockHeader, countdown: float) -> None:
+def _republish_early(delivery: Delivery, header: LockHeader, send: Callable[..., object]) -> None:
     """Publish once, or twice.
 
     An error that is not `OperationalError` is retried once on a fresh connection, then raised:
@@ -117,7 +124,7 @@ def _republish_early(delivery: Delivery, header: LockHeader, countdown: float) -
         with contextlib.suppress(SoftTimeLimitExceeded):  # a limit on the body, which has not begun
             try:
                 with without_soft_limit():
-                    _publish(delivery, header, countdown, anew=anew)
+                    send(anew=anew)
                     is_sent = True
             except OperationalError as error:  # what kombu makes of all errors of connections
                 raise NotRepublishedError(header, error) from error
@@ -130,13 +137,18 @@ def _republish_early(delivery: Delivery, header: LockHeader, countdown: float) -
                 logger.warning(text, delivery, error, extra=extra)
 
 
-def _publish(
-    delivery: Delivery, header: LockHeader, countdown: float, *, anew: bool = False
+def publish(
+    delivery: Delivery,
+    header: LockHeader,
+    countdown: float,
+    *,
+    at_head: bool = False,
+    anew: bool = False,
 ) -> None:
     """Publish past a user's `apply_async`, the task's routes and `task_always_eager`.
 
     Those are for sends. Receivers of `before_task_publish` are called, as for a retry.
-    anew: over a fresh connection.
+    at_head: as of `republish`. anew: over a fresh connection.
     Source: celery.app.base: Celery.send_task makes and sends a message by the same two calls.
     """
     task, request, route = delivery.task, delivery.request, delivery.route
@@ -169,7 +181,8 @@ def _publish(
             **own_properties,
         )
         if not _send_by_delay(app, route, producer, send, countdown):
-            _send_to_queue(app, route, producer, send)
+            with head_of_queues(app, producer) if at_head else contextlib.nullcontext():
+                _send_to_queue(app, route, producer, send)
 
 
 def _send_by_delay(

@@ -15,10 +15,14 @@ from celery.exceptions import Ignore, SoftTimeLimitExceeded
 
 from celery_redlock.errors import LockTaken, NotAcquired, RedlockError
 from celery_redlock.tasks import signals
-from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
+from celery_redlock.tasks.delivery.delivery import Delivery, clock, utc_now
 from celery_redlock.tasks.delivery.header import Deferral
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
-from celery_redlock.tasks.delivery.route import is_kept_by_broker, supported_countdown
+from celery_redlock.tasks.delivery.route import (
+    has_quorum_queues,
+    is_kept_by_broker,
+    supported_countdown,
+)
 from celery_redlock.tasks.execution.deferral import (
     OF_REDELIVERIES,
     Refusal,
@@ -125,19 +129,46 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
 class Deferred(Ignore):
     """Ends a run without its lock, once its message is published again. Its argument: the deferral.
 
-    It reaches the worker's main process, pickled: see `tasks/worker_request.py`.
+    It reaches the worker's main process: see `tasks/worker_request.py`. stays: the message is not
+    published again; it stays unacknowledged, and waits in the main process.
     """
+
+    def __init__(self, deferral: Deferral, stays: bool = False) -> None:
+        super().__init__(deferral, stays)  # pickle makes a copy of that
+        self.deferral, self.stays = deferral, stays
+
+    def __str__(self) -> str:
+        return str(self.deferral)
 
 
 def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
-    """Republish the message: DEFERRED stored, sent, published, Deferred raised, in this order."""
-    request = delivery.request
+    """Let the message wait: DEFERRED stored, sent, published, Deferred raised, in this order.
+
+    A message that stays in its worker is not published: at the tail of the broker's queue no
+    release would reach it. One that was acknowledged before its run goes to the queue's head, if
+    the broker has one to publish to.
+    """
+    request, stays = delivery.request, stays_in_worker(delivery)
     deferral = report(delivery, refusal, deferral, delivery.reporter)
-    header = delivery.header.deferred(request, deferral)
-    republish(delivery, header, deferral.countdown)
+    if not stays:
+        header = delivery.header.deferred(request, deferral)
+        republish(delivery, header, deferral.countdown, at_head=delivery.has_room)
     request.__dict__[CONTINUES] = True
     signals.lock_deferred.send(delivery.task, event=deferral.event())
-    raise Deferred(deferral)
+    raise Deferred(deferral, stays)
+
+
+def stays_in_worker(delivery: Delivery) -> bool:
+    """Return whether the worker's main process takes a refused message back, unacknowledged.
+
+    Not if it has been here for long: a broker delivers a message anew that stays unacknowledged.
+    And not with quorum queues: Celery cannot raise the prefetch, so it would keep out others.
+    """
+    if not (delivery.acks_late and delivery.has_room) or delivery.received_at is None:
+        return False
+    here_for = clock.now() - delivery.received_at
+    app = delivery.task.app
+    return here_for < settings_of(app).countdown_cap / 2 and not has_quorum_queues(app)
 
 
 def report(

@@ -1,9 +1,10 @@
 """Messages that are deferred without a try, in a worker's main process.
 
-If another message of the worker waits for the same lock, or was refused it just now, a new message
-would be refused as well: a run in the pool, two rounds to the nodes, and a second message. So it
-waits in the worker's memory from the start, unacknowledged as a message with a countdown is. What
-it may lead to is what the run would have done: DEFERRED, its event, its signal and its log line.
+If another message of the worker waits for the same lock, was refused it just now, or runs under it
+in one of several slots, a new message would be refused as well: a run in the pool, and two rounds
+to the nodes. So it waits in the worker's memory from the start, unacknowledged as a message with a
+countdown is. What it may lead to is what the run would have done: DEFERRED, its event, its signal
+and its log line.
 
 A message tries as before if only a run can say what becomes of it: its key or `on_conflict` is a
 callable, it waits in its slot (`wait`), it may have run elsewhere, or its budget is spent. So does
@@ -15,14 +16,13 @@ token, so of each lock one message waits for its rate, and the others wait for t
 from __future__ import annotations
 
 import random
-from datetime import timedelta
 from typing import Any
 
 from celery_redlock.errors import RedlockError
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.declaration import config_of
-from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
-from celery_redlock.tasks.delivery.header import HEADER, Deferral
+from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.header import Deferral
 from celery_redlock.tasks.delivery.route import has_quorum_queues
 from celery_redlock.tasks.execution.deferral import Refusal, decide
 from celery_redlock.tasks.execution.outcomes import report
@@ -56,7 +56,7 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
         reporter = StateReporter(delivery.task, delivery.request, request.send_event, room.states)
         deferral = report(delivery, refusal, decision, reporter)
         signals.lock_deferred.send(delivery.task, event=deferral.event())
-        _let_wait(delivery, request, deferral)
+        request.carry(deferral)
 
 
 def _is_eligible(consumer: Any, delivery: Delivery) -> bool:
@@ -83,15 +83,3 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
         return None
     now = time_of_nodes(delivery.task.app)
     return Refusal(error, now, options, tuple(resources), delivery.task, args, kwargs)
-
-
-def _let_wait(delivery: Delivery, request: Any, deferral: Deferral) -> None:
-    """Let the request carry a deferral, as a message that came back would.
-
-    Source: celery.worker.request: `Request.eta` is what the worker goes by, and `request_dict` is
-    what a pool gets of the message.
-    """
-    header = delivery.header.deferred(delivery.request, deferral)
-    request.request_dict[HEADER] = header.to_message()
-    request.__dict__.pop("_context", None)  # made from that
-    request._eta = utc_now() + timedelta(seconds=deferral.countdown)

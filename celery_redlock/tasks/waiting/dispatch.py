@@ -10,12 +10,15 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
+from celery.worker import state
+
 from celery_redlock import anchors
 from celery_redlock.lock.platform.clock import Clock
+from celery_redlock.tasks.delivery.delivery import HAS_ROOM
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import QueueKey, Waiter, WaitQueues
@@ -65,9 +68,12 @@ class Dispatcher:
         self._dispatched: weakref.WeakSet[Any] = weakref.WeakSet()  # requests
         self._in_buckets: dict[Any, list[QueueKey]] = {}  # by request, which waits for its rate
         self._dispatched_of: set[QueueKey] = set()  # of all these requests
+        self._runs: dict[
+            str, Any
+        ] = {}  # by resource: the last request that went to the pool for it
 
     def waiting(self) -> list[Waiter]:
-        """Return the waiters in order of first deferral; called by any thread."""
+        """Return the waiters by priority, then by first deferral; called by any thread."""
         with self.mutex:
             return sorted(self.queues.all())
 
@@ -82,6 +88,19 @@ class Dispatcher:
             is_head = self.queues.is_head(waiter)
         if is_head:
             self._on_head(waiter.queue.resource, first)
+
+    def schedule(self, request: Any, countdown: float) -> None:
+        """Do what Celery does for a message with a countdown, for one that was in the pool.
+
+        Source: celery.worker.strategy; `task_scheduled` is new in 5.7.
+        """
+        self._dispatched.discard(request)
+        self._consumer.qos.increment_eventually()
+        entry = self._loop.call_after(
+            countdown, self._consumer.apply_eta_task, request, priority=ETA_PRIORITY
+        )
+        request._eta_timer_entry = entry
+        getattr(state, "task_scheduled", str)(request)
 
     def heads_to_run(self, resource: str) -> list[Waiter]:
         """Return the head of each queue of a resource that is to run.
@@ -106,15 +125,23 @@ class Dispatcher:
         revoked = self._consumer.controller.state.revoked
         cancelled = [waiter for waiter in waiters if is_cancelled(waiter.request, revoked)]
         for waiter in cancelled:
-            self.dispatch(waiter)
+            self._dispatch_now(waiter)
         return bool(cancelled)
 
     def dispatch(self, waiter: Waiter, *, is_named: bool = False) -> None:
         """Give a message to Celery before its time, and survive what Celery raises there.
 
-        is_named: a release names this worker.
+        is_named: a release names this worker. Without that a message waits on while a run of this
+        worker has its lock, or is about to ask for it.
         Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
         """
+        waits = waiter.waits_for_release and waiter.queue.limit == 1 and not is_named
+        if waits and self.run_of(waiter.queue.resource) is not None:
+            self.postpone(waiter, waiter.pause)
+            return
+        self._dispatch_now(waiter, is_named=is_named)
+
+    def _dispatch_now(self, waiter: Waiter, *, is_named: bool = False) -> None:
         request = waiter.request
         try:
             celerys = getattr(request, "_eta_timer_entry", None)  # before 5.7 Celery's own stays
@@ -144,6 +171,30 @@ class Dispatcher:
     def has_dispatched(self, queue: QueueKey) -> bool:
         """Return whether a message of a queue waits for its rate: the next one would be refused."""
         return queue in self._dispatched_of
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether two messages may run at once here; else each waits for the one before anyway."""
+        return getattr(self._consumer.pool, "num_processes", 1) > 1
+
+    def note_run(self, request: Any, resources: Iterable[str]) -> None:
+        """Note which locks a message asks for that goes to the pool, each with one permit."""
+        if self.has_slots:
+            self._runs.update(dict.fromkeys(resources, request))
+
+    def run_of(self, resource: str) -> Any:
+        """Return the request of this worker that has a lock, or is about to ask for it; or None.
+
+        Source: celery.worker.state: `reserved_requests` are those in the pool and on their way.
+        """
+        request = self._runs.get(resource)
+        return request if request in state.reserved_requests else None
+
+    def forget_ended_runs(self) -> None:
+        """Forget the runs that are in the pool no more."""
+        ended = [name for name, run in self._runs.items() if run not in state.reserved_requests]
+        for resource in ended:
+            del self._runs[resource]
 
     def on_token(self, request: Any) -> None:
         """Let a message run as its rate allows it."""
@@ -207,6 +258,8 @@ class Dispatcher:
             if waiter is not None:
                 if self.bucket_of(request.name) is not None:
                     self.note_in_bucket(request, [waiter.queue])
+                elif waiter.queue.limit == 1 and waiter.queue.resource:
+                    self.note_run(request, [waiter.queue.resource])
                 was_head = self.queues.is_head(waiter)
                 following = self.queues.remove(waiter, self._clock.now(), is_named=is_named)
                 if following is not None:
@@ -272,7 +325,8 @@ class Dispatcher:
             self._eviction = None
             last = self.queues.last_of_longest() if self._above else None
         if last is not None:  # outside: a solo pool runs its body here
-            self.dispatch(last)
+            last.request.request_dict["properties"][HAS_ROOM] = False
+            self._dispatch_now(last)
 
 
 def is_cancelled(request: Any, revoked: Container[str]) -> bool:

@@ -1,4 +1,6 @@
-"""Deferred messages in order of first deferral: one queue for each resource and limit. Pure.
+"""Deferred messages in the order in which they try: one queue for each resource and limit. Pure.
+
+The broker's own order of priorities goes first, then the first deferral.
 
 A resource that is taken to a lock of one limit may be free to another, so each limit has a queue.
 So has each task with a `rate_limit`, whose head may wait for its rate while others run.
@@ -17,7 +19,19 @@ from typing import Any, NamedTuple
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
 WITHOUT_QUORUM = ""  # instead of a resource: of messages for which no quorum voted
+# the sign of a priority in the order of a broker; others have no priorities
+# Source: kombu.transport.redis reads its lists from the lowest number on; RabbitMQ, and the
+# transports that call `_get_message_priority(reverse=True)`, deliver the highest number first
+PRIORITY_SIGNS = {"redis": 1, "amqp": -1, "mongodb": -1, "zookeeper": -1}
 FIRST_PAUSE = 1.0  # seconds between two looks of a head whether its lock is free; then twice that
+
+
+def priority_order(priority: object, driver: str) -> int:
+    """Return a number that sorts priorities as a broker does, the first one lowest.
+
+    priority: as the message says, which may be nonsense. driver: kombu's word for the broker.
+    """
+    return PRIORITY_SIGNS.get(driver, 0) * priority if isinstance(priority, int) else 0
 
 
 class QueueKey(NamedTuple):
@@ -41,7 +55,7 @@ class Waiter:
     pause: seconds after which it looks again whether its lock is free, if nothing was announced.
     is_postponed: its ETA is a later one than Celery has set a timer for. timer_entry: the room's
     own entry in the worker's timer; None while there is none but Celery's. came_at: monotonic
-    seconds.
+    seconds. priority: of `priority_order`.
     """
 
     request: Any
@@ -54,13 +68,15 @@ class Waiter:
     is_postponed: bool = False
     timer_entry: Any = None
     came_at: float = -math.inf
+    priority: int = 0
 
     def __lt__(self, other: Waiter) -> bool:
-        return (self.since, id(self.request)) < (other.since, id(other.request))
+        mine, its = ((w.priority, w.since, id(w.request)) for w in (self, other))
+        return mine < its
 
 
 class WaitQueue:
-    """The waiters of one resource and limit, in order of first deferral."""
+    """The waiters of one resource and limit, in order of priority, then of first deferral."""
 
     __slots__ = ("_head_left_at", "_head_left_since", "_interval", "waiters")
 
@@ -75,7 +91,7 @@ class WaitQueue:
         bisect.insort(self.waiters, waiter)
         if self.waiters[0] is not waiter:
             return None
-        if waiter.since <= self._head_left_since:  # the dispatched head is back: it was refused
+        if waiter.since == self._head_left_since:  # the dispatched head is back: it was refused
             self._head_left_at, self._head_left_since = -math.inf, -math.inf
         return self.waiters[1] if len(self.waiters) > 1 else None
 

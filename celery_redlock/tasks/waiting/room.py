@@ -1,18 +1,18 @@
 """The waiting room: deferred messages in a worker's main process, dispatched at a release.
 
 A deferred message comes to some worker's main process, which keeps it until its countdown is over.
-Meanwhile it waits in a queue, in order of first deferral, for the resource that refused it. The
-nodes know since when the head of each queue waits, and a release names the workers that are next
-(`successor.py`). Without a release only the head looks again: about every 10 s, and at the end of
-its countdown, which ends with the lease that refused it. If more messages wait than the worker has
-capacity for, the last of the longest queue is dispatched, and goes back to the broker's queue if
-refused.
+If its task acknowledges late, it stays in the main process whose pool was refused the lock. There
+it waits in a queue, in order of priority, then of first deferral, for the resource that refused it.
+The nodes know since when the first of each queue waits, and a release names the workers that are
+next (`successor.py`). Without a release only the head looks again: about every 10 s, and at the end
+of its countdown, which ends with the lease that refused it. If more messages wait than the worker
+has capacity for, the last of the longest queue is dispatched, and goes to the broker if refused.
 
 Messages for which no quorum voted wait in a queue of their own. Each tries at the end of its
 countdown, and all at once as soon as a quorum of nodes is subscribed to again, or an operator
 trusts nodes.
 
-The way of a release: `Subscriber` thread -> `on_message` -> `Successor.on_message` ->
+The way of a release: `Subscriber` thread -> `Inbox.on_message` -> `Successor.on_step` ->
 `EventLoop.call_soon` -> `Dispatcher.dispatch` for the head of each queue.
 """
 
@@ -29,15 +29,16 @@ from datetime import timedelta
 from typing import Any
 
 from celery import bootsteps
+from celery.worker import state
 
 from celery_redlock.errors import LockTaken, RedlockError
 from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.keys import votes_channel
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.lock.transport.subscriber import Subscriber
-from celery_redlock.tasks.delivery.delivery import utc_now
+from celery_redlock.tasks.delivery.delivery import RECEIVED, utc_now
 from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, Deferral, LockHeader
-from celery_redlock.tasks.delivery.route import CAME_BACK
+from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
 from celery_redlock.tasks.per_app import (
     leave_redlock,
     redlock_of,
@@ -47,7 +48,13 @@ from celery_redlock.tasks.per_app import (
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.dispatch import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop
-from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, QueueKey, QuorumHistory, Waiter
+from celery_redlock.tasks.waiting.queues import (
+    WITHOUT_QUORUM,
+    QueueKey,
+    QuorumHistory,
+    Waiter,
+    priority_order,
+)
 from celery_redlock.tasks.waiting.successor import Successor
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
@@ -60,13 +67,14 @@ NEVER_REFUSED = -math.inf, NEVER_DEFERRED
 class WaitingRoom(bootsteps.StartStopStep):
     """The consumer's step that keeps the messages that have come back to this worker.
 
-    Other parts use `states`, `admit`, `waiting`, `refusal_of`, `note_refusal`, `subscriptions` and,
-    in the subscribers' threads, `on_message`. Everything else runs in the worker's event loop.
+    Other parts use `states`, `admit`, `take_back`, `waiting`, `refusal_of` and `note_refusal`.
+    Everything else runs in the worker's event loop.
     Source: celery.worker.strategy binds `consumer.apply_eta_task` when the consumer starts, which
     is after its steps are made; the timer calls that at the end of a message's countdown.
     """
 
     name = "celery_redlock waiting room"
+    inbox: Inbox | None = None  # from the first message on
 
     def __init__(
         self,
@@ -79,7 +87,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         platform = platform or Platform(SystemClock())
         self._consumer, self._times, self._clock = parent, times, platform.clock
         self._loop = EventLoop(parent, platform)
-        self._successor = Successor(parent, self._loop, platform, times)
+        self._successor = Successor(parent, self._loop, platform.clock, times)
         self._dispatcher = self._successor.dispatcher
         self.states = self._dispatcher.states
         parent.apply_eta_task = self._dispatcher.on_eta
@@ -87,11 +95,11 @@ class WaitingRoom(bootsteps.StartStopStep):
         parent._limit_move_to_pool = self._dispatcher.on_token
         parent.connection_for_read = functools.partial(_closing_twice, parent.connection_for_read)
         self._redlock: Redlock | None = None
-        self._subscribers: list[Subscriber] = []
         self._quorum = 1
         self._votes = ""  # the channel that announces that nodes vote again
-        self._trusted = ""  # the last message on it
+        self._trusted = "", set[int]()  # the last message on it, and the nodes that sent it
         self._end_sweeps: Callable[[], None] | None = None
+        self._coming_back: dict[Any, Deferral] = {}  # by request
         self._forget()
         _rooms[parent] = self
 
@@ -100,6 +108,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._quorum_history = QuorumHistory()
         # the last refusal of each lock that was refused to a run of this worker, with its second
         self._refusals: dict[QueueKey, tuple[float, Deferral]] = {}
+        self._coming_back.clear()
         self._loop.clear()
 
     def start(self, parent: Any) -> None:
@@ -110,11 +119,29 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._end_sweeps = self._loop.call_repeatedly(self._times.sweep_interval, self._sweep)
 
     def stop(self, parent: Any) -> None:
-        """Forget all waiters: the broker delivers their messages again."""
+        """Forget all waiters: the broker delivers their messages again.
+
+        If the worker stops, those that were deferred here are published before, with their
+        deferrals. One that the broker does not take is the last one tried.
+        """
         end_sweeps, self._end_sweeps = self._end_sweeps, None
         if end_sweeps is not None:  # first: a sweep may run now, and would go on
             end_sweeps()
+        if self._is_stopping:
+            requests = [*self._coming_back, *(waiter.request for waiter in self.waiting())]
+            deferred = (one for one in requests if getattr(one, "is_deferred_here", False))
+            all(request.publish_again() for request in deferred)
         self._forget()
+
+    @property
+    def _is_stopping(self) -> bool:
+        """Whether the worker ends by a warm shutdown; else its broker is away, or it is killed."""
+        blueprint = getattr(self._consumer, "blueprint", None)
+        is_ending = blueprint is not None and blueprint.state in (
+            bootsteps.CLOSE,
+            bootsteps.TERMINATE,
+        )
+        return is_ending and not state.should_terminate
 
     def shutdown(self, parent: Any) -> None:
         """Close the subscriptions, and have the last states stored; the worker has ended.
@@ -122,20 +149,20 @@ class WaitingRoom(bootsteps.StartStopStep):
         Source: celery.worker.worker sends no worker_shutdown if the worker ends by WorkerTerminate.
         """
         self.states.flush()
-        for subscriber in self._subscribers:
-            subscriber.close()
+        if self.inbox is not None:
+            self.inbox.close()
         self._redlock = None
         _rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
         if not any(rooms_of(parent.app)):
             leave_redlock(parent.app)
 
     def waiting(self) -> list[Waiter]:
-        """Return the waiters in order of first deferral; called by any thread."""
+        """Return the waiters by priority, then by first deferral; called by any thread."""
         return self._dispatcher.waiting()
 
     def admit(self, request: Any, deferral: Deferral) -> None:
         """Queue a message whose countdown is about to begin."""
-        self._connect()
+        inbox = self._connect()
         waiter = self._waiter_of(request, deferral)
         since_refusal = max(0.0, time_of_nodes(self._consumer.app) - deferral.at)
         refused_at = self._clock.now() - since_refusal
@@ -146,14 +173,27 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._dispatcher.add(waiter)
         if has_missed and waiter.eta >= self._clock.now() + self._times.imminent:
             self._loop.call_soon(self._dispatcher.dispatch, waiter)
-        self._subscribe()
+        inbox.listen()
 
-    def _subscribe(self) -> None:
-        """Have each subscriber that lacks a subscription make it."""
-        channels = self._channels()
-        for subscriber in self._subscribers:
-            if not channels <= subscriber.confirmed:
-                subscriber.resubscribe()
+    def take_back(self, request: Any, deferral: Deferral) -> None:
+        """Let a message wait that a run of this worker was refused; in any thread.
+
+        The broker delivers it again if it came over a connection that was lost.
+        Source: celery.worker.consumer.tasks makes a consumer for each connection.
+        """
+        if self._end_sweeps is None:
+            if self._is_stopping:
+                request.publish_again()
+            return
+        if request.message.channel is self._consumer.task_consumer.channel:
+            self._coming_back[request] = deferral
+            self._loop.call_soon(self._take_back, request)
+
+    def _take_back(self, request: Any) -> None:
+        deferral = self._coming_back.pop(request, None)
+        if deferral is not None:  # else the room was closed meanwhile
+            self._dispatcher.schedule(request, deferral.countdown)
+            self.admit(request, deferral)
 
     def note_refusal(self, deferral: Deferral) -> None:
         """Remember for a moment that a run of this worker was refused a lock; in any thread."""
@@ -165,18 +205,26 @@ class WaitingRoom(bootsteps.StartStopStep):
         """Return whether `refusal_of` may know of any refusal, or is to note a message."""
         if self._refusals or self._dispatcher.queues.waiting_for_release > 0:
             return True
+        if self._dispatcher.has_slots:
+            return True
         return self._dispatcher.bucket_of(task_name) is not None
 
     def refusal_of(self, request: Any, resources: tuple[str, ...], limit: int) -> LockTaken | None:
         """Return the refusal that a new message may take for its own; None: it tries.
 
-        That is if another message waits here for the same lock, or was refused just now. Of a task
-        with a rate limit one message of each lock waits for its rate, and the others for that one.
+        That is if another message waits here for the same lock, runs here, or was refused just now.
+        Of a task with a rate limit one message of each lock waits for its rate, and the others for
+        that one.
         """
         queues = [self._queue_of(resource, limit, request.name) for resource in resources]
         for resource, queue in zip(resources, queues, strict=True):
             with self._dispatcher.mutex:
                 waits = self._dispatcher.queues.has(queue) or self._dispatcher.has_dispatched(queue)
+            run = self._dispatcher.run_of(resource) if limit == 1 else None
+            if run is not None:
+                if run.id == request.id:
+                    return None  # this message, delivered once more: DEFERRED would hide its run
+                return LockTaken(resource, run.delivery.run_id.label(run.hostname), None)
             now = self._clock.now()
             at, known = self._refusals.get(QueueKey(queue.resource, limit), NEVER_REFUSED)
             expires_in = known.expires_in
@@ -189,6 +237,8 @@ class WaitingRoom(bootsteps.StartStopStep):
             return LockTaken(resource, known.holder, expires_in, limit=limit)
         if self._dispatcher.bucket_of(request.name) is not None:
             self._dispatcher.note_in_bucket(request, queues)
+        elif limit == 1:
+            self._dispatcher.note_run(request, resources)
         return None
 
     def _queue_of(self, resource: str, limit: int, task_name: str = "") -> QueueKey:
@@ -198,65 +248,56 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def _waiter_of(self, request: Any, deferral: Deferral) -> Waiter:
         settings, now = settings_of(self._consumer.app), self._clock.now()
+        received = request.request_dict["properties"].get(RECEIVED, now)
         queue = QueueKey(WITHOUT_QUORUM, 1)
         if deferral.is_taken:
             resource = deferral.resource or deferral.resources[0]  # a sender may leave it out
             queue = self._queue_of(resource, deferral.limit, request.name)
+        priority = request.request_dict["properties"].get("priority")
         return Waiter(
             request,
             since=deferral.since,
             queue=queue,
             eta=now + max(0.0, (request.eta - utc_now()).total_seconds()),
-            # random, as all at once would be a herd
-            deadline=now + settings.countdown_cap * random.uniform(0.5, 1.0),  # noqa: S311
+            # random, as all at once would be a herd; a message that a run was refused may have been
+            # here before, and has been unacknowledged since
+            deadline=min(now, received) + settings.countdown_cap * random.uniform(0.5, 1.0),  # noqa: S311
             waits_for_release=deferral.waits_for_release and request.expires is None,
             came_at=now,
+            priority=priority_order(priority, driver_of(self._consumer.app)),
         )
 
-    def _connect(self) -> None:
-        if self._subscribers:
-            return
-        self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
-        session = self._redlock.session
-        self._votes, self._quorum = votes_channel(session.options.prefix), session.node_set.size
-        self._successor.use(session, self.subscriptions)
-        how = (session.options.node_timeout, session.platform, self._channels)
-        self._subscribers = [
-            Subscriber(node.address, *how, functools.partial(self.on_message, node=node.index))
-            for node in session.node_set.nodes
-        ]
+    def _connect(self) -> Inbox:
+        if self.inbox is None:
+            self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
+            session = self._redlock.session
+            self._votes, self._quorum = votes_channel(session.options.prefix), session.node_set.size
+            self.inbox = self._successor.use(session, self._channels, self._on_vote)
+        return self.inbox
 
     def _channels(self) -> set[str]:
-        """Return the channels to subscribe to; called by any thread."""
-        resources = self._dispatcher.queues.resources()
-        votes = {self._votes} if WITHOUT_QUORUM in resources else set()
-        return votes | ({self._successor.inbox} if resources else set())
+        """Return the channels to hear beside the inbox; called by any thread."""
+        return {self._votes} if WITHOUT_QUORUM in self._dispatcher.queues.resources() else set()
 
-    # in the subscribers' threads
-
-    def on_message(self, channel: str, message: str, node: int) -> None:
-        """Take one node's message; "" as a subscription begins."""
-        if channel == self._successor.inbox:
-            self._successor.on_message(message, node)
-        else:
-            self._loop.call_soon(self._on_quorum, message)
-
-    def subscriptions(self, channel: str) -> int:
-        """Return how many nodes have confirmed the subscription to a channel."""
-        return sum(channel in subscriber.confirmed for subscriber in self._subscribers)
+    def _on_vote(self, channel: str, message: str, node: int) -> None:
+        """Take a node's message that nodes vote again; in the subscribers' threads."""
+        self._loop.call_soon(self._on_quorum, message, node)
 
     # in the event loop
 
-    def _on_quorum(self, message: str) -> None:
+    def _on_quorum(self, message: str, node: int) -> None:
         """Dispatch all messages that wait for a quorum, as there may be one again.
 
-        message: of an operator's `trust`, the same from every node, when all of them have done it;
-        "" as a subscription begins: of a quorum of nodes, one more is up than before.
+        message: of an operator's `trust`, the same from each node once all of them have done it: a
+        majority must send it, for one node alone could send any number. "" as a subscription
+        begins: of a quorum of nodes, one more is up than before.
         """
-        if message and message == self._trusted:
-            return
-        self._trusted = message or self._trusted
-        if not message and self.subscriptions(self._votes) < self._quorum:
+        if message:
+            text, nodes = self._trusted if self._trusted[0] == message else (message, set[int]())
+            self._trusted = text, nodes | {node}
+            if node in nodes or len(nodes) + 1 != self._quorum:
+                return
+        elif self.inbox is None or self.inbox.subscriptions(self._votes) < self._quorum:
             return
         now = self._clock.now()
         with self._dispatcher.mutex:
@@ -271,12 +312,14 @@ class WaitingRoom(bootsteps.StartStopStep):
         with self._dispatcher.mutex:
             before = self._clock.now() - self._times.unsubscribe_after
             self._dispatcher.queues.forget_empty(before)
-        self._subscribe()  # one that ended just as its channel was wanted again
+        if self.inbox is not None:
+            self.inbox.listen()  # a subscriber that ended just as its channel was wanted again
         old = self._clock.now() - self._times.remember_refusal
         for queue, (at, _) in list(self._refusals.items()):  # another thread may add one
             if at < old and not self._dispatcher.queues.has(queue):
                 self._refusals.pop(queue, None)
         self._dispatcher.dispatch_cancelled()
+        self._dispatcher.forget_ended_runs()
         self._successor.look_again_if_due()
 
 

@@ -13,17 +13,24 @@ other, or is refused.
 from __future__ import annotations
 
 import functools
+import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
 from typing import Any
 
-from celery_redlock.lock.engine.registrar import Registrar
+from celery_redlock.lock.engine.inbox import Inbox, OnMessage
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.engine.wait_queue import process_name
-from celery_redlock.lock.model.handoff import TURN, Named, Namings, Registration, Standing
-from celery_redlock.lock.model.keys import inbox_channel
-from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.model.handoff import (
+    FALLBACK,
+    LOOK,
+    TURN,
+    AskAgain,
+    Place,
+    Step,
+    WaitFree,
+    next_move,
+)
+from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.tasks.delivery.delivery import NAMED_AT, utc_now
 from celery_redlock.tasks.signals import HANDOFF_STEPS, LockHandedOffEvent, lock_handed_off
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
@@ -32,101 +39,90 @@ from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, Waiter
 from celery_redlock.tasks.waiting.times import WaitingTimes
 
 NAMED_AT_MOST = 3  # workers, by one release: as in lua/announce.lua
-MOST_TURNS = 10  # that a head waits for workers before it, which may be stopped
-NAMED, ACTED, LADDER, FALLBACK = HANDOFF_STEPS
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Why a head may act.
-
-    step: of `LockHandedOffEvent`, "" as its worker begins to wait or to listen. passed: how many
-    workers before it have had their turn. released_at: monotonic seconds of the release's message,
-    None without one. unless: id of a message; if its run succeeds, the turn is not needed.
-    """
-
-    step: str
-    passed: int = 0
-    released_at: float | None = None
-    unless: str = ""
+NAMED = HANDOFF_STEPS[0]
 
 
 class Successor:
-    """Registers the heads of one worker's queues, and dispatches each when it is its turn.
+    """The heads of one worker's queues, as the `Line` of an inbox: each is dispatched in its turn.
 
-    `on_message` is called in the subscribers' threads, everything else in the worker's event loop.
-    Nothing is registered before `use`.
+    `on_step` and `on_listening` are called in the subscribers' threads, everything else in the
+    worker's event loop. Nothing is registered before `use`.
     """
 
-    _registrar: Registrar | None = None
-    inbox = ""
+    inbox: Inbox | None = None
 
-    def __init__(
-        self, consumer: Any, loop: EventLoop, platform: Platform, times: WaitingTimes
-    ) -> None:
-        self._loop, self._clock, self._times = loop, platform.clock, times
-        self._name = process_name(str(getattr(consumer, "hostname", "")))
-        self._prefix = ""
-        self._counting = platform.new_mutex()  # of the namings; real threads compete for it
-        self._namings = Namings(1)
-        self._registered: dict[str, float] = {}  # by resource: since when, as the nodes know it
-        # by resource: when its turn comes, in monotonic seconds, the turn, and the timer's entry
-        self._turns: dict[str, tuple[float, Turn, Any]] = {}
+    def __init__(self, consumer: Any, loop: EventLoop, clock: Clock, times: WaitingTimes) -> None:
+        self._loop, self._clock, self._times = loop, clock, times
+        self._host = str(getattr(consumer, "hostname", ""))
+        # by resource: when its turn comes, in monotonic seconds, the step, and the timer's entry
+        self._turns: dict[str, tuple[float, Step, Any]] = {}
         self._refreshed_at = self._looked_at = self._clock.now()
+        self._opened_at = -math.inf  # when the inbox opened on a node, and all heads asked
         self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self.on_head, self.on_due)
 
-    def use(self, session: Session, subscriptions: Callable[[str], int]) -> None:
-        """Use the nodes of a session from now on. subscriptions: as of the room."""
-        self._registrar, self._prefix = session.registrar, session.options.prefix
-        self._subscriptions = subscriptions
-        self.inbox = inbox_channel(self._prefix, self._name)
-        self._namings = Namings(session.node_set.size)
+    def use(self, session: Session, channels: Callable[[], set[str]], on_other: OnMessage) -> Inbox:
+        """Use the nodes of a session from now on; return the inbox. Others: as of `Inbox`."""
+        self.inbox = session.new_inbox(self, self._host, channels, on_other)
+        return self.inbox
 
     def forget(self) -> None:
         """Forget all waiters, and let the nodes forget them."""
-        for resource in list(self._registered):
-            self._unregister(resource)
+        if self.inbox is not None:
+            self.inbox.leave()
         for resource in list(self._turns):
             self._cancel_turn(resource)
-        with self._counting:
-            self._namings.clear()
         self.dispatcher.forget()
 
-    # in the subscribers' threads
+    # as a `Line`, in any thread
 
-    def on_message(self, message: str, node: int) -> None:
-        """Take one node's message to this worker's own channel; "" as it opens."""
-        if not message:
-            self._loop.call_soon(self.look_again)
-            return
-        named = Named.parse(message, self._prefix)
-        if named is None:
-            return
-        with self._counting:
-            turns = self._namings.turns(named, node)
-        if turns is not None:
-            self._loop.call_soon(self._on_named, named, turns, self._clock.now())
+    def since(self, resource: str) -> float | None:
+        """Return since when the first waiter of a resource waits; None if none waits.
+
+        Not since when a head does: an urgent one would put its worker behind all others.
+        """
+        with self.dispatcher.mutex:
+            waiters = self.dispatcher.queues.on(resource)
+        return min((waiter.since for waiter in waiters), default=None)
+
+    def resources(self) -> Collection[str]:
+        """Return the resources that messages wait for."""
+        return self.dispatcher.queues.resources() - {WITHOUT_QUORUM}
+
+    def on_step(self, resource: str, step: Step, due: float) -> None:
+        """Let the heads of a resource act: a release names this worker."""
+        self._loop.call_soon(self._on_step, resource, step, due)
+
+    def on_listening(self) -> None:
+        """Ask for all heads; at most once a second, as a node may open again and again."""
+        self._loop.call_soon(self._on_listening)
 
     # in the event loop
 
-    def _on_named(self, named: Named, turns: int, at: float) -> None:
-        """Act on a release that names this worker. at: monotonic seconds, when that came."""
-        heads = self.dispatcher.heads_to_run(named.resource)
+    def _on_listening(self) -> None:
+        now = self._clock.now()
+        if now - self._opened_at > self._times.sweep_interval:
+            self._opened_at = now
+            self.look_again()
+        else:
+            self._refreshed_at = -math.inf  # the next sweep asks
+
+    def _on_step(self, resource: str, step: Step, due: float) -> None:
+        heads = self.dispatcher.heads_to_run(resource)
         if not heads:
             return
-        if named.rank == turns:  # else the nodes differ, or the others' messages are on their way
+        if step.why != FALLBACK:
             for head in heads:
                 self._tell(head, NAMED)
-        late = self._clock.now() - at
-        if turns == 0 and late < TURN:
-            self._cancel_turn(named.resource)
+        now = self._clock.now()
+        if not step.passed and now - due < TURN:
+            self._cancel_turn(resource)
             for head in heads:
-                self._dispatch(head, Turn(ACTED, released_at=at))
+                self._dispatch(head, step)
             return
         # a loop that was blocked for its turn asks first: another worker may have acted
-        self._ask_after(turns * TURN - late, named.resource, Turn(LADDER, turns, at))
+        self._ask_after(due - now, resource, step)
 
-    def _ask_after(self, seconds: float, resource: str, turn: Turn) -> None:
+    def _ask_after(self, seconds: float, resource: str, step: Step) -> None:
         """Ask for the heads of a resource in a while, or before if that is planned already.
 
         If it were put off by each release, a stopped worker in front would stay there for as long
@@ -134,86 +130,80 @@ class Successor:
         """
         seconds = max(0.0, seconds)
         due, planned = self._clock.now() + seconds, self._turns.get(resource)
-        if planned is not None and planned[0] <= due and planned[1].unless in ("", turn.unless):
+        if planned is not None and planned[0] <= due and planned[1].unless in ("", step.unless):
             return
         self._cancel_turn(resource)
-        entry = self._loop.call_after(seconds, self._ask_all, resource, turn)
-        self._turns[resource] = (due, turn, entry)
+        entry = self._loop.call_after(seconds, self._ask_all, resource, step)
+        self._turns[resource] = (due, step, entry)
 
     def _cancel_turn(self, resource: str) -> None:
         *_, entry = self._turns.pop(resource, (None,))
         self._loop.cancel(entry)
 
-    def _ask_all(self, resource: str, turn: Turn) -> None:
+    def _ask_all(self, resource: str, step: Step) -> None:
         self._turns.pop(resource, None)
-        if self.dispatcher.has_succeeded(turn.unless):
+        if self.dispatcher.has_succeeded(step.unless):
             return
         for head in self.dispatcher.heads_to_run(resource):
-            self.ask(head, turn)
+            self.ask(head, step)
 
     def on_due(self, waiter: Waiter) -> None:
         """Ask for a head whose countdown is over; also a dead holder announces nothing."""
         self.dispatcher.postpone(waiter, waiter.pause)  # in case that no reply comes
-        self.ask(waiter, Turn(FALLBACK))
+        self.ask(waiter, Step(FALLBACK))
 
-    def ask(self, head: Waiter, turn: Turn) -> None:
+    def ask(self, head: Waiter, step: Step) -> None:
         """Register a head, and ask the nodes how it stands."""
         if self.dispatcher.has_dispatched(head.queue):
             return
-        if self._registrar is None:
-            self._dispatch(head, turn)
+        if self.inbox is None:
+            self._dispatch(head, step)
             return
-        resource, limit = head.queue.resource, head.queue.limit
-        since = self._since(resource)
-        if since is None:
-            return  # it has gone to Celery meanwhile
-        self._registered[resource] = since
-        registration = Registration(self._name, resource, since, limit, turn.passed)
-        report = functools.partial(self._loop.call_soon, self._on_standing, head, turn)
-        self._registrar.ask(registration, report)
+        report = functools.partial(self._loop.call_soon, self._on_place, head, step)
+        self.inbox.ask(head.queue.resource, head.queue.limit, step.passed, report)
 
-    def _on_standing(self, asker: Waiter, turn: Turn, standing: Standing | None) -> None:
+    def _on_place(self, asker: Waiter, step: Step, place: Place | None) -> None:
         """Dispatch a head if its lock is free and it is its turn, else let it wait on."""
         with self.dispatcher.mutex:  # an earlier message may have come since the question
             head = self.dispatcher.queues.head_of(asker)
         if head is None:
             return
         is_over = head.eta <= self._clock.now() or head.is_postponed
-        if standing is None:
+        if place is None:
             if is_over:
-                self._dispatch(head, turn)  # the run finds out that there is no quorum
-        elif not standing.is_free:
+                self._dispatch(head, step)  # the run finds out that there is no quorum
+            return
+        move = next_move(place, step)
+        if isinstance(move, AskAgain):
+            self._ask_after(move.seconds, head.queue.resource, move.step)
+        elif isinstance(move, WaitFree):
             # a head that is far from its turn needs no look at its ETA, which is soon
-            is_far = standing.rank >= NAMED_AT_MOST
+            is_far = place.rank >= NAMED_AT_MOST
             if head.waits_for_release and (is_over or is_far):  # else it tries at its ETA
-                self._wait_on(head, standing)
-        elif standing.rank <= turn.passed:
-            self._dispatch(head, turn)
+                self._wait_on(head, place)
         else:
-            more = min(standing.rank - turn.passed, MOST_TURNS)
-            next_turn = replace(turn, passed=turn.passed + more)
-            self._ask_after(more * TURN, head.queue.resource, next_turn)
+            self._dispatch(head, step)
 
-    def _wait_on(self, head: Waiter, standing: Standing) -> None:
+    def _wait_on(self, head: Waiter, place: Place) -> None:
         """Let a head wait until the holder's lease ends, or for its next look.
 
         The more workers are before it, the longer: they look as well.
         """
-        pause = min(head.pause * (1 + standing.rank // NAMED_AT_MOST), self._times.longest_pause)
+        pause = min(head.pause * (1 + place.rank // NAMED_AT_MOST), self._times.longest_pause)
         pause *= random.uniform(0.5, 1.0)  # noqa: S311
-        after_lease = standing.free_in + random.uniform(0.0, self._times.after_lease)  # noqa: S311
+        after_lease = place.free_in + random.uniform(0.0, self._times.after_lease)  # noqa: S311
         head.pause = min(2 * head.pause, self._times.longest_pause)
         self.dispatcher.postpone(head, min(pause, after_lease))
 
-    def _dispatch(self, head: Waiter, turn: Turn) -> None:
-        if turn.released_at is not None:
-            released_at = utc_now().timestamp() - (self._clock.now() - turn.released_at)
+    def _dispatch(self, head: Waiter, step: Step) -> None:
+        if step.named_at is not None:
+            released_at = utc_now().timestamp() - (self._clock.now() - step.named_at)
             head.request.request_dict["properties"][NAMED_AT] = released_at
-        if turn.step:
-            self._tell(head, turn.step)
+        if step.why:
+            self._tell(head, step.why)
         resource, id_ = head.queue.resource, str(head.request.id)
         unless = "" if self.dispatcher.has_succeeded(id_) else id_  # "": that was an earlier one
-        self.dispatcher.dispatch(head, is_named=turn.released_at is not None)
+        self.dispatcher.dispatch(head, is_named=step.named_at is not None)
         if resource == WITHOUT_QUORUM:
             return
         # it may be refused another lock before, and then no release of this one follows
@@ -221,7 +211,7 @@ class Successor:
         if any(each.queue.limit > 1 for each in heads):
             unless = ""  # a release hands on one message, but more permits may be free
         if heads and not self.dispatcher.has_succeeded(unless):
-            self._ask_after(self._times.retry_next_after, resource, Turn(FALLBACK, unless=unless))
+            self._ask_after(self._times.retry_next_after, resource, Step(FALLBACK, unless=unless))
 
     def _tell(self, head: Waiter, step: str) -> None:
         event = LockHandedOffEvent(head.queue.resource, step)
@@ -234,28 +224,12 @@ class Successor:
 
         While the inbox is closed nothing is asked yet: `look_again` does, as it opens.
         """
-        if self._registrar is None or resource == WITHOUT_QUORUM:
+        if self.inbox is None or resource == WITHOUT_QUORUM:
             return
-        if first is not None:
-            if self._subscriptions(self.inbox):
-                self.ask(first, Turn(""))
-            return
-        since, known = self._since(resource), self._registered.get(resource)
-        if since is None:
-            self._unregister(resource)
-        elif known is not None and known != since:
-            self._registered[resource] = since
-            self._registrar.update(Registration(self._name, resource, since))
-
-    def _since(self, resource: str) -> float | None:
-        """Return since when the first waiter of a resource waits; None if none waits."""
-        with self.dispatcher.mutex:
-            heads = self.dispatcher.queues.heads(resource)
-        return min((head.since for head in heads), default=None)
-
-    def _unregister(self, resource: str) -> None:
-        if self._registrar is not None and self._registered.pop(resource, None) is not None:
-            self._registrar.unregister(self._name, resource)
+        if first is not None and self.inbox.is_listening:
+            self.ask(first, Step(LOOK))
+        else:
+            self.inbox.changed(resource)
 
     def look_again_if_due(self) -> None:
         """Ask for each head from time to time: registrations expire, and a release may be missed.
@@ -269,14 +243,12 @@ class Successor:
         if was_blocked or now - self._refreshed_at > self._times.refresh_after:
             self.look_again(FALLBACK)
 
-    def look_again(self, step: str = "") -> None:
+    def look_again(self, why: str = LOOK) -> None:
         """Register and ask for each head: a node may have forgotten this worker, or passed it by.
 
-        step: of heads that are dispatched then.
+        why: of heads that are dispatched then.
         """
         self._refreshed_at = self._clock.now()
-        with self.dispatcher.mutex:
-            resources = self.dispatcher.queues.resources()
-        for resource in resources - {WITHOUT_QUORUM}:
+        for resource in self.resources():
             for head in self.dispatcher.heads_to_run(resource):
-                self.ask(head, Turn(step))
+                self.ask(head, Step(why))

@@ -203,7 +203,7 @@ MUTANTS = (
     ),
     Mutant(
         "a deferred message comes back at once, and goes round and round",
-        "tasks.delivery.republish:_publish",
+        "tasks.delivery.republish:publish",
         "countdown=countdown, **fields",
         "countdown=countdown / 100, **fields",
         (f"{INTEGRATION}/test_put_back.py::test_what_is_put_back_comes_after_its_countdown",),
@@ -327,8 +327,44 @@ MUTANTS = (
     Mutant(
         "who was deferred last runs first",
         "tasks.waiting.queues:Waiter.__lt__",
-        " < (other",
-        " > (other",
+        "w.since",
+        "-w.since",
+        (f"{UNIT}/test_wait_queues.py",),
+    ),
+    Mutant(
+        "an urgent message waits for all that were deferred before it",
+        "tasks.waiting.queues:Waiter.__lt__",
+        "(w.priority, ",
+        "(",
+        (f"{UNIT}/test_wait_queues.py",),
+    ),
+    Mutant(
+        "on RabbitMQ the least urgent message runs first",
+        "tasks.waiting.queues:priority_order",
+        "PRIORITY_SIGNS.get(driver, 0) * priority",
+        "priority",
+        (f"{UNIT}/test_wait_queues.py",),
+    ),
+    Mutant(
+        "a message with nonsense for its priority ends the worker",
+        "tasks.waiting.queues:priority_order",
+        " if isinstance(priority, int) else 0",
+        "",
+        (f"{UNIT}/test_wait_queues.py",),
+    ),
+    Mutant(
+        "a message waits without its priority",
+        "tasks.waiting.room:WaitingRoom._waiter_of",
+        "priority=priority_order(priority, driver_of(self._consumer.app)),",
+        "",
+        ("tests/contract/test_waiting_room.py",),
+        "gives_to_priorities",
+    ),
+    Mutant(
+        "a less urgent message races with the urgent one that has just been dispatched",
+        "tasks.waiting.queues:WaitQueue.add",
+        "waiter.since == self._head_left_since",
+        "waiter.since <= self._head_left_since",
         (f"{UNIT}/test_wait_queues.py",),
     ),
     Mutant(
@@ -340,8 +376,8 @@ MUTANTS = (
     ),
     Mutant(
         "a release wakes no message that waits in a worker",
-        "tasks.waiting.successor:Successor._on_named",
-        "self._dispatch(head, Turn(ACTED, released_at=at))",
+        "tasks.waiting.successor:Successor._on_step",
+        "self._dispatch(head, step)",
         "pass",
         (f"{CONTRACT}/test_waiting_room.py",),
         "each_limit_by_itself",
@@ -350,9 +386,10 @@ MUTANTS = (
         "nobody can look who waits while a body runs in the main process",
         "tasks.waiting.dispatch:Dispatcher._evict",
         """        if last is not None:  # outside: a solo pool runs its body here
-            self.dispatch(last)""",
+            last.request.request_dict["properties"][HAS_ROOM] = False
+            self._dispatch_now(last)""",
         """            if last is not None:
-                self.dispatch(last)""",
+                self._dispatch_now(last)""",
         (f"{CONTRACT}/test_waiting_room.py",),
         "while_a_body_runs",
     ),
@@ -366,7 +403,7 @@ MUTANTS = (
     ),
     Mutant(
         "one message that cannot be handed on ends the worker's event loop",
-        "tasks.waiting.dispatch:Dispatcher.dispatch",
+        "tasks.waiting.dispatch:Dispatcher._dispatch_now",
         "except Exception:",
         "except ZeroDivisionError:",
         (f"{CONTRACT}/test_waiting_room.py",),
@@ -464,9 +501,9 @@ MUTANTS = (
     ),
     Mutant(
         "a message that waits untried is acknowledged, and dies with its worker",
-        "tasks.execution.untried:_let_wait",
-        "    header = delivery",
-        "    request.acknowledge()\n    header = delivery",
+        "tasks.worker_request:Request.carry",
+        "    delivery = self.delivery",
+        "    self.acknowledge()\n        delivery = self.delivery",
         (f"{INTEGRATION}/test_untried.py",),
         "is_killed_loses_no_message",
     ),

@@ -1,15 +1,18 @@
--- Register a process as a waiter for a resource; if it asks, return its place and when a key is free.
+-- Register a process that waits for a resource; if it asks, return its place and when a permit is
+-- free for it.
 -- KEYS  1 the set of the resource's waiters   2... the lock's keys, one for each permit; absent if
 --       it does not ask
 -- ARGV  1 the waiter   2 since when its first caller or message waits: s since 1970
 --       3 ms after which the set expires, unless somebody registers
---       4 how many waiters before this one have had their turn: they leave the set if a key is free
---       5 the beginning of the waiters' own channels: a waiter before this one whose channel has no
---       subscriber is dead, and leaves the set if a key is free
--- Returns  {rank, ms}  rank: how many waiters are before this one, -1 if the server refuses to
---                      register it: its user lacks a right, or memory is full
---                      ms: until a key is free: 0 now, -1 if no key expires
---          0           it does not ask
+--       4 how many waiters before this one have had their turn: they leave the set if a permit is
+--       free   5 the beginning of the waiters' own channels: a waiter before this one whose channel
+--       has no subscriber is dead, and leaves the set if a permit is free
+-- Returns  {rank, free, ms}  rank: how many waiters are before this one, -1 if the server refuses to
+--                            register it: its user lacks a right, or memory is full
+--                            free: how many permits are free now
+--                            ms: until the one with this rank is free, or the last one: 0 now, -1 if
+--                            that does not expire
+--          0                 it does not ask
 local is_registered = type(redis.pcall('ZADD', KEYS[1], ARGV[2], ARGV[1])) == 'number'
 if is_registered then
   redis.call('PEXPIRE', KEYS[1], ARGV[3])
@@ -17,25 +20,32 @@ end
 if #KEYS == 1 then
   return 0
 end
-local least = -1
+local ends, free, lasting = {}, 0, math.huge
 for i = 2, #KEYS do
   local ms = redis.call('PTTL', KEYS[i])
   if ms == -2 then
-    least = 0
-    break
-  elseif ms >= 0 and (least < 0 or ms < least) then
-    least = math.max(ms, 1)
+    free = free + 1
+  else
+    ends[#ends + 1] = ms < 0 and lasting or math.max(ms, 1)
   end
 end
-if not is_registered then
-  return {-1, least}
+
+-- ms until the permit is free that those before leave to a waiter
+local function free_in(rank)
+  if rank < free or #ends == 0 then
+    return 0
+  end
+  table.sort(ends)
+  local ms = ends[math.min(rank - free + 1, #ends)]
+  return ms == lasting and -1 or ms
 end
-local rank = redis.pcall('ZRANK', KEYS[1], ARGV[1])
+
+local rank = is_registered and redis.pcall('ZRANK', KEYS[1], ARGV[1])
 if type(rank) ~= 'number' then
-  return {-1, least}
+  return {-1, free, free_in(0)}
 end
-if least ~= 0 or rank == 0 then
-  return {rank, least}
+if free == 0 or rank == 0 then
+  return {rank, free, free_in(rank)}
 end
 local passed, channels = tonumber(ARGV[4]), {}
 local before = redis.pcall('ZRANGE', KEYS[1], 0, math.min(rank, 100) - 1)
@@ -49,4 +59,4 @@ for place, waiter in ipairs(before) do
     rank = rank - 1
   end
 end
-return {rank, least}
+return {rank, free, free_in(rank)}

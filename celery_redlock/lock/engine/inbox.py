@@ -1,0 +1,291 @@
+"""What the nodes know of those in this process that wait for a lock, and how releases name them.
+
+The nodes know since when this process waits for a resource, and a release names the first processes
+on their inboxes. A message is only a hint: who is named makes an ordinary round. An `Inbox` has one
+name for a `Line`: `callers.py` is one, a worker's waiting messages are the other one. What one that
+waits does next: `model/handoff.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import socket
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+from celery_redlock.lock.engine.rounds import PlaceRound
+from celery_redlock.lock.model.handoff import (
+    ACTED,
+    FALLBACK,
+    LADDER,
+    TURN,
+    Named,
+    Namings,
+    Place,
+    Step,
+)
+from celery_redlock.lock.model.keys import inbox_channel
+from celery_redlock.lock.model.votes import quorum_of
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.coroutines import ThreadPool, WorkItem
+from celery_redlock.lock.server.requests import MOST_ASKED, REGISTER
+from celery_redlock.lock.server.restart_guard import Servers
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
+from celery_redlock.lock.transport.subscriber import Subscriber
+
+Report = Callable[[Place | None], object]
+Question = tuple[float, int, tuple[Report, ...]]  # since, passed, and reports of its reply
+OnMessage = Callable[[str, str, int], object]
+
+
+class Line(Protocol):
+    """Those in this process that wait under one name."""
+
+    def since(self, resource: str) -> float | None:
+        """Return since when the first one waits for a resource; None if nobody does."""
+
+    def resources(self) -> Collection[str]:
+        """Return the resources that somebody waits for; called by any thread."""
+
+    def on_step(self, resource: str, step: Step, due: float) -> None:
+        """Learn that a release names this process. due: monotonic seconds. Must not wait."""
+
+    def on_listening(self) -> None:
+        """Learn that the inbox opens on a node, which may have announced releases before."""
+
+
+class Inbox:
+    """One name of this process on the nodes, and a subscriber connection to each of them.
+
+    The connections are made for the first one that waits. drain_by: has replies read by a monotonic
+    second. threads: in which `ask` waits for replies. host: the beginning of the name. channels:
+    returns other channels to hear, whose messages go to on_other as (channel, message, node).
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        threads: ThreadPool,
+        drain_by: Callable[[float], None],
+        platform: Platform,
+        line: Line,
+        host: str = "",
+        channels: Callable[[], set[str]] = set,
+        on_other: OnMessage | None = None,
+    ) -> None:
+        self._servers, self._threads, self._drain_by = servers, threads, drain_by
+        self._platform, self._line, self._host = platform, line, host or socket.gethostname()
+        self._others, self._on_other = channels, on_other
+        self.forget()
+
+    def forget(self) -> None:
+        """Reset in a forked child, which gets another name: connections stay with the parent."""
+        options, token = self._servers.options, self._platform.new_token()
+        self.name = f"{self._host}:{os.getpid()}:{token[:8]}"
+        self.channel = inbox_channel(options.prefix, self.name)
+        self._subscribers: dict[None, list[Subscriber]] = {}
+        self._registered: dict[str, float] = {}  # by resource: since when, as the nodes know it
+        self._struck_at: dict[int, float] = {}  # monotonic seconds, by node
+        # by resource and limit: the one in flight, and the next one
+        self._questions: dict[tuple[str, int], list[Question]] = {}
+        self._counting = self._platform.new_mutex()
+        self._namings = Namings(quorum_of(len(self._servers.nodes.nodes)))
+
+    # what the nodes know
+
+    def changed(self, resource: str) -> None:
+        """Let the nodes know since when the first one waits, or that nobody does. Never waits."""
+        since, known = self._line.since(resource), self._registered.get(resource)
+        if since is None:
+            if known is not None:
+                self._unregister(resource)
+            return
+        self.listen()
+        if known is None:
+            if self.is_listening:  # before, a release would take this process for dead
+                self._write(self._register(resource, since), REGISTER)
+        elif known != since:
+            self._registered[resource] = since
+            self._write(self._servers.requests.update(self.name, resource, since))
+
+    def _register(self, resource: str, since: float, limit: int = 0, passed: int = 0) -> bytes:
+        self._registered[resource] = since
+        return self._servers.requests.register(self.name, resource, since, limit, passed)
+
+    def _unregister(self, resource: str) -> None:
+        self._write(self._servers.requests.unregister(self.name, resource))
+        self._registered.pop(resource, None)  # last: an exception may cut this off before
+        if self._line.since(resource) is not None:  # another thread has begun to wait meanwhile
+            self.changed(resource)
+
+    def _strike(self, resource: str, node: int) -> None:
+        """Let one node forget a registration that came late, or that was not undone.
+
+        No other node, and once a turn: one that sends any number of messages causes few commands,
+        and to itself alone.
+        """
+        now = self._platform.clock.now()
+        if now - self._struck_at.get(node, -math.inf) < TURN:
+            return  # each release names this process again
+        self._struck_at[node] = now
+        request = self._servers.requests.unregister(self.name, resource)
+        self._servers.nodes.send_to(node, Command(request, IGNORE_REPLY))
+        self._drain_by(now + self._servers.nodes.timeout)
+        if resource in self._line.resources():  # somebody has begun to wait meanwhile
+            self._line.on_listening()
+
+    def register_again(self, resource: str) -> None:
+        """Register anew: another process may have taken this one for dead. Never waits."""
+        since = self._line.since(resource)
+        if since is not None and self.is_listening:
+            self._write(self._register(resource, since), REGISTER)
+
+    def _write(self, request: bytes, script: Any = None) -> None:
+        nodes = self._servers.nodes
+        now = nodes.clock.now()
+        nodes.broadcast(Command(request, IGNORE_REPLY, script), now)
+        self._drain_by(now + nodes.timeout)
+
+    def leave(self) -> None:
+        """Let the nodes forget this name."""
+        for resource in list(self._registered):
+            self._registered.pop(resource, None)
+            self._write(self._servers.requests.unregister(self.name, resource))
+
+    # whose turn it is
+
+    def place(self, resource: str, limit: int, passed: int) -> Place | None:
+        """Register, and return how this process stands; None if the nodes do not say. Waits.
+
+        passed: how many before it have had their turn: they leave the nodes' sets if a permit is
+        free. None also if no release would name this process, or if the lock has more permits than
+        one question asks about.
+        """
+        since = self._line.since(resource)
+        if since is None or limit > MOST_ASKED or not self.is_listening:
+            return None
+        round_, until = self._send(resource, limit, since, passed)
+        self._servers.nodes.wait(round_, until)
+        return round_.place
+
+    def ask(self, resource: str, limit: int, passed: int, report: Report) -> None:
+        """Do what `place` does without waiting; report: called in another thread.
+
+        One question for each resource and limit is in flight: those that come meanwhile follow as
+        one, so that a flood of messages makes no flood of questions.
+        """
+        since = self._line.since(resource)
+        if since is None or limit > MOST_ASKED:
+            report(None)
+            return
+        asked = resource, limit
+        with self._counting:
+            questions = self._questions.setdefault(asked, [])
+            is_in_flight = bool(questions)
+            reports: tuple[Report, ...] = questions[1][2] if questions[1:] else ()
+            question = since, passed, (*reports, report)
+            questions[1:] = [question]
+        if not is_in_flight:
+            self._ask(asked, question)
+
+    def _ask(self, asked: tuple[str, int], question: Question) -> None:
+        since, passed, reports = question
+
+        def wait() -> None:
+            self._servers.nodes.wait(round_, until, native=True)
+
+        def on_place() -> None:
+            with self._counting:
+                following = self._questions.pop(asked, [])[1:]
+                if following:
+                    self._questions[asked] = following
+            if following:
+                self._ask(asked, following[0])
+            for report in reports:
+                report(round_.place)
+
+        try:
+            round_, until = self._send(*asked, since, passed)
+            self._threads.add(WorkItem(wait, on_place))
+        except BaseException:  # for example, no thread can be started: later questions are asked
+            with self._counting:
+                self._questions.pop(asked, None)
+            raise
+
+    def _send(
+        self, resource: str, limit: int, since: float, passed: int
+    ) -> tuple[PlaceRound, float]:
+        """Send a question; return it, and until when replies count, in monotonic seconds."""
+        nodes = self._servers.nodes
+        request = self._register(resource, since, limit, passed)
+        round_, now = PlaceRound(len(nodes.nodes)), nodes.clock.now()
+        nodes.broadcast(Command(request, round_, REGISTER), now)
+        # also a reply that nobody waits for is read: the server may have forgotten the script
+        self._drain_by(now + nodes.timeout)
+        return round_, now + nodes.timeout
+
+    # what the nodes say
+
+    def channels(self) -> set[str]:
+        """Return the channels to subscribe to; called by any thread."""
+        return self._others() | ({self.channel} if self._line.resources() else set())
+
+    def listen(self) -> None:
+        """Have each subscriber that lacks a subscription make it. Never waits."""
+        if not self._subscribers:
+            servers = self._servers
+            how = servers.options.node_timeout, self._platform, self.channels
+            new = self._platform.new_subscriber or Subscriber
+            made = [
+                new(node.address, *how, functools.partial(self.on_message, node=node.index))
+                for node in servers.nodes.nodes
+            ]
+            self._subscribers.setdefault(None, made)
+        channels = self.channels()
+        for subscriber in self._subscribers[None]:
+            if not channels <= subscriber.asked:
+                subscriber.resubscribe()
+
+    def subscriptions(self, channel: str) -> int:
+        """Return how many nodes have confirmed the subscription to a channel."""
+        return sum(channel in one.confirmed for one in self._subscribers.get(None, []))
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether at least one node can name this process."""
+        return self.subscriptions(self.channel) > 0
+
+    def on_message(self, channel: str, message: str, node: int) -> None:
+        """Take one node's message; "" as a subscription begins. In the subscribers' threads."""
+        if channel != self.channel:
+            if self._on_other is not None:
+                self._on_other(channel, message, node)
+            return
+        if not message:
+            for resource, since in list(self._registered.items()):  # it may have forgotten them
+                request = self._servers.requests.register(self.name, resource, since)
+                self._servers.nodes.send_to(node, Command(request, IGNORE_REPLY, REGISTER))
+            self._drain_by(self._platform.clock.now() + self._servers.nodes.timeout)
+            self._line.on_listening()
+            return
+        named = Named.parse(message, self._servers.options.prefix)
+        if named is None:
+            return
+        if named.resource not in self._line.resources():
+            self._strike(named.resource, node)
+            return
+        with self._counting:
+            turns = self._namings.turns(named, node)
+        if turns is None:
+            return
+        now = self._platform.clock.now()
+        is_agreed = named.rank == turns  # else the nodes differ, or a majority has not spoken yet
+        why = FALLBACK if not is_agreed else LADDER if turns else ACTED
+        self._line.on_step(named.resource, Step(why, turns, now), now + turns * TURN)
+
+    def close(self) -> None:
+        """Close the connections for ever."""
+        for subscriber in self._subscribers.get(None, []):
+            subscriber.close()

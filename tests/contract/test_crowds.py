@@ -1,0 +1,128 @@
+"""Many callers of one process that wait: they cost little, and each ends as it was told.
+
+`crowds` says what is measured, and how.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from celery_redlock import Redlock
+from celery_redlock.testing import EmbeddedNode
+from tests.clocks import HOUR, WallClock
+from tests.conftest import NODE_TIMEOUT
+from tests.contract.crowds import (
+    GREENLETS,
+    RESOURCES,
+    THREADS,
+    WAIT,
+    Caller,
+    calling,
+    measure,
+    see_waiting,
+)
+
+ROUNDS = 4  # releases of one lock to two callers
+
+
+def figures(case: str, nodes: Sequence[EmbeddedNode]) -> Any:
+    return measure(case, [node.url for node in nodes])
+
+
+@pytest.mark.slow
+def test_threads_that_wait_for_one_lock_cost_next_to_nothing(nodes: list[EmbeddedNode]) -> None:
+    found = figures("threads", nodes)
+    assert found["cpu"] <= 0.05 + found["control"], found
+    assert found["unrelated"], found
+    assert found["ends"] == {"LockTaken": THREADS}, found
+    assert found["overrun"] < 1.0, found
+
+
+def test_coroutines_that_wait_for_one_lock_leave_the_nodes_in_peace(
+    nodes: list[EmbeddedNode],
+) -> None:
+    found = figures("coroutines", nodes)
+    assert found["commands"] <= 600, found
+
+
+@pytest.mark.slow
+def test_coroutines_that_wait_for_a_resource_each_let_the_event_loop_run(
+    nodes: list[EmbeddedNode],
+) -> None:
+    found = figures("resources", nodes)
+    assert found["stood_still"] < 1.0, found
+    assert found["seconds"] < 10.0, found  # with wait=8
+    assert found["ends"] == {"LockTaken": RESOURCES}, found
+
+
+@pytest.mark.slow
+def test_greenlets_that_wait_need_no_descriptors(nodes: list[EmbeddedNode]) -> None:
+    found = figures("gevent", nodes)
+    assert found["ends"] == {"LockTaken": GREENLETS}, found
+    # spare pollers, and the subscriber connections, which are kept for a while
+    assert found["after"] <= found["before"] + 8 + 3 * len(nodes), found
+    assert found["later"] == ["acquired", True, True], found
+
+
+@pytest.mark.slow
+def test_a_process_that_had_no_descriptors_renews_and_releases_again(
+    nodes: list[EmbeddedNode],
+) -> None:
+    assert figures("shortage", nodes) == {"later": ["acquired", True, True]}
+
+
+@pytest.mark.slow
+def test_permits_above_the_hundredth_are_used_as_soon_as_they_are_free(
+    nodes: list[EmbeddedNode],
+) -> None:
+    for how, (taken, seconds) in figures("permits", nodes).items():
+        assert (taken, seconds < 5.0) == (50, True), (how, taken, seconds)
+
+
+@pytest.mark.parametrize("ahead", [-HOUR, HOUR])
+def test_who_began_to_wait_first_is_named_first_whatever_its_wall_clock_says(
+    nodes: list[EmbeddedNode], wall_clock: WallClock, ahead: int
+) -> None:
+    urls = [node.url for node in nodes]
+    wall_clock.set(ahead)
+    with (
+        calling(urls) as right,
+        calling(urls, wall_clock.environment) as wrong,
+        Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock,
+    ):
+        # one whose clock is behind would come first by its own time, one that is ahead last
+        first, second = (right, wrong) if ahead < 0 else (wrong, right)
+        firsts = 0
+        for number in range(ROUNDS):
+            name = f"r{number}"
+            with redlock.lock(name, wait=WAIT):
+                for count, caller in enumerate((first, second), start=1):
+                    caller.wait(name)
+                    see_waiting(urls, name, count)
+            winner = next_of(first, second)
+            firsts += winner is first
+            for caller in (winner, second if winner is first else first):
+                caller.got()
+                caller.release()
+    assert firsts >= ROUNDS - 1  # a machine that stalls for 100 ms gives the second one its turn
+
+
+def next_of(*callers: Caller) -> Caller:
+    """Return the caller that gets the lock next."""
+    by_output = {caller.output: caller for caller in callers}
+    (output,), _, _ = select.select(list(by_output), [], [], WAIT)
+    return by_output[output]
+
+
+def test_forged_release_messages_make_no_caller_busy_and_hide_no_real_one(
+    nodes: list[EmbeddedNode],
+) -> None:
+    found = figures("flood", nodes)
+    for forged in (found["waited"], found["others"]):
+        assert forged["messages"] > 1000, found
+        assert forged["commands"] <= 100, found
+    assert found["got"] < 5.0, found

@@ -1,0 +1,285 @@
+"""Refused messages that stay in their worker, unacknowledged: not published again, and never lost.
+
+The lock is held by the test. A message of a task that acknowledges late is refused it, and waits in
+the worker's main process.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.conftest import eventually
+from tests.integration.conftest import Stage, overlaps, set_stage, slow_but, virtual_host
+from tests.integration.deliveries import heard, messages_of, see_drained
+
+POOLS = ("prefork", "threads", "solo", "gevent")
+FAST = ("prefork", "gevent")
+# such a message tries again and again, at the end of its countdowns
+BUDGET = {"max_wait": 1000.0, "backoff": {"first": 0.2, "cap": 0.2}}
+VISIBILITY = 8.0  # s
+LIMIT, CROWD = 8, 20  # messages that a worker may have, and that wait
+BEHIND = 50
+
+
+def in_queue(stage: Stage) -> list[dict[str, Any]]:
+    """Return the messages of the queue."""
+    return [json.loads(text) for text in stage.broker.client().lrange("celery", 0, -1)]
+
+
+def received(worker: WorkerProcess, result: Any) -> int:
+    """Return how often a worker has received a message."""
+    return worker.output().count(f"{result.id}] received")
+
+
+def see_unacknowledged(stage: Stage, count: int) -> None:
+    """Return when workers have so many messages."""
+    eventually(lambda: stage.broker.client().hlen("unacked") == count)
+
+
+def see_success(stage: Stage, *results: Any) -> None:
+    """Return when all of them have succeeded."""
+    eventually(lambda: {stage.info(result)["status"] for result in results} == {"SUCCESS"})
+
+
+def begin_until(stage: Stage, key: str) -> Any:
+    """Have a body run until `go` is called; return its result."""
+    result = stage.tasks.until.delay(key, "go")
+    stage.wait_for("begin")
+    return result
+
+
+def go(stage: Stage) -> None:
+    stage.log.with_name("go").touch()
+
+
+@pytest.mark.parametrize("pool", slow_but(FAST, POOLS))
+def test_it_is_received_once_and_keeps_its_count_and_the_time_of_its_first_try(
+    stage: Stage, pool: str
+) -> None:
+    worker = stage.worker(pool=pool, concurrency=1 if pool == "solo" else 2, options=["-E"])
+    with heard(stage, "task-deferred") as events, stage.tasks.late.lock_for("k", wait=60):
+        result = stage.tasks.late.apply_async(("k",), lock=BUDGET)
+        stage.see_deferred(result, 4)
+        see_unacknowledged(stage, 1)
+        assert not in_queue(stage)
+        eventually(lambda: len(events) >= 4)
+    assert [event["deferrals"] for event in events[:4]] == [1, 2, 3, 4]
+    waited = [event["waited"] for event in events[:4]]
+    assert waited == sorted(waited)
+    assert waited[-1] > 0
+    see_success(stage, result)
+    see_drained(stage)
+    assert (received(worker, result), stage.runs_of("k")) == (1, 1)
+
+
+def test_a_worker_that_stops_publishes_it_with_its_count(stage: Stage) -> None:
+    worker = stage.worker()
+    with stage.tasks.late.lock_for("k", wait=60):
+        first, second = (stage.tasks.late.apply_async(("k",), lock=BUDGET) for _ in range(2))
+        for result in (first, second):
+            stage.see_deferred(result, 3)
+        worker.stop(60)
+        messages = in_queue(stage)
+        assert {one["headers"]["id"] for one in messages} == {first.id, second.id}
+        assert len(messages) == 2
+        see_unacknowledged(stage, 0)
+        for one in messages:
+            deferral = one["headers"]["redlock"]["deferral"]
+            assert deferral["count"] >= 3
+            assert deferral["since"] <= deferral["at"]
+        stage.worker("w2")
+        stage.see_deferred(first, deferrals(messages, first) + 1)
+    see_success(stage, first, second)
+    see_drained(stage)
+    assert stage.runs_of("k") == 2
+
+
+def deferrals(messages: list[dict[str, Any]], result: Any) -> int:
+    (of_it,) = [one for one in messages if one["headers"]["id"] == result.id]
+    return int(of_it["headers"]["redlock"]["deferral"]["count"])
+
+
+@pytest.mark.parametrize("pool", slow_but(["prefork"], ["prefork", "threads", "gevent"]))
+def test_one_that_is_refused_while_its_worker_stops_is_published(stage: Stage, pool: str) -> None:
+    worker = stage.worker(pool=pool, concurrency=2)
+    with stage.tasks.work.lock_for("k", wait=60):
+        result = stage.tasks.decided_late.delay("k", "at last defer")
+        stage.wait_for("asked")
+        worker.signal(signal.SIGTERM)
+        eventually(lambda: not stage.app.control.ping(timeout=1))  # it consumes no more
+        stage.log.with_name("k decides").touch()
+        worker.wait(60)
+        (message,) = in_queue(stage)
+        assert message["headers"]["id"] == result.id
+        assert message["headers"]["redlock"]["deferral"]["count"] >= 1
+        see_unacknowledged(stage, 0)
+
+
+def test_a_worker_that_quits_leaves_it_to_the_broker(stage: Stage) -> None:
+    worker = stage.worker()
+    with stage.tasks.late.lock_for("k", wait=60):
+        result = stage.tasks.late.delay("k")
+        stage.see_deferred(result)
+        worker.signal(signal.SIGQUIT)
+        worker.wait(60)
+        assert set(messages_of(stage)) == {result.id}
+        stage.worker("w2")
+        stage.see_deferred(result)
+    see_success(stage, result)
+    see_drained(stage)
+    assert stage.runs_of("k") == 1
+
+
+def test_one_that_is_terminated_while_it_waits_ends_no_other_run(stage: Stage) -> None:
+    """Its own run has ended; another message may be in the same child by now."""
+    worker = stage.worker(concurrency=1)
+    with stage.tasks.late.lock_for("k", wait=60):
+        waiting = stage.tasks.late.delay("k")
+        stage.see_deferred(waiting)
+        running = begin_until(stage, "other")
+        stage.app.control.revoke(waiting.id, terminate=True, signal="SIGKILL", reply=True)
+        go(stage)
+        see_success(stage, running)
+        eventually(lambda: stage.info(waiting)["status"] == "REVOKED")
+    see_drained(stage)
+    assert "Worker exited prematurely" not in worker.output()
+    assert stage.runs_of("k") == 0
+
+
+def test_it_leaves_before_its_visibility_timeout(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, broker_transport_options={"visibility_timeout": VISIBILITY})
+    worker = stage.worker()
+    with stage.tasks.late.lock_for("k", wait=60):
+        result = stage.tasks.late.delay("k")
+        eventually(lambda: received(worker, result) == 3)
+        assert stage.deferrals(result) >= 2
+    see_success(stage, result)
+    see_drained(stage)
+    assert stage.runs_of("k") == 1
+
+
+def test_those_above_the_workers_capacity_leave_and_others_get_past_them(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    stage = make_stage(nodes, worker_eta_task_limit=LIMIT)
+    stage.worker(concurrency=2)
+    with stage.tasks.late.lock_for("k", wait=60):
+        results = [stage.tasks.late.delay("k") for _ in range(CROWD)]
+        for number in range(3):
+            assert stage.tasks.work.delay(f"other{number}").get(timeout=60) == 0
+            assert stage.broker.client().hlen("unacked") <= LIMIT
+        for result in results:
+            stage.see_deferred(result)
+    see_success(stage, *results)
+    see_drained(stage)
+    assert stage.runs_of("k") == CROWD
+    assert not overlaps(stage.intervals()["k"])
+
+
+@pytest.mark.parametrize("name", ["work", "late"], ids=["acks early", "acks late"])
+def test_a_second_message_of_a_key_that_runs_here_does_not_reach_the_pool(
+    stage: Stage, name: str
+) -> None:
+    """Nor does it keep the last slot from a message of another key."""
+    stage.log.with_name("signals").touch()
+    worker = stage.worker(concurrency=2)
+    running = begin_until(stage, "k")
+    result = getattr(stage.tasks, name).delay("k")
+    stage.see_deferred(result)
+    (deferred,) = stage.lines("lock_deferred")
+    assert (deferred.pid, received(worker, result)) == (worker.pid, 1)
+    assert stage.info(result)["result"]["holder"].startswith(running.id)
+    assert stage.tasks.work.delay("other").get(timeout=60) == 0
+    go(stage)
+    see_success(stage, result)
+    see_drained(stage)
+    assert not overlaps(stage.intervals()["k"])
+
+
+def test_a_message_waits_for_a_run_of_its_worker_that_has_not_begun(
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+) -> None:
+    """Its lock is free until then, and both would begin at once."""
+    stage = make_stage(nodes, worker_prefetch_multiplier=4)
+    stage.log.with_name("signals").touch()
+    worker = stage.worker(concurrency=2)
+    busy = [stage.tasks.until.delay(key, "go") for key in ("a", "b")]
+    stage.wait_for("begin", 2)
+    first, second = (stage.tasks.late.delay("k", 0.5) for _ in range(2))
+    stage.see_deferred(second)
+    eventually(lambda: f"{first.id}] received" in worker.output())
+    go(stage)
+    see_success(stage, *busy, first, second)
+    (deferred,) = [line for line in stage.lines("lock_deferred") if line.key == "k:k"]
+    assert deferred.pid == worker.pid
+    assert not overlaps(stage.intervals()["k"])
+
+
+def test_one_that_was_acknowledged_comes_back_before_all_that_wait_in_its_queue(
+    stage: Stage,
+) -> None:
+    with stage.tasks.work.lock_for("k", wait=60):
+        result = stage.tasks.work.delay("k")
+        others = [stage.tasks.add.delay(n, n) for n in range(BEHIND)]
+        worker = stage.worker(concurrency=2)
+        eventually(lambda: received(worker, result) == 2)
+        eventually(lambda: received(worker, others[-1]) == 1)
+        said = worker.output()
+        assert said.rindex(f"{result.id}] received") < said.index(f"{others[-1].id}] received")
+    assert result.get(timeout=60) == 0
+
+
+@pytest.fixture(scope="module")
+def rabbitmq() -> Iterator[str]:
+    with virtual_host() as url:
+        yield url
+
+
+@pytest.mark.parametrize(("kind", "times"), [("classic", 1), ("quorum", 2)])
+def test_over_rabbitmq_it_is_published_again_if_the_prefetch_cannot_grow(
+    nodes: list[EmbeddedNode],
+    standing_broker: EmbeddedNode,
+    rabbitmq: str,
+    tmp_path: Path,
+    kind: str,
+    times: int,
+) -> None:
+    with ExitStack() as stack:
+        stage = set_stage(stack, tmp_path, nodes, standing_broker, rabbitmq, kind)
+        worker = stage.worker(concurrency=2)
+        with stage.tasks.late.lock_for("k", wait=60):
+            result = stage.tasks.late.delay("k")
+            stage.see_deferred(result, times)
+            eventually(lambda: received(worker, result) == times)
+        see_success(stage, result)
+        assert stage.runs_of("k") == 1
+
+
+def test_a_worker_of_rabbitmq_that_stops_publishes_it_with_its_count(
+    nodes: list[EmbeddedNode], standing_broker: EmbeddedNode, rabbitmq: str, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        stage = set_stage(stack, tmp_path, nodes, standing_broker, rabbitmq, "classic")
+        stage.log.with_name("signals").touch()
+        worker = stage.worker()
+        with stage.tasks.late.lock_for("k", wait=60):
+            result = stage.tasks.late.apply_async(("k",), lock=BUDGET)
+            stage.see_deferred(result, 3)
+            worker.stop(60)
+            last = stage.deferrals(result)
+            second = stage.worker("w2")
+            stage.see_deferred(result, last + 1)
+        see_success(stage, result)
+        counts = [line.more["deferrals"] for line in stage.lines("lock_deferred")]
+        assert counts == list(range(1, len(counts) + 1))
+        assert (received(second, result), stage.runs_of("k")) == (1, 1)
