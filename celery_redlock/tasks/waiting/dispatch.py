@@ -135,11 +135,16 @@ class Dispatcher:
         worker has its lock, or is about to ask for it.
         Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
         """
+        if not self.holds_back(waiter, is_named=is_named):
+            self._dispatch_now(waiter, is_named=is_named)
+
+    def holds_back(self, waiter: Waiter, *, is_named: bool) -> bool:
+        """Let a message wait on whose lock a run of this worker has; return whether it does."""
         waits = waiter.waits_for_release and waiter.queue.limit == 1 and not is_named
         if waits and self.run_of(waiter.queue.resource) is not None:
             self.postpone(waiter, waiter.pause)
-            return
-        self._dispatch_now(waiter, is_named=is_named)
+            return True
+        return False
 
     def _dispatch_now(self, waiter: Waiter, *, is_named: bool = False) -> None:
         request = waiter.request

@@ -196,6 +196,8 @@ class Successor:
         self.dispatcher.postpone(head, min(pause, after_lease))
 
     def _dispatch(self, head: Waiter, step: Step) -> None:
+        if self.dispatcher.holds_back(head, is_named=step.named_at is not None):
+            return
         if step.named_at is not None:
             released_at = utc_now().timestamp() - (self._clock.now() - step.named_at)
             head.request.request_dict["properties"][NAMED_AT] = released_at

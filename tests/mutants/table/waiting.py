@@ -658,7 +658,7 @@ MUTANTS = (
             ),
             (
                 "a message does not wait for a run of its worker that has not begun",
-                "tasks.waiting.dispatch:Dispatcher.dispatch",
+                "tasks.waiting.dispatch:Dispatcher.holds_back",
                 "if waits and self.run_of(waiter.queue.resource) is not None:",
                 "if False:",
                 "that_has_not_begun",
