@@ -249,7 +249,7 @@ def test_what_ends_a_deferred_run_comes_through_to_the_main_process_as_it_was(
     assert get_pickleable_exception(error) is error
     for one in back:
         assert type(one) is Deferred
-        assert one.args == (deferral,)
+        assert (one.deferral, one.stays) == (deferral, False)
         assert str(one) == "deferred: ?"
 
 

@@ -82,6 +82,7 @@ class Callers:
     def join(self, caller: Caller) -> None:
         """Let a caller wait. The first one is to ask: a release may have come before it joined."""
         self._add(caller)
+        self.inbox.listen()
         if self.inbox.is_listening and self.first_of(caller) is caller:
             caller.plan(Step(LOOK), self._clock.now())  # which registers it, too
         else:

@@ -104,6 +104,8 @@ class Subscriber:
 
         self._turn.run(end)  # refused if a caller asks for a channel just now
         self._look()
+        if over and self._channels():  # who has just begun to wait has seen the old subscriptions
+            self.resubscribe()
         return over
 
     def _listen(self) -> bool:
