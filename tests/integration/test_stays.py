@@ -225,6 +225,16 @@ def test_a_message_waits_for_a_run_of_its_worker_that_has_not_begun(
     assert not overlaps(stage.intervals()["k"])
 
 
+def test_a_run_without_its_lock_holds_back_no_message_of_its_worker(stage: Stage) -> None:
+    stage.worker(concurrency=2)
+    running = stage.tasks.releases_early.delay("k", "go")
+    stage.wait_for("released")
+    assert stage.tasks.work.delay("k").get(timeout=60) == 0
+    assert stage.info(running)["status"] != "SUCCESS"
+    go(stage)
+    see_success(stage, running)
+
+
 def test_one_that_was_acknowledged_comes_back_before_all_that_wait_in_its_queue(
     stage: Stage,
 ) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 from celery.worker import state
 
 from celery_redlock import anchors
+from celery_redlock.lock.model.handoff import TURN
 from celery_redlock.lock.platform.clock import Clock
-from celery_redlock.tasks.delivery.delivery import HAS_ROOM
+from celery_redlock.tasks.delivery.delivery import HAS_ROOM, utc_now
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import QueueKey, Waiter, WaitQueues
@@ -92,10 +93,12 @@ class Dispatcher:
     def schedule(self, request: Any, countdown: float) -> None:
         """Do what Celery does for a message with a countdown, for one that was in the pool.
 
+        All but the prefetch, which the caller raises after the message is in: at its limit Celery
+        adds nothing.
+
         Source: celery.worker.strategy; `task_scheduled` is new in 5.7.
         """
         self._dispatched.discard(request)
-        self._consumer.qos.increment_eventually()
         entry = self._loop.call_after(
             countdown, self._consumer.apply_eta_task, request, priority=ETA_PRIORITY
         )
@@ -139,10 +142,20 @@ class Dispatcher:
             self._dispatch_now(waiter, is_named=is_named)
 
     def holds_back(self, waiter: Waiter, *, is_named: bool) -> bool:
-        """Let a message wait on whose lock a run of this worker has; return whether it does."""
+        """Let a message wait on that a run of this worker is before; return whether it does.
+
+        Not if the run began a while ago: it has asked for the lock since, and has none any more if
+        the nodes say that it is free.
+        """
         waits = waiter.waits_for_release and waiter.queue.limit == 1 and not is_named
-        if waits and self.run_of(waiter.queue.resource) is not None:
+        run = self.run_of(waiter.queue.resource) if waits else None
+        if run is None:
+            return False
+        if run.time_start is None:
             self.postpone(waiter, waiter.pause)
+            return True
+        if utc_now().timestamp() - run.time_start < self._times.asks_within:
+            self.postpone(waiter, TURN)  # or it has ended, and its result is on its way
             return True
         return False
 
@@ -185,7 +198,8 @@ class Dispatcher:
     def note_run(self, request: Any, resources: Iterable[str]) -> None:
         """Note which locks a message asks for that goes to the pool, each with one permit."""
         if self.has_slots:
-            self._runs.update(dict.fromkeys(resources, request))
+            new = (resource for resource in resources if self.run_of(resource) is None)
+            self._runs.update(dict.fromkeys(new, request))
 
     def run_of(self, resource: str) -> Any:
         """Return the request of this worker that has a lock, or is about to ask for it; or None.
@@ -197,9 +211,9 @@ class Dispatcher:
 
     def forget_ended_runs(self) -> None:
         """Forget the runs that are in the pool no more."""
-        ended = [name for name, run in self._runs.items() if run not in state.reserved_requests]
-        for resource in ended:
-            del self._runs[resource]
+        for resource, run in list(self._runs.items()):  # another thread may note one
+            if run not in state.reserved_requests:
+                self._runs.pop(resource, None)
 
     def on_token(self, request: Any) -> None:
         """Let a message run as its rate allows it."""
@@ -298,8 +312,9 @@ class Dispatcher:
         seconds = self.queues.retry_in(waiter, self._clock.now())
         if seconds is None:
             return
-        self._loop.cancel(waiter.timer_entry)
         request = waiter.request
+        celerys = getattr(request, "_eta_timer_entry", None)  # else it outlives the connection
+        self._loop.cancel(celerys if waiter.timer_entry is None else waiter.timer_entry)
         entry = self._loop.call_after(seconds, self._on_retry, request, priority=ETA_PRIORITY)
         waiter.timer_entry = entry
         if hasattr(request, "_eta_timer_entry"):  # so that Celery 5.7 cancels it

@@ -181,6 +181,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         The broker delivers it again if it came over a connection that was lost.
         Source: celery.worker.consumer.tasks makes a consumer for each connection.
         """
+        if request.hostname != self._consumer.hostname:
+            return  # of another worker of the app in this process
         if self._end_sweeps is None:
             if self._is_stopping:
                 request.publish_again()
@@ -193,7 +195,10 @@ class WaitingRoom(bootsteps.StartStopStep):
         deferral = self._coming_back.pop(request, None)
         if deferral is not None:  # else the room was closed meanwhile
             self._dispatcher.schedule(request, deferral.countdown)
-            self.admit(request, deferral)
+            try:
+                self.admit(request, deferral)
+            finally:
+                self._consumer.qos.increment_eventually()
 
     def note_refusal(self, deferral: Deferral) -> None:
         """Remember for a moment that a run of this worker was refused a lock; in any thread."""

@@ -21,6 +21,7 @@ class WaitingTimes:
     looks of all heads, which register them, too. longest_pause: between two looks of a head whether
     its lock is free. after_lease: over which heads spread their looks after the end of a lease.
     remember_refusal: for which messages that come after a refused one wait without a try.
+    asks_within: a run asks for its lock within this time after its begin.
     """
 
     retry_next_after: float = 0.5
@@ -34,3 +35,4 @@ class WaitingTimes:
     longest_pause: float = 30.0
     after_lease: float = 0.25
     remember_refusal: float = 1.0
+    asks_within: float = 1.0

@@ -659,7 +659,7 @@ MUTANTS = (
             (
                 "a message does not wait for a run of its worker that has not begun",
                 "tasks.waiting.dispatch:Dispatcher.holds_back",
-                "if waits and self.run_of(waiter.queue.resource) is not None:",
+                "if run.time_start is None:",
                 "if False:",
                 "that_has_not_begun",
             ),
