@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import threading
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from weakref import ref
 
@@ -155,25 +153,3 @@ def test_one_that_was_closed_or_never_used_is_not(nodes: list[EmbeddedNode]) -> 
         gc.collect()
         assert gone() is None
     assert [str(one.message) for one in seen if "Redlock" in str(one.message)] == []
-
-
-@pytest.mark.slow
-def test_the_descriptors_of_many_waiters_go_after_a_while(nodes: list[EmbeddedNode]) -> None:
-    with over(nodes) as redlock, redlock.lock("r", wait=60):
-        settle(redlock)
-        before = descriptors()
-        gate, done = threading.Barrier(WAITERS + 1), threading.Event()
-
-        def wait() -> None:
-            gate.wait()
-            with contextlib.suppress(LockTaken):
-                while not done.is_set():
-                    redlock.lock("r", wait=1).acquire()
-
-        with ThreadPoolExecutor(WAITERS) as pool:
-            for _ in range(WAITERS):
-                pool.submit(wait)
-            gate.wait()
-            eventually(lambda: descriptors() > before + WAITERS)
-            done.set()
-        eventually(lambda: descriptors() <= before + 20)

@@ -34,7 +34,7 @@ from celery_redlock.lock.model.keys import (
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, HEADER, Deferral, LockHeader
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting.room import WaitingRoom, admit_received
 from celery_redlock.tasks.waiting.times import WaitingTimes
@@ -723,7 +723,7 @@ class TestNoQuorum:
         stage.admit("late", reason="no quorum")
         stage.turn_until(lambda: stage.handed_on == ["first", "late"])
 
-    def test_messages_of_one_node_alone_hand_on_nothing(self, stage: Stage) -> None:
+    def test_messages_of_one_node_alone_hand_on_once(self, stage: Stage) -> None:
         stage.admit("opens the channel", reason="no quorum")
         stage.turn_until(lambda: stage.handed_on)
         stage.turn_until(stage.hears_votes)
@@ -731,13 +731,16 @@ class TestNoQuorum:
         stage.clock.ahead += HOUR  # that quorum came long before the next message was refused
         stage.admit("one", reason="no quorum")
         alone, other = stage.nodes[0].client(), stage.nodes[1].client()
-        for number in range(20):
-            for _ in range(2):
-                alone.publish(VOTES, f"message {number}")
-        stage.turn_for(2 * TURN)
-        assert stage.handed_on == ["opens the channel"]
-        other.publish(VOTES, "message 19")
+        alone.publish(VOTES, "message")
         stage.turn_until(lambda: stage.handed_on == ["opens the channel", "one"])
+        stage.clock.ahead += 5 * CLOCKS_DIFFER  # that message came before the next one was refused
+        stage.admit("two", reason="no quorum")
+        for number in range(20):
+            alone.publish(VOTES, f"message {number}")
+        stage.turn_for(2 * TURN)
+        assert stage.handed_on == ["opens the channel", "one"]
+        other.publish(VOTES, "message 19")
+        stage.turn_until(lambda: stage.handed_on == ["opens the channel", "one", "two"])
 
 
 class TestCountdown:

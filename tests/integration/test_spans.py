@@ -55,7 +55,7 @@ def test_each_delivery_has_what_became_of_its_lock_on_its_span(
     stage.worker(module="tests.integration.traced", pool=pool, concurrency=3)
     held = stage.tasks.until.delay("k", "go")
     stage.wait_for("begin")
-    waiting = stage.tasks.fenced.apply_async(("k",), lock={"backoff": SLOW})
+    waiting = stage.tasks.fenced.apply_async(("k",), lock={"backoff": SLOW, "wait": 0.1})
     # the instrumentation keeps one span for each task id: the next delivery comes after this one
     republish = see_span(stage, waiting, "deferred")["attributes"]
     skipped = stage.tasks.work.apply_async(("k",), lock={"on_conflict": "skip"})

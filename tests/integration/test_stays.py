@@ -230,9 +230,9 @@ def test_a_run_without_its_lock_holds_back_no_message_of_its_worker(stage: Stage
     running = stage.tasks.releases_early.delay("k", "go")
     stage.wait_for("released")
     assert stage.tasks.work.delay("k").get(timeout=60) == 0
-    assert stage.info(running)["status"] != "SUCCESS"
+    assert not running.ready()
     go(stage)
-    see_success(stage, running)
+    running.get(timeout=60, propagate=False)
 
 
 def test_one_that_was_acknowledged_comes_back_before_all_that_wait_in_its_queue(

@@ -19,6 +19,7 @@ import random
 from typing import Any
 
 from celery_redlock.errors import RedlockError
+from celery_redlock.lock.model.keys import in_order
 from celery_redlock.tasks import signals
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.delivery import Delivery
@@ -78,7 +79,7 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
         return None
     args, kwargs = tuple(request.args), dict(request.kwargs)
     resources = config.keys.resources(options, TaskCall(delivery.task, args, kwargs, queue))
-    error = room.refusal_of(request, resources, options.limit)
+    error = room.refusal_of(request, in_order(resources), options.limit)  # as a run asks for them
     if error is None:
         return None
     now = time_of_nodes(delivery.task.app)

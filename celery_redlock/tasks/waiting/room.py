@@ -97,7 +97,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._redlock: Redlock | None = None
         self._quorum = 1
         self._votes = ""  # the channel that announces that nodes vote again
-        self._trusted = "", set[int]()  # the last message on it, and the nodes that sent it
+        self._trusted = ""  # the last message on it
+        self._trusted_at: dict[int, float] = {}  # monotonic seconds of a node's message
         self._end_sweeps: Callable[[], None] | None = None
         self._coming_back: dict[Any, Deferral] = {}  # by request
         self._forget()
@@ -293,18 +294,18 @@ class WaitingRoom(bootsteps.StartStopStep):
     def _on_quorum(self, message: str, node: int) -> None:
         """Dispatch all messages that wait for a quorum, as there may be one again.
 
-        message: of an operator's `trust`, the same from each node once all of them have done it: a
-        majority must send it, for one node alone could send any number. "" as a subscription
-        begins: of a quorum of nodes, one more is up than before.
+        message: of an operator's `trust`, the same from each node once all of them have done it. A
+        node counts once in a while, as it could send any number. "" as a subscription begins: of a
+        quorum of nodes, one more is up than before.
         """
+        now = self._clock.now()
         if message:
-            text, nodes = self._trusted if self._trusted[0] == message else (message, set[int]())
-            self._trusted = text, nodes | {node}
-            if node in nodes or len(nodes) + 1 != self._quorum:
+            is_late = now - self._trusted_at.get(node, -math.inf) > self._times.refresh_after
+            if message == self._trusted or not is_late:
                 return
+            self._trusted, self._trusted_at[node] = message, now
         elif self.inbox is None or self.inbox.subscriptions(self._votes) < self._quorum:
             return
-        now = self._clock.now()
         with self._dispatcher.mutex:
             waiters = self._dispatcher.queues.on(WITHOUT_QUORUM)
             self._quorum_history.record(now, {w.request.id for w in waiters})

@@ -282,8 +282,8 @@ MUTANTS = (
     Mutant(
         "one node alone makes all messages that wait for a quorum try",
         "tasks.waiting.room:WaitingRoom._on_quorum",
-        "if node in nodes or len(nodes)",
-        "if len(nodes)",
+        "if message == self._trusted or not is_late:",
+        "if message == self._trusted:",
         (ROOM,),
         "of_one_node_alone",
     ),
@@ -532,7 +532,7 @@ MUTANTS = (
             (
                 "a second message of a lock waits for its rate, and is refused then",
                 "_known_refusal",
-                "error = room.refusal_of(request, resources, options.limit)",
+                "error = room.refusal_of(request, in_order(resources), options.limit)",
                 "error = room.refusal_of(request, (), options.limit)",
                 "waits_for_its_rate",
             ),
