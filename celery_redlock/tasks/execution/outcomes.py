@@ -127,7 +127,7 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
 
 
 class Deferred(Ignore):
-    """Ends a run without its lock, once its message is published again. Its argument: the deferral.
+    """Ends a run without its lock, once its message is published again or is to stay.
 
     It reaches the worker's main process: see `tasks/worker_request.py`. stays: the message is not
     published again; it stays unacknowledged, and waits in the main process.

@@ -128,7 +128,7 @@ class Dispatcher:
         revoked = self._consumer.controller.state.revoked
         cancelled = [waiter for waiter in waiters if is_cancelled(waiter.request, revoked)]
         for waiter in cancelled:
-            self._dispatch_now(waiter)
+            self.dispatch_now(waiter)
         return bool(cancelled)
 
     def dispatch(self, waiter: Waiter, *, is_named: bool = False) -> None:
@@ -139,7 +139,7 @@ class Dispatcher:
         Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
         """
         if not self.holds_back(waiter, is_named=is_named):
-            self._dispatch_now(waiter, is_named=is_named)
+            self.dispatch_now(waiter, is_named=is_named)
 
     def holds_back(self, waiter: Waiter, *, is_named: bool) -> bool:
         """Let a message wait on that a run of this worker is before; return whether it does.
@@ -151,15 +151,15 @@ class Dispatcher:
         run = self.run_of(waiter.queue.resource) if waits else None
         if run is None:
             return False
-        if run.time_start is None:
-            self.postpone(waiter, waiter.pause)
-            return True
-        if utc_now().timestamp() - run.time_start < self._times.asks_within:
-            self.postpone(waiter, TURN)  # or it has ended, and its result is on its way
-            return True
-        return False
+        began = run.time_start
+        if began is not None and utc_now().timestamp() - began >= self._times.asks_within:
+            return False
+        # it has not begun; or it has ended, and its result is on its way
+        self.postpone(waiter, waiter.pause if began is None else TURN)
+        return True
 
-    def _dispatch_now(self, waiter: Waiter, *, is_named: bool = False) -> None:
+    def dispatch_now(self, waiter: Waiter, *, is_named: bool = False) -> None:
+        """Do what `dispatch` does, for a message that nothing holds back."""
         request = waiter.request
         try:
             celerys = getattr(request, "_eta_timer_entry", None)  # before 5.7 Celery's own stays
@@ -346,7 +346,7 @@ class Dispatcher:
             last = self.queues.last_of_longest() if self._above else None
         if last is not None:  # outside: a solo pool runs its body here
             last.request.request_dict["properties"][HAS_ROOM] = False
-            self._dispatch_now(last)
+            self.dispatch_now(last)
 
 
 def is_cancelled(request: Any, revoked: Container[str]) -> bool:

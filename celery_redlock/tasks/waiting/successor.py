@@ -205,7 +205,7 @@ class Successor:
             self._tell(head, step.why)
         resource, id_ = head.queue.resource, str(head.request.id)
         unless = "" if self.dispatcher.has_succeeded(id_) else id_  # "": that was an earlier one
-        self.dispatcher.dispatch(head, is_named=step.named_at is not None)
+        self.dispatcher.dispatch_now(head, is_named=step.named_at is not None)
         if resource == WITHOUT_QUORUM:
             return
         # it may be refused another lock before, and then no release of this one follows

@@ -387,9 +387,9 @@ MUTANTS = (
         "tasks.waiting.dispatch:Dispatcher._evict",
         """        if last is not None:  # outside: a solo pool runs its body here
             last.request.request_dict["properties"][HAS_ROOM] = False
-            self._dispatch_now(last)""",
+            self.dispatch_now(last)""",
         """            if last is not None:
-                self._dispatch_now(last)""",
+                self.dispatch_now(last)""",
         (f"{CONTRACT}/test_waiting_room.py",),
         "while_a_body_runs",
     ),
@@ -403,7 +403,7 @@ MUTANTS = (
     ),
     Mutant(
         "one message that cannot be handed on ends the worker's event loop",
-        "tasks.waiting.dispatch:Dispatcher._dispatch_now",
+        "tasks.waiting.dispatch:Dispatcher.dispatch_now",
         "except Exception:",
         "except ZeroDivisionError:",
         (f"{CONTRACT}/test_waiting_room.py",),

@@ -659,8 +659,8 @@ MUTANTS = (
             (
                 "a message does not wait for a run of its worker that has not begun",
                 "tasks.waiting.dispatch:Dispatcher.holds_back",
-                "if run.time_start is None:",
-                "if False:",
+                "if run is None:",
+                "if True:",
                 "that_has_not_begun",
             ),
             (
