@@ -122,8 +122,8 @@ SHORT = {
 TWICE = {
     "Connection",
     *("ask_each", "missing_rights", "trust_nodes"),
-    *("ASKED_AT_ONCE", "DEADLINE", "IDLE", "LINGER", "MOST_BYTES"),
-    *("PATIENCE", "RUN", "UNKNOWN"),
+    *("ASKED_AT_ONCE", "IDLE", "LINGER", "MOST_BYTES"),
+    *("PATIENCE", "RUN"),
 }
 # Protocols that fewer than two classes of the package have.
 LONELY_PROTOCOLS = {"Interruptible"}

@@ -22,9 +22,8 @@ import click
 from celery_redlock.errors import escaped
 from celery_redlock.lock.held_locks import Sight, look_at_locks
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.operate.cli.node_views import NodesView, lock_table, unknown_lines
-from celery_redlock.operate.cli.render import Table, as_data
-from celery_redlock.operate.cli.task_views import WaitersView
+from celery_redlock.operate.cli.group import Table, as_data
+from celery_redlock.operate.cli.views import NodesView, WaitersView, lock_table, unknown_lines
 from celery_redlock.tasks.per_app import redlock_of
 
 REDRAW = 0.5  # seconds between two screens, for the clock and the age of the figures
@@ -40,14 +39,13 @@ class Look:
     waiting: WaitersView
     at: float
 
-    def tables(self) -> tuple[Table, Table, Table, Table]:
+    def tables(self) -> tuple[Table, ...]:
         """Return the tables of nodes, locks, waiting processes and waiting tasks."""
-        waiting = self.waiting
-        return self.nodes.table(), lock_table(self.sight), waiting.process_table(), waiting.table()
+        return self.nodes.table(), lock_table(self.sight), *self.waiting.tables()
 
     def notes(self) -> list[str]:
         """Return a line for whatever is not known."""
-        return [*unknown_lines(self.sight), *self.waiting.note()]
+        return [*unknown_lines(self.sight), *self.waiting.notes()]
 
     def data(self) -> dict[str, Any]:
         """Return all of it for JSON."""
@@ -63,7 +61,7 @@ class Look:
         notes, tables = self.notes(), self.tables()
         for number, table in enumerate(tables):
             share = (height - len(notes[:3]) - len(lines)) // (len(tables) - number)
-            lines += table.cut_lines(width, max(3, share))
+            lines += table.lines(width, max(3, share))
         return [*lines, *(escaped(note)[:width] for note in notes[:3])][:height]
 
 
@@ -76,11 +74,6 @@ def look_repeatedly(app: Any, interval: float, count: int | None) -> Iterator[Lo
         if number == count:
             return
         clock.sleep(interval)
-
-
-def is_terminal() -> bool:
-    """Return whether a person can see the screen and press a key."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def show_live(looks: Iterator[Look]) -> None:

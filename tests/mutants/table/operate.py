@@ -62,7 +62,7 @@ MUTANTS = (
     ),
     Mutant(
         "break --permit breaks all permits",
-        "operate.cli.actions:break_",
+        "operate.cli.commands:break_",
         "if permit in (None, lock.permit) and lock.value",
         "if lock.value",
         (
@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "break ends with 0 though no quorum was told",
-        "operate.cli.actions:break_",
+        "operate.cli.commands:break_",
         "if any(one.failing and len(one.gone_from) < one.lock.needed for one in broken):",
         "if False:",
         (
@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "trust ends with 0 though a node could not be told",
-        "operate.cli.actions:trust",
+        "operate.cli.commands:trust",
         "    if failing:\n        ctx.exit(1)",
         "    if False:\n        ctx.exit(1)",
         (
