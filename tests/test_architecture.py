@@ -38,7 +38,7 @@ ORDER = [
     *("tasks.body.*", "tasks.signals", "tasks.reporting", "tasks.children.*", "tasks.delivery.*"),
     *("tasks.unique.*", "tasks.waiting.*", "tasks.execution.*", "tasks.worker_request"),
     *("tasks.wrapping", "tasks.adoption", "tasks.task", "tasks.startup"),
-    *("operate.lints", "operate.control", "operate.metrics.*", "operate.tracing"),
+    *("operate.lints", "operate.control", "operate.metrics", "operate.tracing"),
     *("operate.cli.*", "wiring"),
 ]
 GROUPS += [(name, [name]) for name in ORDER]
@@ -48,7 +48,7 @@ FACES = [
     *("lock", "lock.platform", "lock.transport", "lock.model", "lock.server", "lock.engine"),
     *("tasks", "tasks.settings", "tasks.body", "tasks.children", "tasks.delivery", "tasks.unique"),
     *("tasks.waiting", "tasks.execution"),
-    *("operate", "operate.metrics", "operate.cli", "signals"),
+    *("operate", "operate.cli", "signals"),
 ]
 # Folders that are small and say what lives there, relative to the package.
 FOLDERS = [
@@ -57,7 +57,7 @@ FOLDERS = [
     "tasks",
     *(f"tasks/{name}" for name in ("settings", "body", "children", "delivery", "unique")),
     *("tasks/waiting", "tasks/execution"),
-    *("operate", "operate/metrics", "operate/cli"),
+    *("operate", "operate.cli"),
     "testing",
 ]
 # Public functions with more parameters than others: each is an option.

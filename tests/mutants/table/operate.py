@@ -7,7 +7,7 @@ from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
 MUTANTS = (
     Mutant(
         "a worker leaves its folder of metrics behind",
-        "operate.metrics.exporter:Exporter.__init__",
+        "operate.metrics:Exporter.__init__",
         "            self._stack.callback(shutil.rmtree, directory, ignore_errors=True)\n",
         "",
         (
@@ -99,7 +99,7 @@ MUTANTS = (
     ),
     Mutant(
         "a release by a parent is not shown as 0",
-        "operate.metrics.counters:Metrics.initialize",
+        "operate.metrics:Metrics.initialize",
         'for by in ("holder", "parent"):',
         'for by in ("holder",):',
         (f"{INTEGRATION}/test_metrics.py::test_what_is_rare_is_0_before_it_comes",),
