@@ -14,9 +14,8 @@ from celery.app.registry import TaskRegistry
 
 from celery_redlock.tasks.declaration import ENTRY
 from celery_redlock.tasks.per_app import is_checked
-from celery_redlock.tasks.settings.app import CELERY_PREFIX, pattern_for
+from celery_redlock.tasks.settings.app import CELERY_PREFIX, OptionSource, pattern_for
 from celery_redlock.tasks.settings.options import OPTION
-from celery_redlock.tasks.settings.sources import OptionSource
 from celery_redlock_entry import lock_names
 
 

@@ -23,7 +23,7 @@ from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.per_app import has_own_task, redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
-from celery_redlock.tasks.settings.conf import find_nodes
+from celery_redlock.tasks.settings.levels import find_nodes
 from celery_redlock.tasks.task import LockedTask, check_declaration
 
 logger = logging.getLogger(__name__)

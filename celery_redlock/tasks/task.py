@@ -26,8 +26,7 @@ from celery_redlock.tasks.execution.run import lock_of, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
-from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.settings.sources import EffectiveOptions
+from celery_redlock.tasks.settings.options import EffectiveOptions, TaskLockOptions
 from celery_redlock.tasks.settings.task_config import TaskLockConfig
 from celery_redlock.tasks.signatures import is_wrapper
 from celery_redlock.tasks.unique.send import is_awaited, options_to_message, send_claimed

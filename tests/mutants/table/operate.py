@@ -179,7 +179,7 @@ MUTANTS = (
     ),
     Mutant(
         "a misspelled setting does nothing and is not told",
-        "tasks.settings.conf:check_known_names",
+        "tasks.settings.levels:check_known_names",
         'if name.startswith("redlock_") and name not in known:',
         "if False:",
         (f"{UNIT}/test_settings.py",),
