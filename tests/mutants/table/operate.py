@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "an option of a lock without its base is taken for nothing",
-        "tasks.adoption:AdoptingRegistry.check",
+        "tasks.startup:AdoptingRegistry.check",
         "            self._check_unlocked(name, task)\n",
         "",
         (
