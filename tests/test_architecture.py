@@ -114,7 +114,7 @@ WALKS = {
 }
 # Modules of fewer than 60 lines. Each new one is a subject that no other file has.
 SHORT = {
-    *("anchors.py", "lock/platform/interrupts.py", "lock/release.py", "lock/server/outbox.py"),
+    *("anchors.py", "lock/release.py", "lock/server/outbox.py"),
     *("signals.py", "tasks/waiting/times.py"),
 }
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
