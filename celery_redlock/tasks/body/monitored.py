@@ -8,8 +8,7 @@ from typing import Any
 
 from celery_redlock.errors import LockLost
 from celery_redlock.lock.lock import Lock
-from celery_redlock.lock.platform.interrupts import is_uninterruptible
-from celery_redlock.lock.platform.threads import DeadlineTimer, start_thread
+from celery_redlock.lock.platform.threads import DeadlineTimer, is_uninterruptible, start_thread
 from celery_redlock.lock.release import loss_of
 from celery_redlock.tasks.body.interrupt import current_interrupter, running_bodies
 
@@ -17,7 +16,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # seconds between tries to interrupt a
 # Nothing is raised below a frame of these modules, though a body called them: they would swallow
 # LockLost, or it would replace the error that they are about to raise. A run inside a body
 # (`apply`) ends first for the same reason, and so does a release of another lock. To acquire one
-# may be interrupted: see `lock/platform/interrupts.py`.
+# may be interrupted: see `lock/platform/threads.py`.
 UNINTERRUPTIBLE_MODULES = ("billiard", "celery.app.trace", "celery.utils.dispatch",
                            "celery_redlock.tasks", "logging")  # fmt: skip
 _PREFIXES = tuple(f"{name}." for name in UNINTERRUPTIBLE_MODULES)  # with the dot: no "logging_x"
