@@ -28,7 +28,7 @@ from celery_redlock.operate.cli.group import (
 )
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.reporting import DEFERRED
-from celery_redlock.tasks.settings.conf import visibility_timeout
+from celery_redlock.tasks.settings.levels import visibility_timeout
 
 LOCKS_UNKNOWN = "Which locks are held cannot be known."
 PROCESSES_UNKNOWN = "Which processes wait cannot be known."
