@@ -23,8 +23,6 @@ from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.unique.claim import Claim
 
-__all__ = ["locking_off"]
-
 _tokens = itertools.count(1)
 
 
