@@ -245,16 +245,16 @@ MUTANTS = (
     Mutant(
         "a run whose child was killed counts as done, and its message is lost",
         "tasks.children.reaper:ChildReaper.reap",
-        "slot.is_end_announced(own[0].run_id)",
+        "slot.is_end_announced(entries[0].run_id)",
         "True",
         (f"{INTEGRATION}/test_killed_child.py::test_the_lock_of_a_killed_child_is_released",),
         "late",
     ),
     Mutant(
         "a run that never had its lock counts as done, and its message is lost",
-        "tasks.children.reaper:Orphans.is_done",
-        "return self.is_ended and self.states != {CLAIMED}",
-        "return self.is_ended",
+        "tasks.children.reaper:ChildReaper._release",
+        "if is_ended and states != {CLAIMED}:",
+        "if is_ended:",
         (
             f"{CONTRACT}/test_left_behind.py::test_a_run_that_was_ended_is_done_only_where_it_had_its_lock",
         ),
