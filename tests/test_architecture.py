@@ -122,7 +122,7 @@ SHORT = {
 TWICE = {
     *("ask_each", "missing_rights", "trust_nodes"),
     *("ASKED_AT_ONCE", "DEADLINE", "IDLE", "LINGER", "MOST_BYTES"),
-    *("PATIENCE", "RUN", "UNKNOWN"),
+    *("PATIENCE", "UNKNOWN"),
 }
 # Protocols that fewer than two classes of the package have.
 LONELY_PROTOCOLS = {"Interruptible"}
