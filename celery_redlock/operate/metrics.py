@@ -22,9 +22,9 @@ from typing import Any
 
 from billiard.process import current_process
 
+from celery_redlock import signals
 from celery_redlock.lock.node_status import look_at_nodes
 from celery_redlock.operate.control import held_locks_of
-from celery_redlock.tasks import signals
 from celery_redlock.tasks.children.forks import forks_children
 from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
 from celery_redlock.tasks.delivery.header import LockHeader
