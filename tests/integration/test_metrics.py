@@ -23,7 +23,7 @@ from celery_redlock import LockLost, SettingsError, signals
 from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.operate.metrics.counters import Metrics
 from celery_redlock.tasks.delivery.delivery import NAMED_AT
-from celery_redlock.tasks.settings.conf import read_app
+from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually
 from tests.integration.conftest import ROOT, Stage, slow_but
@@ -339,12 +339,6 @@ def test_a_worker_without_the_library_says_that_it_has_no_metrics(
     worker = stage.worker(concurrency=1)
     assert stage.tasks.work.delay("k").get(timeout=120) == 0
     eventually(lambda: "pip install 'celery_redlock[metrics]'" in worker.output())
-
-
-def test_without_the_setting_nothing_listens(stage: Stage) -> None:
-    worker = stage.worker(concurrency=1)
-    assert stage.tasks.work.delay("k").get(timeout=120) == 0
-    assert "metrics" not in worker.output()
 
 
 @pytest.mark.parametrize("value", ["http", -1, True, "host:", 70000, "9808/metrics"])
