@@ -104,14 +104,9 @@ def show_live(looks: Iterator[Look]) -> None:
                     return
                 newest = found
                 _draw(newest, clock.now())
-            if newest is None:
-                click.echo(f"{_TOP_LEFT}asking nodes and workers ...{_TO_END_OF_LINE}", nl=False)
-            else:
-                _draw(newest, clock.now())
-            if select.select([sys.stdin], [], [], REDRAW)[0] and os.read(sys.stdin.fileno(), 1) in (
-                b"q",
-                b"",
-            ):
+            _draw(newest, clock.now())
+            is_pressed = select.select([sys.stdin], [], [], REDRAW)[0]
+            if is_pressed and os.read(sys.stdin.fileno(), 1) in (b"q", b""):
                 return
 
 
@@ -127,11 +122,13 @@ def _keys_at_once() -> Iterator[None]:
         click.echo()
 
 
-def _draw(look: Look, now: float) -> None:
+def _draw(look: Look | None, now: float) -> None:
     width, height = shutil.get_terminal_size()
-    moment = datetime.now().astimezone().strftime("%H:%M:%S")
-    age = max(0.0, now - look.at)
-    head = f"{moment}  figures {age:.0f} s old  {look.nodes.quorum_line()}  q: quit"
-    lines = [head[:width], *look.screen(width, height - 1)]
+    lines = ["asking nodes and workers ..."]
+    if look is not None:
+        moment = datetime.now().astimezone().strftime("%H:%M:%S")
+        age = max(0.0, now - look.at)
+        head = f"{moment}  figures {age:.0f} s old  {look.nodes.quorum_line()}  q: quit"
+        lines = [head[:width], *look.screen(width, height - 1)]
     text = f"{_TO_END_OF_LINE}\n".join(lines)
     click.echo(f"{_TOP_LEFT}{text}{_TO_END_OF_LINE}{_TO_END_OF_SCREEN}", nl=False)
