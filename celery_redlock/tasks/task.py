@@ -24,10 +24,9 @@ from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution.run import lock_of, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
-from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
 from celery_redlock.tasks.settings.options import EffectiveOptions, TaskLockOptions
-from celery_redlock.tasks.settings.task_config import TaskLockConfig
+from celery_redlock.tasks.settings.task_config import TaskCall, TaskLockConfig
 from celery_redlock.tasks.unique.send import is_awaited, options_to_message, send_claimed
 from celery_redlock.tasks.wrapping import wrap_hook, wrap_run
 
@@ -112,7 +111,7 @@ class LockedTask(Task):
             wait = check_wait(f"task {self.name!r}", "lock_for(wait=...)", kwargs.pop("wait"))
         queue = queue_of_send(self, args, kwargs)
         options = config.options_for(queue)
-        resources = in_order(config.keys.resources(options, TaskCall(self, args, kwargs, queue)))
+        resources = in_order(config.resources(options, TaskCall(self, args, kwargs, queue)))
         if not resources:
             raise RedlockError(f"{self.name} takes no lock: its lock_key is False")
         return lock_of(self, options, resources, f"lock_for {self.name}", wait=wait)
@@ -187,7 +186,7 @@ class LockedTask(Task):
         """Send the task unless the send is a duplicate."""
         queue, lock_options = found
         call_of = TaskCall(self, args or (), kwargs or {}, queue)
-        resources = config.keys.resources(lock_options, call_of)
+        resources = config.resources(lock_options, call_of)
         if not resources:
             return super().apply_async(args, kwargs, **options)
         return send_claimed(

@@ -70,7 +70,7 @@ def decides_key(options: Mapping[str, Any]) -> bool:
     return any(name in options for name in KEY_OPTIONS)
 
 
-def merged(*levels: Mapping[str, Any]) -> dict[str, Any]:
+def merge_levels(*levels: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of several levels as one; the nearest level comes last."""
     result: dict[str, Any] = {}
     for options in levels:

@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "a key of the app that a task cannot fill is found at each run",
         "tasks.settings.task_config:_check_config",
-        'keys.check({"key": None, **app.options}, partial(OptionSource.at, "app"))',
+        'config.check_level({"key": None, **app.options}, partial(OptionSource.at, "app"))',
         "pass",
         (
             f"{UNIT}/test_settings.py::"
@@ -126,14 +126,14 @@ MUTANTS = (
     ),
     Mutant(
         "a farther level's key stays in force beside a nearer level's args",
-        "tasks.settings.levels:merged",
+        "tasks.settings.levels:merge_levels",
         "            result.update(dict.fromkeys(KEY_OPTIONS))\n",
         "            pass\n",
         (f"{UNIT}/test_args.py::TestOfTwoLevelsTheNearerDecidesBoth",),
     ),
     Mutant(
         "a task that may run once at a time runs once for each of its arguments",
-        "tasks.settings.keys:TaskKeys._own_resource",
+        "tasks.settings.task_config:TaskLockConfig._own_resource",
         "        if options.args is None:\n",
         "        if not options.args:\n",
         (
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         "the same argument names in another order are another lock",
-        "tasks.settings.keys:TaskKeys._own_resource",
+        "tasks.settings.task_config:TaskLockConfig._own_resource",
         "{name: value for name, value in arguments.items() if name in options.args}",
         "{name: arguments[name] for name in options.args if name in arguments}",
         (
@@ -171,9 +171,9 @@ MUTANTS = (
     ),
     Mutant(
         "an option of a call does not go before its task's",
-        "tasks.settings.task_config:TaskLockConfig._merge",
-        "whole = merged(inherited, call)",
-        "whole = merged(call, inherited)",
+        "tasks.settings.task_config:TaskLockConfig._levels",
+        "        yield self.options, self.source\n        yield call, _CALL\n",
+        "        yield call, _CALL\n        yield self.options, self.source\n",
         (f"{UNIT}/test_settings.py",),
         "nearer_level",
     ),
