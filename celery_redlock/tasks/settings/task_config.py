@@ -137,7 +137,7 @@ class TaskLockConfig:
         changed = {name: getattr(options, name) for name in (*KEY_OPTIONS, "limit")}
         return {name: value for name, value in changed.items() if value != getattr(usual, name)}
 
-    def _levels(
+    def levels(
         self, queue: str, call: Mapping[str, Any]
     ) -> Iterator[tuple[Mapping[str, Any], SourceOf]]:
         """Give the options of each level with their sources; the nearest level comes last."""
@@ -151,7 +151,7 @@ class TaskLockConfig:
 
     def _merge(self, queue: str, call: Mapping[str, Any]) -> TaskLockOptions:
         """Return the options of all levels as one. call: checked."""
-        whole = merge_levels(*(options for options, _ in self._levels(queue, call)))
+        whole = merge_levels(*(options for options, _ in self.levels(queue, call)))
         check_together(f"task {self.task_name!r} in queue {queue!r}", whole)
         check_built_in(self.app, whole)
         return TaskLockOptions(**whole)
@@ -162,7 +162,7 @@ class TaskLockConfig:
         """Return the options in force in a queue, each with its source; as `options_for`."""
         checked_call = self.check_call(call or {})
         sources: dict[str, OptionSource] = {}
-        for level, source_of in self._levels(queue, checked_call):
+        for level, source_of in self.levels(queue, checked_call):
             for name in filter(level.__contains__, KEY_OPTIONS):
                 sources.update(dict.fromkeys(KEY_OPTIONS, source_of(name)))
             sources.update((name, source_of(name)) for name in level)
@@ -359,19 +359,17 @@ def compile_config(
     task_name: str,
     attributes: Mapping[str, Any],
     signature: inspect.Signature,
-    others: Sequence[str] = (),
 ) -> TaskLockConfig:
     """Return the configuration of a task; raises SettingsError.
 
     attributes: its lock_* attributes by their full names, functions unbound.
-    others: names of lock_* attributes that are methods or properties, and so no options.
     """
     options = {}
     for written, value in attributes.items():
         name = written.removeprefix("lock_")
         if name in OPTION:
             options[name] = value
-        elif not callable(value) and written not in others:
+        elif not callable(value) and not isinstance(value, (property, classmethod)):
             hint = f"is not an option{option_meant(written, 'lock_')}"
             raise SettingsError(f"task {task_name!r}", written, repr(value), hint)
     source = partial(OptionSource.at, "task", of=task_name)
@@ -404,8 +402,9 @@ def _check_config(config: TaskLockConfig) -> TaskLockConfig:
     elif decides_key(app.options) or not any(map(decides_key, app.queues.values())):
         config.check_level({"key": None, **app.options}, partial(OptionSource.at, "app"))
     check_together(f"task {config.task_name!r}", config.task_options)
-    of_all_queues = app.for_queue("")  # the options of a glob that matches every name
-    check_built_in(app, merge_levels(built_in(app), app.options, of_all_queues, options))
+    # in the queue without a name hold the options of a glob that matches every name
+    levels = [level for level, _ in config.levels("", {})]
+    check_built_in(app, merge_levels(*levels))
     unique_for = options.get("unique_for")
     if options.get("key") is False and unique_for is not None:
         hint = "deduplicates by the lock's key, and key=False makes none: name a key"

@@ -171,7 +171,7 @@ MUTANTS = (
     ),
     Mutant(
         "an option of a call does not go before its task's",
-        "tasks.settings.task_config:TaskLockConfig._levels",
+        "tasks.settings.task_config:TaskLockConfig.levels",
         "        yield self.options, self.source\n        yield call, _CALL\n",
         "        yield call, _CALL\n        yield self.options, self.source\n",
         (f"{UNIT}/test_settings.py",),
