@@ -79,10 +79,10 @@ class LockedTask(Task):
             tracks = cls.track_started if "track_started" in cls.__dict__ else inherited
             cls._redlock_track_started, cls.track_started = tracks, False
         if not app.finalized:
-            per_app.note_own_task(app)
+            per_app.owners.add(app)
         per_app.on_locked_task(app)
         # a class without a name is checked at the first use of an instance
-        if per_app.is_checked(app) and cls.name:
+        if app in per_app.checked and cls.name:
             check_declaration(app._tasks.get(cls.name) or cls())
 
     @property
