@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from celery_redlock.errors import RUN, describe_holder
+from celery_redlock.errors import RUN_LABEL, describe_holder
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.model.keys import (
     broken_key,
@@ -44,7 +44,7 @@ class Holder:
     @classmethod
     def of(cls, label: str) -> Holder:
         """Parse the label in a lock's value, as the nodes store it."""
-        found = RUN.fullmatch(label)
+        found = RUN_LABEL.fullmatch(label)
         return cls(label) if found is None else cls(label, **found.groupdict(default=""))
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
 
     Scans each node's keys in parts, so that no other client waits.
     """
-    beginning, node_set = lock_key(redlock.prefix, ""), redlock.session.node_set
+    beginning, nodes = lock_key(redlock.prefix, ""), redlock.session.nodes
 
     def look(connection: Any) -> list[tuple[Any, Any, float]]:
         return list(_values(connection, list(set(names_on(connection, beginning)))))
@@ -114,7 +114,7 @@ def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
     reports = [_report(redlock, key, value, on) for (key, value), on in votes.items()]
     of_it = [lock for lock in reports if resource in (None, lock.resource)]
     of_it.sort(key=lambda lock: (lock.resource, lock.permit, -len(lock.votes)))
-    return Sight(tuple(of_it), failing, len(node_set.nodes), node_set.size)
+    return Sight(tuple(of_it), failing, len(nodes.all), nodes.quorum)
 
 
 def _report(redlock: Redlock, key: Any, value: Any, votes: Mapping[str, float]) -> LockReport:
@@ -123,7 +123,7 @@ def _report(redlock: Redlock, key: Any, value: Any, votes: Mapping[str, float]) 
     label, since, ttl = parts_of(text)
     if not text:
         label = "no lock, but a key of another type"
-    needed = session.node_set.size
+    needed = session.nodes.quorum
     left = sorted(votes.values(), reverse=True)
     held = len(votes) >= needed
     return LockReport(

@@ -1,4 +1,7 @@
-"""The compare-and-set of a unique key on all nodes: its requests, its round, and its release."""
+"""The compare-and-set of a unique key on all nodes: its requests, its round, and its release.
+
+Not here: the steps of one send, which begin these rounds (`claim.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import unique_key
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.requests import load_script
-from celery_redlock.lock.server.restart_guard import GuardedNodeSet
-from celery_redlock.lock.transport.command import Command, Round
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Handler, Round
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
+from celery_redlock.lock.transport.nodes import Nodes
 
 SENDING, SENT = "sending", "sent"  # the state of a send, as its value on the nodes names it
 DELIVER_FOR = 60.0  # seconds for which a release is repeated to a node that is away
@@ -23,14 +26,17 @@ DELIVER_FOR = 60.0  # seconds for which a release is repeated to a node that is 
 UNIQUE = load_script("unique")
 
 
-def change(session: Session, name: str, expected: str, value: str = "", ttl: float = 0.0) -> bytes:
-    """Return the request that changes a unique key.
+def change(
+    session: Session, name: str, expected: str, value: str = "", ttl: float = 0.0,
+    handler: Handler = IGNORE_REPLY,
+) -> Command:  # fmt: skip
+    """Return the command that changes a unique key.
 
     name: as of `unique_name`. expected: what the current value must begin with; "": there must be
     none. value: the new one, for `ttl` seconds; "": none.
     """
     key, ttl_ms = unique_key(session.options.prefix, name), max(1, math.ceil(ttl * 1000))
-    return UNIQUE.call([key], expected, value, str(ttl_ms))
+    return Command(UNIQUE.call([key], expected, value, str(ttl_ms)), handler, UNIQUE)
 
 
 @dataclass(frozen=True)
@@ -83,11 +89,11 @@ class ClaimRound(Round):
     request for it is written any more.
     """
 
-    __slots__ = ("_earlier", "_empty", "_failed", "_node_set", "_repeated", "changed", "wanted")
+    __slots__ = ("_earlier", "_empty", "_failed", "_nodes", "_repeated", "changed", "wanted")
 
-    def __init__(self, node_set: GuardedNodeSet) -> None:
+    def __init__(self, nodes: Nodes) -> None:
         self.decided, self.wake, self.wanted = False, None, True
-        self._node_set, self._repeated = node_set, set[int]()
+        self._nodes, self._repeated = nodes, set[int]()
         # each node is in one of these; empty: it has no value
         self.changed, self._empty, self._failed = set[int](), set[int](), set[int]()
         self._earlier: dict[int, EarlierSend] = {}
@@ -107,7 +113,7 @@ class ClaimRound(Round):
         """Repeat the request once on a new connection: a second execution changes nothing."""
         if error.lost and not self.decided and node not in self._repeated:
             self._repeated.add(node)
-            self._node_set.send_to(node, command)
+            self._nodes.send_to(node, command)
         else:
             self._failed.add(node)
             self._decide_if_clear()
@@ -116,12 +122,12 @@ class ClaimRound(Round):
         """Decide once no missing reply can change whether a quorum agrees, and on what."""
         if self.decided:
             return
-        nodes, size, failed = len(self._node_set.nodes), self._node_set.size, len(self._failed)
-        missing = nodes - self.voted - failed
-        is_clear = self.reached or not missing or failed > nodes - size
+        count, quorum, failed = len(self._nodes.all), self._nodes.quorum, len(self._failed)
+        missing = count - self.voted - failed
+        is_clear = self.reached or not missing or failed > count - quorum
         if not is_clear and (earlier := self.agreed) is not None:
             sent = sum(one.is_sent for one in self.earlier.values())
-            is_clear = earlier.is_sent or sent + missing < size
+            is_clear = earlier.is_sent or sent + missing < quorum
         if is_clear:
             self.decide()
 
@@ -138,7 +144,7 @@ class ClaimRound(Round):
     @property
     def reached(self) -> bool:
         """Whether a quorum has the new value."""
-        return len(self.changed) >= self._node_set.size
+        return len(self.changed) >= self._nodes.quorum
 
     @property
     def agreed(self) -> EarlierSend | None:
@@ -147,15 +153,15 @@ class ClaimRound(Round):
         A single node proves nothing: it may have missed the release of the key. Another one may
         have executed a delayed request after the release; no confirmation follows such a request.
         """
-        sends, size = list(self.earlier.values()), self._node_set.size
-        if len(sends) < size:
+        sends, quorum = list(self.earlier.values()), self._nodes.quorum
+        if len(sends) < quorum:
             return None
         tokens = [one.token for one in sends]
         token = max(tokens, key=tokens.count)
-        if tokens.count(token) < size:
+        if tokens.count(token) < quorum:
             return None
         own = [one for one in sends if one.token == token]
-        is_sent = sum(one.is_sent for one in own) >= size
+        is_sent = sum(one.is_sent for one in own) >= quorum
         return next(one for one in own if one.is_sent == is_sent)
 
 
@@ -169,7 +175,7 @@ class ClaimRelease(Round):
 
     def __init__(self, session: Session, name: str, token: str, expires_in: float = 0.0) -> None:
         super().__init__()
-        self._session, self._request = session, change(session, name, token)
+        self._session, self._name, self._token = session, name, token
         self._made_at, self._expires_in = session.clock.now(), expires_in
         self._executed: set[int] = set()
 
@@ -188,20 +194,20 @@ class ClaimRelease(Round):
         """Write it to some nodes, or to all. Does not wait."""
         session, command, now = self._session, self.command(), self._session.clock.now()
         if nodes is None:
-            session.node_set.broadcast(command, now)
+            session.nodes.broadcast(command, now)
         for node in nodes or ():
-            session.node_set.send_to(node, command, now)
+            session.nodes.send_to(node, command, now)
         session.watchdog.run_maintenance_by(now + session.options.node_timeout)
 
     def wait(self) -> bool:
         """Wait one node timeout at most, and return whether a quorum has executed it."""
         session = self._session
-        session.node_set.wait(self, session.clock.now() + session.options.node_timeout)
+        session.nodes.wait(self, session.clock.now() + session.options.node_timeout)
         return self.decided
 
     def command(self) -> Command:
         """Return what to send; not kept, because it refers to this object."""
-        return Command(self._request, self, UNIQUE)
+        return change(self._session, self._name, self._token, handler=self)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count the reply, or send it again if the node could not: loading, busy, no disk.
@@ -216,7 +222,7 @@ class ClaimRelease(Round):
             session.watchdog.run_maintenance_by(session.clock.now() + session.options.node_timeout)
             return
         self._executed.add(node)
-        if not self.decided and len(self._executed) >= session.node_set.size:
+        if not self.decided and len(self._executed) >= session.nodes.quorum:
             self.decide()
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
