@@ -67,7 +67,7 @@ class Metrics:
         self._connections = (
             (signals.lock_acquired, self._on_acquired),
             (signals.lock_deferred, _incrementing(self.deferred)),
-            (signals.lock_handed_off, self._on_handed_off),
+            (signals.lock_handed_off, _incrementing(self.handoffs, "step")),
             (signals.lock_skipped, _incrementing(self.skipped)),
             (signals.lock_released, self._on_released),
             (signals.lock_lost, _incrementing(self.lost)),
@@ -108,9 +108,6 @@ class Metrics:
         if named_at is not None and task.lock is not None and task.lock.resource == resource:
             self.handoff.labels(task.name).observe(max(0.0, utc_now().timestamp() - named_at))
 
-    def _on_handed_off(self, sender: Any = None, event: Any = None, **_: Any) -> None:
-        self.handoffs.labels(_task(sender), event.step).inc()
-
     def _on_released(self, sender: Any = None, event: Any = None, **_: Any) -> None:
         self.released.labels(_task(sender), event.by).inc()
         self.held.labels(_task(sender)).observe(event.held_for)
@@ -119,11 +116,14 @@ class Metrics:
         self.node_failed.labels(event.node).inc()
 
 
-def _incrementing(counter: Any) -> Callable[..., None]:
-    """Return a receiver that increments a counter for the task that sends the signal."""
+def _incrementing(counter: Any, *fields: str) -> Callable[..., None]:
+    """Return a receiver that increments a counter for the task that sends the signal.
 
-    def increment(sender: Any = None, **_: Any) -> None:
-        counter.labels(_task(sender)).inc()
+    fields: of the event, as more labels.
+    """
+
+    def increment(sender: Any = None, event: Any = None, **_: Any) -> None:
+        counter.labels(_task(sender), *(getattr(event, field) for field in fields)).inc()
 
     return increment
 
