@@ -20,7 +20,7 @@ from celery_redlock.lock.node_status import (
 from celery_redlock.tasks.adoption import AdoptingRegistry
 from celery_redlock.tasks.children.reaper import watch_children
 from celery_redlock.tasks.declaration import config_of
-from celery_redlock.tasks.delivery.header import HEADER, LockHeader
+from celery_redlock.tasks.delivery.delivery import HEADER, LockHeader
 from celery_redlock.tasks.per_app import has_own_task, redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.settings.conf import find_nodes

@@ -1,4 +1,8 @@
-"""`LockedRun`: one execution of a task's body under its lock. Read this first."""
+"""`LockedRun`: one execution of a task's body under its lock. Read this first.
+
+`LockedRun.execute` is the way to the body; `release_after_run`, Celery's task_postrun, is the end.
+What becomes of a delivery that does not get its lock: `outcomes.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from celery import states as celery_states
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_redlock.errors import LONGEST_VALUE, LockLost, NotAcquired, SettingsError
+from celery_redlock.label import label_of_run
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import in_order
@@ -17,13 +23,15 @@ from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.release import loss_of, release_all
 from celery_redlock.tasks.body.monitored import MonitoredBody
+from celery_redlock.tasks.children.forks import is_end_announced
 from celery_redlock.tasks.declaration import check_finished, config_of
-from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.delivery import HEADER, Delivery
 from celery_redlock.tasks.delivery.republish import NotRepublishedError
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution import outcomes
 from celery_redlock.tasks.execution.deferral import Refusal
-from celery_redlock.tasks.execution.redelivery import (
+from celery_redlock.tasks.execution.outcomes import (
+    CONTINUES,
     check_not_superseded,
     completion_marker,
     is_completed_elsewhere,
@@ -32,7 +40,7 @@ from celery_redlock.tasks.execution.redelivery import (
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.unique.claim import ClaimToken
+from celery_redlock.tasks.unique.claim import ClaimToken, end_claim
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +151,7 @@ class LockedRun:
         """
         delivery = self.delivery
         marker = completion_marker(delivery, is_unique=self.token is not None)
-        label = delivery.run_id.label(delivery.request.hostname)
+        label = label_of_run(str(delivery.run_id), delivery.request.hostname)
         self.lock = lock_of(delivery.task, self.options, self.resources, label, marker=marker)
         self.register()  # before the grant leaves, so that task_postrun finds the lock
         try:
@@ -352,3 +360,71 @@ def refuse_aio_pool(task: Any) -> None:
         "threads, gevent or solo, or lock_key=False"
     )
     raise SettingsError("worker", "pool", "celery_aio_pool", hint)
+
+
+def is_completed(state: str | None, outcome: object) -> bool:
+    """Return whether a run that ended like this is completed: its message does not come back.
+
+    state: the tracer's word, None if an exception passed it. outcome: the result or the error.
+    Source: celery.worker.request: Request.on_success, on_failure and on_retry acknowledge, or
+    reject without requeue. A MemoryError ends the worker with the message unacknowledged.
+    """
+    if state == celery_states.REJECTED:
+        return isinstance(outcome, Reject) and not outcome.requeue
+    if state == celery_states.FAILURE:
+        return not isinstance(outcome, MemoryError)
+    return state in (celery_states.SUCCESS, celery_states.RETRY, celery_states.IGNORED)
+
+
+def is_completed_before_hook(request: Any, error: BaseException) -> bool:
+    """Return whether a run was completed before its hook raised an error, past Celery's tracer.
+
+    Source: celery.worker.request: Request.on_failure acknowledges or rejects the message whatever
+    comes out of the tracer, but for Reject with requeue, MemoryError, and what ends a process.
+    """
+    run = run_of(request)
+    if run is None or not run.outcome_stored:
+        return False
+    if isinstance(error, Reject):
+        return not error.requeue
+    return isinstance(error, Exception) and not isinstance(error, MemoryError)
+
+
+@uninterruptible
+def release_after_run(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
+    """Release after the result, links and retry are stored or published: late acknowledgement.
+
+    Source: celery.app.trace sends task_postrun in a finally, with the request still in place, on
+    every way out of a run that the child itself can see. An exception that passes there meanwhile
+    is one of the result backend or of a link that could not be sent, and no end; or of a hook of
+    the user's, which comes after the end.
+    """
+    error = sys.exc_info()[1]  # nothing else before the `try`: an exception would leak the lock
+    try:
+        end_run(sender, retval, state, error)
+    except BaseException:  # cut, as by a soft time limit: nothing else releases the lock after this
+        end_run(sender, retval, state, error)
+        raise
+
+
+@uninterruptible
+def end_run(task: Any, retval: Any, state: str | None, error: BaseException | None) -> None:
+    """End a send's claim, mark the run as completed, and release its lock; twice does no harm.
+
+    error: the exception that passes Celery's tracer, or one that was handled around the run.
+    """
+    request = task.request
+    run = run_of(request)
+    if run is None and HEADER not in request.__dict__:
+        return  # released already, and no claim to end
+    delivery = Delivery(task, request) if run is None else run.delivery
+    if error is None or error is request.__dict__.get(OUTER_ERROR):
+        completed = is_completed(state, retval)
+    else:
+        run_id = str(delivery.run_id)
+        completed = is_completed_before_hook(request, error) or is_end_announced(run_id)
+    goes_on = state == celery_states.RETRY or CONTINUES in request.__dict__
+    if completed and not goes_on and delivery.header.unique is not None:
+        end_claim(task.app, delivery.header)
+    if run is not None:
+        run.release(completed=completed)

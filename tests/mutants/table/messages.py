@@ -17,7 +17,7 @@ MUTANTS = (
     ),
     Mutant(
         "a retry after a deferral forgets the claim of its send",
-        "tasks.delivery.header:LockHeader.of",
+        "tasks.delivery.delivery:LockHeader.of",
         "header.id, unique=header.unique, life=header.life)",
         "header.id, life=header.life)",
         (
@@ -27,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery that waits forgets the claim of its send",
-        "tasks.delivery.header:LockHeader.waiting_for_first_delivery",
+        "tasks.delivery.delivery:LockHeader.waiting_for_first_delivery",
         "waits=self.waits + 1)",
         "waits=self.waits + 1, unique=None)",
         (
@@ -53,9 +53,9 @@ MUTANTS = (
     ),
     Mutant(
         "two copies of a message are one run",
-        "tasks.delivery.delivery:RunId.of",
-        "request.replaced_task_nesting or 0, queue, life",
-        "request.replaced_task_nesting or 0, '', life",
+        "tasks.delivery.delivery:Delivery.run_id",
+        "request.retries, nesting, queue, life",
+        "request.retries, nesting, '', life",
         (f"{INTEGRATION}/test_copies.py::test_each_copy_runs_once_however_often_it_is_put_back",),
     ),
     Mutant(
@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery stores REVOKED over its first delivery, which a later send replaces",
-        "tasks.execution.redelivery:completion_marker",
+        "tasks.execution.outcomes:completion_marker",
         "heeds_later=not delivery.is_redelivered,",
         "heeds_later=True,",
         (
@@ -242,21 +242,21 @@ MUTANTS = (
     ),
     Mutant(
         "a deferred message goes by the task's options instead of its call's",
-        "tasks.delivery.header:LockHeader.to_message",
+        "tasks.delivery.delivery:LockHeader.to_message",
         '"options": dict(self.options)',
         '"options": {}',
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "a retry goes on with the wait of the run before it",
-        "tasks.delivery.header:LockHeader.of",
+        "tasks.delivery.delivery:LockHeader.of",
         "header.retries != request.retries or ",
         "",
         (f"{UNIT}/test_deferral.py",),
     ),
     Mutant(
         "a message that RabbitMQ dead-lettered counts as run once it comes back, and is discarded",
-        "tasks.delivery.header:LockHeader.of",
+        "tasks.delivery.delivery:LockHeader.of",
         " or deaths)",
         ")",
         (f"{UNIT}/test_deferral.py",),
@@ -483,7 +483,7 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery runs although a later send has replaced it",
-        "tasks.execution.redelivery:check_not_superseded",
+        "tasks.execution.outcomes:check_not_superseded",
         "if not (run.queue or run.life or delivery.is_redelivered) or run.retries:",
         "if not run.queue or run.retries:",
         (
@@ -509,7 +509,7 @@ MUTANTS = (
     ),
     Mutant(
         "an error that Celery handles as a run begins keeps the run from being marked as done",
-        "tasks.execution.completion:end_run",
+        "tasks.execution.run:end_run",
         "if error is None or error is request.__dict__.get(OUTER_ERROR):",
         "if error is None:",
         (

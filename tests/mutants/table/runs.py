@@ -55,21 +55,21 @@ MUTANTS = (
     ),
     Mutant(
         "a message that its body hands back counts as completed",
-        "tasks.execution.completion:is_completed",
+        "tasks.execution.run:is_completed",
         "return isinstance(outcome, Reject) and not outcome.requeue",
         "return isinstance(outcome, Reject)",
         (f"{UNIT}/test_wrapping.py",),
     ),
     Mutant(
         "a MemoryError counts as completed, though its message comes back",
-        "tasks.execution.completion:is_completed",
+        "tasks.execution.run:is_completed",
         "return not isinstance(outcome, MemoryError)",
         "return True",
         (f"{UNIT}/test_wrapping.py",),
     ),
     Mutant(
         "a redelivery of a message that runs is deferred like any other message",
-        "tasks.execution.redelivery:is_held_by_own_run",
+        "tasks.execution.outcomes:is_held_by_own_run",
         "return isinstance(refusal, LockTaken) and",
         "return False and",
         (f"{INTEGRATION}/test_twins.py::test_nothing_that_ends_a_wait_ends_that_of_a_twin",),
@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "a receiver of the user's that exits keeps the lock",
         "wiring:",
-        "completion.release_after_run, first=True",
+        "run.release_after_run, first=True",
         "completion.release_after_run",
         (
             f"{INTEGRATION}/test_call_styles.py::"
@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     Mutant(
         "a late run whose result cannot be stored counts as completed",
-        "tasks.execution.completion:is_completed_before_hook",
+        "tasks.execution.run:is_completed_before_hook",
         "if run is None or not run.outcome_stored:",
         "if run is None:",
         (
@@ -179,7 +179,7 @@ MUTANTS = (
     ),
     Mutant(
         "a late run that its body hands back is marked as completed, and never runs again",
-        "tasks.execution.completion:end_run",
+        "tasks.execution.run:end_run",
         "completed = is_completed(state, retval)",
         "completed = True",
         (f"{INTEGRATION}/test_twins.py::test_a_message_that_its_body_hands_back_is_not_done",),
@@ -316,7 +316,7 @@ MUTANTS = (
     ),
     Mutant(
         "a revoked retry that is redelivered runs",
-        "tasks.delivery.header:LockHeader.of",
+        "tasks.delivery.delivery:LockHeader.of",
         "or header.waits > 0",
         "or header.is_flagged",
         (
@@ -326,7 +326,7 @@ MUTANTS = (
     ),
     Mutant(
         "an exception before the release of a run leaks its lock",
-        "tasks.execution.completion:release_after_run",
+        "tasks.execution.run:release_after_run",
         "    error = sys.exc_info()[1]",
         "    request = sender.request\n    run_of(request)\n    error = sys.exc_info()[1]",
         (f"{INTEGRATION}/test_cut_release.py",),

@@ -623,7 +623,7 @@ MUTANTS = (
             ),
             (
                 "a refused message goes behind all others of its queue",
-                "tasks.delivery.producer:head_of_queues",
+                "tasks.delivery.republish:head_of_queues",
                 "client.rpush(",
                 "client.lpush(",
                 "was_acknowledged_comes_back",
