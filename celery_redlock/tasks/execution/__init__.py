@@ -8,6 +8,6 @@ another delivery of the same message runs or is done. `untried.py` defers a mess
 in a worker's main process.
 
 Not here: how a state is stored and sent (`tasks/reporting.py`), how a deferred message waits in a
-worker's memory (`tasks/waiting/`), what a running body learns of its lock (`tasks/body/`), how the
-claim of a message ends that starts no run (`tasks/unique/`).
+worker's memory (`tasks/waiting/`), what a running body learns of its lock (`tasks/body.py`), how
+the claim of a message ends that starts no run (`tasks/unique/`).
 """
