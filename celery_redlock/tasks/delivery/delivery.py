@@ -83,9 +83,6 @@ class Deferral:
             "next_try": (now + timedelta(seconds=self.countdown)).isoformat(),
         }
 
-    def __str__(self) -> str:
-        return f"deferred: {self.why}"
-
     def event(self) -> LockDeferredEvent:
         """Return the record of the signal lock_deferred."""
         waited = self.waited(self.at)
@@ -247,13 +244,18 @@ class Delivery:
 
     task, request: Celery's, the request as `Context`. header: what the message carries, with what
     the broker says of this delivery. acks_late: the message is acknowledged after the run.
+    received_at: monotonic seconds at which the run could have begun here: when the worker received
+    the message, or when its countdown was over; None if nobody noted it.
     In a worker's main process make a new one each time: Celery rewrites the request there.
     """
 
-    __slots__ = ("acks_late", "header", "request", "task")
+    __slots__ = ("_properties", "acks_late", "header", "received_at", "request", "task")
 
     def __init__(self, task: Any, request: Any) -> None:
         self.task, self.request = task, request
+        self._properties: Mapping[str, Any] = request.properties or {}
+        at = self._properties.get(RECEIVED)
+        self.received_at: float | None = at if isinstance(at, float) else None
         self.acks_late = bool(task.acks_late) and not request.is_eager
         self.header = LockHeader.of(request)
         if self.acks_late and (request.delivery_info or {}).get("redelivered"):
@@ -270,7 +272,7 @@ class Delivery:
         """What tells the run of this delivery from all others, but from redeliveries."""
         request, queue = self.request, ""
         if (request.delivery_info or {}).get("exchange"):
-            queue = quote(self._noted_queue or "", safe="")
+            queue = quote(self._properties.get(QUEUE) or "", safe="")
         nesting, life = request.replaced_task_nesting or 0, self.header.life
         return RunId(request.id, self.task.name, request.retries, nesting, queue, life)
 
@@ -284,15 +286,11 @@ class Delivery:
         """Where the message came from."""
         origin = self.header.origin
         exchange = None if origin is None else origin.exchange
-        return Route.of(self.request.delivery_info, exchange, self._noted_queue)
-
-    @property
-    def _noted_queue(self) -> str | None:
-        return (self.request.properties or {}).get(QUEUE)
+        return Route.of(self.request.delivery_info, exchange, self._properties.get(QUEUE))
 
     def queue(self, known: dict[tuple[str | None, str], str]) -> str:
         """Return the name of the queue that the message came through; known: as of `queue_of`."""
-        return self._noted_queue or queue_of(self.task.app, self.route, known)
+        return self._properties.get(QUEUE) or queue_of(self.task.app, self.route, known)
 
     @property
     def is_redelivered(self) -> bool:
@@ -316,7 +314,7 @@ class Delivery:
             return False
         if (self.request.delivery_info or {}).get("exchange") != CAME_BACK:
             return False
-        return (self._noted_queue or origin.queue) != origin.queue
+        return (self._properties.get(QUEUE) or origin.queue) != origin.queue
 
     @property
     def cancelled(self) -> str | None:
@@ -357,21 +355,12 @@ class Delivery:
         return has_way_back(self.task.app, self.route)
 
     @property
-    def received_at(self) -> float | None:
-        """Monotonic seconds at which the run could have begun here; None if nobody noted it.
-
-        That is when the worker received the message, or when its countdown was over.
-        """
-        at = (self.request.properties or {}).get(RECEIVED)
-        return at if isinstance(at, float) else None
-
-    @property
     def named_at(self) -> float | None:
         """Seconds since 1970 at which a release was announced that let this message be dispatched.
 
         None if it was dispatched without a release.
         """
-        at = (self.request.properties or {}).get(NAMED_AT)
+        at = self._properties.get(NAMED_AT)
         return at if isinstance(at, float) else None
 
     @property
@@ -380,7 +369,7 @@ class Delivery:
 
         Not if it is to leave: it was evicted, as more messages wait than the worker has space for.
         """
-        return (self.request.properties or {}).get(HAS_ROOM) is True
+        return self._properties.get(HAS_ROOM) is True
 
     def log_extra(self, event: str, **more: Any) -> dict[str, Any]:
         """Return the fields of a log line of this run, for handlers that write them."""

@@ -143,7 +143,7 @@ class Deferred(Ignore):
         self.deferral, self.stays = deferral, stays
 
     def __str__(self) -> str:
-        return str(self.deferral)
+        return f"deferred: {self.deferral.why}"
 
 
 def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
@@ -305,35 +305,29 @@ def completion_marker(delivery: Delivery, *, is_unique: bool) -> CompletionMarke
     reply was lost: it was published twice. Each copy of a broadcast message is to run, though all
     of them have one task id.
     """
-    marker = _marker_of_deliveries(delivery)
+    may_have_run = delivery.may_have_run_elsewhere
+    may_return = (may_have_run or delivery.acks_late) and delivery.can_republish
+    if not (may_return or is_unique):
+        return None
+    app, since, came = delivery.task.app, None, delivery.received_at
+    if may_return and may_have_run:
+        since = ran_since(delivery)
+    elif may_return and came is not None:  # a copy may have run while this one waited here
+        here_for = clock.now() - came
+        # later: an id may be sent again once its result is stored, just before its run is marked
+        since = redlock_of(app).session.clock.now() - here_for + LATER_MARKED
+    run, kept_for = str(delivery.run_id), settings_of(app).done_ttl
+    is_redelivered = may_return and delivery.is_redelivered
+    marker = CompletionMarker(run, kept_for, since, is_redelivered=is_redelivered)
     if not is_unique:
         return marker
-    if marker is None:
-        run, kept_for = str(delivery.run_id), settings_of(delivery.task.app).done_ttl
-        marker = CompletionMarker(run, kept_for)
-    asked = marker.asks_since if delivery.may_have_run_elsewhere else None
     return replace(
         marker,
-        asks_since=-math.inf if asked is None else asked,  # a later send may have replaced it
+        # a later send may have replaced it
+        asks_since=since if may_have_run and since is not None else -math.inf,
         # a redelivery heeds that under its lock: the first delivery may run, and has stored a state
         heeds_later=not delivery.is_redelivered,
     )
-
-
-def _marker_of_deliveries(delivery: Delivery) -> CompletionMarker | None:
-    may_have_run = delivery.may_have_run_elsewhere
-    if not (may_have_run or delivery.acks_late) or not delivery.can_republish:
-        return None
-    since, came = None, delivery.received_at
-    if may_have_run:
-        since = ran_since(delivery)
-    elif came is not None:  # a copy may have run while this one waited here
-        here_for = clock.now() - came
-        # later: an id may be sent again once its result is stored, just before its run is marked
-        since = redlock_of(delivery.task.app).session.clock.now() - here_for + LATER_MARKED
-    kept_for = settings_of(delivery.task.app).done_ttl
-    run = str(delivery.run_id)
-    return CompletionMarker(run, kept_for, since, is_redelivered=delivery.is_redelivered)
 
 
 def ran_since(delivery: Delivery) -> float:
