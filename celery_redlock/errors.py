@@ -25,7 +25,6 @@ __all__ = [
     "SettingsError",
 ]
 
-
 # reasons why a lock is not held although it was not lost, each with its hint
 NEVER_ACQUIRED = "it was never acquired"
 RELEASED = "it was released"
@@ -39,7 +38,6 @@ _NOT_HELD = {
     RELEASED: "Acquire it again, or release it later",
     HELD_BY_PARENT: "Acquire a Lock of this process's own",
 }
-
 
 LONGEST_VALUE = 200  # characters of a wrong value that an error shows
 
@@ -262,15 +260,12 @@ class LockLost(RedlockError):
     def __init__(self, resource: str, reason: str, body_ended: bool = False) -> None:
         super().__init__(resource, reason, body_ended)
         self.resource, self.reason, self.body_ended = resource, reason, body_ended
-
-    def __str__(self) -> str:
-        anchor = anchors.NOT_HELD if self.reason in _NOT_HELD else anchors.LOCK_LOST
-        return anchors.see(self._text(), anchor)
+        self._anchor = anchors.NOT_HELD if reason in _NOT_HELD else anchors.LOCK_LOST
 
     def _text(self) -> str:
-        if self.reason in _NOT_HELD:
+        hint = _NOT_HELD.get(self.reason)
+        if hint is not None:
             ended = "; its body had ended" if self.body_ended else ""
-            hint = _NOT_HELD[self.reason]
             return f"the lock on {self.resource!r} is not held: {self.reason}{ended}. {hint}"
         tense = "its body had ended" if self.body_ended else "its body had not ended"
         return (

@@ -22,6 +22,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery_redlock.label import RunId
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.validation import MOST_PERMITS
+from celery_redlock.signals import LockDeferredEvent
 from celery_redlock.tasks.delivery.route import (
     CAME_BACK,
     QUEUE,
@@ -30,7 +31,6 @@ from celery_redlock.tasks.delivery.route import (
     queue_of,
 )
 from celery_redlock.tasks.reporting import StateReporter
-from celery_redlock.tasks.signals import LockDeferredEvent
 
 HEADER = "redlock"
 DEATHS = "x-death"  # RabbitMQ's header

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
 
+from celery_redlock import signals
 from celery_redlock.errors import LockTaken, NotAcquired, RedlockError
 from celery_redlock.label import is_of_run
 from celery_redlock.lock.engine.acquirer import SupersededError
@@ -26,7 +27,6 @@ from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.server.requests import MARKER
 from celery_redlock.lock.transport.encoding import read_number
-from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.delivery import CLOCKS_DIFFER, Deferral, Delivery, clock, utc_now
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
 from celery_redlock.tasks.delivery.route import (
