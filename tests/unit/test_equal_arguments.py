@@ -253,11 +253,6 @@ class TestATemplate:
         with pytest.raises(SettingsError, match="is not a plain value"):
             filled("x:{a}", value)
 
-    @pytest.mark.parametrize("template", ["{a.b}", "{a[0].b}", "{a:{b.c}}", "{a[0]x}"])
-    def test_names_no_attributes(self, template: str) -> None:
-        with pytest.raises(SettingsError):
-            plan(template)
-
     def test_names_no_unknown_argument_within_a_format(self) -> None:
         with pytest.raises(SettingsError, match="no argument 'wide'"):
             plan("{a:{wide}}")

@@ -49,10 +49,10 @@ def test_a_template_is_filled_as_python_formats_it(
         assert fill(template, passed, "shop.take", "q") == expected
 
 
-@pytest.mark.parametrize(
-    "template",
-    ["{", "{a", "a}", "{}", "{0}", "{a.b}", "{a[]}", "{a[0]x}", "{a!x}", "{a:{a:{a}}}", "{a:1000}"],
-)
+NO_TEMPLATES = "{ {a a} {} {0} {a.b} {a[0].b} {a:{b.c}} {a[]} {a[0]x} {a!x} {a:{a:{a}}} {a:1000}"
+
+
+@pytest.mark.parametrize("template", NO_TEMPLATES.split())
 def test_what_is_no_template_is_an_error_of_every_level(template: str) -> None:
     written = re.escape(repr(template))
     with pytest.raises(SettingsError, match=rf"app: redlock_key={written}: is not a template"):
