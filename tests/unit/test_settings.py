@@ -23,7 +23,6 @@ from celery_redlock.tasks.settings.app import (
     OptionSource,
     pattern_for,
 )
-from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import (
     check_known_names,
     check_outside,
@@ -38,6 +37,7 @@ from celery_redlock.tasks.settings.options import (
     TaskLockOptions,
 )
 from celery_redlock.tasks.settings.task_config import (
+    TaskCall,
     TaskLockConfig,
     compile_adopted_config,
     compile_config,
@@ -62,7 +62,7 @@ def plan(
 def resources(
     made: TaskLockConfig, *args: Any, queue: str = "celery", **kwargs: Any
 ) -> tuple[str, ...]:
-    return made.keys.resources(made.options_for(queue), TaskCall(None, args, kwargs, queue))
+    return made.resources(made.options_for(queue), TaskCall(None, args, kwargs, queue))
 
 
 def resource(made: TaskLockConfig, *args: Any, queue: str = "celery", **kwargs: Any) -> str:
@@ -699,7 +699,7 @@ class TestKeys:
     ) -> None:
         made = plan()
         with pytest.raises(SettingsError) as caught:
-            made.keys.resources(made.options_for("q"), TaskCall(None, args, kwargs, "q"))
+            made.resources(made.options_for("q"), TaskCall(None, args, kwargs, "q"))
         said = str(caught.value)
         declared = "shop.f(a, b=2, *rest, **options)"
         assert said.startswith(f"task 'shop.f': arguments={given}: do not fit {declared}: {why}")
@@ -748,7 +748,7 @@ class TestKeys:
 
     def test_a_list_of_templates_comes_through_a_message(self) -> None:
         rules = plan().options_for("q", loads(dumps({"key": ["account:{a}", "account:{b}"]})))
-        assert plan().keys.resources(rules, TaskCall(None, (1, 2), {}, "q")) == (
+        assert plan().resources(rules, TaskCall(None, (1, 2), {}, "q")) == (
             "account:1",
             "account:2",
         )

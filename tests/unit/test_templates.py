@@ -12,9 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from celery_redlock.errors import ArgumentsError, SettingsError
-from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import read_app
-from celery_redlock.tasks.settings.task_config import compile_config
+from celery_redlock.tasks.settings.task_config import TaskCall, compile_config
 from celery_redlock.tasks.settings.templates import digest, fill
 
 APP = read_app({"redlock_nodes": ["redis://a"]})
@@ -87,9 +86,9 @@ def test_arguments_are_bound_as_python_binds_them(
     except TypeError as error:
         why = str(error).removeprefix(f"{body.__name__}() ")
         with pytest.raises(ArgumentsError, match=re.escape(why)):
-            made.keys.resources(made.options_for("celery"), call)
+            made.resources(made.options_for("celery"), call)
     else:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         key = f"shop.take:{digest(bound.arguments, 'shop.take')}"
-        assert made.keys.resources(made.options_for("celery"), call) == (key,)
+        assert made.resources(made.options_for("celery"), call) == (key,)
