@@ -24,7 +24,7 @@ TESTS = Path(__file__).parent
 # A group imports only groups named before it, and itself without a circle. The first group that
 # matches a module is its own: a folder of the lock, a file of its model, one of its faces.
 GROUPS: list[tuple[str, list[str]]] = [
-    ("errors", ["anchors", "errors", "compatibility"]),
+    ("errors", ["anchors", "label", "errors", "compatibility"]),
     ("platform", ["lock.platform.*"]),
     ("transport", ["lock.transport.*"]),
     ("model", ["lock.model.*"]),
@@ -105,7 +105,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 21_730, 102
+LINES, FILES = 21_660, 98
 WALKS = {
     "a plain lock": (29, 114, 30),
     "a message in a worker": (51, 188, 41),
@@ -217,7 +217,8 @@ def test_the_transport_stands_alone() -> None:
     folder = PACKAGE / "lock" / "transport"
     for path in folder.glob("*.py"):
         for imported, line in imports_of(path):
-            own = imported == "errors" or imported.startswith(("lock.platform.", "lock.transport."))
+            own = imported.startswith(("lock.platform.", "lock.transport."))
+            own |= imported in ("errors", "label")  # how a text of others is shown
             assert own, f"{path}:{line}: the transport imports {imported}"
 
 

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import click
 
 import celery_redlock_entry
-from celery_redlock.errors import SettingsError, escaped
+from celery_redlock.errors import SettingsError
+from celery_redlock.label import escaped
 from celery_redlock.tasks.startup import install
 
 T = TypeVar("T")

@@ -13,7 +13,8 @@ from typing import Any
 from celery.backends.base import DisabledBackend
 from celery.states import PENDING
 
-from celery_redlock.errors import abstention_cause, describe_holder
+from celery_redlock.errors import abstention_cause
+from celery_redlock.label import Holder
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.held_locks import LockReport, Sight
 from celery_redlock.lock.node_status import NodeStatus, in_iso, look_at_nodes
@@ -282,7 +283,7 @@ class TaskView:
             return cls(task_id, row["task"], DEFERRED, resources, **fields)
         if state == DEFERRED:  # as of its last deferral
             resource = str(info.get("resource", ""))
-            holder = _holders_of([resource], sight) or describe_holder(str(info.get("holder", "")))
+            holder = _holders_of([resource], sight) or str(Holder.of(str(info.get("holder", ""))))
             next_try = info.get("next_try")
             return cls(task_id, "", state, (resource,), holder=holder, next_try=next_try)
         return cls(task_id, "", state) if state else None
@@ -320,9 +321,5 @@ def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
 
 
 def _holders_of(resources: Sequence[str], sight: Sight) -> str:
-    holders = [
-        describe_holder(one.holder.label)
-        for one in sight.locks
-        if one.held and one.resource in resources
-    ]
+    holders = [str(one.holder) for one in sight.locks if one.held and one.resource in resources]
     return ", ".join(dict.fromkeys(holders))
