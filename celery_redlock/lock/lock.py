@@ -19,7 +19,7 @@ from celery_redlock.errors import (
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
-from celery_redlock.lock.model.key_lease import LockKey
+from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner
 from celery_redlock.lock.platform.interrupts import uninterruptible

@@ -21,7 +21,7 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.handoff import LOOK, TURN, AskAgain, Step, WaitFree, next_move
-from celery_redlock.lock.model.key_lease import LockKey
+from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner, rest
 from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_replica

@@ -193,8 +193,8 @@ class TestRenewal:
             lies.lie(RENEW, b"*2\r\n:1\r\n$1\r\nx\r\n")
             with pytest.raises(QuorumUnreachable):
                 lock.extend()
-            (claim, _) = acquisitions_of(lock)[0].key_leases
-            assert max(lock.remaining, claim.lease.remaining(alone.session.clock.now())) < before
+            (claim, _) = acquisitions_of(lock)[0].leases
+            assert max(lock.remaining, claim.remaining(alone.session.clock.now())) < before
 
     @each(NO_RENEWAL)
     def test_leaves_it_to_the_others(self, three: Redlock, lies: Liar, reply: bytes) -> None:

@@ -444,9 +444,9 @@ class TestLoss:
 
         lock = redlock.lock("r", renew=False).acquire()
         settle(redlock)  # a grant that comes later would prolong it
-        (claim,) = acquisitions_of(lock)[0].key_leases
+        (claim,) = acquisitions_of(lock)[0].leases
         with receiving(lock_lost, note):
-            claim.lease.valid_until = 0.0  # as if the process had been stopped meanwhile
+            claim.valid_until = 0.0  # as if the process had been stopped meanwhile
             assert not lock.held
             lock.release()
             eventually(lambda: len(seen) == 1)
@@ -795,8 +795,8 @@ class TestExceptionsFromOutside:
             for command, _, _ in entries:
                 handler = command.handler
                 leases = getattr(handler, "_leases", None)
-                one = getattr(handler, "_key_lease", None) or getattr(handler, "key_lease", None)
-                lease = leases[0] if leases else getattr(one, "lease", None)
+                one = getattr(handler, "_lease", None) or getattr(handler, "lease", None)
+                lease = leases[0] if leases else one
                 written.append((id(self), type(handler).__name__, str(id(lease))))
             write(self, entries, **how)
 

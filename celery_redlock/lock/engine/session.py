@@ -21,7 +21,7 @@ from celery_redlock.lock.engine.releaser import OrphanedKey, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
-from celery_redlock.lock.model.key_lease import LockKey
+from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool
@@ -154,7 +154,7 @@ class Session:
         self.watchdog.watch(acquisition)
         replaced_at = self.node_set.replaced_at
         if replaced_at:  # between the grant of the first key and now
-            for one in acquisition.key_leases:
+            for one in acquisition.leases:
                 for node in one.replaced(replaced_at):
                     one.withdraw(node)
         self.reentrancy.enter(acquisition)
@@ -181,8 +181,8 @@ class Session:
         named = [key for key in keys if key.resource in options.resources]
         acquisition = Acquisition(options, named, self.reentrancy.current_owner())
         acquisition.acquired_at = acquired_at
-        acquisition.key_leases = [
-            self.acquirer.new_key_lease(options, key, one.value)
+        acquisition.leases = [
+            self.acquirer.new_lease(options, key, one.value)
             for key, one in zip(keys, orphans, strict=True)
         ]
         if options.marker is not None:
@@ -262,8 +262,8 @@ class Session:
     def _node_replaced(self, node: int) -> None:
         # it is unknown since when the server was replaced, so its promises do not count
         for acquisition in self.watchdog.watched:
-            for key_lease in acquisition.key_leases:
-                key_lease.lease.withdraw(node)
+            for lease in acquisition.leases:
+                lease.withdraw(node)
             self.watchdog.reschedule(acquisition)
 
 

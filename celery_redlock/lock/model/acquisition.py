@@ -12,9 +12,8 @@ from typing import Any
 from weakref import ref
 
 from celery_redlock.errors import LockLost, SettingsError
-from celery_redlock.lock.model.key_lease import KeyLease, LockKey
 from celery_redlock.lock.model.keys import is_of_run
-from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED
+from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED, Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
 
 RENEWED_TOGETHER = 10  # renewals that are due within one tenth of a ttl go in one batch
@@ -32,13 +31,13 @@ class Acquisition:
     """
 
     __slots__ = ("_at_risk_told", "_last_renewal", "_loss_told", "_reclaim_at", "_users",
-                 "abandoned", "acquired_at", "ended_at", "key_leases", "keys", "leeway", "number",
+                 "abandoned", "acquired_at", "ended_at", "keys", "leases", "leeway", "number",
                  "options", "owner", "releases", "renew_at", "was_split")  # fmt: skip
 
     def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
         self.options, self.keys, self.owner = options, keys, owner
         self.number = next(_numbers)  # unique in this process
-        self.key_leases: list[KeyLease] = []
+        self.leases: list[Lease] = []
         self.leeway = options.ttl / RENEWED_TOGETHER
         self._users: list[ref[Any]] = []
         self.abandoned = False  # True: its owner may not take it again
@@ -96,22 +95,21 @@ class Acquisition:
 
     def held(self, now: float) -> bool:
         """Return whether every key is held at the monotonic second `now`, by arithmetic alone."""
-        for one in self.key_leases:
-            if not one.lease.held(now):
+        for one in self.leases:
+            if not one.held(now):
                 return False
-        return bool(self.key_leases)
+        return bool(self.leases)
 
     def lost(self, now: float) -> bool:
         """Return whether it was held and has ended without a release."""
-        leases = [one.lease for one in self.key_leases]
         return any(
-            lease.state is LOST or (lease.state is HELD and not lease.held(now)) for lease in leases
+            one.state is LOST or (one.state is HELD and not one.held(now)) for one in self.leases
         )
 
     @property
     def reason(self) -> str:
         """Why it is lost, as text."""
-        reasons = (one.lease.reason for one in self.key_leases if one.lease.reason)
+        reasons = (one.reason for one in self.leases if one.reason)
         return next(reasons, NOT_RENEWED)
 
     def held_for(self, now: float) -> float:
@@ -120,12 +118,12 @@ class Acquisition:
 
     def remaining(self, now: float) -> float:
         """Return the seconds of validity left without a renewal; 0.0 once it is over."""
-        return min((one.lease.remaining(now) for one in self.key_leases), default=0.0)
+        return min((one.remaining(now) for one in self.leases), default=0.0)
 
     @property
     def fencing_token(self) -> int:
         """The fencing token; before it is chosen, the greatest known counter; 0 without fencing."""
-        fences = [one.fence for one in self.key_leases if one.fence]
+        fences = [one.fence for one in self.leases if one.fence]
         return max((fence.token or fence.greatest for fence in fences), default=0)
 
     def check_covers(self, resource: str, options: LockOptions, now: float) -> None:
@@ -163,8 +161,7 @@ class Acquisition:
         if self._loss_told:
             return math.inf
         soonest, all_held = math.inf, True
-        for one in self.key_leases:
-            lease = one.lease
+        for lease in self.leases:
             if lease.state is LOST:
                 return -math.inf
             all_held = all_held and lease.state is HELD
@@ -177,14 +174,13 @@ class Acquisition:
 
         If one of several keys is lost, all of them are.
         """
-        leases = [one.lease for one in self.key_leases]
-        for lease in leases:
-            lease.expire(now)
-        lost = next((lease for lease in leases if lease.state is LOST), None)
+        for one in self.leases:
+            one.expire(now)
+        lost = next((one for one in self.leases if one.state is LOST), None)
         if lost is None:
             return None
-        for lease in leases:
-            lease.lose(lost.reason)
+        for one in self.leases:
+            one.lose(lost.reason)
         return lost.reason
 
     def mark_loss_told(self) -> bool:
@@ -194,7 +190,7 @@ class Acquisition:
 
     def mark_risk_told(self, now: float) -> bool:
         """Return True if it is at risk at `now`, but only once after each confirmed renewal."""
-        if self._at_risk_told or not any(one.lease.at_risk(now) for one in self.key_leases):
+        if self._at_risk_told or not any(one.at_risk(now) for one in self.leases):
             return False
         self._at_risk_told = True
         return True
@@ -229,7 +225,7 @@ class Acquisition:
 
     def reclaim_by(self, moment: float) -> None:
         """Renew by the monotonic second `moment` if a key may be reclaimed on a node by then."""
-        if any(one.lease.to_reclaim(moment) for one in self.key_leases):
+        if any(one.to_reclaim(moment) for one in self.leases):
             self._reclaim_at = moment
             self._schedule(min(moment, self.renew_at))
 
