@@ -15,8 +15,7 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.options import ClientOptions, Guard, LockOptions, grace_period
 from celery_redlock.lock.platform.clock import platform_for
-from celery_redlock.lock.platform.greenlets import is_patched_by_eventlet
-from celery_redlock.lock.platform.interrupts import uninterruptible
+from celery_redlock.lock.platform.threads import is_patched_by_eventlet, uninterruptible
 from celery_redlock.lock.server.admin import trust_nodes
 from celery_redlock.lock.validation import (
     check_drift,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.model.acquisition import Acquisition, Owner
-from celery_redlock.lock.platform.interrupts import uninterruptible
+from celery_redlock.lock.platform.threads import uninterruptible
 
 SPLIT_TRIES = 6  # tries while rivals that came at once share the nodes, and none has the lock
 LONGEST_SPLIT = 0.25  # seconds, the longest pause between these tries

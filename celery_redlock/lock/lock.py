@@ -22,7 +22,7 @@ from celery_redlock.lock.model.acquisition import Acquisition, Owner
 from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner
-from celery_redlock.lock.platform.interrupts import uninterruptible
+from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.retry import Attempts
 from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.validation import check_wait

@@ -13,8 +13,7 @@ from typing import Any
 
 import hiredis
 
-from celery_redlock.lock.platform.greenlets import original
-from celery_redlock.lock.platform.threads import Waker, new_mutex, start_thread
+from celery_redlock.lock.platform.threads import Waker, new_mutex, original, start_thread
 from celery_redlock.lock.transport.encoding import encode_bulk
 from celery_redlock.testing.clock import VirtualClock
 from celery_redlock.testing.model import Server, library

@@ -24,8 +24,8 @@ from kombu.exceptions import DecodeError, EncodeError
 from kombu.serialization import dumps, loads
 
 from celery_redlock import LockedTask, SettingsError
-from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.tasks.settings.task_config import TaskLockConfig, compile_config
 
 SERIALIZERS = ["json", "pickle", "yaml", "msgpack"]

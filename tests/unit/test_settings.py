@@ -23,23 +23,23 @@ from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.settings.app import (
     APP_SETTING,
     AppSettings,
+    OptionSource,
     pattern_for,
 )
-from celery_redlock.tasks.settings.conf import (
+from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.settings.levels import (
     check_known_names,
+    check_outside,
     find_nodes,
     one_redis,
     read_app,
     visibility_timeout,
 )
-from celery_redlock.tasks.settings.keys import TaskCall
-from celery_redlock.tasks.settings.levels import check_outside
 from celery_redlock.tasks.settings.options import (
     BUILT_IN,
     OPTION,
     TaskLockOptions,
 )
-from celery_redlock.tasks.settings.sources import OptionSource
 from celery_redlock.tasks.settings.task_config import (
     TaskLockConfig,
     compile_adopted_config,

@@ -19,7 +19,7 @@ from celery_redlock.lock.engine.reentrancy import Reentrancy
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import HELD, Lease
-from celery_redlock.lock.platform.interrupts import uninterruptible
+from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.outbox import DELIVERED_FOR, Outbox
 from celery_redlock.lock.server.requests import RELEASE
 from celery_redlock.lock.server.restart_guard import Servers

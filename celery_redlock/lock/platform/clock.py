@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from celery_redlock.lock.platform.gil import pause_keeping_gil
-from celery_redlock.lock.platform.greenlets import gevent_here, new_poll
 from celery_redlock.lock.platform.threads import (
     DeadlineTimer,
     Mutex,
@@ -19,12 +17,15 @@ from celery_redlock.lock.platform.threads import (
     Sleeper,
     Waker,
     get_ident,
+    gevent_here,
     new_mutex,
+    new_poll,
     new_sleeper,
     pause,
+    pause_keeping_gil,
     start_thread,
 )
-from celery_redlock.lock.platform.turns import Turn
+from celery_redlock.lock.platform.trylock import TryLock
 
 
 class Clock(Protocol):
@@ -100,9 +101,9 @@ class Platform:
     new_token: Callable[[], str] = new_token
     new_subscriber: Callable[..., Any] | None = None  # None: the package's own connection
 
-    def turn(self) -> Turn:
+    def try_lock(self) -> TryLock:
         """Return a new turn that is free."""
-        return Turn(self.get_ident)
+        return TryLock(self.get_ident)
 
     def deadline_timer(self) -> DeadlineTimer:
         """Return a new timer that no thread sleeps on."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.greenlets import original
+from celery_redlock.lock.platform.threads import original
 
 FEW_THREADS, MOST_THREADS = 2, 32  # of one `Redlock`
 SLOW = 0.005  # seconds: if fewer than one call ends in this time, threads mostly wait for nodes

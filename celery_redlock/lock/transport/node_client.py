@@ -15,7 +15,7 @@ from redis.backoff import ExponentialBackoff
 from celery_redlock.errors import NodeError, escaped
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
-from celery_redlock.lock.platform.turns import SerialJobs
+from celery_redlock.lock.platform.trylock import JobQueue
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Entry, still_wanted
 from celery_redlock.lock.transport.connection import (
@@ -34,10 +34,10 @@ LONGEST_CAUSE = 500  # characters of an error that are kept
 LINGER = 30.0  # seconds that the connecting thread waits for its next use
 
 
-class NodeClient(SerialJobs):
+class NodeClient(JobQueue):
     """The one ordered connection of this process to one node, replaced when it breaks.
 
-    Every change of the connection is a job of `SerialJobs`, and no caller waits. index: position in
+    Every change of the connection is a job of `JobQueue`, and no caller waits. index: position in
     the list of nodes. owner: the set of nodes that this node belongs to.
     """
 
@@ -59,7 +59,7 @@ class NodeClient(SerialJobs):
 
     def forget(self) -> None:
         """Forget the connection after a fork: it belongs to the parent."""
-        self.reset_jobs(self._platform.turn())
+        self.reset_jobs(self._platform.try_lock())
         self.connection: Connection | None = None
         self.run_id = ""
         self.error: NodeError | None = None

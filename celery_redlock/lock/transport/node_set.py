@@ -84,7 +84,7 @@ class NodeSet(Generic[P]):
 
     def reset(self) -> None:
         """Forget every connection, waiter and turn. An override calls this, too."""
-        self._reading = self._platform.turn()
+        self._reading = self._platform.try_lock()
         self.pollers = PollerPool(self._platform)
         self._mail: deque[tuple[int, deque[Entry], NodeError, Connection | None]] = deque()
         self._down: set[int] = set()

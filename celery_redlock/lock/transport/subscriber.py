@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.greenlets import original
+from celery_redlock.lock.platform.threads import original
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.connection import connect_budget, receive
 from celery_redlock.lock.transport.encoding import INCOMPLETE, ReplyReader, encode_command, text_of
@@ -38,7 +38,10 @@ class Subscriber:
         self._platform, self._clock = platform, platform.clock
         self._channels, self._heard = channels, heard
         self._waker: Any = None  # made in the thread: no caller fails if no descriptor is left
-        self._turn, self._calls = platform.turn(), deque[None]()  # `resubscribe` calls to handle
+        self._turn, self._calls = (
+            platform.try_lock(),
+            deque[None](),
+        )  # `resubscribe` calls to handle
         self._running = self._closed = False
         self._connection: Any = None
         self._reader = ReplyReader()

@@ -18,8 +18,7 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import label_of
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
-from celery_redlock.lock.platform.greenlets import new_poll
-from celery_redlock.lock.platform.threads import DeadlineTimer, start_thread
+from celery_redlock.lock.platform.threads import DeadlineTimer, new_poll, start_thread
 from celery_redlock.tasks.children.forks import ChildProcess, Children, this_process
 from celery_redlock.tasks.children.journal import CLAIMED, HELD, RELEASED, JournalEntry, JournalSlot
 from celery_redlock.tasks.per_app import redlock_of, settings_of

@@ -11,7 +11,7 @@ from celery import states as celery_states
 from celery.app.task import Context
 from celery.exceptions import Reject
 
-from celery_redlock.lock.platform.interrupts import uninterruptible
+from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.tasks.children.forks import is_end_announced
 from celery_redlock.tasks.delivery.delivery import RunId
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader

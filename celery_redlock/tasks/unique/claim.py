@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from celery_redlock.errors import QuorumUnreachable
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key
-from celery_redlock.lock.platform.interrupts import uninterruptible
+from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.encoding import encode_command

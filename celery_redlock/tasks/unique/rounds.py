@@ -11,7 +11,7 @@ import hiredis
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import unique_key
-from celery_redlock.lock.platform.interrupts import uninterruptible
+from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.requests import load_script
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.transport.command import Command, Round

@@ -312,14 +312,14 @@ MUTANTS = (
     ),
     Mutant(
         "messages that were refused together try again together",
-        "tasks.settings.backoff:Backoff.delay",
+        "tasks.settings.options:Backoff.delay",
         "return uniform(0.0, grown)",
         "return grown",
         (f"{UNIT}/test_backoff.py",),
     ),
     Mutant(
         "a backoff grows past its cap",
-        "tasks.settings.backoff:Backoff.delay",
+        "tasks.settings.options:Backoff.delay",
         "grown = min(self.cap, self.first * float(self.factor) ** float(attempt))",
         "grown = self.first * float(self.factor) ** float(attempt)",
         (f"{UNIT}/test_backoff.py",),

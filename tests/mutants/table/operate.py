@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "an option of a lock without its base is taken for nothing",
-        "tasks.adoption:AdoptingRegistry.check",
+        "tasks.startup:AdoptingRegistry.check",
         "            self._check_unlocked(name, task)\n",
         "",
         (
@@ -179,7 +179,7 @@ MUTANTS = (
     ),
     Mutant(
         "a misspelled setting does nothing and is not told",
-        "tasks.settings.conf:check_known_names",
+        "tasks.settings.levels:check_known_names",
         'if name.startswith("redlock_") and name not in known:',
         "if False:",
         (f"{UNIT}/test_settings.py",),

@@ -204,7 +204,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lost lock does not interrupt its body",
-        "tasks.body.monitored:MonitoredBody.on_loss",
+        "tasks.body:MonitoredBody.on_loss",
         "if self.abort:",
         "if False:",
         (f"{KIT}/test_kit.py",),
@@ -212,7 +212,7 @@ MUTANTS = (
     ),
     Mutant(
         "LockLost is raised in code that swallows it",
-        "tasks.body.monitored:_is_uninterruptible",
+        "tasks.body:_is_uninterruptible",
         "return releases or module.startswith(_PREFIXES)",
         "return releases",
         (f"{UNIT}/test_interrupts.py",),

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from celery_redlock.lock.platform.gil import UnyieldingTlsSocket
-from celery_redlock.lock.transport.connection import Connection, Peer, receive
+from celery_redlock.lock.transport.connection import Connection, Peer, UnyieldingTlsSocket, receive
 from tests.conftest import eventually
 from tests.unit.transport.ends import Dialled, Kept, ServerEnd, echo
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from celery_redlock.lock.platform.threads import get_ident
 
 
-class Turn:
+class TryLock:
     """Mutual exclusion without waiting: one caller at a time runs its function, others are refused.
 
     With a mutex, a finalizer or a signal handler that interrupts the owner would deadlock. Here it
@@ -43,7 +43,7 @@ class Turn:
         return owner is not None and owner[0] == self._get_ident()
 
 
-class SerialJobs:
+class JobQueue:
     """Jobs in order, each done by the caller that has the turn.
 
     A caller that finds the turn taken queues its job and continues. The owner of the turn does
@@ -55,7 +55,7 @@ class SerialJobs:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
-    def reset_jobs(self, turn: Turn) -> None:
+    def reset_jobs(self, turn: TryLock) -> None:
         """Discard all jobs. turn: a new turn that is free."""
         self._turn = turn
         self.jobs: deque[Callable[[], None]] = deque()
