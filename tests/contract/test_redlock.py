@@ -27,10 +27,10 @@ from celery_redlock import (
 )
 from celery_redlock.lock import retry
 from celery_redlock.lock.engine.callers import Caller
-from celery_redlock.lock.hold import SPLIT_TRIES
+from celery_redlock.lock.lock import acquisitions_of, release_all
+from celery_redlock.lock.model.acquisition import SPLIT_TRIES
 from celery_redlock.lock.model.keys import fence_key, lock_key
 from celery_redlock.lock.node_status import ask_nodes
-from celery_redlock.lock.release import acquisitions_of, release_all
 from celery_redlock.lock.transport.connection import Connection
 from celery_redlock.signals import LockLostEvent, NodeFailedEvent, lock_lost, node_failed
 from celery_redlock.testing import EmbeddedNode

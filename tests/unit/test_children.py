@@ -69,7 +69,7 @@ def holding_of(
     )
     keys = [LockKey("redlock", resource, permit, 30.0) for resource in resources]
     session = redlock.session
-    holding = Acquisition(options, keys, session.reentrancy.current_owner())
+    holding = Acquisition(options, keys, session.current_owner())
     holding.leases = [session.acquirer.new_lease(options, key) for key in keys]
     return holding
 

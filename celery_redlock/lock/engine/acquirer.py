@@ -19,7 +19,8 @@ from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound
-from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.engine.watchdog import Watchdog
+from celery_redlock.lock.model.acquisition import Acquisition, Hold
 from celery_redlock.lock.model.keys import parts_of, value_of
 from celery_redlock.lock.model.lease import MARGIN, Fence, Lease, LockKey, proposal
 from celery_redlock.lock.model.options import LockOptions
@@ -55,33 +56,56 @@ class Acquirer:
         servers: Servers,
         platform: Platform,
         events: Events,
+        watchdog: Watchdog[Acquisition],
         releaser: Releaser,
         renewer: Renewer,
         check_distinct: Callable[[], None],
     ) -> None:
-        self._servers, self._platform, self._clock = servers, platform, servers.clock
-        self._events, self._releaser, self._renewer = events, releaser, renewer
+        self._servers, self._platform, self.clock = servers, platform, servers.clock
+        self.events, self._watchdog = events, watchdog
+        self._releaser, self._renewer = releaser, renewer
         self._check_distinct = check_distinct
-        self._margin = MARGIN + self._clock.resolution
+        self._margin = MARGIN + self.clock.resolution
         self._guarded = servers.options.guard.word != "off"
         nodes = servers.nodes
         self._counts = len(nodes.nodes), nodes.size, servers.options.clock_drift
 
-    def try_acquire(self, acquisition: Acquisition) -> Failure | None:
+    def try_acquire(
+        self, hold: Hold, options: LockOptions, keys: Sequence[LockKey]
+    ) -> Failure | None:
         """Lock every key or none, without waiting for a release. Return None, or the failure.
 
-        A failure is rolled back. If this raises, the caller releases the acquisition. Raises
+        A failure is rolled back. If this raises, the caller releases the hold. Raises
         AlreadyCompletedError, SupersededError, and SettingsError if two nodes turn out to be one
         server.
         """
+        acquisition, started = Acquisition(options, keys, hold.owner), self.clock.now()
+        hold.add(acquisition)  # before its request leaves, so that an exception releases it
         failure = self._lock_keys(acquisition)
-        if failure is None and acquisition.options.fencing:
-            failure = self.confirm_fencing_token(acquisition, acquisition.fencing_token)
+        if failure is None and options.fencing:
+            failure = self.confirm_fencing_token([acquisition])
         if failure is None and len(acquisition.leases) > 1:
             failure = self._expired_while_acquiring(acquisition)
-        if failure is not None:
-            self._releaser.roll_back(acquisition)
+        if failure is None:
+            self._begin(acquisition, started)
+            return None
+        self._releaser.roll_back(acquisition)
+        hold.remove(acquisition)
+        hold.splits = hold.splits + 1 if acquisition.was_split else 0
+        hold.took = self.clock.now() - started
         return failure
+
+    def _begin(self, acquisition: Acquisition, started: float) -> None:
+        acquisition.acquired_at = started
+        acquisition.plan_renewals(started)
+        self._watchdog.watch(acquisition)
+        replaced_at = self._servers.nodes.replaced_at
+        if replaced_at:  # between the grant of the first key and now
+            for one in acquisition.leases:
+                for node in one.replaced(replaced_at):
+                    one.withdraw(node)
+        acquisition.nest()
+        self.events.acquired(acquisition)
 
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
         """Lock each key in order, or any single permit.
@@ -124,7 +148,7 @@ class Acquirer:
         """Make one round for one key."""
         lease = self.new_lease(acquisition.options, key)
         acquisition.leases.append(lease)  # before the request leaves, so it gets released
-        self._events.claiming(acquisition, lease)
+        self.events.claiming(acquisition, lease)
         nodes = self._servers.nodes
         marker = acquisition.options.marker
         round_ = AcquireRound(lease, len(nodes.nodes), nodes.send_to, marker)
@@ -137,7 +161,7 @@ class Acquirer:
     def new_lease(self, options: LockOptions, key: LockKey, value: str = "") -> Lease:
         """Return a new lease without a request yet. value: of another process's lease."""
         if not value:
-            since_ms = self._clock.wall_us() // 1000
+            since_ms = self.clock.wall_us() // 1000
             label = options.label or _process_label(os.getpid())
             token = self._platform.new_token()
             value = value_of(token, since_ms, label, options.ttl)
@@ -147,7 +171,7 @@ class Acquirer:
 
     def _run(self, round_: AcquireRound, lease: Lease, options: LockOptions) -> Failure | None:
         """Write one request to every node and wait for the votes."""
-        servers, clock = self._servers, self._clock
+        servers, clock = self._servers, self.clock
         nodes = servers.nodes
         sent = lease.sent = clock.now()
         least = None if lease.fence is None else proposal(clock.wall_us())
@@ -199,15 +223,15 @@ class Acquirer:
             resource, round_.causes(nodes.nodes, time_is_up=time_is_up), nodes.size
         )
 
-    def confirm_fencing_token(self, acquisition: Acquisition, token: int) -> Failure | None:
-        """Have a token confirmed for each key; return None if it may be used, else the failure.
+    def confirm_fencing_token(self, acquisitions: Sequence[Acquisition]) -> Failure | None:
+        """Have one token confirmed for each key; return None if it may be used, else the failure.
 
         Several resources share one token, so it must be confirmed for each of them. Otherwise a
         later holder of one resource might get a smaller token.
         """
-        servers = self._servers
-        for lease in acquisition.leases:
-            until = self._clock.now() + servers.options.node_timeout
+        servers, token = self._servers, max(one.fencing_token for one in acquisitions)
+        for lease in chain.from_iterable(one.leases for one in acquisitions):
+            until = self.clock.now() + servers.options.node_timeout
             if not self._renewer.confirm_fencing_token(lease, token, until):
                 causes = causes_of(servers.nodes.nodes)
                 return QuorumUnreachable(lease.key.resource, causes, servers.nodes.size)
@@ -215,7 +239,7 @@ class Acquirer:
 
     def _expired_while_acquiring(self, acquisition: Acquisition) -> Failure | None:
         """Return a failure if the first keys expired during the rounds for later keys."""
-        if acquisition.held(self._clock.now()):
+        if acquisition.held(self.clock.now()):
             return None
         return QuorumUnreachable(acquisition.resource, (), self._servers.nodes.size)
 

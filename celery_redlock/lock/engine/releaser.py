@@ -15,9 +15,8 @@ from hiredis import ReplyError
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.events import Events
-from celery_redlock.lock.engine.reentrancy import Reentrancy
 from celery_redlock.lock.engine.watchdog import Watchdog
-from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.acquisition import Acquisition, Hold
 from celery_redlock.lock.model.lease import HELD, Lease
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.outbox import DELIVERED_FOR, Outbox
@@ -47,11 +46,10 @@ class Releaser:
         events: Events,
         outbox: Outbox,
         watchdog: Watchdog[Acquisition],
-        reentrancy: Reentrancy,
     ) -> None:
         self.servers, self.clock = servers, servers.clock
         self.events, self.outbox = events, outbox
-        self._watchdog, self._reentrancy = watchdog, reentrancy
+        self._watchdog = watchdog
         self.forget()
 
     def forget(self) -> None:
@@ -66,7 +64,7 @@ class Releaser:
 
         publish: whether to notify the waiters.
         """
-        self._reentrancy.exit(acquisition)
+        acquisition.unnest()
         releases = acquisition.releases
         if not releases:
             now, releases = self.clock.now(), []  # a new list: kept once it has all of them
@@ -108,11 +106,19 @@ class Releaser:
         return True
 
     @uninterruptible
-    def release_if_unused(self, acquisition: Acquisition, user: object) -> None:
-        """Release an acquisition in any thread, unless another user relies on it."""
-        acquisition.part(user)
-        if not acquisition.users and acquisition.abandon():
-            self.release(acquisition)
+    def release_hold(self, hold: Hold, *, anywhere: bool = False) -> None:
+        """End a wait, and release what no other hold relies on. A second call has no effect.
+
+        anywhere: in any thread, even while the owner may acquire the same lock again.
+        """
+        try:
+            if hold.end_wait is not None:
+                hold.end_wait()
+        finally:
+            for acquisition in hold.acquisitions:
+                acquisition.remove_user(hold)
+                if not acquisition.users and (not anywhere or acquisition.abandon()):
+                    self.release(acquisition)
 
     def release_orphans(self, acquisition: Acquisition) -> None:
         """Release what a dead process held, and repeat that a little later.

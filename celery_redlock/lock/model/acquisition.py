@@ -1,13 +1,17 @@
-"""What one acquire holds: all its keys or none. A record without clock and I/O.
+"""What one acquire holds, and who relies on it. Records without clock and I/O.
 
-An acquisition is renewed and released as a unit.
+`Acquisition`: all keys or none, each with its `Lease` (`lease.py`); renewed and released as a unit.
+`Hold`: one acquire that is not released yet. A nested one relies on acquisitions of outer ones, so
+an acquisition counts its holds, and `Flow` finds it for the same owner. Not here: the public object
+(`lock/lock.py`), and what acquires and releases (`lock/engine`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -17,9 +21,19 @@ from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED, Lease, Lock
 from celery_redlock.lock.model.options import LockOptions
 
 RENEWED_TOGETHER = 10  # renewals that are due within one tenth of a ttl go in one batch
-# the owner: process id, thread or greenlet (a `reentrancy.Flow`), and asyncio task
-Owner = tuple[int, Any, object]
+SPLIT_TRIES = 6  # tries while rivals that came at once share the nodes, and none has the lock
+LONGEST_SPLIT = 0.25  # seconds, the longest pause between these tries
 _numbers = itertools.count(1)
+
+
+class Flow:
+    """One thread or greenlet. held: acquisitions, by asyncio task (None outside) and resource."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[object, str], Acquisition] = {}
+
+
+Owner = tuple[int, Flow, object]  # process id, thread or greenlet, and asyncio task
 
 
 class Acquisition:
@@ -39,7 +53,7 @@ class Acquisition:
         self.number = next(_numbers)  # unique in this process
         self.leases: list[Lease] = []
         self.leeway = options.ttl / RENEWED_TOGETHER
-        self._users: list[ref[Any]] = []
+        self._users: list[ref[Hold]] = []
         self.abandoned = False  # True: its owner may not take it again
         self.renew_at = self._reclaim_at = math.inf
         self.acquired_at = 0.0
@@ -49,17 +63,17 @@ class Acquisition:
         self.releases: list[Any] = []  # of its keys, while they are written
         self.was_split = False  # it was refused, although no other client got a quorum either
 
-    # users: the holds of this process that rely on it
+    # its users: the holds that rely on it
 
-    def join(self, user: object) -> None:
-        """Add a user. The acquisition is released after the last user has left.
+    def add_user(self, user: Hold) -> None:
+        """Add a user. The acquisition is released after the last user is removed.
 
         The reference is weak: if an exception interrupted an acquire or a release, no code can
         release the acquisition. The watchdog must not renew it for ever then.
         """
         self._users.append(ref(user))
 
-    def part(self, user: object) -> None:
+    def remove_user(self, user: Hold) -> None:
         """Remove a user. A second call has no effect."""
         its = ref(user)
         if its in self._users:
@@ -78,13 +92,28 @@ class Acquisition:
         """Mark it as abandoned if it has no users; return whether it has none.
 
         The owner cannot take an abandoned acquisition again. This sets `abandoned` before it reads
-        `users`; a new user joins before it reads `abandoned`. At least one of them sees the other's
-        write.
+        `users`; a new user is added before it reads `abandoned`. At least one of them sees the
+        other's write.
         """
         self.abandoned = True
         if self.users:
             self.abandoned = False
         return self.abandoned
+
+    def nest(self) -> None:
+        """Let the owner acquire its resources again."""
+        _, flow, task = self.owner
+        for key in self.keys:
+            flow.held[task, key.resource] = self
+
+    def unnest(self) -> None:
+        """Undo `nest`. A second call has no effect."""
+        _, flow, task = self.owner
+        held = flow.held
+        for key in self.keys:
+            name = task, key.resource
+            if held.get(name) is self:
+                held.pop(name, None)
 
     # its state
 
@@ -233,3 +262,60 @@ class Acquisition:
         if self._reclaim_at < moment:
             moment = self._reclaim_at
         self.renew_at = moment if moment <= self._last_renewal else math.inf
+
+
+class Hold:
+    """One acquire that is not released yet: its own acquisition, and outer ones that it relies on.
+
+    owner: the owner that acquires. client: the `Redlock`, kept alive while a thread may still
+    acquire. end_wait: ends the wait of the acquire, None while it does not wait. splits: number of
+    consecutive tries in which rivals shared the nodes. took: seconds that the last try took.
+    """
+
+    __slots__ = ("__weakref__", "acquisitions", "client", "end_wait", "owner", "splits", "took")
+
+    def __init__(self, owner: Owner, client: object) -> None:
+        self.owner, self.client = owner, client
+        self.acquisitions: list[Acquisition] = []
+        self.splits, self.took = 0, 0.0
+        self.end_wait: Callable[[], None] | None = None
+
+    def pause_of_split(self) -> float | None:
+        """Return the seconds until the next try if rivals share the nodes, else None.
+
+        The pause is random, from a range that doubles, so that soon only one rival tries. After
+        SPLIT_TRIES tries, the caller waits for the rivals as for any holder.
+        """
+        if not 0 < self.splits < SPLIT_TRIES:
+            return None
+        return random.uniform(0, min(LONGEST_SPLIT, self.took * 2**self.splits))  # noqa: S311
+
+    def add(self, acquisition: Acquisition) -> None:
+        """Begin to rely on an acquisition."""
+        if acquisition not in self.acquisitions:
+            self.acquisitions.append(acquisition)
+            acquisition.add_user(self)
+
+    def remove(self, acquisition: Acquisition) -> None:
+        """Stop relying on an acquisition that is over."""
+        self.acquisitions.remove(acquisition)
+        acquisition.remove_user(self)
+
+    def add_outer(self, options: LockOptions, now: float) -> dict[str, Acquisition]:
+        """Rely on acquisitions that the owner holds already; return them by resource.
+
+        Raises LockLost if one is lost, and SettingsError if one promises less than `options`.
+        """
+        _, flow, task = self.owner
+        found = {}
+        for resource in options.resources:
+            outer = flow.held.get((task, resource))
+            if outer is None:
+                continue
+            outer.check_covers(resource, options, now)
+            self.add(outer)
+            if outer.abandoned:  # its Lock was garbage collected, and it is being released
+                self.remove(outer)
+            else:
+                found[resource] = outer
+        return found
