@@ -38,7 +38,7 @@ from celery_redlock.lock.server.requests import (
 from celery_redlock.lock.transport.command import Script
 from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, NODE_TIMEOUT, eventually, hearing, see_quorum, settle
+from tests.conftest import FREED, NODE_TIMEOUT, eventually, hearing, settle
 from tests.contract.contention import PROCESSES
 from tests.contract.points import interrupt
 from tests.pages import ROOT
@@ -76,6 +76,18 @@ def release(client: Redis) -> None:
 def waiting(client: Redis) -> list[str]:
     found: list[str] = client.zrange(WAITING, 0, -1)
     return found
+
+
+@contextlib.contextmanager
+def allowed_on(client: Redis, *rights: str) -> Iterator[Redis]:
+    """Give a client of the same node that may do no more than that."""
+    client.execute_command("ACL", "SETUSER", "few", "reset", "on", "nopass", "~*", *rights)
+    port = client.connection_pool.connection_kwargs["port"]
+    try:
+        with Redis(port=port, username="few", decode_responses=True) as few:
+            yield few
+    finally:
+        client.execute_command("ACL", "DELUSER", "few")
 
 
 class Ears:
@@ -168,6 +180,14 @@ class TestRegistration:
         assert register(client, "w3", 3.0, KEY) == [1, 1, 0]
         assert waiting(client) == ["w1", "w3"]
 
+    def test_that_a_server_refuses_to_keep_is_told_when_a_key_is_free(self, client: Redis) -> None:
+        with allowed_on(client, "+@all", "-zadd") as unkept:
+            client.set(KEY, VALUE)
+            assert register(unkept, "w1", 1.0, KEY) == [-1, 0, -1]
+            client.delete(KEY)
+            assert register(unkept, "w1", 1.0, KEY) == [-1, 1, 0]
+        assert not waiting(client)
+
     def test_asks_about_no_more_permits_than_one_question_looks_at(
         self, redlock: Redlock, client: Redis
     ) -> None:
@@ -254,14 +274,8 @@ class TestNaming:
         self, client: Redis, script: Script, rights: list[str]
     ) -> None:
         register(client, "dead", 1.0)
-        setting = ["reset", "on", "nopass", "~*", "+@all", *rights]
-        client.execute_command("ACL", "SETUSER", "few", *setting)
-        port = client.connection_pool.connection_kwargs["port"]
-        try:
-            with Redis(port=port, username="few", decode_responses=True) as few:
-                self.free(few, script)
-        finally:
-            client.execute_command("ACL", "DELUSER", "few")
+        with allowed_on(client, "+@all", *rights) as few:
+            self.free(few, script)
 
 
 def test_a_value_without_a_token_names_its_successor(client: Redis, ears: Ears) -> None:
@@ -275,13 +289,6 @@ def test_a_value_without_a_token_names_its_successor(client: Redis, ears: Ears) 
 
 
 # processes that wait
-
-
-@contextlib.contextmanager
-def over(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
-    with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
-        see_quorum(made)
-        yield made
 
 
 def take(redlock: Redlock) -> float:
@@ -400,18 +407,6 @@ class TestProcesses:
 
 
 class TestRegistered:
-    @pytest.fixture
-    def rival(self, nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
-        """Give a client beside `redlock`, as of another process."""
-        with over(nodes) as made:
-            yield made
-
-    @pytest.fixture
-    def pool(self) -> Iterator[ThreadPoolExecutor]:
-        """Give threads to wait in."""
-        with ThreadPoolExecutor() as made:
-            yield made
-
     def test_who_waits_no_more_is_not_registered_any_more(
         self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
     ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually
-from tests.integration.conftest import Stage, overlaps, set_stage, slow_but, virtual_host
+from tests.integration.conftest import Stage, overlaps, set_stage, slow_but
 from tests.integration.deliveries import heard, messages_of, see_drained
 
 POOLS = ("prefork", "threads", "solo", "gevent")
@@ -168,13 +168,15 @@ def test_it_leaves_before_its_visibility_timeout(
     assert stage.runs_of("k") == 1
 
 
+@pytest.mark.parametrize("name", ["work", "late"], ids=["acks early", "acks late"])
 def test_those_above_the_workers_capacity_leave_and_others_get_past_them(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], name: str
 ) -> None:
     stage = make_stage(nodes, worker_eta_task_limit=LIMIT)
     stage.worker(concurrency=2)
-    with stage.tasks.late.lock_for("k", wait=60):
-        results = [stage.tasks.late.delay("k") for _ in range(CROWD)]
+    task = getattr(stage.tasks, name)
+    with task.lock_for("k", wait=60):
+        results = [task.delay("k") for _ in range(CROWD)]
         for number in range(3):
             assert stage.tasks.work.delay(f"other{number}").get(timeout=60) == 0
             assert stage.broker.client().hlen("unacked") <= LIMIT
@@ -247,12 +249,6 @@ def test_one_that_was_acknowledged_comes_back_before_all_that_wait_in_its_queue(
         said = worker.output()
         assert said.rindex(f"{result.id}] received") < said.index(f"{others[-1].id}] received")
     assert result.get(timeout=60) == 0
-
-
-@pytest.fixture(scope="module")
-def rabbitmq() -> Iterator[str]:
-    with virtual_host() as url:
-        yield url
 
 
 @pytest.mark.parametrize(("kind", "times"), [("classic", 1), ("quorum", 2)])
