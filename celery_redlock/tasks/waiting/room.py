@@ -277,7 +277,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         if self.inbox is None:
             self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
             session = self._redlock.session
-            self._votes, self._quorum = votes_channel(session.options.prefix), session.node_set.size
+            self._votes, self._quorum = votes_channel(session.options.prefix), session.nodes.quorum
             self.inbox = self._successor.use(session, self._channels, self._on_vote)
         return self.inbox
 
