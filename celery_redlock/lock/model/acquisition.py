@@ -16,7 +16,7 @@ from typing import Any
 from weakref import ref
 
 from celery_redlock.errors import LockLost, SettingsError
-from celery_redlock.lock.model.keys import is_of_run
+from celery_redlock.label import is_of_run
 from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED, Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
 
