@@ -184,7 +184,7 @@ def _holders_of(lock: LockReport) -> list[tuple[Session, Acquisition]]:
         (session, acquisition)
         for session in sessions()
         for acquisition in session.watchdog.watched
-        for one in acquisition.key_leases
+        for one in acquisition.leases
         if one.value == text_of(lock.value)
     ]
 
