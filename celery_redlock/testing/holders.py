@@ -145,7 +145,6 @@ def assert_released(*resources: str, on: Any = None, within: float = 5.0) -> Non
 
 
 def describe(lock: LockReport, nodes: int) -> str:
-    """Return a text with a lock's holder, nodes and time of acquire."""
     permit = f" (permit {lock.permit})" if lock.permit else ""
     since = "since an unknown time"
     if lock.since is not None:
@@ -157,7 +156,6 @@ def describe(lock: LockReport, nodes: int) -> str:
 
 
 def addresses_of(nodes: Sequence[Any]) -> list[Any]:
-    """Return these nodes as values that `redlock_nodes` takes."""
     return [getattr(node, "url", node) for node in nodes]
 
 
@@ -228,11 +226,9 @@ class Unlocked(Acquisition):
         return True
 
     def lost(self, now: float) -> bool:
-        """Return False, always."""
         return False
 
     def remaining(self, now: float) -> float:
-        """Return the full ttl, always."""
         return self.options.ttl
 
     @property

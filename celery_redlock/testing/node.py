@@ -159,7 +159,6 @@ class FakeServer(Server):
         return self._clock.now() - self._started
 
     def set_paused(self, paused: bool) -> None:
-        """Stop answering requests, or answer them again."""
         self._paused = paused
         self._waker.wake()
 
