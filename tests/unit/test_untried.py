@@ -26,8 +26,8 @@ from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
 from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.execution.untried import defer_untried
 from celery_redlock.tasks.signals import LockDeferredEvent, lock_deferred
+from celery_redlock.tasks.waiting.queues import WaitingTimes
 from celery_redlock.tasks.waiting.room import WaitingRoom
-from celery_redlock.tasks.waiting.times import WaitingTimes
 from tests.conftest import eventually
 
 REMEMBERED = WaitingTimes().remember_refusal

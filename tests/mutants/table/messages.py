@@ -7,8 +7,8 @@ from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
 MUTANTS = (
     Mutant(
         "a worker listens for ever for what nobody waits for",
-        "tasks.waiting.room:WaitingRoom._sweep",
-        "            self._dispatcher.queues.forget_empty(before)\n",
+        "tasks.waiting.dispatch:Dispatcher.sweep",
+        "            self.queues.forget_empty(self._clock.now() - self._times.unsubscribe_after)\n",
         "            pass\n",
         (
             f"{CONTRACT}/test_waiting_room.py::"
@@ -326,14 +326,14 @@ MUTANTS = (
     ),
     Mutant(
         "who was deferred last runs first",
-        "tasks.waiting.queues:Waiter.__lt__",
+        "tasks.waiting.queues:WaitingMessage.__lt__",
         "w.since",
         "-w.since",
         (f"{UNIT}/test_wait_queues.py",),
     ),
     Mutant(
         "an urgent message waits for all that were deferred before it",
-        "tasks.waiting.queues:Waiter.__lt__",
+        "tasks.waiting.queues:WaitingMessage.__lt__",
         "(w.priority, ",
         "(",
         (f"{UNIT}/test_wait_queues.py",),
@@ -362,14 +362,14 @@ MUTANTS = (
     ),
     Mutant(
         "a less urgent message races with the urgent one that has just been dispatched",
-        "tasks.waiting.queues:WaitQueue.add",
+        "tasks.waiting.queues:MessageQueue.add",
         "waiter.since == self._head_left_since",
         "waiter.since <= self._head_left_since",
         (f"{UNIT}/test_wait_queues.py",),
     ),
     Mutant(
         "all messages that wait for a lock try again, not the first alone",
-        "tasks.waiting.queues:WaitQueue.turn_of",
+        "tasks.waiting.queues:MessageQueue.turn_of",
         "if self.waiters[0] is not waiter:",
         "if False:",
         (f"{UNIT}/test_wait_queues.py",),
@@ -387,23 +387,23 @@ MUTANTS = (
         "tasks.waiting.dispatch:Dispatcher._evict",
         """        if last is not None:  # outside: a solo pool runs its body here
             last.request.request_dict["properties"][HAS_ROOM] = False
-            self.dispatch_now(last)""",
+            self.dispatch(last)""",
         """            if last is not None:
-                self.dispatch_now(last)""",
+                self.dispatch(last)""",
         (f"{CONTRACT}/test_waiting_room.py",),
         "while_a_body_runs",
     ),
     Mutant(
         "a release wakes a message that has expired, and nobody behind it",
         "tasks.waiting.dispatch:Dispatcher.heads_to_run",
-        "if not self._dispatch_cancelled(heads):",
+        "if not self.dispatch_cancelled(heads):",
         "if True:",
         (f"{CONTRACT}/test_waiting_room.py",),
         "passes_those",
     ),
     Mutant(
         "one message that cannot be handed on ends the worker's event loop",
-        "tasks.waiting.dispatch:Dispatcher.dispatch_now",
+        "tasks.waiting.dispatch:Dispatcher.dispatch",
         "except Exception:",
         "except ZeroDivisionError:",
         (f"{CONTRACT}/test_waiting_room.py",),

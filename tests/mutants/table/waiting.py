@@ -6,7 +6,7 @@ from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
 
 SUCCESSOR = "tasks.waiting.successor:Successor"
 DISPATCHER = "tasks.waiting.dispatch:Dispatcher"
-QUEUES = "tasks.waiting.queues:WaitQueues"
+QUEUES = "tasks.waiting.queues:MessageQueues"
 UNTRIED = "tasks.execution.untried"
 ROOM, DISPATCH = f"{CONTRACT}/test_waiting_room.py", f"{UNIT}/test_dispatch.py"
 
@@ -167,15 +167,15 @@ MUTANTS = (
     ),
     Mutant(
         "a message that comes while the one behind it asks waits for its countdown",
-        f"{QUEUES}.head_of",
-        "if self.of(waiter.request) is not waiter:",
-        "if not self.is_head(waiter):",
+        f"{SUCCESSOR}._on_place",
+        "if queues.of(asker.request) is asker else None",
+        "if queues.head(asker.queue) is asker else None",
         (ROOM,),
         "gets_its_answer",
     ),
     Mutant(
         "with many workers each head looks for its lock in vain, time and again",
-        "tasks.waiting.queues:WaitQueue.turn_of",
+        "tasks.waiting.queues:MessageQueue.turn_of",
         "max(times.retry_next_after, usual)",
         "times.retry_next_after",
         (f"{UNIT}/test_wait_queues.py",),
@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     Mutant(
         "where releases are not heard, each message waits longer than the one before it",
-        "tasks.waiting.queues:WaitQueue.remove",
+        "tasks.waiting.queues:MessageQueue.remove",
         "interval if is_named and math.isfinite(interval) else 0.0",
         "interval if math.isfinite(interval) else 0.0",
         (f"{UNIT}/test_wait_queues.py",),
@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         "a message of another limit does not ask, though its lock may be free",
         "tasks.waiting.dispatch:Dispatcher.add",
-        "first = None if self.queues.has(waiter.queue) else waiter",
+        "first = waiter if self.queues.head(waiter.queue) is None else None",
         "first = None if self.queues.resources() else waiter",
         (ROOM,),
         "another_limit_asks",
@@ -347,25 +347,17 @@ MUTANTS = (
     ),
     Mutant(
         "a message waits for one with another limit, to which the lock is taken",
-        f"{QUEUES}.has",
-        ".get(key)\n        return queue is not None and bool(queue.waiters)",
-        ".values()\n        return any(each.waiters for each in queue)",
+        f"{QUEUES}.head",
+        "return queue.waiters[0] if queue is not None and queue.waiters else None",
+        "return next(iter(self.heads(key.resource)), None)",
         (f"{UNIT}/test_wait_queues.py",),
         "one_of_its_limit",
     ),
     Mutant(
-        "new messages wait without a try for one that has run",
-        f"{QUEUES}.has",
-        " and bool(queue.waiters)",
-        "",
-        (f"{UNIT}/test_wait_queues.py",),
-        "one_of_its_limit",
-    ),
-    Mutant(
-        "a message behind the first one of its worker acts on an answer of the nodes",
-        f"{QUEUES}.is_head",
-        " and waiter in self.heads(waiter.queue.resource)",
-        "",
+        "a message behind the first one of its worker counts as the first",
+        f"{QUEUES}.head",
+        "queue.waiters[0] if",
+        "queue.waiters[-1] if",
         (f"{UNIT}/test_wait_queues.py",),
         "the_head_of_each_queue",
     ),
@@ -464,7 +456,7 @@ MUTANTS = (
             (
                 "a message that waits without a try does not say who holds its lock",
                 "_sweep",
-                " and not self._dispatcher.queues.has(queue)",
+                " and self._dispatcher.queues.head(queue) is None",
                 "",
                 ROOM,
                 "remembers_a_refusal",
