@@ -57,28 +57,24 @@ class Namings:
         self._ranks: dict[str, dict[int, int] | None] = {}
 
     def turns(self, named: Named, node: int) -> int | None:
-        """Count one node's message; return the turns to wait from now on, None if nothing changes.
+        """Count one node's message; return the turns to wait from now on, None if nothing changed.
 
         If the nodes differ, it waits one turn more than the lowest rank says: another process may
         be named first elsewhere. A process that one node alone names first waits one turn, in case
         that no process is named first by a majority.
         """
         by_node = self._ranks.pop(named.release, {})
+        self._ranks[named.release] = by_node  # as the most recent one
+        if len(self._ranks) > RELEASES:
+            del self._ranks[next(iter(self._ranks))]
         if by_node is None or node in by_node:
-            self._remember(named.release, by_node)
             return None
         by_node[node] = named.rank
         ranks = list(by_node.values())
-        is_decided = len(ranks) >= self._majority
-        self._remember(named.release, None if is_decided else by_node)
-        if is_decided:
+        if len(ranks) >= self._majority:
+            self._ranks[named.release] = None
             return ranks[0] if len(set(ranks)) == 1 else min(ranks) + 1
         return 1 if named.rank == 0 and ranks.count(0) == 1 else None
-
-    def _remember(self, release: str, ranks: dict[int, int] | None) -> None:
-        self._ranks[release] = ranks
-        if len(self._ranks) > RELEASES:
-            del self._ranks[next(iter(self._ranks))]
 
 
 class Place(NamedTuple):

@@ -36,33 +36,22 @@ def priority_order(priority: object, driver: str) -> int:
 
 @dataclass(frozen=True)
 class WaitingTimes:
-    """The times of a waiting room, in seconds.
+    """The times of a waiting room, in seconds."""
 
-    retry_next_after: the next waiter tries this long after the head was dispatched, if no release
-    names this worker meanwhile; or after twice the time that the last head waited to be named,
-    retry_next_at_most. sweep_interval: between two checks for expired and revoked messages.
-    unsubscribe_after: a resource without waiters keeps the subscription this long. imminent: a
-    waiter whose ETA is nearer than that is not dispatched only because a release may have been
-    missed. eviction_interval: between two messages that leave for others of the queue to come in.
-    clocks_differ: at the most, between the wall clocks of two workers. refresh_after: between two
-    looks of all heads, which register them, too. longest_pause: between two looks of a head whether
-    its lock is free. after_lease: over which heads spread their looks after the end of a lease.
-    remember_refusal: for which messages that come after a refused one wait without a try.
-    asks_within: a run asks for its lock within this time after its begin.
-    """
-
+    # the next waiter tries so long after the head was dispatched, if no release names this worker
+    # meanwhile; or after twice the time that the last head waited to be named
     retry_next_after: float = 0.5
     retry_next_at_most: float = 5.0
-    sweep_interval: float = 1.0
-    unsubscribe_after: float = 30.0
-    imminent: float = 1.0
-    eviction_interval: float = 0.025
-    clocks_differ: float = CLOCKS_DIFFER
-    refresh_after: float = 10.0
-    longest_pause: float = 30.0
-    after_lease: float = 0.25
-    remember_refusal: float = 1.0
-    asks_within: float = 1.0
+    sweep_interval: float = 1.0  # between two checks for expired and revoked messages
+    unsubscribe_after: float = 30.0  # that a resource without waiters keeps the subscription
+    imminent: float = 1.0  # before its ETA no waiter is dispatched for what it may have missed
+    eviction_interval: float = 0.025  # between two messages that leave for others of the queue
+    clocks_differ: float = CLOCKS_DIFFER  # at the most, between the wall clocks of two workers
+    refresh_after: float = 10.0  # between two looks of all heads, which register them, too
+    longest_pause: float = 30.0  # between two looks of a head whether its lock is free
+    after_lease: float = 0.25  # over which heads spread their looks after the end of a lease
+    remember_refusal: float = 1.0  # for which those after a refused message wait without a try
+    asks_within: float = 1.0  # from its begin, until a run has asked for its lock
 
 
 class QueueKey(NamedTuple):
@@ -78,28 +67,19 @@ class QueueKey(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class WaitingMessage:
-    """One message that waits in a worker's memory.
+    """One message that waits in a worker's memory. Times are in monotonic seconds."""
 
-    request: Celery's, of the message. since: of its first deferral, in seconds since 1970; 0 if the
-    message does not say. eta: monotonic seconds, the end of its countdown. deadline: monotonic
-    seconds, when it tries at the latest. waits_for_release: it may wait for a release past its ETA.
-    pause: seconds after which it looks again whether its lock is free, if nothing was announced.
-    is_postponed: its ETA is a later one than Celery has set a timer for. timer_entry: the room's
-    own entry in the worker's timer; None while there is none but Celery's. came_at: monotonic
-    seconds. priority: of `priority_order`.
-    """
-
-    request: Any
-    since: float
+    request: Any  # Celery's
+    since: float  # of its first deferral, in seconds since 1970; 0 if the message does not say
     queue: QueueKey
-    eta: float
-    deadline: float
-    waits_for_release: bool
-    pause: float = FIRST_PAUSE
-    is_postponed: bool = False
-    timer_entry: Any = None
+    eta: float  # the end of its countdown
+    deadline: float  # when it tries at the latest
+    waits_for_release: bool  # it may wait for a release past its ETA
+    pause: float = FIRST_PAUSE  # after which it looks again, in seconds, if nothing was announced
+    is_postponed: bool = False  # its ETA is a later one than Celery has set a timer for
+    timer_entry: Any = None  # the room's own, in the worker's timer; else Celery's is there
     came_at: float = -math.inf
-    priority: int = 0
+    priority: int = 0  # of `priority_order`
 
     def __lt__(self, other: WaitingMessage) -> bool:
         mine, its = ((w.priority, w.since, id(w.request)) for w in (self, other))
@@ -192,7 +172,7 @@ class MessageQueues:
         return [waiter for queue in queues for waiter in queue.waiters]
 
     def add(self, waiter: WaitingMessage) -> WaitingMessage | None:
-        """Queue a waiter; return the head that it displaced, if any."""
+        """Do what that of `MessageQueue` does."""
         self._by_request[waiter.request] = waiter
         self.waiting_for_release += waiter.waits_for_release
         resource = waiter.queue.resource
@@ -203,10 +183,7 @@ class MessageQueues:
     def remove(
         self, waiter: WaitingMessage, now: float, *, is_named: bool = False
     ) -> WaitingMessage | None:
-        """Remove a waiter; return the next head if the waiter was the head.
-
-        is_named: a release named this worker, so the next one will as well.
-        """
+        """Do what that of `MessageQueue` does."""
         del self._by_request[waiter.request]
         self.waiting_for_release -= waiter.waits_for_release
         resource = waiter.queue.resource
