@@ -26,14 +26,11 @@ _NAMED = re.compile(r"(?P<rank>[0-9]{1,2}) (?P<release>[^ ]{0,100}) (?P<waiting>
 
 @dataclass(frozen=True)
 class Named:
-    """One node's message: a release names this process.
+    """One node's message: a release names this process."""
 
-    rank: 0 for the first. release: the same text from every node. resource: what is released.
-    """
-
-    rank: int
-    release: str
-    resource: str
+    rank: int  # 0 for the first
+    release: str  # the same text from every node
+    resource: str  # what is released
 
     @classmethod
     def parse(cls, message: str, prefix: str) -> Named | None:
@@ -78,15 +75,11 @@ class Namings:
 
 
 class Place(NamedTuple):
-    """How a process stands among those that wait for a lock.
+    """How a process stands among those that wait for a lock."""
 
-    rank: how many are before it, -1 if a node keeps none. free: how many permits are free now.
-    free_in: seconds until one is free for it; 0 now, inf if none expires.
-    """
-
-    rank: int
-    free: int
-    free_in: float
+    rank: int  # how many are before it, -1 if a node keeps none
+    free: int  # how many permits are free now
+    free_in: float  # seconds until one is free for it; 0 now, inf if none expires
 
 
 def place_of_quorum(places: Collection[Place], quorum: int) -> Place | None:
@@ -109,17 +102,12 @@ def free_in(ms: int) -> float:
 
 
 class Step(NamedTuple):
-    """Why one that waits may act.
+    """Why one that waits may act."""
 
-    why: a step of `LockHandedOffEvent`, or LOOK. passed: how many before it have had their turn.
-    named_at: monotonic seconds of the release's message, None without one. unless: id of a message;
-    if its run succeeds, this step is not needed.
-    """
-
-    why: str
-    passed: int = 0
-    named_at: float | None = None
-    unless: str = ""
+    why: str  # a step of `LockHandedOffEvent`, or LOOK
+    passed: int = 0  # how many before it have had their turn
+    named_at: float | None = None  # monotonic seconds of the release's message
+    unless: str = ""  # id of a message; if its run succeeds, this step is not needed
 
 
 class AskAgain(NamedTuple):

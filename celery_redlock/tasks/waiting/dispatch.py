@@ -71,8 +71,7 @@ class Dispatcher:
         self.queues = MessageQueues(self._times)
         self._above = 0  # how many more messages wait than the capacity allows
         self._dispatched: weakref.WeakSet[Any] = weakref.WeakSet()  # requests
-        self._in_buckets: dict[Any, list[QueueKey]] = {}  # by request, which waits for its rate
-        self._dispatched_of: set[QueueKey] = set()  # of all these requests
+        self._in_buckets: dict[QueueKey, Any] = {}  # by queue: the request that waits for its rate
         self._runs: dict[str, Any] = {}  # by resource: its last request that went to the pool
 
     def waiting(self) -> list[WaitingMessage]:
@@ -117,7 +116,7 @@ class Dispatcher:
             with self.mutex:
                 heads = self.queues.heads(resource)
             if not self.dispatch_cancelled(heads):
-                return [head for head in heads if not self.has_dispatched(head.queue)]
+                return [head for head in heads if not self.awaits_rate(head.queue)]
 
     def dispatch_cancelled(self, waiters: list[WaitingMessage]) -> bool:
         """Dispatch cancelled messages, for Celery to end them; return whether there was any."""
@@ -169,15 +168,16 @@ class Dispatcher:
 
         Of a lock with more permits than one the next message may run as well.
         """
-        self._in_buckets[request] = [queue for queue in queues if queue.limit == 1]
-        self._dispatched_of.update(self._in_buckets[request])
+        self._in_buckets.update((queue, request) for queue in queues if queue.limit == 1)
 
     def _note_left_bucket(self, request: Any) -> None:
-        self._dispatched_of.difference_update(self._in_buckets.pop(request, ()))
+        for queue, one in list(self._in_buckets.items()):  # another thread may note one
+            if one is request:
+                self._in_buckets.pop(queue, None)
 
-    def has_dispatched(self, queue: QueueKey) -> bool:
+    def awaits_rate(self, queue: QueueKey) -> bool:
         """Return whether a message of a queue waits for its rate: the next one would be refused."""
-        return queue in self._dispatched_of
+        return queue in self._in_buckets
 
     @property
     def has_slots(self) -> bool:

@@ -55,14 +55,11 @@ class WaitingTimes:
 
 
 class QueueKey(NamedTuple):
-    """A queue: the resource that messages wait for, and the limit of the lock refused.
-
-    task: the name of a task with a rate limit, "" for all other tasks.
-    """
+    """A queue: the resource that messages wait for, and the limit of the lock refused."""
 
     resource: str
     limit: int
-    task: str = ""
+    task: str = ""  # the name of a task with a rate limit
 
 
 @dataclass(eq=False, slots=True)

@@ -222,7 +222,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         for resource, queue in zip(resources, queues, strict=True):
             with self._dispatcher.mutex:
                 head = self._dispatcher.queues.head(queue)
-                waits = head is not None or self._dispatcher.has_dispatched(queue)
+                waits = head is not None or self._dispatcher.awaits_rate(queue)
             run = self._dispatcher.run_of(resource) if limit == 1 else None
             if run is not None:
                 if run.id == request.id:

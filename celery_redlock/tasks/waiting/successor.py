@@ -145,7 +145,7 @@ class Successor:
 
     def ask(self, head: WaitingMessage, step: Step) -> None:
         """Register a head, and ask the nodes how it stands."""
-        if self.dispatcher.has_dispatched(head.queue):
+        if self.dispatcher.awaits_rate(head.queue):
             return
         if self.inbox is None:
             self._dispatch(head, step)

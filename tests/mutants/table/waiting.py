@@ -474,7 +474,7 @@ MUTANTS = (
     Mutant(
         "while a message waits for its rate, the next one follows it, and is refused",
         f"{DISPATCHER}.heads_to_run",
-        " if not self.has_dispatched(head.queue)",
+        " if not self.awaits_rate(head.queue)",
         "",
         (DISPATCH,),
         "waits_for_its_rate",
