@@ -17,7 +17,7 @@ from celery_redlock.errors import (
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.lock import Lock
 from celery_redlock.tasks.execution.deferral import Contention
-from celery_redlock.tasks.settings.backoff import Backoff
+from celery_redlock.tasks.settings.options import Backoff
 from celery_redlock.tasks.startup import install
 from celery_redlock.tasks.task import LockedTask, current_lock
 from celery_redlock.tasks.unique.send import send_unique

@@ -29,8 +29,7 @@ from celery_redlock.lock.engine.events import Events
 from celery_redlock.operate import control, lints, tracing
 from celery_redlock.operate.metrics import exporter
 from celery_redlock.tasks import per_app, signals, startup, task, wrapping
-from celery_redlock.tasks.adoption import AdoptingRegistry
-from celery_redlock.tasks.body.monitored import notify_bodies
+from celery_redlock.tasks.body import notify_bodies
 from celery_redlock.tasks.children import forks, reaper
 from celery_redlock.tasks.delivery.route import RecordQueueNames
 from celery_redlock.tasks.execution import completion, untried
@@ -145,7 +144,7 @@ def watch(app: Any) -> None:
     """
     if app not in _own_tasks:
         _own_tasks[app] = list(app._pending)
-        AdoptingRegistry.of(app, task.LockedTask)
+        startup.AdoptingRegistry.of(app)
         celery_redlock_entry.at_end_of_finalize(app, finish)
 
 

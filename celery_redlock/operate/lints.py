@@ -21,10 +21,16 @@ from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.tasks.declaration import ENTRY, config_of
 from celery_redlock.tasks.delivery.route import driver_of, has_quorum_queues, queue_of_send
 from celery_redlock.tasks.per_app import settings_of
-from celery_redlock.tasks.settings.app import CELERY_PREFIX, DEFAULT_PREFIX, is_glob, pattern_for
-from celery_redlock.tasks.settings.conf import one_redis, visibility_timeout
-from celery_redlock.tasks.settings.levels import decides_key
-from celery_redlock.tasks.settings.sources import EffectiveOptions, OptionSource, did_you_mean
+from celery_redlock.tasks.settings.app import (
+    CELERY_PREFIX,
+    DEFAULT_PREFIX,
+    OptionSource,
+    did_you_mean,
+    is_glob,
+    pattern_for,
+)
+from celery_redlock.tasks.settings.levels import decides_key, one_redis, visibility_timeout
+from celery_redlock.tasks.settings.options import EffectiveOptions
 from celery_redlock.tasks.settings.templates import templates_of
 from celery_redlock.tasks.startup import locked_tasks, locks_tasks
 from celery_redlock.tasks.task import LockedTask

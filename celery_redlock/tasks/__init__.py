@@ -4,15 +4,16 @@ Read `task.py` first (`LockedTask`), then `execution/run.py`, one run of a task 
 By topic, from the settings to a worker's start:
 
 - `settings/`: the options, merged from five levels and checked; the keys made of arguments.
-- `declaration.py`, `signatures.py`: what a task's class declares, and what its functions take.
-- `wrapping.py`: the wrapper of a task's `run` and hooks. `adoption.py`: tasks of others.
+- `declaration.py`: what a task's class declares, and what its functions take.
+- `wrapping.py`: the wrapper of a task's `run` and hooks.
 - `delivery/`: one message: its header, its route, its run id; how it is published again.
 - `execution/`: a run from its delivery to its end, and what becomes of it without its lock.
-- `body/`: how LockLost is raised in a running body. `unique/`: deduplication of sends.
+- `body.py`: how LockLost is raised in a running body. `unique/`: deduplication of sends.
 - `reporting.py`: what is stored in the result backend and sent as an event: DEFERRED, SKIPPED.
 - `signals.py`: the public signals. `per_app.py`: the settings and the `Redlock` of an app.
-- `waiting/`, `children/`, `worker_request.py`, `startup.py`: a worker's main process: deferred
-  messages, the locks of dead children, a message as Celery keeps it, what is logged at the start.
+- `waiting/`, `children/`, `worker_request.py`: a worker's main process: deferred messages, the
+  locks of dead children, a message as Celery keeps it.
+- `startup.py`: an app that finalizes adopts tasks of others; what a worker checks at its start.
 
 Not here: how a lock is acquired (`lock/`), and when Celery calls which part (the module `wiring`).
 """

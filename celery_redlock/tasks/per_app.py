@@ -9,7 +9,7 @@ from typing import Any
 
 from celery_redlock.lock.client import Redlock
 from celery_redlock.tasks.settings.app import AppSettings
-from celery_redlock.tasks.settings.conf import find_nodes, read_app
+from celery_redlock.tasks.settings.levels import find_nodes, read_app
 
 _settings: weakref.WeakKeyDictionary[Any, AppSettings] = weakref.WeakKeyDictionary()
 _redlocks: weakref.WeakKeyDictionary[Any, Redlock] = weakref.WeakKeyDictionary()

@@ -18,7 +18,7 @@ from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import check_wait
 from celery_redlock.tasks import per_app
-from celery_redlock.tasks.declaration import config_of
+from celery_redlock.tasks.declaration import config_of, is_wrapper
 from celery_redlock.tasks.delivery.delivery import ARGUMENTS, own_headers
 from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.delivery.route import queue_of_send
@@ -26,10 +26,8 @@ from celery_redlock.tasks.execution.run import lock_of, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
-from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.settings.sources import EffectiveOptions
+from celery_redlock.tasks.settings.options import EffectiveOptions, TaskLockOptions
 from celery_redlock.tasks.settings.task_config import TaskLockConfig
-from celery_redlock.tasks.signatures import is_wrapper
 from celery_redlock.tasks.unique.send import is_awaited, options_to_message, send_claimed
 from celery_redlock.tasks.wrapping import wrap_hook, wrap_run
 

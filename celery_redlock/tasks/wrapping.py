@@ -18,11 +18,11 @@ from celery.app import trace
 from celery.exceptions import Ignore, Reject
 
 from celery_redlock.errors import RedlockError
-from celery_redlock.tasks.body.monitored import MonitoredBody
+from celery_redlock.tasks.body import MonitoredBody
+from celery_redlock.tasks.declaration import Body, bound_to, with_self
 from celery_redlock.tasks.delivery.delivery import Delivery
 from celery_redlock.tasks.execution.run import RUN, LockedRun, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
-from celery_redlock.tasks.signatures import Body, bound_to, with_self
 
 _OURS = "celery_redlock."
 _CALLS_BODIES = ("celery.map", "celery.starmap", "celery.chunks")

@@ -78,6 +78,18 @@ def waiting(client: Redis) -> list[str]:
     return found
 
 
+@contextlib.contextmanager
+def allowed_on(client: Redis, *rights: str) -> Iterator[Redis]:
+    """Give a client of the same node that may do no more than that."""
+    client.execute_command("ACL", "SETUSER", "few", "reset", "on", "nopass", "~*", *rights)
+    port = client.connection_pool.connection_kwargs["port"]
+    try:
+        with Redis(port=port, username="few", decode_responses=True) as few:
+            yield few
+    finally:
+        client.execute_command("ACL", "DELUSER", "few")
+
+
 class Ears:
     """Raw clients, each with its channels. heard: what came by now, in order."""
 
@@ -168,6 +180,14 @@ class TestRegistration:
         assert register(client, "w3", 3.0, KEY) == [1, 1, 0]
         assert waiting(client) == ["w1", "w3"]
 
+    def test_that_a_server_refuses_to_keep_is_told_when_a_key_is_free(self, client: Redis) -> None:
+        with allowed_on(client, "+@all", "-zadd") as unkept:
+            client.set(KEY, VALUE)
+            assert register(unkept, "w1", 1.0, KEY) == [-1, 0, -1]
+            client.delete(KEY)
+            assert register(unkept, "w1", 1.0, KEY) == [-1, 1, 0]
+        assert not waiting(client)
+
     def test_asks_about_no_more_permits_than_one_question_looks_at(
         self, redlock: Redlock, client: Redis
     ) -> None:
@@ -254,14 +274,8 @@ class TestNaming:
         self, client: Redis, script: Script, rights: list[str]
     ) -> None:
         register(client, "dead", 1.0)
-        setting = ["reset", "on", "nopass", "~*", "+@all", *rights]
-        client.execute_command("ACL", "SETUSER", "few", *setting)
-        port = client.connection_pool.connection_kwargs["port"]
-        try:
-            with Redis(port=port, username="few", decode_responses=True) as few:
-                self.free(few, script)
-        finally:
-            client.execute_command("ACL", "DELUSER", "few")
+        with allowed_on(client, "+@all", *rights) as few:
+            self.free(few, script)
 
 
 def test_a_value_without_a_token_names_its_successor(client: Redis, ears: Ears) -> None:

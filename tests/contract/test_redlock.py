@@ -357,20 +357,6 @@ class TestRelease:
         with redlock.lock("r", wait=30) as lock:
             assert lock.held
 
-    @pytest.mark.slow
-    def test_a_script_cache_that_was_flushed_costs_nothing_but_a_second_request(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
-    ) -> None:
-        with redlock.lock("r"):
-            settle(redlock)
-            for node in nodes:
-                node.client().script_flush()
-        see_freed(nodes, "r")
-        for node in nodes:
-            node.client().script_flush()
-        with redlock.lock("r") as lock:
-            assert lock.held
-
 
 class TestLoss:
     def test_a_key_taken_by_another_token_is_noticed_at_the_next_renewal(

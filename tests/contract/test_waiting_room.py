@@ -485,18 +485,6 @@ class TestHandOff:
             stage.admit("for one of two permits", limit=2)
             stage.turn_until(lambda: stage.handed_on == ["for one of two permits"])
 
-    def test_a_dead_worker_in_front_is_taken_out_by_the_release(
-        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
-    ) -> None:
-        lock = hold(redlock)
-        stage.admit("alive")
-        stage.see_registered()
-        for node in nodes:
-            node.client().zadd(waiting_key("redlock", "a"), {"dead": -1.0})
-        lock.release()
-        stage.turn_until(lambda: stage.handed_on == ["alive"])
-        eventually(lambda: registered(nodes) == [0, 0, 0])
-
     def test_a_loop_that_stood_still_asks_before_it_acts_on_an_old_name(
         self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
     ) -> None:

@@ -49,12 +49,6 @@ def processor_time(worker: WorkerProcess) -> float:
     return own / TICKS
 
 
-def prefetch(stage: Stage) -> int:
-    """Return how many messages the one worker takes in at once."""
-    (stats,) = stage.app.control.inspect(timeout=60, limit=1).stats().values()
-    return int(stats["prefetch_count"])
-
-
 def run_crowd(stage: Stage, workers: list[WorkerProcess], key: str, count: int) -> Cost:
     """Have so many wait for one key, while another's task gets through, and then let them run."""
 
@@ -76,29 +70,6 @@ def run_crowd(stage: Stage, workers: list[WorkerProcess], key: str, count: int) 
     stage.wait_for("end", ended, within=600)
     used_up = [(now - then) / count for now, then in zip(used(), before, strict=True)]
     return Cost(*used_up)
-
-
-@pytest.mark.slow
-def test_a_crowd_takes_a_bounded_part_of_its_queue_and_others_get_past_it(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
-    stage = make_stage(nodes, worker_eta_task_limit=LIMIT)
-    worker = stage.worker(concurrency=2)
-    broker = stage.broker.client()
-    with stage.tasks.crowded.lock_for("k", wait=60):
-        for _ in range(CROWD):
-            stage.tasks.crowded.delay("k")
-        # at their first tries, and once more each of those that make way
-        eventually(lambda: worker.output().count("] deferred: ") >= CROWD + 2 * LIMIT, within=200)
-        for number in range(3):
-            assert stage.tasks.work.delay(f"other-{number}").get(timeout=60) == 0
-            assert broker.hlen("unacked") <= LIMIT
-        assert prefetch(stage) <= LIMIT
-    stage.wait_for("end", CROWD + 3, within=200)
-    eventually(lambda: broker.hlen("unacked") == 0)
-    assert prefetch(stage) == PREFETCH
-    for spans in stage.intervals().values():
-        assert not overlaps(spans)
 
 
 @pytest.mark.long

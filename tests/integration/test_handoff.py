@@ -67,14 +67,6 @@ def begun(stage: Stage) -> list[str]:
     return [line.more["name"] for line in stage.lines("begin")]
 
 
-def test_the_worker_whose_message_was_deferred_first_is_next(handoff_stage: Stage) -> None:
-    start(handoff_stage)
-    with handoff_stage.tasks.patient.lock_for("k", wait=60):
-        results = see_waiting(handoff_stage)
-    see_end(handoff_stage, *results)
-    assert begun(handoff_stage) == [FIRST, SECOND]
-
-
 def test_a_named_worker_that_is_stopped_is_passed_by_and_runs_once_it_goes_on(
     handoff_stage: Stage,
 ) -> None:
@@ -99,18 +91,6 @@ def test_a_named_worker_that_is_killed_costs_nobody_the_lock(handoff_stage: Stag
     see_end(handoff_stage, second)
     key = waiting_key("redlock", "k:k")
     eventually(lambda: not any(node.client().zcard(key) for node in handoff_stage.nodes))
-
-
-@pytest.mark.parametrize("forgetful", [1, 3])
-def test_nodes_that_forget_who_waits_cost_nobody_the_lock(
-    handoff_stage: Stage, forgetful: int
-) -> None:
-    start(handoff_stage)
-    with handoff_stage.tasks.patient.lock_for("k", wait=60):
-        results = see_waiting(handoff_stage)
-        for node in handoff_stage.nodes[:forgetful]:
-            node.client().delete(waiting_key("redlock", "k:k"))
-    see_end(handoff_stage, *results)
 
 
 def test_a_node_that_lost_its_memory_costs_nobody_the_lock(handoff_stage: Stage) -> None:

@@ -23,7 +23,7 @@ from celery_redlock import LockLost, SettingsError, signals
 from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.operate.metrics.counters import Metrics
 from celery_redlock.tasks.delivery.delivery import NAMED_AT
-from celery_redlock.tasks.settings.conf import read_app
+from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually
 from tests.integration.conftest import ROOT, Stage, slow_but

@@ -108,8 +108,6 @@ class TestACallable:
             ("skip", TaskRevokedError),
             ("later skip", TaskRevokedError),
             ("fail", LockTaken),
-            ("raise", SettingsError),
-            ("no such word", SettingsError),
         ],
     )
     def test_decides(self, stage: Stage, key: str, word: str, error: type[Exception]) -> None:

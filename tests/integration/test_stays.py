@@ -168,13 +168,15 @@ def test_it_leaves_before_its_visibility_timeout(
     assert stage.runs_of("k") == 1
 
 
+@pytest.mark.parametrize("name", ["work", "late"], ids=["acks early", "acks late"])
 def test_those_above_the_workers_capacity_leave_and_others_get_past_them(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], name: str
 ) -> None:
     stage = make_stage(nodes, worker_eta_task_limit=LIMIT)
     stage.worker(concurrency=2)
-    with stage.tasks.late.lock_for("k", wait=60):
-        results = [stage.tasks.late.delay("k") for _ in range(CROWD)]
+    task = getattr(stage.tasks, name)
+    with task.lock_for("k", wait=60):
+        results = [task.delay("k") for _ in range(CROWD)]
         for number in range(3):
             assert stage.tasks.work.delay(f"other{number}").get(timeout=60) == 0
             assert stage.broker.client().hlen("unacked") <= LIMIT

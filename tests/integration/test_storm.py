@@ -13,7 +13,7 @@ from celery import Celery
 
 from celery_redlock.testing import embedded_nodes
 from tests.integration.storm.command import SEED
-from tests.integration.storm.ledger import KINDS, Blow, Ledger, Line, Message, Outage, Run
+from tests.integration.storm.ledger import KINDS, Blow, Ledger, Line, Message, Outage, Run, Wait
 from tests.integration.storm.queue import Transit, deliver_again
 from tests.integration.storm.show import storm
 
@@ -88,6 +88,22 @@ def test_a_send_that_is_dropped_for_one_that_does_not_come_is_a_fault() -> None:
     states = {"m": "DEFERRED"}
     dropped = [dataclasses.replace(earlier, at=0.5)]
     assert faults(messages=(earlier,), states=states, dropped=dropped, lost=frozenset("m")) == []
+
+
+def test_a_callers_body_counts_with_those_of_tasks() -> None:
+    called = dataclasses.replace(SECOND, kind="called", id="x")
+    assert faults(FIRST, called, messages=(LATE,)) == []
+    (told,) = faults(FIRST, dataclasses.replace(called, first=1.9), messages=(LATE,))
+    assert told.startswith("2 bodies of 'a' at once")
+
+
+def test_a_wait_that_goes_on_for_too_long_is_a_fault_unless_its_process_was_stopped() -> None:
+    wait = Wait(9.0, "LockTaken", wait=2.0, waited=8.0)
+    (told,) = faults(FIRST, SECOND, waits=[wait])
+    assert told.startswith("a caller's wait")
+    assert faults(FIRST, SECOND, waits=[dataclasses.replace(wait, stalled=4.0)]) == []
+    assert faults(FIRST, SECOND, waits=[dataclasses.replace(wait, waited=2.5)]) == []
+    assert len(faults(FIRST, SECOND, waits=[Wait(9.0, "OSError(24)")])) == 1
 
 
 def test_a_body_of_another_key_may_run_at_the_same_time() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from celery_redlock import LockTaken
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually
 from tests.integration.conftest import Stage, overlaps, set_stage, slow_but, virtual_host
@@ -88,23 +87,6 @@ def test_one_message_tries_and_all_run_in_the_order_in_which_they_came(
     assert published(stage) == before + COUNT + 2
 
 
-def test_messages_wait_behind_a_run_of_their_own_worker(stage: Stage) -> None:
-    """As one busy worker has it: the holder and all that wait for it."""
-    stage.log.with_name("signals").touch()
-    worker = stage.worker(concurrency=2)
-    before = published(stage)
-    holder = stage.tasks.until.delay("k", "go")
-    stage.wait_for("begin")
-    results = [stage.tasks.work.delay("k") for _ in range(COUNT)]
-    for result in results:
-        stage.see_deferred(result)
-    assert published(stage) == before + 1 + COUNT
-    assert refusals(stage, worker, "k") == {"untried": COUNT}
-    stage.log.with_name("go").touch()
-    see_each_run_once(stage, "k", [holder, *results])
-    assert begun(stage, "k") == [holder.id, *(result.id for result in results)]
-
-
 @ACKS
 def test_a_message_that_is_revoked_while_it_waits_ends_so_and_the_others_run(
     shared_stage: Stage, shared_worker: WorkerProcess, key: str, name: str
@@ -174,55 +156,6 @@ def test_a_worker_that_is_killed_loses_no_message_that_waits(stage: Stage, name:
     see_each_run_once(stage, "k", results)
 
 
-class TestAMessageOfWhichOnlyARunDecides:
-    """It is refused by a run, though another message waits untried in the same worker."""
-
-    @pytest.fixture(autouse=True)
-    def waiting(
-        self, shared_stage: Stage, shared_worker: WorkerProcess, key: str
-    ) -> Iterator[list[Any]]:
-        """Have two messages wait until the end of the test; both, and those added, run then."""
-        shared_stage.log.with_name("signals").touch()
-        with shared_stage.tasks.work.lock_for(key, wait=60):
-            waiting = wait_behind(shared_stage, shared_worker, shared_stage.tasks.work, key, 2)
-            yield waiting
-            # as a signal is sent after its state is stored
-            eventually(lambda: refusals(shared_stage, shared_worker, key)["untried"])
-            assert refusals(shared_stage, shared_worker, key)["untried"] == 1
-        see_each_run_once(shared_stage, key, waiting)
-
-    @pytest.mark.parametrize(
-        ("name", "how"),
-        [
-            ("keyed", {}),
-            ("asks", {}),
-            ("work", {"lock": {"wait": 0.5}}),
-            ("work", {"countdown": 0.1}),
-        ],
-        ids=["callable key", "callable on_conflict", "wait", "countdown"],
-    )
-    def test_waits_once_that_has_refused_it(
-        self,
-        shared_stage: Stage,
-        shared_worker: WorkerProcess,
-        key: str,
-        waiting: list[Any],
-        name: str,
-        how: dict[str, Any],
-    ) -> None:
-        waiting.append(getattr(shared_stage.tasks, name).apply_async((key,), **how))
-        eventually(lambda: refusals(shared_stage, shared_worker, key)["run"] >= 2)
-
-    def test_fails_if_it_may_not_wait(self, shared_stage: Stage, key: str) -> None:
-        result = shared_stage.tasks.work.apply_async((key,), lock={"on_conflict": "fail"})
-        with pytest.raises(LockTaken):
-            result.get(timeout=60)
-
-    def test_is_skipped_if_it_says_so(self, shared_stage: Stage, key: str) -> None:
-        result = shared_stage.tasks.work.apply_async((key,), lock={"on_conflict": "skip"})
-        eventually(lambda: shared_stage.info(result)["status"] == "REVOKED")
-
-
 def test_messages_that_wait_use_up_no_token_of_their_tasks_rate(
     make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
 ) -> None:
@@ -249,19 +182,6 @@ def test_messages_that_wait_use_up_no_token_of_their_tasks_rate(
     see_each_run_once(stage, "held", held)
     begun_at = sorted(line.at for line in stage.lines("begin"))
     assert begun_at[-1] - begun_at[0] >= (len(begun_at) - 2) / rate
-
-
-def test_a_message_with_a_budget_waits_until_that_is_spent(
-    shared_stage: Stage, shared_worker: WorkerProcess, key: str
-) -> None:
-    stage, task = shared_stage, shared_stage.tasks.work
-    stage.log.with_name("signals").touch()
-    with task.lock_for(key, wait=60):
-        waiting = wait_behind(stage, shared_worker, task, key, 2)
-        with pytest.raises(LockTaken):
-            task.apply_async((key,), lock={"max_wait": 0.5}).get(timeout=60)
-        assert refusals(stage, shared_worker, key)["untried"] == 2
-    see_each_run_once(stage, key, waiting)
 
 
 def refusals(stage: Stage, worker: WorkerProcess, key: str) -> Counter[str]:

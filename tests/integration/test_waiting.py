@@ -23,7 +23,6 @@ from tests.integration import carried
 from tests.integration.conftest import Stage, slow_but
 
 POOLS = ["prefork", "threads", "solo", "gevent"]
-VISIBILITY = 8  # s
 SEVERAL = {"key": ["k:{key}", "k:{name}"]}
 LONG = {"first": 1e7, "cap": 1e7}
 WOKEN = 60.0  # s: well before the end of `patient`'s countdown of 100 s
@@ -117,31 +116,9 @@ def test_the_main_process_learns_which_lock_refused_a_run_and_until_when(
     assert len(calm_stage.lines("told")) == republish(worker)
 
 
-def test_who_waits_runs_in_the_order_of_first_deferrals(shared_stage: Stage, key: str) -> None:
-    stage = shared_stage
-    names = [f"n{number}" for number in range(6)]
-    with stage.tasks.patient.lock_for(key, wait=60):
-        results = defer(stage, key, *names)
-    for result in results:
-        result.get(timeout=WOKEN)
-    begun = [line for line in stage.lines("begin") if line.key == key]
-    assert [line.more["name"] for line in begun] == names
-
-
 def test_the_most_urgent_message_that_came_last_runs_next(shared_stage: Stage, key: str) -> None:
     """As Redis has it, where 0 goes before 9."""
     carried.see_urgent_first(shared_stage, key, 0, 3, 6)
-
-
-def test_a_release_wakes_one_and_lets_the_others_sleep(calm_stage: Stage) -> None:
-    worker = calm_stage.worker(concurrency=4)
-    with calm_stage.tasks.patient.lock_for("k", wait=60):
-        results = defer(calm_stage, "k", "until", *(f"n{number}" for number in range(6)))
-    calm_stage.wait_for("begin")
-    calm_stage.log.with_name("until").touch()
-    for result in results:
-        result.get(timeout=WOKEN)
-    assert republish(worker) <= 2 * len(results) + 1
 
 
 @pytest.mark.slow
@@ -259,29 +236,6 @@ def test_one_that_waits_for_several_is_woken_by_each_in_turn(shared_stage: Stage
     assert both.get(timeout=WOKEN) == f"j-{key}"
 
 
-def test_a_revoked_one_is_seen_to_be_while_it_waits(calm_stage: Stage) -> None:
-    worker = calm_stage.worker(concurrency=1)
-    with calm_stage.tasks.patient.lock_for("k", wait=60):
-        first, second = defer(calm_stage, "k", "a", "b")
-        eventually(lambda: f"{second.id}] received" in worker.output())
-        second.revoke()
-        eventually(lambda: calm_stage.info(second)["status"] == "REVOKED", within=WOKEN)
-    assert first.get(timeout=WOKEN) == "a"
-    assert len(calm_stage.lines("begin")) == 1
-
-
-def test_one_that_expires_while_it_waits_is_seen_to_have(shared_stage: Stage, key: str) -> None:
-    stage = shared_stage
-    hold(stage, f"k:{key}")
-    early, late = (
-        task.apply_async((key,), expires=5, lock={"backoff": LONG})
-        for task in (stage.tasks.patient, stage.tasks.late)
-    )
-    for result in (early, late):
-        eventually(lambda result=result: result.status == "REVOKED", within=WOKEN)
-    assert stage.lines() == []
-
-
 def test_those_that_were_revoked_by_a_stamp_are_seen_to_be_while_they_wait(
     shared_stage: Stage,
     key: str,
@@ -302,23 +256,6 @@ def test_those_that_were_revoked_by_a_stamp_are_seen_to_be_while_they_wait(
         eventually(lambda result=result: result.status == "REVOKED", within=WOKEN)
     say_free(stage, f"k:{key}", f"k:{key}")
     assert one.get(timeout=WOKEN) == "one"
-
-
-def test_a_broken_connection_to_the_broker_forgets_nobody(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
-    # kombu gives back at once what it can; the rest is delivered again when its time is over
-    stage = make_stage(
-        nodes, redlock_max_ttl=200, broker_transport_options={"visibility_timeout": VISIBILITY}
-    )
-    worker = stage.worker(concurrency=2)
-    with stage.tasks.patient.lock_for("k", wait=60):
-        defer(stage, "k", "a", "b")
-        connected = worker.output().count("Connected to ")
-        stage.broker.client().client_kill_filter(_type="normal", skipme=True)
-        eventually(lambda: worker.output().count("Connected to ") > connected)
-    # by what the bodies write: who waits for a result was cut off as well
-    eventually(lambda: {line.more["name"] for line in stage.lines("begin")} == {"a", "b"})
 
 
 def test_a_restart_of_the_broker_ends_no_worker_in_which_messages_wait(

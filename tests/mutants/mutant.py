@@ -11,7 +11,7 @@ PACKAGE = "celery_redlock"
 SCRIPT = ".lua"
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 UNIT, CONTRACT, INTEGRATION = "tests/unit", "tests/contract", "tests/integration"
-SIMULATION, KIT = "tests/simulation", "tests/testing"
+SIMULATION = "tests/simulation"
 
 
 @dataclass(frozen=True)

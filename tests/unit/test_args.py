@@ -13,8 +13,8 @@ from kombu.utils.json import dumps, loads
 
 from celery_redlock import LockedTask, SettingsError
 from celery_redlock.operate.lints import lint
-from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.tasks.settings.task_config import TaskLockConfig, compile_config
 from celery_redlock.tasks.settings.templates import digest
 

@@ -21,7 +21,7 @@ from celery_redlock.tasks.execution.deferral import (
     decide,
     with_history,
 )
-from celery_redlock.tasks.settings.conf import read_app
+from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.settings.task_config import compile_config
 

@@ -198,16 +198,6 @@ def test_a_head_goes_on_though_the_news_of_it_fails() -> None:
     assert worker.ids == ["1"]
 
 
-@pytest.mark.parametrize("names_timer", [True, False])
-def test_a_dispatched_message_does_not_go_on_again_at_its_eta(names_timer: bool) -> None:
-    """Before Celery 5.7 nobody can cancel Celery's own timer."""
-    worker = Worker(names_timer=names_timer)
-    worker.admit("one", 1, countdown=10.0)
-    worker.release()
-    worker.timer.turn(until=20.0)
-    assert worker.applied == [("one", 0.0)]
-
-
 def test_a_waiter_behind_the_head_goes_on_at_its_deadline() -> None:
     worker = Worker()
     worker.admit("head", 1, countdown=1000.0)

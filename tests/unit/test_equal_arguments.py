@@ -24,8 +24,8 @@ from kombu.exceptions import DecodeError, EncodeError
 from kombu.serialization import dumps, loads
 
 from celery_redlock import LockedTask, SettingsError
-from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.tasks.settings.task_config import TaskLockConfig, compile_config
 
 SERIALIZERS = ["json", "pickle", "yaml", "msgpack"]
@@ -76,6 +76,19 @@ class Tag(str, enum.Enum):
     HOT = "hot"
 
 
+class Size(enum.IntEnum):
+    BIG = 3
+
+
+class Spoken(str):
+    """A text that shows itself differently."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"spoken {super().__str__()}"
+
+
 class Moment(dt.datetime):
     """One that shows itself differently, as pendulum's does."""
 
@@ -94,7 +107,7 @@ class Bare:
     """One of which Python shows the address."""
 
 
-class Spoken(Bare):
+class Named(Bare):
     """One with a text of its own."""
 
     def __str__(self) -> str:
@@ -133,7 +146,11 @@ WIRE: dict[str, Any] = {
     "an ordered one": OrderedDict(b=1, a=2),
     "a dict of numbers": {2: "two", 10: "ten", 1.5: "x", float("inf"): "y"},
     "a tuple": (1, (2, "x")),
+    "a dict of such as JSON has": {7: "x", None: 2, True: 3, 1.5: (4,)},
     "an enum": Colour.RED,
+    "a number that is an enum": Size.BIG,
+    "plain ones": [1.5, "grün", None],
+    "a text of another class": Spoken("x"),
     "enums": [Tag.HOT, {Tag.HOT: Tag.HOT}],
     "bytes": b"\xff\x00",
     "a byte array": bytearray(b"x"),
@@ -229,9 +246,9 @@ class TestATemplate:
         assert len({filled("{a}", [value]) for value in (1, "1", True, 1.0, None)}) == 5
 
     def test_takes_the_text_that_a_class_has_of_its_own(self) -> None:
-        assert filled("{a}", Spoken()) == "spoken"
+        assert filled("{a}", Named()) == "spoken"
 
-    @pytest.mark.parametrize("value", [Bare(), [Bare()], {"k": Bare()}, f, Bare, {Spoken()}])
+    @pytest.mark.parametrize("value", [Bare(), [Bare()], {"k": Bare()}, f, Bare, {Named()}])
     def test_refuses_a_value_without_a_stable_text(self, value: Any) -> None:
         with pytest.raises(SettingsError, match="is not a plain value"):
             filled("x:{a}", value)

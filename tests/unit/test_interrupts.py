@@ -18,8 +18,7 @@ from celery_redlock import Lock, LockedTask, Redlock
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.platform.threads import is_uninterruptible
-from celery_redlock.tasks.body.interrupt import running_bodies
-from celery_redlock.tasks.body.monitored import UNINTERRUPTIBLE_MODULES, MonitoredBody
+from celery_redlock.tasks.body import UNINTERRUPTIBLE_MODULES, MonitoredBody, running_bodies
 from celery_redlock.tasks.execution import completion
 from celery_redlock.tasks.execution.run import LockedRun
 from celery_redlock.tasks.unique.claim import Claim, ClaimToken

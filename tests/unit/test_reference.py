@@ -12,7 +12,7 @@ from celery import Celery
 
 from celery_redlock import Backoff, LockedTask
 from celery_redlock.tasks.settings.app import APP_SETTING
-from celery_redlock.tasks.settings.conf import read_app
+from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.tasks.settings.options import OPTION
 from tests.pages import ROOT
 

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from celery_redlock.errors import ArgumentsError, SettingsError
-from celery_redlock.tasks.settings.conf import read_app
 from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.tasks.settings.task_config import compile_config
 from celery_redlock.tasks.settings.templates import digest, fill
 

@@ -44,23 +44,6 @@ def queued(*sinces: float) -> tuple[MessageQueues, Sequence[WaitingMessage]]:
     return queues, waiters
 
 
-def test_waiters_are_in_order_of_first_deferral_and_not_of_arrival() -> None:
-    queues, (second, first, third) = queued(2, 1, 3)
-    assert queues.heads("a") == [first]
-    assert queues.remove(third, 0.0) is None
-    queues.add(third)
-    assert queues.remove(first, 0.0) is second
-    assert queues.remove(second, 0.0) is third
-    assert queues.remove(third, 0.0) is None
-    assert queues.heads("a") == []
-
-
-def test_an_earlier_message_displaces_the_head() -> None:
-    queues, (head,) = queued(2)
-    assert queues.add(waiter(1)) is head
-    assert queues.add(waiter(3)) is None
-
-
 @pytest.mark.parametrize(
     ("driver", "in_order"),
     [("redis", [0, 1, 9]), ("amqp", [9, 1, 0]), ("mongodb", [9, 1, 0]), ("SQS", [1, 9, 0])],
@@ -107,45 +90,6 @@ def test_while_an_urgent_head_tries_an_earlier_message_of_lower_priority_holds_b
     queues.remove(urgent, 100.0)
     queues.add(plain)
     assert queues.retry_in(plain, 100.0) == RETRY_NEXT_AFTER
-
-
-def test_each_limit_has_a_queue_of_its_own() -> None:
-    queues, (one, behind) = queued(1, 3)
-    of_three = waiter(2, limit=3)
-    assert queues.add(of_three) is None
-    assert queues.heads("a") == [one, of_three]
-    assert (queues.retry_in(of_three, 0.0), queues.retry_in(behind, 0.0)) == (0.0, LATER)
-    assert queues.remove(of_three, 0.0) is None
-    assert queues.heads("a") == [one]
-    assert queues.of(of_three.request) is None
-    assert queues.all() == [one, behind]
-
-
-def test_the_last_waiter_of_the_longest_queue_is_evicted_first() -> None:
-    queues, (first, second, third) = queued(1, 2, 3)
-    queues.add(waiter(4, "b"))
-    assert queues.waiting_for_release == 4
-    assert queues.last_of_longest() is third
-    third.waits_for_release = False
-    assert queues.last_of_longest() is second
-    for each in (first, second):
-        queues.remove(each, 0.0)
-    assert queues.waiting_for_release == 2
-    assert MessageQueues(TIMES).last_of_longest() is None
-
-
-def test_only_the_head_may_try_by_itself() -> None:
-    queues, (head, behind) = queued(1, 2)
-    assert queues.retry_in(head, 0.0) == 0.0
-    assert queues.retry_in(behind, 0.0) == LATER
-
-
-def test_a_waiter_behind_the_head_tries_at_its_deadline() -> None:
-    queues, _ = queued(1)
-    behind = waiter(2, deadline=50.0)
-    queues.add(behind)
-    assert queues.retry_in(behind, 20.0) == 30.0
-    assert queues.retry_in(behind, 51.0) == 0.0
 
 
 def test_celerys_own_timer_serves_a_waiter_before_its_eta_and_one_with_a_budget() -> None:

@@ -31,7 +31,7 @@ from celery_redlock.operate.cli.render import (
     print_line,
 )
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.settings.sources import did_you_mean
+from celery_redlock.tasks.settings.app import did_you_mean
 
 
 @redlock.command("break")

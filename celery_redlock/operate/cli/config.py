@@ -24,7 +24,7 @@ from celery_redlock.operate.cli.render import (
 )
 from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, left_open, lint
 from celery_redlock.tasks.per_app import redlock_of, settings_of
-from celery_redlock.tasks.settings.sources import did_you_mean
+from celery_redlock.tasks.settings.app import did_you_mean
 from celery_redlock.tasks.startup import locked_tasks
 from celery_redlock.tasks.task import LockedTask
 

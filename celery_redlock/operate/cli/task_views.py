@@ -24,7 +24,7 @@ from celery_redlock.operate.cli.render import (
 )
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.reporting import DEFERRED
-from celery_redlock.tasks.settings.conf import visibility_timeout
+from celery_redlock.tasks.settings.levels import visibility_timeout
 
 PROCESSES_UNKNOWN = "Which processes wait cannot be known."
 TASKS_UNKNOWN = "Which tasks wait cannot be known."

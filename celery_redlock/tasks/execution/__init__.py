@@ -8,5 +8,5 @@ discarded, cancelled, republished because its first delivery still runs, or run 
 without a try, in a worker's main process.
 
 Not here: how a state is stored and sent (`tasks/reporting.py`), how a deferred message waits in a
-worker's memory (`tasks/waiting/`), what a running body learns of its lock (`tasks/body/`).
+worker's memory (`tasks/waiting/`), what a running body learns of its lock (`tasks/body.py`).
 """

@@ -19,8 +19,7 @@ from celery_redlock.errors import (
     summarize_causes,
 )
 from celery_redlock.tasks.delivery.header import Deferral
-from celery_redlock.tasks.settings.backoff import Backoff
-from celery_redlock.tasks.settings.options import TaskLockOptions
+from celery_redlock.tasks.settings.options import Backoff, TaskLockOptions
 
 STRATEGIES = ("defer", "skip", "fail")
 OF_REDELIVERIES = Backoff(first=1.0, cap=30.0)  # between the tries of a redelivered message

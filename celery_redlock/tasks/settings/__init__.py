@@ -2,8 +2,7 @@
 
 Not here: what a run does with its options (`tasks/execution`), and which class or entry declares a
 task (`tasks/declaration.py`). Nothing here does I/O. Read `options.py` first: its table is the only
-list of options. `app.py` has the table of settings for the whole app, `conf.py` reads both.
-`backoff.py` has the delays of deferrals. `levels.py` merges levels, `task_config.py` keeps the
-result for one task, and `keys.py` makes the resources of a call from `templates.py`. `sources.py`
-names the level of each value.
+list of options. `app.py` has the table of settings for the whole app, and names the source of a
+value. `levels.py` reads and merges levels, and `task_config.py` keeps the result for one task.
+`keys.py` makes the resources of a call from `templates.py`.
 """

@@ -1,27 +1,82 @@
-"""The settings of a whole app: their table, and their values, checked and frozen.
+"""Where each option is set, and the settings of a whole app: their table, checked and frozen.
 
-The meaning of each stands in docs/reference/settings.md; a test compares names and defaults.
+`OptionSource` names a level and an option as written there, for errors and for people. The meaning
+of each setting stands in docs/reference/settings.md; a test compares names and defaults. Not here:
+the options of a task (`options.py`), and how an app's configuration is read (`levels.py`).
 """
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from celery_redlock.lock.validation import (
-    check_drift,
-    check_guard,
-    check_prefix,
-    check_seconds,
-)
-from celery_redlock.tasks.settings.sources import OptionSource
+from celery_redlock.errors import LONGEST_VALUE, SettingsError
+from celery_redlock.lock.validation import check_drift, check_guard, check_prefix, check_seconds
 
 DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # seconds
 DEFAULT_PREFIX = "redlock"
 CELERY_PREFIX = "celery."  # the start of the names of Celery's own tasks
 LOOPBACK = "127.0.0.1"  # metrics have no password: others see them only if a host is named
+# How each level is named, and how an option is written there: "queues" and "tasks" are entries of
+# redlock_queues and redlock_tasks, and "task" is a task's own attributes.
+_WRITTEN = {
+    "built-in": ("built-in", "{name}"),
+    "app": ("app", "redlock_{name}"),
+    "queues": ("queue {of!r}", "redlock_queues[{of!r}][{name!r}]"),
+    "tasks": ("task {of!r}", "redlock_tasks[{of!r}][{name!r}]"),
+    "task": ("task {of!r}", "lock_{name}"),
+    "call": ("call", "lock={{{name!r}}}"),
+}
+
+
+@dataclass(frozen=True)
+class OptionSource:
+    """Where an option is set. level: in words, as "app"; name: as written at that level."""
+
+    level: str
+    name: str
+
+    @classmethod
+    def at(cls, level: str, name: str, of: str = "") -> OptionSource:
+        """Return the source of an option at a level.
+
+        level: a key of `_WRITTEN`. of: the name of the task, or the name or glob of the entry.
+        """
+        words, written = _WRITTEN[level]
+        return cls(words.format(of=of), written.format(name=name, of=of))
+
+    def __str__(self) -> str:
+        return self.level if self.level == "built-in" else f"{self.level}: {self.name}"
+
+    def wrong(self, value: object, hint: str) -> SettingsError:
+        """Return the error for a wrong value that is set here."""
+        shown = "..." if "://" in repr(value) else repr(value)  # a URL may hold a password
+        return SettingsError(self.level, self.name, shown, hint)
+
+
+SourceOf = Callable[[str], OptionSource]  # from an option's name to its source at one level
+# options that were taken out, and what to take instead
+TAKEN_OUT = {
+    "max_deferrals": (
+        "max_wait ends a wait by its time, and a callable on_conflict by the number of deferrals"
+    )
+}
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" for a name close to a known one, else all known names.
+
+    For the name of an option that was taken out: what to take instead.
+    """
+    for option, instead in TAKEN_OUT.items():
+        if str(name).lower().endswith(option):
+            return f"; {instead}"
+    known = list(known)
+    close = difflib.get_close_matches(str(name)[:LONGEST_VALUE], known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
 
 
 class Setting(NamedTuple):

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 from celery_redlock.errors import ArgumentsError
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import MOST_BYTES, check_permits, is_too_long
-from celery_redlock.tasks.settings.app import AppSettings, pattern_for
-from celery_redlock.tasks.settings.levels import decides_key
-from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.settings.sources import (
+from celery_redlock.tasks.settings.app import (
+    AppSettings,
     OptionSource,
     SourceOf,
     did_you_mean,
+    pattern_for,
 )
+from celery_redlock.tasks.settings.levels import decides_key
+from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.settings.templates import (
     TEMPLATE_NAMES,
     Field,

@@ -1,16 +1,31 @@
-"""The levels of options: the checks of one level, and how the nearer level wins."""
+"""Reads and checks one level of options at a time, and merges levels: the nearer one wins.
+
+`read_app` reads the `redlock_*` settings of an app; it finds a Redis in the settings of its broker.
+Not here: the tables of settings (`app.py`) and of options (`options.py`), and the levels of one
+task (`task_config.py`).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
-from celery_redlock.lock.validation import check_permits
-from celery_redlock.tasks.settings.app import AppSettings
+from celery_redlock.lock.validation import check_nodes, check_permits
+from celery_redlock.tasks.settings.app import (
+    APP_SETTING,
+    CELERY_PREFIX,
+    AppSettings,
+    OptionSource,
+    SourceOf,
+    did_you_mean,
+)
 from celery_redlock.tasks.settings.options import BUILT_IN, OPTION
-from celery_redlock.tasks.settings.sources import OptionSource, SourceOf, did_you_mean
 from celery_redlock.tasks.settings.templates import templates_of
 
 # Other locks' words for these options: by its spelling alone, `timeout` is closest to `limit`.
@@ -19,6 +34,11 @@ SYNONYMS = {
     **dict.fromkeys(("blocking_timeout", "acquire_timeout"), "wait"),
 }
 KEY_OPTIONS = ("key", "args")  # two ways to name the resource: a level that sets one decides both
+LONGEST_DONE_TTL = 600.0  # seconds, by default: each completion marker takes memory on the nodes
+# Seconds: kombu's own defaults, by transport; other transports have no such timeout.
+VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
+AMQP = ("", "amqp", "amqps", "pyamqp", "librabbitmq")  # schemes; "": Celery's default
+OTHER_BROKERS = 3600.0  # seconds: taken for a broker without a visibility timeout
 
 
 def check_options(
@@ -104,3 +124,173 @@ def option_meant(written: object, prefix: str = "") -> str:
     meant = SYNONYMS.get(bare, bare)
     known = [f"{prefix}{option}" for option in OPTION]
     return did_you_mean(f"{prefix}{meant}" if meant in OPTION else written, known)
+
+
+def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettings:
+    """Return the settings of an app's configuration; raises SettingsError.
+
+    conf: `app.conf`, or any mapping with its look-up. namespace: as given to
+    `config_from_object`; its prefix stands before the names that iteration gives.
+    """
+    check_known_names(conf, namespace)
+    nodes, nodes_from = _nodes(conf)
+    if nodes_from:
+        check_nodes("app", nodes_from, nodes)
+    done_ttl, unacknowledged = _value(conf, "done_ttl"), visibility_timeout(conf) or OTHER_BROKERS
+    if done_ttl is None:  # by then no other delivery of the run's message is expected
+        done_ttl = min(unacknowledged + 60.0, LONGEST_DONE_TTL)
+    bare = AppSettings(
+        nodes=tuple(nodes),
+        prefix=_value(conf, "prefix"),
+        node_timeout=_value(conf, "node_timeout"),
+        clock_drift=_value(conf, "clock_drift"),
+        max_ttl=_value(conf, "max_ttl"),
+        restart_guard=_value(conf, "restart_guard"),
+        done_ttl=done_ttl,
+        options={},
+        queues={},
+        tasks={},
+        # so that a redelivery that waits asks again before the marker of the first one expires
+        countdown_cap=min(unacknowledged / 4, done_ttl / 2),
+        metrics=_value(conf, "metrics"),
+        call_options=_call_options(conf),
+        nodes_from=nodes_from,
+    )
+    queues = _by_pattern("queues", conf, bare, travels=True)
+    tasks = _by_pattern("tasks", conf, bare, travels=False)
+    for pattern in tasks:
+        if pattern.startswith(CELERY_PREFIX):
+            hint = "Celery's own tasks are never locked: name tasks of your own or of others"
+            raise OptionSource.at("app", f"tasks[{pattern!r}]").wrong(tasks[pattern], hint)
+    return replace(bare, options=_app_options(conf, bare), queues=queues, tasks=tasks)
+
+
+def _value(conf: Mapping[str, Any], name: str) -> Any:
+    """Return the value of an app-only setting, checked, or its default; raises SettingsError."""
+    setting = APP_SETTING[name]
+    value = conf.get(f"redlock_{name}", setting.default)
+    return setting.check(OptionSource.at("app", name), value)
+
+
+def _call_options(conf: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the names of the options that a message may carry; raises SettingsError."""
+    source, value = OptionSource.at("app", "call_options"), _value(conf, "call_options")
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise source.wrong(value, 'must be a list of option names, as ["max_wait"], or None')
+    unknown = [name for name in value if name not in list(OPTION)]  # a list: it may be unhashable
+    if unknown:
+        raise source.wrong(value, f"{unknown[0]!r} is not an option{option_meant(unknown[0])}")
+    return frozenset(value)
+
+
+def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> None:
+    """Raise SettingsError for a redlock_* setting that does not exist."""
+    known = [f"redlock_{name}" for name in (*OPTION, *APP_SETTING)]
+    before = f"{namespace.lower()}_" if namespace else ""
+    for written in conf:
+        name, start = str(written).lower(), ""
+        if before and name.startswith(before):
+            name, start = name[len(before) :], str(written)[: len(before)]
+        if name.startswith("redlock_") and name not in known:
+            is_upper = str(written).isupper()
+            as_written = [start + (one.upper() if is_upper else one) for one in known]
+            hint = f"is not a setting{did_you_mean(written, as_written)}"
+            raise OptionSource("app", str(written)).wrong(conf[written], hint)
+
+
+def _app_options(conf: Mapping[str, Any], app: AppSettings) -> Mapping[str, Any]:
+    missing = object()
+    given = {name: conf.get(f"redlock_{name}", missing) for name in OPTION}
+    given = {name: value for name, value in given.items() if value is not missing}
+    return check_options(given, app, partial(OptionSource.at, "app"), travels=False)
+
+
+def _by_pattern(
+    level: str, conf: Mapping[str, Any], app: AppSettings, *, travels: bool
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return the options of queues or tasks by name or glob, checked; raises SettingsError.
+
+    level: "queues" or "tasks". travels: see `check_options`.
+    """
+    given, kind, whole = _value(conf, level) or {}, level[:-1], OptionSource.at("app", level)
+    if not isinstance(given, Mapping):
+        raise whole.wrong(given, f"must map {kind} names or globs to options")
+    result = {}
+    for pattern, options in given.items():
+        if not isinstance(pattern, str) or not isinstance(options, Mapping):
+            hint = f"must map a {kind}'s name or glob to its options"
+            raise whole.wrong({pattern: options}, hint)
+        source_of = partial(OptionSource.at, level, of=pattern)
+        result[pattern] = check_options(options, app, source_of, travels=travels)
+    return result
+
+
+def _nodes(conf: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the nodes to use and the name of the setting that names them, else () and ""."""
+    try:
+        return find_nodes(conf)
+    except SettingsError:  # by the first send or run: an app may lock nothing, and share its tasks
+        return (), ""
+
+
+def find_nodes(conf: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the nodes to use, unchecked, and the name of the setting that names them.
+
+    Raises SettingsError if no setting names a node.
+    """
+    given = _value(conf, "nodes")
+    if given is not None:
+        return given, "redlock_nodes"
+    of_broker = one_redis(_url(conf, "broker_url"))
+    for name in ("broker_write_url", "broker_url", "result_backend"):
+        url = one_redis(_url(conf, name))
+        if url is not None and conf.get("broker_use_ssl"):
+            hint = "broker_use_ssl is set, which nodes do not take over: name them with rediss://"
+            raise SettingsError("app", "redlock_nodes", "None", hint)
+        if url is not None:  # Celery sets broker_write_url to broker_url by default
+            return [url], "broker_url" if url == of_broker else name
+    hint = (
+        "neither the broker nor the result backend is one Redis: name the lock's own nodes, "
+        'as redlock_nodes = ["redis://a", "redis://b", "redis://c"]'
+    )
+    raise SettingsError("app", "redlock_nodes", "None", hint)
+
+
+def _url(conf: Mapping[str, Any], name: str) -> Any:
+    return getattr(conf, name, None) or conf.get(name)
+
+
+def one_redis(url: Any) -> str | None:
+    """Return a broker's or backend's URL as redis-py takes it, None if it is not one Redis."""
+    if isinstance(url, (list, tuple)) and len(url) == 1:
+        url = url[0]
+    if not isinstance(url, str) or ";" in url:
+        return None
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in ("redis", "rediss", "redis+socket", "unix"):
+        return None
+    if scheme in ("redis", "rediss"):
+        parts = urlsplit(url)
+        # "redis://" alone means this machine to Celery, and CERT_REQUIRED is "required" to redis-py
+        query = re.sub(r"(?<=ssl_cert_reqs=)CERT_(\w+)", lambda m: m[1].lower(), parts.query)
+        return urlunsplit(parts._replace(netloc=parts.netloc or "localhost", query=query))
+    path, _, query = rest.partition("?")
+    database = [p.split("=")[1] for p in query.split("&") if p.startswith("virtual_host=")]
+    return f"unix://{path}" + (f"?db={database[0].strip('/')}" if database else "")
+
+
+def visibility_timeout(conf: Mapping[str, Any]) -> float | None:
+    """Return the seconds after which the broker delivers an unacknowledged message again.
+
+    None if it never does. Source: kombu's transports for Redis and SQS; a waiting message is not
+    acknowledged. Another transport, but AMQP, may know the option, too.
+    """
+    url = _url(conf, "broker_read_url") or _url(conf, "broker_url") or ""
+    scheme = str(url[0] if isinstance(url, (list, tuple)) else url).partition("://")[0].lower()
+    if scheme in AMQP:
+        return None
+    default = VISIBILITY_TIMEOUTS.get(scheme.partition("+")[0])
+    given = (conf.get("broker_transport_options") or {}).get("visibility_timeout")
+    return float(given) if isinstance(given, (int, float)) and given > 0 else default

@@ -1,29 +1,83 @@
 """The table of a lock's options: the only list of their names, checks and defaults.
 
 The checks of every level and the built-in values are made from it. The meaning of each option
-stands in docs/reference/options.md; a test compares its names and defaults with the table.
+stands in docs/reference/options.md; a test compares its names and defaults with the table. Not
+here: how the levels of options become one (`levels.py`, `task_config.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from celery_redlock.lock.validation import check_limit, check_ttl, check_wait
+from celery_redlock.errors import SettingsError
+from celery_redlock.lock.validation import LONGEST, check_limit, check_ttl, check_wait, is_number
 from celery_redlock.tasks.settings.app import (
     DEFAULT_TTL,
     AppSettings,
+    OptionSource,
     Setting,
     seconds_or_none,
 )
-from celery_redlock.tasks.settings.backoff import Backoff, check_backoff
-from celery_redlock.tasks.settings.sources import OptionSource
 from celery_redlock.tasks.settings.templates import check_args, check_key
 
 LONGEST_WAIT = 3600.0  # seconds in a worker slot; after that most brokers deliver a message again
 
 Check = Callable[[OptionSource, Any, AppSettings], Any]
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Delays between deferrals, each drawn from 0 to a bound that grows.
+
+    first, cap: the first and the longest bound, in seconds. factor: growth of the bound from one
+    deferral to the next. Raises SettingsError for a value out of range.
+    """
+
+    # Source of the draw: AWS Architecture Blog, "Exponential Backoff And Jitter", full jitter.
+
+    first: float = 0.25
+    cap: float = 30.0
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("first", "cap", "factor"):
+            value = getattr(self, name)
+            if not is_number(value):
+                raise SettingsError("Backoff", name, repr(value), "must be a finite number")
+        if not 0 < self.first <= self.cap <= LONGEST:
+            hint = f"must be above 0 s and at most cap, and cap at most {LONGEST:.0f} s"
+            raise SettingsError("Backoff", "first, cap", f"{self.first!r}, {self.cap!r}", hint)
+        if self.factor < 1:
+            raise SettingsError("Backoff", "factor", repr(self.factor), "must be 1 or more")
+
+    def delay(self, attempt: int, uniform: Callable[[float, float], float]) -> float:
+        """Return the seconds to wait before the next try.
+
+        attempt: 0 for the first deferral. uniform: draws between two bounds.
+        """
+        try:
+            # as floats: a power of large ints would keep the interpreter's lock for seconds
+            grown = min(self.cap, self.first * float(self.factor) ** float(attempt))
+        except OverflowError:
+            grown = self.cap
+        return uniform(0.0, grown)
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the fields as a mapping that every serializer can carry."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, fields: Mapping[str, Any]) -> Backoff:
+        """Return the Backoff of such a mapping; raises SettingsError for an unknown field."""
+        unknown = set(fields) - set(cls.__dataclass_fields__)
+        if unknown:
+            known = ", ".join(cls.__dataclass_fields__)
+            hint = f"is no field: take {known}"
+            name = min(unknown, key=str)
+            raise SettingsError("Backoff", str(name), repr(fields[name]), hint)
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -47,6 +101,43 @@ class TaskLockOptions:
     unique_for: float | None
     unique_until: str
     on_duplicate: str
+
+
+@dataclass(frozen=True)
+class OptionValue:
+    """One option in force: its value, and where that is set."""
+
+    name: str
+    value: Any
+    source: OptionSource
+
+
+@dataclass(frozen=True)
+class EffectiveOptions:
+    """The options in force for a task in a queue, each with its source; as text a table."""
+
+    task: str
+    queue: str
+    options: tuple[OptionValue, ...]
+
+    def __getitem__(self, name: str) -> OptionValue:
+        """Return one option."""
+        return next(option for option in self.options if option.name == name)
+
+    def __str__(self) -> str:
+        shown = {option.name: _shown(option.value) for option in self.options}
+        if self["key"].value is None and self["args"].value is None:
+            shown["key"] = "all arguments"
+        rows = [(option.name, shown[option.name], str(option.source)) for option in self.options]
+        wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"{a:<{wide[0]}}  {b:<{wide[1]}}  {c}" for a, b, c in rows]
+        return "\n".join([f"{self.task} in queue {self.queue}", *lines])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return repr(list(value))  # as people write it
+    return str(getattr(value, "__qualname__", value)) if callable(value) else repr(value)
 
 
 def _one_of(*words: str, or_callable: bool = False) -> Check:
@@ -77,6 +168,19 @@ def _wait(source: OptionSource, value: Any, app: AppSettings) -> float:
 
 def _limit(source: OptionSource, value: Any, app: AppSettings) -> int:
     return check_limit(source.level, source.name, value)
+
+
+def check_backoff(source: OptionSource, value: Any, app: AppSettings) -> Backoff:
+    """Return the value of an option `backoff`, also from a message; raises SettingsError."""
+    if isinstance(value, Mapping):
+        try:
+            return Backoff.from_message(value)
+        except SettingsError as error:
+            hint = f"{error.level}: {error.name}={error.value}: {error.hint}"
+            raise source.wrong(dict(value), hint) from None
+    if not isinstance(value, Backoff):
+        raise source.wrong(value, "must be a Backoff, as Backoff(first=0.25, cap=30)")
+    return value
 
 
 OPTION: Mapping[str, Setting] = {

@@ -10,7 +10,12 @@ from functools import partial
 from typing import Any
 
 from celery_redlock.errors import SettingsError
-from celery_redlock.tasks.settings.app import AppSettings, pattern_for
+from celery_redlock.tasks.settings.app import (
+    AppSettings,
+    OptionSource,
+    SourceOf,
+    pattern_for,
+)
 from celery_redlock.tasks.settings.keys import TaskKeys
 from celery_redlock.tasks.settings.levels import (
     KEY_OPTIONS,
@@ -21,12 +26,12 @@ from celery_redlock.tasks.settings.levels import (
     merged,
     option_meant,
 )
-from celery_redlock.tasks.settings.options import OPTION, TaskLockOptions, built_in
-from celery_redlock.tasks.settings.sources import (
+from celery_redlock.tasks.settings.options import (
+    OPTION,
     EffectiveOptions,
-    OptionSource,
     OptionValue,
-    SourceOf,
+    TaskLockOptions,
+    built_in,
 )
 from celery_redlock.tasks.settings.templates import names_queue
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.transport.encoding import encoded
 from celery_redlock.lock.validation import MOST_BYTES, is_too_long
-from celery_redlock.tasks.settings.sources import OptionSource
+from celery_redlock.tasks.settings.app import OptionSource
 
 _NATIVE = (bool, int, float, str, bytes)
 _CONTAINERS = (list, tuple, set, frozenset, Mapping)

@@ -17,10 +17,9 @@ from celery_redlock.lock.validation import check_resources
 from celery_redlock.tasks.delivery.delivery import RunId, utc_now
 from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.per_app import redlock_of, settings_of
-from celery_redlock.tasks.settings.backoff import Backoff
+from celery_redlock.tasks.settings.app import OptionSource
 from celery_redlock.tasks.settings.levels import check_options
-from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
-from celery_redlock.tasks.settings.sources import OptionSource
+from celery_redlock.tasks.settings.options import BUILT_IN, Backoff, TaskLockOptions
 from celery_redlock.tasks.unique.claim import Claim, ClaimToken
 from celery_redlock.tasks.unique.rounds import EarlierSend
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from celery_redlock import anchors
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.tasks.body.interrupt import current_interrupter
+from celery_redlock.tasks.body import current_interrupter
 
 logger = logging.getLogger(__name__)
 

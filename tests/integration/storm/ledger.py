@@ -22,6 +22,8 @@ GRACE = 1.0  # s: between what happens and what is written of it, on a machine t
 ASKED = 5.0  # s: a body begins so long after its nodes were asked, at most: else its lease is over
 WAITED = 30.0  # s: a message is in a worker's hands for so long, at most, without a line of it
 QUORUM = 2  # of three nodes
+OVERRUN = 5.0  # s: nodes are asked a last time at the end of a wait, and one of them may be frozen
+ENDS = ("LockTaken", "QuorumUnreachable", "LockLost")  # of a caller
 NEVER = float("inf")
 
 
@@ -65,6 +67,25 @@ KINDS = {
         Kind("early_retrying", late=False, stages=THRICE),
     )
 }
+
+
+CALLED = Kind("called")  # a caller's body outside of tasks: of no message
+LIMITS = {kind.name: kind.limit for kind in (*KINDS.values(), CALLED)}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A caller's wait that ended without a lock, or whose lock was lost. wait, waited, stalled: s.
+
+    stalled: for how long of it the process was stopped, or had no CPU.
+    """
+
+    at: float
+    error: str
+    text: str = ""
+    wait: float = 0.0
+    waited: float = 0.0
+    stalled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -170,6 +191,7 @@ class Ledger:
     revoked: Mapping[str, float] = field(default_factory=dict)  # when, by message
     dropped: Sequence[Message] = ()  # duplicates that were not sent, with the earlier send's id
     leftovers: Sequence[str] = ()  # what did not go when all should have been over
+    waits: Sequence[Wait] = ()  # of callers, without a lock
 
     def faults(self) -> list[str]:
         """Return everything that is not as it must be."""
@@ -180,6 +202,7 @@ class Ledger:
             *self.accounts(),
             *self.skipped_unasked(),
             *self.dropped_for_nobody(),
+            *self.overrun(),
         ]
 
     def by_key(self) -> dict[str, list[Run]]:
@@ -197,7 +220,7 @@ class Ledger:
             held: list[Run] = []
             for run in runs:
                 held = [other for other in held if other.last >= run.first]
-                if len(held) >= KINDS[run.kind].limit:
+                if len(held) >= LIMITS[run.kind]:
                     bodies = "".join(f"\n  {one}" for one in [*held, run])
                     told.append(f"{len(held) + 1} bodies of {key!r} at once:{bodies}")
                 held.append(run)
@@ -257,6 +280,15 @@ class Ledger:
             self._tell(message, "for it another send was dropped, and it did not come", [])
             for message in self.dropped
             if not earlier.get((message.id, message.keys), message.at) < message.at
+        ]
+
+    def overrun(self) -> list[str]:
+        """Return each wait of a caller that did not end in time, or with an error of its own."""
+        return [
+            f"a caller's wait: {wait}"
+            for wait in self.waits
+            if wait.error not in ENDS or wait.waited - wait.stalled > wait.wait + OVERRUN
+            if wait.error != "LockLost"  # by then its body had begun
         ]
 
     def _is_lost_in_transit(self, message: Message) -> bool:
@@ -470,8 +502,8 @@ def runs_of(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
     return list(runs.values())
 
 
-def read(log: Path) -> tuple[list[Run], dict[str, list[Line]]]:
-    """Return the runs whose lines are in a file, and who had each message, in order."""
+def read(log: Path) -> tuple[list[Run], dict[str, list[Line]], list[Wait]]:
+    """Return the runs whose lines are in a file, who had each message in order, and the waits."""
     lines = []
     for text in log.read_text().splitlines():
         with contextlib.suppress(ValueError):  # what a killed process left half is no line
@@ -480,4 +512,9 @@ def read(log: Path) -> tuple[list[Run], dict[str, list[Line]]]:
     for line in lines:
         known = {name: line[name] for name in Line.__dataclass_fields__ if name in line}
         told[line["id"]].append(Line(**known))
-    return runs_of(lines), dict(told)
+    waits = [
+        Wait(**{name: line[name] for name in Wait.__dataclass_fields__ if name in line})
+        for line in lines
+        if line["what"] in ("ended", "broken")
+    ]
+    return runs_of(lines), dict(told), waits

@@ -21,11 +21,10 @@ from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import WorkerProcess, embedded_nodes
 from tests.conftest import trust_nodes
 from tests.integration.storm import tasks
-from tests.integration.storm.ledger import FINAL, KINDS, Kind, Ledger, Message, read
+from tests.integration.storm.ledger import CALLED, FINAL, KINDS, Kind, Ledger, Message, read
 from tests.integration.storm.queue import Transit
-from tests.integration.storm.weather import Actor, Weather
+from tests.integration.storm.weather import ROOT, Actor, Calling, Weather
 
-ROOT = Path(__file__).resolve().parents[3]
 NODE_TIMEOUT, TTL = 0.75, 4.0  # s
 MAX_TTL = 6.0  # s: a node that comes back empty is silent for as long, and a second
 # s: after which the broker delivers again what a dead worker had; nothing is frozen for so long
@@ -76,7 +75,12 @@ class Storm:
         self.actors = [self._actor(name, pool, slots) for name, pool, slots in CREW]
         self.transit = Transit(self._client, broker.port)
         stack.callback(self.transit.close)
-        self.weather = Weather(self._chance, self.actors, self.nodes, self._client, TTL)
+        self.callers = [Calling(kind, self._env) for kind in ("threads", "coroutines")]
+        for calling in self.callers:
+            stack.callback(calling.end)
+        self.weather = Weather(
+            self._chance, self.actors, self.nodes, self._client, TTL, self.callers
+        )
         self.messages: list[Message] = []
         self.dropped: list[Message] = []
         self.leftovers: list[str] = []
@@ -102,6 +106,8 @@ class Storm:
         for actor in self.actors:
             assert actor.process is not None
             actor.process.wait_ready(PATIENCE)
+        for calling in self.callers:
+            calling.start()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._send()
@@ -109,6 +115,8 @@ class Storm:
             self.weather.strike()
             time.sleep(self._chance.uniform(*BETWEEN))
         self.weather.calm()
+        for calling in self.callers:
+            calling.end()
         self._see_all_over()
 
     def _send(self) -> None:
@@ -228,7 +236,7 @@ class Storm:
     def ledger(self) -> Ledger:
         """Return all that is known."""
         states = {message.id: self.state_of(message.id) for message in self.messages}
-        runs, lines = read(self.log)
+        runs, lines, waits = read(self.log)
         weather = self.weather
         return Ledger(
             self.messages,
@@ -242,6 +250,7 @@ class Storm:
             weather.revoked,
             self.dropped,
             self.leftovers,
+            waits,
         )
 
     def summary(self, ledger: Ledger) -> str:
@@ -249,9 +258,12 @@ class Storm:
         kinds = Counter(message.kind.name for message in ledger.messages)
         states = Counter(ledger.states.values())
         cut = sum(not run.ended for run in ledger.runs)
+        called = sum(run.kind == CALLED.name for run in ledger.runs)
+        waits = Counter(wait.error for wait in ledger.waits)
         return (
             f"seed {self.seed}: {len(ledger.messages)} messages {dict(kinds)}, {len(ledger.runs)} "
-            f"bodies, {cut} of them cut; states {dict(states)}; {len(ledger.lost)} lost "
+            f"bodies, {called} of them of callers, {cut} of them cut; waits without a lock "
+            f"{dict(waits)}; states {dict(states)}; {len(ledger.lost)} lost "
             f"on their way to killed workers; {len(ledger.dropped)} duplicates not sent; "
             f"blows {self.weather.counts}"
         )
@@ -266,6 +278,10 @@ class Storm:
         missing += sorted(ways - {*self.weather.counts})
         if not ledger.dropped:
             missing.append("a duplicate")
+        if not any(run.kind == CALLED.name and run.ended for run in ledger.runs):
+            missing.append("a caller's body")
+        if not ledger.waits:
+            missing.append("a caller's wait without a lock")
         told = [f"it never came to this: {what}" for what in missing]
         if len(ledger.runs) <= seconds / 2:
             told.append(f"only {len(ledger.runs)} bodies in {seconds:g} s")

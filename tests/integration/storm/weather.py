@@ -7,7 +7,9 @@ import functools
 import os
 import random
 import signal
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from celery import Celery
@@ -18,6 +20,8 @@ from tests.integration.matrix.watch import lives
 from tests.integration.storm.ledger import Blow, Outage
 from tests.integration.storm.queue import deliver_again
 from tests.integration.storm.tasks import now
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Actor:
@@ -59,13 +63,33 @@ class Actor:
         return []
 
 
+class Calling:
+    """A process of callers, through all its lives. kind: "threads" or "coroutines"."""
+
+    def __init__(self, kind: str, env: Mapping[str, str]) -> None:
+        self.kind, self._env = kind, {**os.environ, **env}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Begin another life."""
+        words = [sys.executable, "-m", f"{__package__}.callers", self.kind]
+        self.process = subprocess.Popen(words, cwd=ROOT, env=self._env)
+
+    def end(self) -> None:
+        """Kill it."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
 class Weather:
     """Strikes at random until it is told to calm down. ttl: s, of the locks."""
 
     def __init__(
         self, chance: random.Random, actors: Sequence[Actor], nodes: Sequence[EmbeddedNode],
-        broker: Redis, ttl: float,
+        broker: Redis, ttl: float, callers: Sequence[Calling] = (),
     ) -> None:  # fmt: skip
+        self._callers = callers
         self._chance, self._actors, self._nodes, self._ttl = chance, actors, nodes, ttl
         self._broker = broker
         self.blows: list[Blow] = []
@@ -83,6 +107,8 @@ class Weather:
             self._freeze_node: 2,
             self._kill_node: 1,
             self._deliver_again: 3,
+            self._freeze_callers: 2,
+            self._kill_callers: 1,
         }
 
     def strike(self) -> None:
@@ -215,6 +241,32 @@ class Weather:
 
     def _deliver_again(self) -> bool:
         return deliver_again(self._broker, self._chance)
+
+    def _freeze_callers(self) -> bool:
+        """Stop a process of callers for a while: its locks may expire, and others pass it by."""
+        return self._strike_callers(signal.SIGSTOP, 1.5 * self._ttl)
+
+    def _kill_callers(self) -> bool:
+        return self._strike_callers(signal.SIGKILL, self._ttl)
+
+    def _strike_callers(self, number: signal.Signals, longest: float) -> bool:
+        up = [calling for calling in self._callers if calling not in self._down]
+        if not up:
+            return False
+        calling = self._chance.choice(up)
+        process = calling.process
+        assert process is not None
+        _signal(process.pid, number)
+
+        def undo() -> None:
+            if number == signal.SIGSTOP:
+                _signal(process.pid, signal.SIGCONT)
+            else:
+                calling.end()
+                calling.start()
+
+        self._later(0.1, longest, calling, undo)
+        return True
 
     def _stop_worker(self) -> bool:
         """Tell a worker to end: warmly, or where it can also coldly."""

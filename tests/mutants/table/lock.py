@@ -428,7 +428,7 @@ MUTANTS = (
         "lock/server/lua/release.lua:",
         "if ARGV[2] ~= '' then",
         "if false then",
-        (f"{CONTRACT}/test_scripts.py::TestRelease",),
+        (f"{CONTRACT}/test_hand_off.py::TestNaming",),
     ),
     Mutant(
         "a run that lost its lock is not marked as done, and its redelivery runs again",

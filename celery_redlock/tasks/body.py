@@ -1,0 +1,237 @@
+"""A body that runs under a lock, and how LockLost is raised in it if that lock is lost.
+
+Not here: how a loss is found (`lock/engine/watchdog.py`), and what a run ends with then
+(`tasks/execution`). In a main thread the handler of a real-time signal raises LockLost, in a
+greenlet the hub. Both look at the stack first. In other threads nothing is raised. Python's own
+way, PyThreadState_SetAsyncExc, wakes no thread that sleeps, and may strike Celery after the body's
+end.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+
+# `signal.getsignal` makes an enum of what this returns, which is too dear for each run
+from _signal import getsignal  # type: ignore[import-not-found]
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from celery.exceptions import SoftTimeLimitExceeded
+
+from celery_redlock.errors import LockLost
+from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.platform.threads import DeadlineTimer, is_uninterruptible, start_thread
+from celery_redlock.lock.release import loss_of
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # seconds between tries to interrupt a body
+# Nothing is raised below a frame of these modules, though a body called them: they would swallow
+# LockLost, or it would replace the error that they are about to raise. A run inside a body
+# (`apply`) ends first for the same reason, and so does a release of another lock. To acquire one
+# may be interrupted: see `lock/platform/threads.py`.
+UNINTERRUPTIBLE_MODULES = ("billiard", "celery.app.trace", "celery.utils.dispatch",
+                           "celery_redlock.tasks", "logging")  # fmt: skip
+_PREFIXES = tuple(f"{name}." for name in UNINTERRUPTIBLE_MODULES)  # with the dot: no "logging_x"
+PREFERRED_SIGNAL = 5  # above SIGRTMIN: the first number that is tried
+
+
+running_bodies: dict[int, MonitoredBody] = {}  # of this process, by `id`
+
+
+class MonitoredBody:
+    """A body that runs under a lock, and is interrupted if that lock is lost.
+
+    abort: LockLost is raised in the body, once, if its thread or greenlet allows that. report:
+    called with the loss, once, where it may block; it tells monitors.
+    """
+
+    __slots__ = ("_reports", "abort", "interrupted", "interrupter", "lock")
+
+    def __init__(self, lock: Lock, *, abort: bool, report: Callable[[LockLost], object]) -> None:
+        self.lock, self.abort = lock, abort
+        self.interrupter = current_interrupter()
+        self.interrupted = False
+        self._reports = [report]  # popped by the thread that calls it
+
+    def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the body. With `abort`, raise LockLost instead if the lock is lost by now."""
+        running_bodies[id(self)] = self
+        try:
+            loss = loss_of(self.lock)  # before the line above the watchdog could not tell it
+            if loss is not None and self.abort:
+                raise loss
+            return call(*args, **kwargs)
+        finally:
+            running_bodies.pop(id(self), None)
+
+    def report_loss(self) -> None:
+        """Call `report` if the lock is lost, unless that was done."""
+        loss = loss_of(self.lock)
+        if loss is not None and self._reports:
+            try:
+                report = self._reports.pop()
+            except IndexError:
+                return  # another thread was faster
+            report(loss)
+
+    def on_loss(self) -> None:
+        """Start to report the loss, and to raise it in the body. Does not wait for either."""
+        if self._reports:
+            self.interrupter.run_beside(self.report_loss)
+        if self.abort:
+            start_thread(self._interrupt)
+
+    def _interrupt(self) -> None:
+        """Try until the body is interrupted or has ended; in a thread of its own."""
+        timer, pause = DeadlineTimer(), FIRST_PAUSE
+        while id(self) in running_bodies and self.pending_loss is not None:
+            if not self.interrupter.interrupt(self):
+                return
+            timer.sleep(pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
+
+    @property
+    def pending_loss(self) -> LockLost | None:
+        """The error that is still to be raised in the body.
+
+        Once only: a body that catches it is not interrupted again while it cleans up.
+        """
+        return loss_of(self.lock) if self.abort and not self.interrupted else None
+
+    def is_interruptible_at(self, frame: FrameType | None) -> bool:
+        """Return whether all frames from this body to the top of the stack are interruptible."""
+        code, called = MonitoredBody.run.__code__, False
+        while frame is not None:
+            if frame.f_code is code and frame.f_locals["self"] is self:
+                return called
+            if _is_uninterruptible(frame):
+                return False
+            frame, called = frame.f_back, True
+        return False
+
+
+def _is_uninterruptible(frame: FrameType) -> bool:
+    code, module = frame.f_code, f"{frame.f_globals.get('__name__', '')}."
+    releases = is_uninterruptible(code) or code.co_name == "__del__"
+    return releases or module.startswith(_PREFIXES)
+
+
+def notify_bodies() -> None:
+    """Tell each body whose lock is lost; called by the watchdog, and does not wait."""
+    for body in list(running_bodies.values()):
+        if loss_of(body.lock) is not None:
+            body.on_loss()
+
+
+class Interrupter:
+    """Raises LockLost in the thread or greenlet of a body; this one, of any thread, cannot."""
+
+    def interrupt(self, body: MonitoredBody) -> bool:
+        """Try to interrupt a body; return False if that can never succeed."""
+        return False
+
+    def run_beside(self, do: Callable[[], None]) -> None:
+        """Call a function soon, outside of the body, where it may block."""
+        start_thread(do)
+
+
+class SignalInterrupter(Interrupter):
+    """For the main thread of a process: a signal whose handler looks at the stack.
+
+    Source: signal(2): a handler runs in the main thread, between two of its bytecodes, so it cannot
+    race with the end of the body; a system call in which the thread sleeps returns early.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._handler = self._raise_loss  # one object, for it is compared at each run
+
+    def is_ready(self) -> bool:
+        """Return whether the handler is installed; install it for a signal that is free.
+
+        In the main thread only.
+        """
+        number = self._number
+        if number is not None and getsignal(number) is self._handler:
+            return True
+        least, most = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", 0)
+        for number in range(least + PREFERRED_SIGNAL, most + 1) if least else ():
+            if getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, self._handler)
+                self._number = number
+                return True
+        return False
+
+    def interrupt(self, body: MonitoredBody) -> bool:
+        """Send the signal, unless another handler has replaced ours meanwhile."""
+        number = self._number
+        if number is None or getsignal(number) is not self._handler:
+            return False
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+        return True
+
+    def _raise_loss(self, number: int, frame: FrameType | None) -> None:
+        """Raise LockLost if the signal struck a body whose lock is lost."""
+        if _is_ending(sys.exc_info()[1]):
+            return
+        for body in list(running_bodies.values()):
+            loss = body.pending_loss if body.interrupter is self else None
+            if loss is not None and body.is_interruptible_at(frame):
+                body.interrupted = True
+                raise loss
+
+
+def _is_ending(error: BaseException | None) -> bool:
+    """Return whether a soft time limit or a shutdown ends the body already: it cleans up now."""
+    while error is not None:
+        if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception):
+            return True
+        error = error.__context__
+    return False
+
+
+class GreenletInterrupter(Interrupter):
+    """For a greenlet: its hub throws into it, so nothing runs between the look and the throw.
+
+    A body that never yields to the hub cannot be interrupted. call_in_hub: calls a function in the
+    hub, from any thread. spawn: starts a greenlet, in the hub.
+    """
+
+    def __init__(
+        self,
+        greenlet: Any,
+        call_in_hub: Callable[..., object],
+        spawn: Callable[[Callable[[], object]], object],
+    ) -> None:
+        self._greenlet, self._call_in_hub, self._spawn = greenlet, call_in_hub, spawn
+
+    def interrupt(self, body: MonitoredBody) -> bool:
+        """Let the hub look at the stack, and throw."""
+        self._call_in_hub(self._throw, body)
+        return True
+
+    def _throw(self, body: MonitoredBody) -> None:
+        loss = body.pending_loss
+        if loss is not None and body.is_interruptible_at(self._greenlet.gr_frame):
+            body.interrupted = True
+            self._greenlet.throw(loss)
+
+    def run_beside(self, do: Callable[[], None]) -> None:
+        """Call a function in a greenlet of its own: connections belong to the hub of a thread."""
+        self._call_in_hub(self._spawn, do)
+
+
+def current_interrupter() -> Interrupter:
+    """Return the interrupter for the thread or greenlet that calls this."""
+    monkey = sys.modules.get("gevent.monkey")
+    if monkey is not None and monkey.is_module_patched("threading"):
+        gevent = sys.modules["gevent"]
+        call = gevent.get_hub().loop.run_callback_threadsafe
+        return GreenletInterrupter(gevent.getcurrent(), call, gevent.spawn)
+    is_main = threading.get_ident() == threading.main_thread().ident
+    return _main_thread if is_main and _main_thread.is_ready() else _any_thread
+
+
+_main_thread, _any_thread = SignalInterrupter(), Interrupter()
