@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import runpy
 import sqlite3
 from dataclasses import replace
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -21,7 +19,7 @@ from celery_redlock.lock.model.handoff import TURN
 from celery_redlock.lock.model.lease import lease_end, validity
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.tasks.reporting import DEFERRED
-from docs.pictures import deferral, fencing, nodes, shop, states
+from docs.pictures import crowd, deferral, fencing, handoff, lease, nodes, shop, states, workers
 from example_worker import screen
 from example_worker.orders import NAMES
 from example_worker.verdict import Account, Phase
@@ -30,110 +28,50 @@ LUA = Path(celery_redlock.__file__).parent / "lock" / "server" / "lua"
 DOCS = Path(__file__).parent.parent / "docs"
 SMALL = 150_000  # bytes
 NARROW, LEGIBLE = 640, 13  # pixels: the widest picture, and its smallest letters
-DIAGRAMS = ("deferral", "fencing", "nodes", "states")
-ALL_DRAWN = ("lease", "crowd", "handoff", "workers", *DIAGRAMS)
+MEASURED = ("crowd", "workers")
+DIAGRAMS = ("handoff", "deferral", "fencing", "nodes", "states")
+ALL_DRAWN = ("lease", *MEASURED, *DIAGRAMS)
 
 
-@pytest.fixture(scope="module")
-def crowd() -> dict[str, Any]:
-    """Give what the script of the crowd's picture defines."""
-    return runpy.run_path(str(DOCS / "pictures" / "crowd.py"))
-
-
-@pytest.fixture(scope="module")
-def lease() -> dict[str, Any]:
-    """Give what the script of the lease's picture defines."""
-    return runpy.run_path(str(DOCS / "pictures" / "lease.py"))
-
-
-@pytest.fixture(scope="module")
-def handoff() -> dict[str, Any]:
-    """Give what the script of the hand-off's picture defines."""
-    return runpy.run_path(str(DOCS / "pictures" / "handoff.py"))
-
-
-def test_the_picture_of_a_hand_off_is_what_its_script_draws(handoff: dict[str, Any]) -> None:
-    assert handoff["PICTURE"].read_text(encoding="utf-8") == handoff["draw"](), (
-        "run `python docs/pictures/handoff.py` and look at the result"
+@pytest.mark.parametrize("name", ALL_DRAWN)
+def test_a_picture_is_what_its_script_draws_of_its_figures(name: str) -> None:
+    script = import_module(f"docs.pictures.{name}")
+    drawn = script.draw(script.read()) if name in MEASURED else script.draw()
+    assert script.PICTURE.read_text(encoding="utf-8") == drawn, (
+        f"run `python3 -m docs.pictures.{name}` and look at the result; "
+        "to measure its figures anew: benchmarks/README.md"
     )
 
 
-def test_the_picture_of_a_hand_off_names_as_many_and_waits_as_long_as_the_lock_does(
-    handoff: dict[str, Any],
-) -> None:
+def test_the_picture_of_a_hand_off_names_as_many_and_waits_as_long_as_the_lock_does() -> None:
     announce = (LUA / "announce.lua").read_text(encoding="utf-8")
-    assert handoff["TURN_MS"] == pytest.approx(TURN * 1000)
-    assert f"local NAMED, DEAD = {len(handoff['WAITERS'])}," in announce
+    assert pytest.approx(TURN * 1000) == handoff.TURN_MS
+    assert f"local NAMED, DEAD = {len(handoff.WAITERS)}," in announce
 
 
-def test_the_picture_of_a_lease_is_what_its_script_draws(lease: dict[str, Any]) -> None:
-    drawn = lease["draw"]()
-    assert lease["PICTURE"].read_text(encoding="utf-8") == drawn, (
-        "run `python docs/pictures/lease.py` and look at the result"
-    )
-
-
-def test_the_picture_counts_as_the_lock_does(lease: dict[str, Any]) -> None:
-    story = lease["tell"]()
-    counted = lease_end(0.0, lease["TTL"] / 1000, drift=0.01)
-    assert lease["COUNTED"] == pytest.approx(counted * 1000)
-    ends = [lane.end for lane in story.lanes]
-    assert story.valid_until == validity(ends, lease["QUORUM"])
-
-
-def test_the_picture_shows_a_loss_that_comes_before_any_rival(lease: dict[str, Any]) -> None:
-    story = lease["tell"]()
+def test_the_picture_of_a_lease_counts_as_the_lock_does_and_shows_a_loss_before_any_rival() -> None:
+    story = lease.tell()
+    assert pytest.approx(lease_end(0.0, lease.TTL / 1000, drift=0.01) * 1000) == lease.COUNTED
+    assert story.valid_until == validity([lane.end for lane in story.lanes], lease.QUORUM)
     assert max(story.sends) < story.lost < story.rival_from
 
 
-def test_the_picture_of_a_crowd_is_what_its_script_draws_of_its_figures(
-    crowd: dict[str, Any],
-) -> None:
-    drawn = crowd["draw"](crowd["read"]())
-    assert crowd["PICTURE"].read_text(encoding="utf-8") == drawn, (
-        "run `python docs/pictures/crowd.py`, or measure anew: benchmarks/README.md"
-    )
-
-
-def test_the_picture_of_a_crowd_shows_what_the_page_says_of_it(crowd: dict[str, Any]) -> None:
-    figures = crowd["read"]()
+def test_the_picture_of_a_crowd_shows_what_the_page_says_of_it() -> None:
+    figures = crowd.read()
     few, *others = figures
     sizes = f"{', '.join([few, *others[:-1]])} and {others[-1]}"
     page = (DOCS / "explanation" / "waiting.md").read_text(encoding="utf-8")
     assert f"![What one task costs among {sizes} that wait for one key" in page
-    for kind in crowd["KINDS"]:
-        assert figures[few][kind] == 1
-        assert max(ratios[kind] for ratios in figures.values()) <= crowd["MOST"]
+    assert set(figures[few].values()) == {1}
+    assert max(ratio for ratios in figures.values() for ratio in ratios.values()) <= crowd.MOST
 
 
-@pytest.fixture(scope="module")
-def workers() -> dict[str, Any]:
-    """Give what the script of the picture of more and more workers defines."""
-    return runpy.run_path(str(DOCS / "pictures" / "workers.py"))
-
-
-def test_the_picture_of_the_workers_is_what_its_script_draws_of_its_figures(
-    workers: dict[str, Any],
-) -> None:
-    assert workers["PICTURE"].read_text(encoding="utf-8") == workers["draw"](workers["read"]()), (
-        "run `python docs/pictures/workers.py`, or measure anew: benchmarks/README.md"
-    )
-
-
-def test_the_picture_of_the_workers_has_each_figure_of_both_ways(workers: dict[str, Any]) -> None:
-    figures = workers["read"]()
-    assert set(figures) == set(workers["WAYS"])
+def test_the_picture_of_the_workers_has_each_figure_of_both_ways() -> None:
+    figures = workers.read()
+    assert set(figures) == set(workers.WAYS)
     assert len({tuple(by_size) for by_size in figures.values()}) == 1
     for by_size in figures.values():
-        assert all(set(one) == set(workers["KINDS"]) for one in by_size.values())
-
-
-@pytest.mark.parametrize("name", DIAGRAMS)
-def test_a_diagram_is_what_its_script_draws(name: str) -> None:
-    script = import_module(f"docs.pictures.{name}")
-    assert script.PICTURE.read_text(encoding="utf-8") == script.draw(), (
-        f"run `python3 -m docs.pictures.{name}` and look at the result"
-    )
+        assert all(set(one) == set(workers.KINDS) for one in by_size.values())
 
 
 def test_the_picture_of_the_states_has_those_of_celery_and_the_one_that_the_package_adds() -> None:
@@ -166,7 +104,7 @@ def test_the_picture_of_a_fencing_token_shows_what_a_database_does() -> None:
     assert rows == [1, 0]  # the late write is refused
 
 
-@pytest.mark.parametrize("name", ["handoff", "workers", "crowd", *DIAGRAMS])
+@pytest.mark.parametrize("name", [*MEASURED, *DIAGRAMS])
 def test_a_picture_can_be_read_on_a_phone(name: str) -> None:
     root = ET.fromstring((DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8"))
     sizes = [element.attrib.get("font-size") for element in root.iter()]

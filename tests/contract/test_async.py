@@ -61,14 +61,6 @@ async def come_true(condition: Callable[[], object]) -> None:
     await asyncio.to_thread(eventually, condition)
 
 
-@pytest.fixture
-def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
-    """Give a client beside `redlock`, as of another process."""
-    with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
-        see_quorum(made)
-        yield made
-
-
 @pytest.fixture(autouse=True)
 def none_abandoned(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fail where only the watchdog gave a lock back, a while later, since nobody keeps it."""

@@ -38,7 +38,7 @@ from celery_redlock.lock.server.requests import (
 from celery_redlock.lock.transport.command import Script
 from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, NODE_TIMEOUT, eventually, hearing, see_quorum, settle
+from tests.conftest import FREED, NODE_TIMEOUT, eventually, hearing, settle
 from tests.contract.contention import PROCESSES
 from tests.contract.points import interrupt
 from tests.pages import ROOT
@@ -291,13 +291,6 @@ def test_a_value_without_a_token_names_its_successor(client: Redis, ears: Ears) 
 # processes that wait
 
 
-@contextlib.contextmanager
-def over(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
-    with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
-        see_quorum(made)
-        yield made
-
-
 def take(redlock: Redlock) -> float:
     """Wait for the lock, and return the monotonic s at which it was got."""
     with redlock.lock("r", wait=WAIT):
@@ -414,18 +407,6 @@ class TestProcesses:
 
 
 class TestRegistered:
-    @pytest.fixture
-    def rival(self, nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
-        """Give a client beside `redlock`, as of another process."""
-        with over(nodes) as made:
-            yield made
-
-    @pytest.fixture
-    def pool(self) -> Iterator[ThreadPoolExecutor]:
-        """Give threads to wait in."""
-        with ThreadPoolExecutor() as made:
-            yield made
-
     def test_who_waits_no_more_is_not_registered_any_more(
         self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
     ) -> None:

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import pytest
-
 from celery_redlock import LockLost, Redlock
 from celery_redlock.lock.model.options import grace_period
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually, settle
 from tests.contract.contention import NODE_TIMEOUT, PROCESSES, TTL
-from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Weather, proxies
+from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Weather
 
 KEY = "{redlock}:lock:r"
 LONGEST_TTL = 4 * NODE_TIMEOUT  # s
@@ -115,13 +113,6 @@ def holder(urls: list[str], act: Callable[..., None] = hold) -> Iterator[Holder]
         made.process.kill()
         made.process.join()
         made.line.close()
-
-
-@pytest.fixture
-def network(nodes: list[EmbeddedNode]) -> Iterator[list[Proxy]]:
-    """Give a proxy for each node, which lets nothing pass if it is told so."""
-    with proxies(nodes) as made:
-        yield made
 
 
 def state_of(nodes: list[EmbeddedNode]) -> list[tuple[object, float]]:

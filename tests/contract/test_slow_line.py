@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,6 @@ from tests.conftest import PATIENCE, settle
 from tests.contract.proxy import BOTH_WAYS, Proxy, Weather, proxies, slow_line
 
 GUARDS = ("strict", "off")
-
-
-@pytest.fixture
-def network(nodes: list[EmbeddedNode]) -> Iterator[list[Proxy]]:
-    """Give a proxy for each of three nodes."""
-    with proxies(nodes) as made:
-        yield made
 
 
 def over(network: list[Proxy], guard: str = "auto") -> Redlock:

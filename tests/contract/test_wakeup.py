@@ -31,33 +31,13 @@ from celery_redlock.lock.transport import subscriber
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, NODE_TIMEOUT, Journal, eventually, hearing, see_quorum, settle
+from tests.conftest import FREED, NODE_TIMEOUT, Journal, eventually, hearing, settle
+from tests.contract.conftest import over
 from tests.contract.contention import PROCESSES
 
 WAIT = 60.0  # s
 
 now = SystemClock().now
-
-
-@contextlib.contextmanager
-def over(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
-    with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
-        see_quorum(made)
-        yield made
-
-
-@pytest.fixture
-def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
-    """Give a client beside `redlock`, as of another process."""
-    with over(nodes) as made:
-        yield made
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    """Give threads to wait in."""
-    with ThreadPoolExecutor() as made:
-        yield made
 
 
 def take(redlock: Redlock) -> float:

@@ -364,3 +364,9 @@ def virtual_host() -> Iterator[str]:
         yield f"{server}/{name}"
     finally:
         subprocess.run([control, "-q", "delete_vhost", name], check=False)
+
+
+@pytest.fixture(scope="module")
+def rabbitmq() -> Iterator[str]:
+    with virtual_host() as url:
+        yield url

@@ -341,12 +341,6 @@ def test_a_worker_without_the_library_says_that_it_has_no_metrics(
     eventually(lambda: "pip install 'celery_redlock[metrics]'" in worker.output())
 
 
-def test_without_the_setting_nothing_listens(stage: Stage) -> None:
-    worker = stage.worker(concurrency=1)
-    assert stage.tasks.work.delay("k").get(timeout=120) == 0
-    assert "metrics" not in worker.output()
-
-
 @pytest.mark.parametrize("value", ["http", -1, True, "host:", 70000, "9808/metrics"])
 def test_a_wrong_address_is_refused_by_name_and_value(value: Any) -> None:
     conf = {"redlock_nodes": ["redis://a"], "redlock_metrics": value}

@@ -20,13 +20,7 @@ from kombu import Queue
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually, trust_nodes
-from tests.integration.conftest import Stage, set_stage, virtual_host
-
-
-@pytest.fixture
-def rabbitmq() -> Iterator[str]:
-    with virtual_host() as url:
-        yield url
+from tests.integration.conftest import Stage, set_stage
 
 
 @pytest.fixture(params=["odd"])

@@ -20,13 +20,7 @@ from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually, see_listening, trust_nodes
 from tests.contract.proxy import FAIR, Link, Proxy, Stream, Way, Weather
 from tests.integration import carried
-from tests.integration.conftest import Line, Stage, overlaps, set_stage, slow_but, virtual_host
-
-
-@pytest.fixture(scope="module")
-def rabbitmq() -> Iterator[str]:
-    with virtual_host() as url:
-        yield url
+from tests.integration.conftest import Line, Stage, overlaps, set_stage, slow_but
 
 
 @pytest.fixture(scope="module", params=slow_but(["quorum"], ["classic", "quorum"]))

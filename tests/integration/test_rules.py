@@ -65,6 +65,7 @@ def test_a_budget_counts_seconds(stage: Stage, key: str) -> None:
     assert caught.value.waited >= 0.5
     assert caught.value.deferrals > 0
     assert caught.value.resource == f"k:{key}"
+    assert "lock_for" in caught.value.holder
 
 
 def test_a_budget_that_is_not_spent_lets_the_run_come(stage: Stage, key: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually
-from tests.integration.conftest import Stage, overlaps, set_stage, slow_but, virtual_host
+from tests.integration.conftest import Stage, overlaps, set_stage, slow_but
 from tests.integration.deliveries import heard, messages_of, see_drained
 
 POOLS = ("prefork", "threads", "solo", "gevent")
@@ -249,12 +249,6 @@ def test_one_that_was_acknowledged_comes_back_before_all_that_wait_in_its_queue(
         said = worker.output()
         assert said.rindex(f"{result.id}] received") < said.index(f"{others[-1].id}] received")
     assert result.get(timeout=60) == 0
-
-
-@pytest.fixture(scope="module")
-def rabbitmq() -> Iterator[str]:
-    with virtual_host() as url:
-        yield url
 
 
 @pytest.mark.parametrize(("kind", "times"), [("classic", 1), ("quorum", 2)])

@@ -17,7 +17,7 @@ import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually
-from tests.integration.conftest import Stage, overlaps, set_stage, slow_but, virtual_host
+from tests.integration.conftest import Stage, overlaps, set_stage, slow_but
 from tests.integration.deliveries import heard, messages_of, see_drained
 
 POOLS = ("prefork", "threads", "solo", "gevent")
@@ -188,12 +188,6 @@ def refusals(stage: Stage, worker: WorkerProcess, key: str) -> Counter[str]:
     """Return how many deferrals of a key were a run's, and how many the main process's."""
     deferred = [line for line in stage.lines("lock_deferred") if line.key == f"k:{key}"]
     return Counter("untried" if line.pid == worker.pid else "run" for line in deferred)
-
-
-@pytest.fixture(scope="module")
-def rabbitmq() -> Iterator[str]:
-    with virtual_host() as url:
-        yield url
 
 
 @pytest.fixture
