@@ -275,7 +275,8 @@ class WaitingRoom(bootsteps.StartStopStep):
             self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
             session = self._redlock.session
             self._votes, self._quorum = votes_channel(session.options.prefix), session.node_set.size
-            host, on_vote = str(getattr(self._consumer, "hostname", "")), self._on_vote
+            host = str(getattr(self._consumer, "hostname", ""))
+            on_vote = functools.partial(self._loop.call_soon, self._on_vote)
             self.inbox = session.new_inbox(self._successor, host, self._channels, on_vote)
             self._successor.inbox = self.inbox
         return self.inbox
@@ -284,13 +285,9 @@ class WaitingRoom(bootsteps.StartStopStep):
         """Return the channels to hear beside the inbox; called by any thread."""
         return {self._votes} if WITHOUT_QUORUM in self._dispatcher.queues.resources() else set()
 
-    def _on_vote(self, channel: str, message: str, node: int) -> None:
-        """Take a node's message that nodes vote again; in the subscribers' threads."""
-        self._loop.call_soon(self._on_quorum, message, node)
-
     # in the event loop
 
-    def _on_quorum(self, message: str, node: int) -> None:
+    def _on_vote(self, channel: str, message: str, node: int) -> None:
         """Dispatch all messages that wait for a quorum, as there may be one again.
 
         message: of an operator's `trust`, the same from each node once all of them have done it. A
