@@ -24,7 +24,6 @@ __all__ = [
     "SettingsError",
 ]
 
-
 # reasons why a lock is not held although it was not lost, each with its hint
 NEVER_ACQUIRED = "it was never acquired"
 RELEASED = "it was released"
@@ -39,12 +38,11 @@ _NOT_HELD = {
     HELD_BY_PARENT: "Acquire a Lock of this process's own",
 }
 
-
 LONGEST_VALUE = 200  # characters of a wrong value that an error shows
 
 # the label of a run on the nodes: task id, task name, retries and nesting; then the worker
 LONGEST_LABEL = 500  # characters of it that people are shown
-RUN = re.compile(
+RUN_LABEL = re.compile(
     r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+(?:\+\d+)?(?:@[^@\s]+)?(?: (?P<worker>\S+))?"
 )
 _ABSTAINS = re.compile(r"(?P<node>.+): grants no lock for (?P<seconds>\d+) s more .restart guard.")
@@ -67,7 +65,7 @@ def escaped(text: str, longest: int | None = None) -> str:
 
 def describe_holder(label: str) -> str:
     """Return a holder's label for people; for a run of a task: "shop.take[id] on worker"."""
-    found = RUN.fullmatch(label)
+    found = RUN_LABEL.fullmatch(label)
     if found is not None:
         worker = f" on {found['worker']}" if found["worker"] else ""
         label = f"{found['task']}[{found['task_id']}]{worker}"
@@ -290,15 +288,12 @@ class LockLost(RedlockError):
     def __init__(self, resource: str, reason: str, body_ended: bool = False) -> None:
         super().__init__(resource, reason, body_ended)
         self.resource, self.reason, self.body_ended = resource, reason, body_ended
-
-    def __str__(self) -> str:
-        anchor = anchors.NOT_HELD if self.reason in _NOT_HELD else anchors.LOCK_LOST
-        return anchors.see(self._text(), anchor)
+        self._anchor = anchors.NOT_HELD if reason in _NOT_HELD else anchors.LOCK_LOST
 
     def _text(self) -> str:
-        if self.reason in _NOT_HELD:
+        hint = _NOT_HELD.get(self.reason)
+        if hint is not None:
             ended = "; its body had ended" if self.body_ended else ""
-            hint = _NOT_HELD[self.reason]
             return f"the lock on {self.resource!r} is not held: {self.reason}{ended}. {hint}"
         tense = "its body had ended" if self.body_ended else "its body had not ended"
         return (

@@ -1,4 +1,18 @@
-"""The public signals: `from celery_redlock.signals import lock_acquired`."""
+"""The public signals, and the frozen records that they carry as `event`.
+
+They are Celery signals. `lock/engine/events.py` has the records of locks and nodes, and makes them;
+the others are here, and `tasks/` makes them. The sender is the task, or the `Redlock` without a
+task. Each is sent in the process and thread in which its event happens. What a receiver raises
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from celery.utils.dispatch import Signal
 
 from celery_redlock.lock.engine.events import (
     LockAcquiredEvent,
@@ -7,20 +21,6 @@ from celery_redlock.lock.engine.events import (
     LockReleasedEvent,
     NodeFailedEvent,
     NodeRecoveredEvent,
-)
-from celery_redlock.tasks.signals import (
-    LockDeferredEvent,
-    LockHandedOffEvent,
-    LockSkippedEvent,
-    lock_acquired,
-    lock_deferred,
-    lock_extended,
-    lock_handed_off,
-    lock_lost,
-    lock_released,
-    lock_skipped,
-    node_failed,
-    node_recovered,
 )
 
 __all__ = [
@@ -43,3 +43,71 @@ __all__ = [
     "node_failed",
     "node_recovered",
 ]
+
+
+def _signal(name: str) -> Any:
+    signal = Signal(name=name, providing_args={"event"})
+    # Celery's own lock is not reentrant: a finalizer that releases inside `send` would deadlock
+    signal.lock = threading.RLock()
+    return signal
+
+
+lock_acquired = _signal("lock_acquired")
+lock_deferred = _signal("lock_deferred")
+lock_handed_off = _signal("lock_handed_off")
+lock_skipped = _signal("lock_skipped")
+lock_released = _signal("lock_released")
+lock_lost = _signal("lock_lost")
+lock_extended = _signal("lock_extended")
+node_failed = _signal("node_failed")
+node_recovered = _signal("node_recovered")
+
+# what a worker's main process does for a release, or without one; see LockHandedOffEvent
+HANDOFF_STEPS = ("named", "acted", "ladder", "fallback")
+
+
+@dataclass(frozen=True)
+class LockDeferredEvent:
+    """A message was deferred. waited: seconds since its first try; countdown: until the next."""
+
+    resource: str
+    holder: str
+    deferrals: int
+    waited: float
+    countdown: float
+
+
+@dataclass(frozen=True)
+class LockHandedOffEvent:
+    """One step of a hand-off, in a worker's main process. resource: that the messages wait for.
+
+    step: "named": a release named this worker as a successor. The other steps say why the worker's
+    first message was dispatched. "acted": the worker was named first. "ladder": a worker that was
+    named before it did not act. "fallback": no release named the worker, which asked by itself.
+    """
+
+    resource: str
+    step: str
+
+
+@dataclass(frozen=True)
+class LockSkippedEvent:
+    """A run was skipped. reason: for people."""
+
+    resource: str
+    reason: str
+
+
+SIGNALS = {  # of the records that the lock's floor makes
+    LockAcquiredEvent: lock_acquired,
+    LockReleasedEvent: lock_released,
+    LockLostEvent: lock_lost,
+    LockExtendedEvent: lock_extended,
+    NodeFailedEvent: node_failed,
+    NodeRecoveredEvent: node_recovered,
+}
+
+
+def send(sender: Any, event: Any) -> None:
+    """Send the signal of a record of the lock's floor."""
+    SIGNALS[type(event)].send(sender, event=event)

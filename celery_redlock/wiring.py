@@ -1,7 +1,7 @@
 """All that the package connects to Celery, in one list: receivers, bootsteps, commands.
 
 Read this to learn when Celery calls which part. An import of the package connects nothing but the
-two hooks of `celery_redlock_entry`. A process gets `CONNECTIONS` when a locked task is bound to an
+two hooks of `celery_redlock_entry`. A process gets `RECEIVERS` when a locked task is bound to an
 app, and a worker gets `PREPARATIONS` and `STEPS` if its app locks tasks. Elsewhere only these
 connect anything, on demand:
 - `operate/metrics/counters.py`: receivers of the public signals, if `redlock_metrics` is set.
@@ -23,12 +23,12 @@ from celery.local import maybe_evaluate
 from celery.worker.control import inspect_command
 
 import celery_redlock_entry
-from celery_redlock import compatibility
+from celery_redlock import compatibility, signals
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.operate import control, lints, tracing
 from celery_redlock.operate.metrics import exporter
-from celery_redlock.tasks import per_app, signals, startup, task, wrapping
+from celery_redlock.tasks import per_app, startup, task, wrapping
 from celery_redlock.tasks.body import notify_bodies
 from celery_redlock.tasks.children import forks, reaper
 from celery_redlock.tasks.delivery.route import RecordQueueNames
@@ -38,35 +38,20 @@ from celery_redlock.tasks.waiting import room
 
 
 @dataclass(frozen=True)
-class Connection:
+class Receiver:
     """One receiver of one of Celery's signals. first: it is called before all other receivers."""
 
     signal: Any
-    receiver: Callable[..., object]
+    function: Callable[..., object]
     first: bool = False
 
 
-@dataclass(frozen=True)
-class BootStep:
-    """One bootstep. blueprint: "worker" or "consumer". Source: celery.bootsteps, `app.steps`."""
-
-    blueprint: str
-    step: type[Any]
-
-
-STEPS = (
-    BootStep("worker", startup.RefuseToStart),
-    BootStep("consumer", RecordQueueNames),
-    BootStep("consumer", room.WaitingRoom),
+# by the blueprint that they join. Source: celery.bootsteps, `app.steps`
+STEPS: tuple[tuple[str, type[Any]], ...] = (
+    ("worker", startup.RefuseToStart),
+    ("consumer", RecordQueueNames),
+    ("consumer", room.WaitingRoom),
 )
-
-
-def add_steps(worker: Any) -> None:
-    """Add the bootsteps to the app of a worker; an app that runs no worker gets none."""
-    for one in STEPS:
-        worker.app.steps[one.blueprint].add(one.step)
-
-
 # a worker's main process, before its pool is made; in this order
 PREPARATIONS: tuple[Callable[..., object], ...] = (
     per_app.note_worker,
@@ -74,34 +59,34 @@ PREPARATIONS: tuple[Callable[..., object], ...] = (
     exporter.prepare_metrics,
     wrapping.keep_tracebacks,  # not of prefork alone
 )
-CONNECTIONS = (
+RECEIVERS = (
     # any process
-    Connection(celery_signals.before_task_publish, send.carry_options),
+    Receiver(celery_signals.before_task_publish, send.carry_options),
     # a worker's main process, once it consumes, and when it ends
-    Connection(celery_signals.worker_ready, compatibility.warn_if_newer),
-    Connection(celery_signals.worker_ready, startup.report_nodes),
-    Connection(celery_signals.worker_ready, lints.report_lints),
-    Connection(celery_signals.worker_ready, exporter.serve_metrics),
-    Connection(celery_signals.worker_shutdown, reaper.stop_watching),
-    Connection(celery_signals.worker_shutdown, exporter.close_metrics),
+    Receiver(celery_signals.worker_ready, compatibility.warn_if_newer),
+    Receiver(celery_signals.worker_ready, startup.report_nodes),
+    Receiver(celery_signals.worker_ready, lints.report_lints),
+    Receiver(celery_signals.worker_ready, exporter.serve_metrics),
+    Receiver(celery_signals.worker_shutdown, reaper.stop_watching),
+    Receiver(celery_signals.worker_shutdown, exporter.close_metrics),
     # the same, for each message
-    Connection(celery_signals.task_received, untried.defer_untried),  # before `admit_received`
-    Connection(celery_signals.task_received, room.admit_received),
-    Connection(celery_signals.task_received, completion.note_claim),
-    Connection(celery_signals.task_received, startup.warn_if_unlocked),
-    Connection(celery_signals.task_revoked, completion.end_claim_of_revoked),
-    Connection(celery_signals.task_unknown, completion.end_claim_of_unread),
-    Connection(celery_signals.task_rejected, completion.end_claim_of_unread),
-    Connection(celery_signals.task_failure, completion.end_claim_of_killed),
+    Receiver(celery_signals.task_received, untried.defer_untried),  # before `admit_received`
+    Receiver(celery_signals.task_received, room.admit_received),
+    Receiver(celery_signals.task_received, completion.note_claim),
+    Receiver(celery_signals.task_received, startup.warn_if_unlocked),
+    Receiver(celery_signals.task_revoked, completion.end_claim_of_revoked),
+    Receiver(celery_signals.task_unknown, completion.end_claim_of_unread),
+    Receiver(celery_signals.task_rejected, completion.end_claim_of_unread),
+    Receiver(celery_signals.task_failure, completion.end_claim_of_killed),
     # a process that runs bodies
-    Connection(celery_signals.worker_process_init, per_app.note_worker),
-    Connection(celery_signals.worker_process_init, startup.connect_child),
-    Connection(celery_signals.worker_process_init, tracing.look_again),
-    Connection(celery_signals.task_prerun, tracing.connect_at_first_run),
+    Receiver(celery_signals.worker_process_init, per_app.note_worker),
+    Receiver(celery_signals.worker_process_init, startup.connect_child),
+    Receiver(celery_signals.worker_process_init, tracing.look_again),
+    Receiver(celery_signals.task_prerun, tracing.connect_at_first_run),
     # first: another receiver may change the arguments that it is given
-    Connection(celery_signals.task_prerun, task.keep_arguments, first=True),
+    Receiver(celery_signals.task_prerun, task.keep_arguments, first=True),
     # first: what another receiver raises past Exception would keep the lock for ever
-    Connection(celery_signals.task_postrun, completion.release_after_run, first=True),
+    Receiver(celery_signals.task_postrun, completion.release_after_run, first=True),
 )
 # when an app has finalized; the first one that raises SettingsError ends `finalize`
 CHECKS = (startup.check_app, lints.refuse_errors)
@@ -125,16 +110,10 @@ def begin() -> None:
     for app in finalized:
         watch(app)
     for app in finalized:
-        if not _is_finalizing(app):
+        # not if this thread is just finalizing it: its settings may import the package
+        # Source: celery.app.base: `finalize` keeps this mutex; `threading` itself asks `_is_owned`
+        if not app._finalize_mutex._is_owned():
             finish(app)
-
-
-def _is_finalizing(app: Any) -> bool:
-    """Return whether this thread is about to finalize an app, whose settings import the package.
-
-    Source: celery.app.base: `finalize` keeps this mutex; `threading` itself asks `_is_owned`.
-    """
-    return bool(app._finalize_mutex._is_owned())
 
 
 def watch(app: Any) -> None:
@@ -168,6 +147,12 @@ def on_locked_task(app: Any) -> None:
     connect()
     if per_app.is_checked(app):  # it was declared late, as by a receiver of `worker_init`
         prepare_workers(app)
+
+
+def add_steps(worker: Any) -> None:
+    """Add the bootsteps to the app of a worker; an app that runs no worker gets none."""
+    for blueprint, step in STEPS:
+        worker.app.steps[blueprint].add(step)
 
 
 def prepare_workers(app: Any) -> None:
@@ -210,10 +195,10 @@ def connect() -> None:
         if _connected:
             return
         _connected = True
-        for connection in CONNECTIONS:
-            connection.signal.connect(connection.receiver, weak=False)
-            if connection.first:
-                in_order = connection.signal.receivers
+        for one in RECEIVERS:
+            one.signal.connect(one.function, weak=False)
+            if one.first:
+                in_order = one.signal.receivers
                 in_order.insert(0, in_order.pop())
         for command in INSPECT_COMMANDS:
             inspect_command()(command)

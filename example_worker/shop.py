@@ -17,7 +17,7 @@ from celery import Celery
 from redis import Redis
 
 from celery_redlock import Backoff, LockedTask
-from celery_redlock.tasks.signals import lock_deferred
+from celery_redlock.signals import lock_deferred
 from example_worker.ledger import Ledger
 
 __all__ = ["DEFERRALS", "LOCKED", "PREFIX", "QUEUE", "UNLOCKED", "app", "environment"]

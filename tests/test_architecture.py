@@ -35,7 +35,7 @@ GROUPS: list[tuple[str, list[str]]] = [
 # Above the lock each folder is a group, and each file beside the folders is one, too.
 ORDER = [
     *("tasks.settings.*", "tasks.per_app", "tasks.declaration", "tasks.body"),
-    *("tasks.signals", "tasks.reporting", "tasks.children.*", "tasks.delivery.*"),
+    *("signals", "tasks.reporting", "tasks.children.*", "tasks.delivery.*"),
     *("tasks.unique.*", "tasks.waiting.*", "tasks.execution.*", "tasks.worker_request"),
     *("tasks.wrapping", "tasks.task", "tasks.startup"),
     *("operate.lints", "operate.control", "operate.metrics.*", "operate.tracing"),
@@ -48,7 +48,7 @@ FACES = [
     *("lock", "lock.platform", "lock.transport", "lock.model", "lock.server", "lock.engine"),
     *("tasks", "tasks.settings", "tasks.children", "tasks.delivery", "tasks.unique"),
     *("tasks.waiting", "tasks.execution"),
-    *("operate", "operate.metrics", "operate.cli", "signals"),
+    *("operate", "operate.metrics", "operate.cli"),
 ]
 # Folders that are small and say what lives there, relative to the package.
 FOLDERS = [
@@ -113,16 +113,13 @@ WALKS = {
     "from the release to its end": (49, 239, 51),
 }
 # Modules of fewer than 60 lines. Each new one is a subject that no other file has.
-SHORT = {
-    *("anchors.py", "lock/release.py", "lock/server/outbox.py", "signals.py"),
-}
+SHORT = {"anchors.py", "lock/release.py", "lock/server/outbox.py"}
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
 # for a name finds one thing.
 TWICE = {
-    "Connection",
     *("ask_each", "missing_rights", "trust_nodes"),
     *("ASKED_AT_ONCE", "DEADLINE", "IDLE", "LINGER", "MOST_BYTES"),
-    *("PATIENCE", "RUN", "UNKNOWN"),
+    *("PATIENCE", "UNKNOWN"),
 }
 # Protocols that fewer than two classes of the package have.
 LONELY_PROTOCOLS: set[str] = set()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from celery_redlock.errors import RUN, describe_holder
+from celery_redlock.errors import RUN_LABEL, describe_holder
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.model.keys import (
     broken_key,
@@ -44,7 +44,7 @@ class Holder:
     @classmethod
     def of(cls, label: str) -> Holder:
         """Parse the label in a lock's value, as the nodes store it."""
-        found = RUN.fullmatch(label)
+        found = RUN_LABEL.fullmatch(label)
         return cls(label) if found is None else cls(label, **found.groupdict(default=""))
 
     def __str__(self) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 from celery.signals import task_prerun
 
+from celery_redlock import signals
 from celery_redlock.lock.engine.events import LockAcquiredEvent
-from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.header import LockHeader
 from celery_redlock.tasks.execution.run import run_of
 from celery_redlock.tasks.per_app import time_of_nodes
@@ -22,29 +22,12 @@ TRACE, SDK = "opentelemetry.trace", "opentelemetry.sdk.trace"
 _has_sdk = False  # as the last look has seen
 
 
-def _on_acquired(sender: Any = None, event: Any = None, **_: Any) -> None:
-    _write_to_span(sender, event, "acquired")
-
-
-def _on_released(sender: Any = None, event: Any = None, **_: Any) -> None:
-    if event.by == "holder":  # the span of a parent process is not the one of that run
-        _write_to_span(sender, event, "released")
-
-
-def _on_deferred(sender: Any = None, event: Any = None, **_: Any) -> None:
-    _write_to_span(sender, event, "deferred")
-
-
-def _on_skipped(sender: Any = None, event: Any = None, **_: Any) -> None:
-    _write_to_span(sender, event, "skipped")
-
-
-RECEIVERS = (
-    (signals.lock_acquired, _on_acquired),
-    (signals.lock_released, _on_released),
-    (signals.lock_deferred, _on_deferred),
-    (signals.lock_skipped, _on_skipped),
-)
+OUTCOMES = {  # by the signal that tells of it
+    signals.lock_acquired: "acquired",
+    signals.lock_released: "released",
+    signals.lock_deferred: "deferred",
+    signals.lock_skipped: "skipped",
+}
 
 
 def may_record() -> bool:
@@ -62,11 +45,11 @@ def may_record() -> bool:
 def connect_if_recording() -> None:
     """Write to spans from now on if this process records spans.
 
-    A second call changes nothing: Celery keeps one of each receiver.
+    A second call changes nothing: Celery keeps a receiver once.
     """
     if may_record():
-        for signal, receiver in RECEIVERS:
-            signal.connect(receiver, weak=False)
+        for signal in OUTCOMES:
+            signal.connect(_write_to_span, weak=False)
 
 
 def connect_at_first_run(**_: Any) -> None:
@@ -95,11 +78,13 @@ def wants(kind: type[Any]) -> bool:
     return bool(signals.SIGNALS[kind].receivers)
 
 
-def _write_to_span(sender: Any, event: Any, outcome: str) -> None:
+def _write_to_span(signal: Any = None, sender: Any = None, event: Any = None, **_: Any) -> None:
     """Write an event of a run's own lock as attributes of its span, of another lock as an event."""
-    span = sys.modules[TRACE].get_current_span()
+    outcome, span = OUTCOMES[signal], sys.modules[TRACE].get_current_span()
     if not span.is_recording():
         return
+    if outcome == "released" and event.by != "holder":
+        return  # the span of a parent process is not the one of that run
     attributes = {f"redlock.{name}": value for name, value in vars(event).items()}
     if not _is_own(sender, event.resource):
         span.add_event(f"redlock.{outcome}", attributes)

@@ -10,7 +10,7 @@ By topic, from the settings to a worker's start:
 - `execution/`: a run from its delivery to its end, and what becomes of it without its lock.
 - `body.py`: how LockLost is raised in a running body. `unique/`: deduplication of sends.
 - `reporting.py`: what is stored in the result backend and sent as an event: DEFERRED, SKIPPED.
-- `signals.py`: the public signals. `per_app.py`: the settings and the `Redlock` of an app.
+- `per_app.py`: the settings and the `Redlock` of an app.
 - `waiting/`, `children/`, `worker_request.py`: a worker's main process: deferred messages, the
   locks of dead children, a message as Celery keeps it.
 - `startup.py`: an app that finalizes adopts tasks of others; what a worker checks at its start.

@@ -26,14 +26,14 @@ from celery_redlock import (
     SettingsError,
     current_lock,
 )
-from celery_redlock.tasks.delivery.delivery import Delivery
-from celery_redlock.tasks.delivery.route import Route, queue_of
-from celery_redlock.tasks.signals import (
+from celery_redlock.signals import (
     LockAcquiredEvent,
     LockReleasedEvent,
     lock_acquired,
     lock_released,
 )
+from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.route import Route, queue_of
 from celery_redlock.testing import EmbeddedNode, locking_off
 from tests.conftest import PATIENCE, see_freed
 from tests.integration.conftest import ROOT, Stage, overlaps

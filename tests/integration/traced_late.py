@@ -26,9 +26,8 @@ def instrument(sender: Any = None, **_: Any) -> None:
     """Record the runs of this process, unless its children record theirs."""
     pool = getattr(sender, "pool", None)
     if pool is None or "prefork" not in type(pool).__module__:
-        found = [
-            each for _, each in lock_acquired.receivers if each in dict(tracing.RECEIVERS).values()
-        ]
+        connected = [getattr(each, "__module__", "") for _, each in lock_acquired.receivers]
+        found = [module for module in connected if module == tracing.__name__]
         print(f"receivers before the import: {len(found)}", flush=True)
         del sys.modules["opentelemetry"]
         importlib.import_module("tests.integration.traced")

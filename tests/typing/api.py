@@ -18,7 +18,7 @@ from celery_redlock import (
     current_lock,
     install,
 )
-from celery_redlock.tasks.signals import LockDeferredEvent, lock_deferred
+from celery_redlock.signals import LockDeferredEvent, lock_deferred
 
 app = Celery("shop", broker="redis://localhost")
 app.conf.redlock_nodes = ["redis://a", "redis://b", "redis://c"]

@@ -465,14 +465,17 @@ def test_the_parent_warns_of_a_ttl_only_where_something_may_be_left(
     assert ("expires with its ttl" in caplog.text) == warns
 
 
-def test_a_child_is_told_that_its_run_was_ended_and_no_other_child_or_run() -> None:
+def test_a_child_is_told_that_its_run_was_ended_and_no_other_child_or_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slots = [JournalSlot(), JournalSlot(), JournalSlot()]
     for pid, slot in enumerate(slots[:2], start=1):
         slot.sign(pid, 0)
     known = Children()
     known.slots += slots
     slots[2].close()  # of one that was reaped meanwhile
-    known.announce_end(1, "a run")
-    known.announce_end(3, "a run")
+    monkeypatch.setattr(forks_module.this_process, "children", known)
+    forks_module.announce_end(1, "a run")
+    forks_module.announce_end(3, "a run")
     assert [slot.is_end_announced("a run") for slot in slots[:2]] == [True, False]
     assert not slots[0].is_end_announced("another run")

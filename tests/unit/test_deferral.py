@@ -23,6 +23,7 @@ from kombu.serialization import dumps, loads
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.validation import MOST_PERMITS
+from celery_redlock.signals import LockDeferredEvent
 from celery_redlock.tasks.delivery.delivery import (
     RECEIVED,
     Delivery,
@@ -47,7 +48,6 @@ from celery_redlock.tasks.delivery.route import (
 from celery_redlock.tasks.execution.outcomes import LONGEST_PAUSE, Deferred, WaitInSlot
 from celery_redlock.tasks.execution.redelivery import ran_since
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.signals import LockDeferredEvent
 
 STRANGE: dict[str, dict[str, Any]] = {
     "deferral": {

@@ -7,7 +7,7 @@ from celery.app.task import Context
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.errors import RUN
+from celery_redlock.errors import RUN_LABEL
 from celery_redlock.lock.model.keys import is_of_run
 from celery_redlock.tasks.delivery.delivery import RunId
 
@@ -49,7 +49,7 @@ def test_only_a_copy_of_a_message_to_several_queues_names_its_queue(
 def test_a_label_names_the_run_and_the_worker_as_people_and_nodes_read_them() -> None:
     label = RunId("1", "shop.take").label("celery@host")
     assert label == "1:shop.take:0:0 celery@host"
-    found = RUN.fullmatch(label)
+    found = RUN_LABEL.fullmatch(label)
     assert found is not None
     assert found.groupdict() == {"task_id": "1", "task": "shop.take", "worker": "celery@host"}
     assert is_of_run(label, "1:shop.take:0:0")

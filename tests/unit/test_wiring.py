@@ -118,8 +118,8 @@ def test_each_signal_has_the_receivers_of_the_list_and_no_other_one(
 ) -> None:
     listed: dict[str, list[str]] = {name: [] for name in SIGNALS}
     of_signal = {id(signal): name for name, signal in SIGNALS.items()}
-    for one in wiring.CONNECTIONS:
-        listed[of_signal[id(one.signal)]].append(name_of(one.receiver))
+    for one in wiring.RECEIVERS:
+        listed[of_signal[id(one.signal)]].append(name_of(one.function))
     listed["worker_init"] = [name_of(celery_redlock_entry.look_at_worker)]
     found = {name: sorted(ours(names)) for name, names in registered[1]["signals"].items()}
     assert found == {name: sorted(names) for name, names in listed.items()}
@@ -135,11 +135,11 @@ def test_without_a_locked_task_nothing_is_connected_but_two_hooks(
 
 
 def test_what_is_first_is_first_in_line(registered: list[dict[str, Any]]) -> None:
-    first = [one for one in wiring.CONNECTIONS if one.first]
+    first = [one for one in wiring.RECEIVERS if one.first]
     assert len(first) == len({id(one.signal) for one in first}) == 2
     for one in first:
         (name,) = [name for name, signal in SIGNALS.items() if signal is one.signal]
-        assert registered[1]["signals"][name][0] == name_of(one.receiver)
+        assert registered[1]["signals"][name][0] == name_of(one.function)
 
 
 def test_finalizers_and_commands_are_those_of_the_list(registered: list[dict[str, Any]]) -> None:
@@ -171,7 +171,7 @@ def test_a_worker_gets_the_steps_of_the_list() -> None:
     for _ in range(2):  # as a second worker of the process
         wiring.add_steps(SimpleNamespace(app=app))
     added = {(name, step) for name, old in before.items() for step in app.steps[name] - old}
-    assert added == {(one.blueprint, one.step) for one in wiring.STEPS}
+    assert added == set(wiring.STEPS)
     assert set(app.steps) == {"worker", "consumer"}
 
 

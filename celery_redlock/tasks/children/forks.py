@@ -1,11 +1,13 @@
-"""The hooks of a fork, what a process knows of the children that it forks, and their exit."""
+"""The hooks of a fork, what a process knows of the children that it forks, and their exit.
+
+Not here: what a child notes of its locks (`journal.py`), and their release (`reaper.py`).
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -17,7 +19,6 @@ from celery_redlock.lock.platform.threads import Waker, new_mutex
 from celery_redlock.tasks.children.journal import HELD, JournalEntry, JournalSlot
 
 logger = logging.getLogger(__name__)
-
 
 MAX_UNWATCHED = 1000  # slots of forks that failed, or of children that have not signed theirs yet
 FORK_WAIT = 1.0  # seconds that a fork waits for receivers of signals to return
@@ -83,14 +84,6 @@ def start_time_of(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])
 
 
-@dataclass(frozen=True)
-class _Fork:
-    """A fork that a thread has begun. slot: of the child, None without memory for it."""
-
-    slot: JournalSlot | None
-    has_mutex: bool
-
-
 class Children:
     """The children that a process forks: their journals, and their processes.
 
@@ -104,7 +97,9 @@ class Children:
         self.slots: list[JournalSlot] = []
         self.watched: dict[JournalSlot, ChildProcess] = {}
         self.has_reaper = False
-        self._forks: dict[int, _Fork] = {}  # by the id of the thread that forks
+        # by the id of a thread that forks: its child's slot, or None without memory for it, and
+        # whether the thread has the mutex
+        self._forks: dict[int, tuple[JournalSlot | None, bool]] = {}
 
     def before_fork(self) -> None:
         """Make a slot for the child that is about to be forked."""
@@ -119,18 +114,18 @@ class Children:
             logger.warning(text, error, extra={"event": "no_shared_memory"})
         else:
             self.slots.append(made)
-        self._forks[get_ident()] = _Fork(made, has_mutex)
+        self._forks[get_ident()] = made, has_mutex
 
     def after_fork(self) -> None:
         """Let signals be sent again, in the parent."""
-        fork = self._forks.pop(get_ident(), None)
-        if fork is not None and fork.has_mutex:
+        _, has_mutex = self._forks.pop(get_ident(), (None, False))
+        if has_mutex:
             self.sending.release()
 
     def become_child(self) -> JournalSlot | None:
         """In the child, close all but its own slot, sign that slot, and return it."""
-        fork = self._forks.get(get_ident())  # not the slot of another thread that forks as well
-        own = None if fork is None else fork.slot
+        # not the slot of another thread that forks as well
+        own, _ = self._forks.get(get_ident(), (None, False))
         for process in self.watched.values():
             process.close()
         for slot in self.slots:
@@ -141,21 +136,6 @@ class Children:
             own.sign(pid, start_time_of(pid))
             self.waker.wake()
         return own
-
-    def announce_end(self, pid: int, run_id: str) -> None:
-        """Note in a child's slot that a run has ended, for the child and for the reaper."""
-        for slot in list(self.slots):
-            with suppress(ValueError):  # closed meanwhile: the child has exited and was reaped
-                if (slot.child or (0, 0))[0] == pid:
-                    slot.announce_end(run_id)
-
-    def held_entries(self) -> list[JournalEntry]:
-        """Return an entry for each key that a child holds now, without the runs' own keys."""
-        found: dict[str, JournalEntry] = {}
-        for slot in list(self.slots):
-            with suppress(ValueError):  # closed meanwhile: the child has exited
-                found |= {entry.value: entry for entry in slot.read() if entry.state == HELD}
-        return [entry for entry in found.values() if entry.is_requested]
 
 
 class ForkingProcess:
@@ -195,10 +175,20 @@ os.register_at_fork(
 )
 
 
+def _slots() -> list[JournalSlot]:
+    children = this_process.children
+    return [] if children is None else children.slots.copy()
+
+
 def announce_end(pid: int, run_id: str) -> None:
-    """Note, in the main process, that Celery ended a run and acknowledged its message."""
-    if this_process.children is not None:
-        this_process.children.announce_end(pid, run_id)
+    """Note in a child's slot that Celery ended a run and acknowledged its message.
+
+    The main process does so, for the child and for the reaper.
+    """
+    for slot in _slots():
+        with suppress(ValueError):  # closed meanwhile: the child has exited and was reaped
+            if (slot.child or (0, 0))[0] == pid:
+                slot.announce_end(run_id)
 
 
 def is_end_announced(run_id: str) -> bool:
@@ -208,9 +198,15 @@ def is_end_announced(run_id: str) -> bool:
 
 
 def held_by_children() -> list[JournalEntry]:
-    """Return an entry for each key that the children of this process hold now."""
-    children = this_process.children
-    return [] if children is None else children.held_entries()
+    """Return an entry for each key that the children of this process hold now.
+
+    Without the runs' own keys, which are locked beside a permit.
+    """
+    found: dict[str, JournalEntry] = {}
+    for slot in _slots():
+        with suppress(ValueError):  # closed meanwhile: the child has exited
+            found |= {entry.value: entry for entry in slot.read() if entry.state == HELD}
+    return [entry for entry in found.values() if entry.is_requested]
 
 
 def expect_children(sender: Any, **_: Any) -> Children | None:

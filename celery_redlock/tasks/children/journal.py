@@ -1,4 +1,7 @@
-"""The write-ahead journal of a child's locks, in memory that the child shares with its parent."""
+"""The write-ahead journal of a child's locks, in memory that the child shares with its parent.
+
+Not here: who makes a journal (`forks.py`), and what the parent does with it (`reaper.py`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,6 @@ SIZE = HEADER_SIZE + ENTRY_SIZE * MAX_ENTRIES  # pages that are never written ta
 FREE, CLAIMED, HELD, RELEASED = range(4)  # the first byte of an entry
 SIGNED = 1  # the first byte of a slot
 ENDED_AT, ENDED_SIZE = 16, 8  # offset and bytes of the run that the parent announced as ended
-
 
 _SEAL = struct.Struct("<II")  # checksum and length of what follows
 _HEAD = struct.Struct("<8sQdd?IIII")
@@ -140,22 +142,20 @@ class JournalSlot:
             return
         encoded = encode_entry(session, requested_at, acquisition, key_lease)
         if len(encoded) >= ENTRY_SIZE or not self._free:
-            self._warn_once(key_lease.key.resource)
+            if not self._has_warned:
+                self._has_warned, resource = True, key_lease.key.resource
+                logger.warning(
+                    "the parent process does not know of lock %r: its name is too long, or too "
+                    "many locks are held at once; if this process is killed, the lock expires "
+                    "with its ttl",
+                    resource,
+                    extra={"event": "parent_not_told", "resource": resource},
+                )
             return
         offset = self._free.pop()
         self._memory[offset + 1 : offset + 1 + len(encoded)] = encoded
         self._memory[offset] = CLAIMED  # last: a child killed before this leaves no entry
         self._offsets[key_lease] = offset
-
-    def _warn_once(self, resource: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "the parent process does not know of lock %r: its name is too long, or too many "
-                "locks are held at once; if this process is killed, the lock expires with its ttl",
-                resource,
-                extra={"event": "parent_not_told", "resource": resource},
-            )
 
     def held(self, acquisition: Acquisition) -> None:
         """Mark the entries of an acquisition as held."""

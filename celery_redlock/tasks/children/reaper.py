@@ -1,13 +1,14 @@
-"""Waits for the exit of each child, and releases the locks that it still held."""
+"""Waits for the exit of each child, and releases the locks that it still held.
+
+Not here: the journal that it reads (`journal.py`), and the children's processes (`forks.py`).
+"""
 
 from __future__ import annotations
 
 import logging
 import select
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from celery_redlock import anchors
@@ -57,54 +58,6 @@ def stop_watching(**_: Any) -> None:
     if children is not None and children.has_reaper:
         children.has_reaper = False
         children.waker.wake()
-
-
-@dataclass(frozen=True)
-class Orphans:
-    """The keys of one acquisition that a child had not settled when it exited.
-
-    entries: in the order of their requests. pid: of the child. is_ended: the parent announced that
-    Celery ended the run.
-    """
-
-    entries: Sequence[JournalEntry]
-    pid: int
-    is_ended: bool
-
-    @property
-    def first(self) -> JournalEntry:
-        """The first entry."""
-        return self.entries[0]
-
-    @property
-    def states(self) -> set[int]:
-        """The states of all entries."""
-        return {entry.state for entry in self.entries}
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no other delivery of the run's message may run.
-
-        A run that never had its lock is not done: its message may be on its way to run later.
-        """
-        return self.is_ended and self.states != {CLAIMED}
-
-    def options(self, app: Any) -> LockOptions:
-        """Return the options of the lock, as far as its release needs them."""
-        named = [entry.resource for entry in self.entries if entry.is_requested]
-        marker = None
-        if self.is_done:
-            marker = CompletionMarker(self.first.run_id, settings_of(app).done_ttl)
-        return LockOptions(
-            resources=tuple(dict.fromkeys(named)),
-            ttl=self.first.ttl,
-            wait=0.0,
-            renew=False,
-            max_hold=None,
-            label=label_of(self.first.value),
-            sender=app.tasks.get(self.first.task_name),
-            marker=marker,
-        )
 
 
 class ChildReaper:
@@ -160,37 +113,61 @@ class ChildReaper:
         self._children.slots.remove(slot)
         del self._children.watched[slot]
         process.close()
-        entries = defaultdict[tuple[bytes, int], list[JournalEntry]](list)
+        by_acquisition = defaultdict[tuple[bytes, int], list[JournalEntry]](list)
         for entry in sorted(slot.read(), key=lambda entry: entry.requested_at):
-            entries[entry.session, entry.acquisition].append(entry)
-        all_orphans = [
-            Orphans(own, process.pid, slot.is_end_announced(own[0].run_id))
-            for own in entries.values()
-        ]
+            by_acquisition[entry.session, entry.acquisition].append(entry)
+        ended = {
+            acquisition
+            for acquisition, entries in by_acquisition.items()
+            if slot.is_end_announced(entries[0].run_id)
+        }
         slot.close()
-        released = map(self._release, all_orphans)
+        released = [
+            self._release(entries, process.pid, acquisition in ended)
+            for acquisition, entries in by_acquisition.items()
+        ]
         return [held for held in released if held is not None]
 
-    def _release(self, orphans: Orphans) -> tuple[Session, Acquisition] | None:
-        """Release one acquisition on all nodes; return it if the child held it."""
-        first, states = orphans.first, orphans.states
+    def _release(
+        self, entries: list[JournalEntry], pid: int, is_ended: bool
+    ) -> tuple[Session, Acquisition] | None:
+        """Release one acquisition on all nodes; return it if the child held it.
+
+        entries: of its keys that the child had not settled when it exited, in the order of their
+        requests. is_ended: the parent announced that Celery ended the run.
+        """
+        first, states = entries[0], {entry.state for entry in entries}
         session = self._session_of(first.session)
-        extra = {"event": "child_exited", "pid": orphans.pid, "resource": first.resource}
+        extra = {"event": "child_exited", "pid": pid, "resource": first.resource}
         if session is None:  # of nodes that this process does not know
             if states != {RELEASED}:
                 text = "process %d exited: its lock %r is not released and expires with its ttl"
-                logger.warning(text, orphans.pid, first.resource, extra=extra)
+                logger.warning(text, pid, first.resource, extra=extra)
             return None
-        keys = [OrphanedKey(one.resource, one.permit, one.value) for one in orphans.entries]
-        acquisition = session.release_orphans(orphans.options(self._app), keys, first.requested_at)
+        marker = None
+        # a run that never had its lock is not done: its message may be on its way to run later
+        if is_ended and states != {CLAIMED}:
+            marker = CompletionMarker(first.run_id, settings_of(self._app).done_ttl)
+        options = LockOptions(  # as far as the release needs them
+            resources=tuple(dict.fromkeys(one.resource for one in entries if one.is_requested)),
+            ttl=first.ttl,
+            wait=0.0,
+            renew=False,
+            max_hold=None,
+            label=label_of(first.value),
+            sender=self._app.tasks.get(first.task_name),
+            marker=marker,
+        )
+        keys = [OrphanedKey(one.resource, one.permit, one.value) for one in entries]
+        acquisition = session.release_orphans(options, keys, first.requested_at)
         extra["resource"] = acquisition.resource
         if HELD in states:
             text = "process %d exited: released its lock %r"
-            logger.warning(text, orphans.pid, acquisition.resource, extra=extra)
+            logger.warning(text, pid, acquisition.resource, extra=extra)
             return session, acquisition
         if CLAIMED in states:  # mostly a refused request, whose rollback a node may have missed
             text = "process %d exited: withdrew its request for lock %r"
-            logger.info(text, orphans.pid, acquisition.resource, extra=extra)
+            logger.info(text, pid, acquisition.resource, extra=extra)
         return None
 
     def _session_of(self, identity: bytes) -> Session | None:

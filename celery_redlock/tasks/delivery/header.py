@@ -13,8 +13,8 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from celery_redlock.lock.validation import MOST_PERMITS
+from celery_redlock.signals import LockDeferredEvent
 from celery_redlock.tasks.delivery.route import Route
-from celery_redlock.tasks.signals import LockDeferredEvent
 
 HEADER = "redlock"
 DEATHS = "x-death"  # RabbitMQ's header

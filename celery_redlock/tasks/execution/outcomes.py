@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
 
+from celery_redlock import signals
 from celery_redlock.errors import LockTaken, NotAcquired, RedlockError
-from celery_redlock.tasks import signals
 from celery_redlock.tasks.delivery.delivery import Delivery, clock, utc_now
 from celery_redlock.tasks.delivery.header import Deferral
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish

@@ -18,9 +18,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from celery_redlock import signals
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.model.keys import in_order
-from celery_redlock.tasks import signals
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.delivery import Delivery
 from celery_redlock.tasks.delivery.header import Deferral

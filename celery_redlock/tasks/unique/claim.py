@@ -1,4 +1,8 @@
-"""The claim of a unique send on its key, and the token of it that the message carries."""
+"""The claim of a unique send on its key, and the token of it that the message carries.
+
+Not here: what the nodes are asked and reply (`rounds.py`), and how the token gets into the message
+(`send.py`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,6 @@ from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.rounds import (
     SENDING,
     SENT,
-    UNIQUE,
     ClaimRelease,
     ClaimRound,
     EarlierSend,
@@ -157,9 +160,9 @@ class Claim:
         session = self._session
         round_, sent = ClaimRound(session.node_set), session.clock.now()
         self._rounds.append(round_)
-        value, ttl = self._value(SENDING), self._sending_ttl
-        request = change(session, self.name, expected, value, ttl)
-        session.node_set.broadcast(Command(request, round_, UNIQUE), sent)
+        value = self._value(SENDING)
+        command = change(session, self.name, expected, value, self._sending_ttl, round_)
+        session.node_set.broadcast(command, sent)
         session.node_set.wait(round_, sent + session.options.node_timeout)
         session.node_set.wait_for_connects(round_, sent)
         round_.decided = True
@@ -193,12 +196,11 @@ class Claim:
             unchanged = every - self._changed
         now = session.clock.now()
         left = self._opened_at + self._unique_for - now
-        request = change(session, self.name, self._token, self._value(SENT), left)
-        confirmed = Command(request, IGNORE_REPLY, UNIQUE)
+        confirmed = change(session, self.name, self._token, self._value(SENT), left)
         if left > 0 and not unchanged:
             node_set.broadcast(confirmed, now)
         else:
-            deleted = Command(change(session, self.name, self._token), IGNORE_REPLY, UNIQUE)
+            deleted = change(session, self.name, self._token)
             for node in every:
                 is_told = left > 0 and node not in unchanged
                 node_set.send_to(node, confirmed if is_told else deleted, now)
@@ -225,8 +227,8 @@ class Claim:
         before = {node: one for node, one in self._before.items() if node not in fresh}
         for node, earlier in before.items():
             expires_in = min(earlier.expires_in, LONGEST)
-            request = change(session, self.name, self._token, earlier.value, expires_in)
-            session.node_set.send_to(node, Command(request, IGNORE_REPLY, UNIQUE), now)
+            restored = change(session, self.name, self._token, earlier.value, expires_in)
+            session.node_set.send_to(node, restored, now)
         elsewhere = set(self._rounds[-1].earlier) | set(before)
         nodes = set(range(len(session.node_set.nodes))) - elsewhere
         ClaimRelease(session, self.name, self._token).send(nodes)

@@ -1,4 +1,7 @@
-"""The compare-and-set of a unique key on all nodes: its requests, its round, and its release."""
+"""The compare-and-set of a unique key on all nodes: its requests, its round, and its release.
+
+Not here: the steps of one send, which begin these rounds (`claim.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from celery_redlock.lock.model.keys import unique_key
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.requests import load_script
 from celery_redlock.lock.server.restart_guard import GuardedNodeSet
-from celery_redlock.lock.transport.command import Command, Round
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Handler, Round
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
 
 SENDING, SENT = "sending", "sent"  # the state of a send, as its value on the nodes names it
@@ -23,14 +26,17 @@ DELIVER_FOR = 60.0  # seconds for which a release is repeated to a node that is 
 UNIQUE = load_script("unique")
 
 
-def change(session: Session, name: str, expected: str, value: str = "", ttl: float = 0.0) -> bytes:
-    """Return the request that changes a unique key.
+def change(
+    session: Session, name: str, expected: str, value: str = "", ttl: float = 0.0,
+    handler: Handler = IGNORE_REPLY,
+) -> Command:  # fmt: skip
+    """Return the command that changes a unique key.
 
     name: as of `unique_name`. expected: what the current value must begin with; "": there must be
     none. value: the new one, for `ttl` seconds; "": none.
     """
     key, ttl_ms = unique_key(session.options.prefix, name), max(1, math.ceil(ttl * 1000))
-    return UNIQUE.call([key], expected, value, str(ttl_ms))
+    return Command(UNIQUE.call([key], expected, value, str(ttl_ms)), handler, UNIQUE)
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,7 @@ class ClaimRelease(Round):
 
     def __init__(self, session: Session, name: str, token: str, expires_in: float = 0.0) -> None:
         super().__init__()
-        self._session, self._request = session, change(session, name, token)
+        self._session, self._name, self._token = session, name, token
         self._made_at, self._expires_in = session.clock.now(), expires_in
         self._executed: set[int] = set()
 
@@ -201,7 +207,7 @@ class ClaimRelease(Round):
 
     def command(self) -> Command:
         """Return what to send; not kept, because it refers to this object."""
-        return Command(self._request, self, UNIQUE)
+        return change(self._session, self._name, self._token, handler=self)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count the reply, or send it again if the node could not: loading, busy, no disk.

@@ -1,4 +1,7 @@
-"""Puts what a call says of its lock into its message: its options, and a unique send's token."""
+"""Puts what a call says of its lock into its message: its options, and a unique send's token.
+
+Not here: how a unique send claims its key (`claim.py`).
+"""
 
 from __future__ import annotations
 
@@ -171,7 +174,6 @@ def carry_options(
 
 
 def _put_options(name: str, of_call: Any, headers: dict[str, Any]) -> None:
-    """Put the options of a send by name into its headers, beside the token of a unique send."""
     if not isinstance(of_call, Mapping):
         of_call = {"lock": repr(of_call)}  # no option has this name, so the run refuses it
     if of_call.get("unique_for") is not None:

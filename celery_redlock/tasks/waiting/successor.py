@@ -30,8 +30,8 @@ from celery_redlock.lock.model.handoff import (
     next_move,
 )
 from celery_redlock.lock.platform.clock import Clock
+from celery_redlock.signals import HANDOFF_STEPS, LockHandedOffEvent, lock_handed_off
 from celery_redlock.tasks.delivery.delivery import NAMED_AT, utc_now
-from celery_redlock.tasks.signals import HANDOFF_STEPS, LockHandedOffEvent, lock_handed_off
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, WaitingMessage, WaitingTimes

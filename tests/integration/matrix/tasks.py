@@ -19,7 +19,7 @@ from greenlet import GreenletExit
 from kombu import Exchange, Queue
 
 from celery_redlock import Backoff, LockedTask
-from celery_redlock.tasks.signals import lock_acquired, lock_released
+from celery_redlock.signals import lock_acquired, lock_released
 
 LOG = Path(os.environ.get("ENDS_LOG", os.devnull))
 UNSTORABLE = "unstorable"  # what an id ends with whose result the backend does not take

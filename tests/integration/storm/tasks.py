@@ -21,7 +21,7 @@ from celery.exceptions import Reject
 from celery.signals import task_received, task_retry
 
 from celery_redlock import Backoff, Contention, LockedTask, LockLost
-from celery_redlock.tasks.signals import lock_deferred, lock_released
+from celery_redlock.signals import lock_deferred, lock_released
 
 LOG = Path(os.environ.get("STORM_LOG", os.devnull))
 WORKER = os.environ.get("STORM_WORKER", "")  # the name and the number of its life
