@@ -19,7 +19,7 @@ from benchmarks.figures import table
 from celery_redlock import Redlock
 from celery_redlock.lock.engine import watchdog
 from celery_redlock.lock.transport import connection
-from celery_redlock.lock.transport.node_set import NodeSet
+from celery_redlock.lock.transport.nodes import Nodes
 from celery_redlock.testing import embedded_nodes
 
 TTL = 3.0  # s
@@ -60,7 +60,7 @@ def keeps_its_lock(way: str, share: float, ttls: int, urls: Sequence[str]) -> bo
     """Keep the GIL for a share of the ttl, again and again; returns whether the lock is held."""
     if way != "ours":
         connection._unyielding = lambda sock: sock
-        NodeSet.wait_keeping_gil = lambda self, round_: None  # type: ignore[method-assign]
+        Nodes.wait_keeping_gil = lambda self, round_: None  # type: ignore[method-assign]
         watchdog.HEAD_START = 0.0
     logging.disable()
     usleep = ctypes.PyDLL(None).usleep

@@ -207,7 +207,7 @@ def settle(redlock: Redlock) -> None:
 def write(redlock: Redlock, request: bytes, script: Script | None = None) -> None:
     """Write a request to every node; no reply is read."""
     session = redlock.session
-    session.node_set.broadcast(Command(request, IGNORE_REPLY, script), session.clock.now())
+    session.nodes.broadcast(Command(request, IGNORE_REPLY, script), session.clock.now())
 
 
 def register(redlock: Redlock, waiter: str, resource: str, since: float) -> None:

@@ -92,8 +92,8 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "tells the invariants what a client knows, by a clock of its own",
     ),
     "simulation/mutants.py": (
-        "_clock _confirm_others _ended_at _ends _give_up _has_ended _key_lease _leases _lock_key "
-        "_look_closer _quorum _reclaim_at _recount _run _runs _servers _span _unwritten _watchdog "
+        "_clock _confirm_others _core _ended_at _ends _give_up _has_ended _key_lease _leases "
+        "_lock_key _look_closer _quorum _reclaim_at _recount _run _runs _span _unwritten _watchdog "
         "_write",
         "a mutant replaces a step",
     ),
@@ -129,7 +129,7 @@ OVERRIDING = {
     *("AcquireRound", "ClaimRound", "Question"),
     *("DuplicateTask", "LockLost", "LockTaken", "NoRunError", "NodeError", "QuorumUnreachable"),
     *("SettingsError", "GreenletInterrupter", "SignalInterrupter", "UnyieldingTlsSocket"),
-    *("FakeServer", "GuardedNodeSet", "Unlocked"),
+    *("FakeServer", "Unlocked"),
 }
 # Files that use a private name of another class of ours.
 OF_OTHERS = {

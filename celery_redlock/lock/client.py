@@ -121,7 +121,7 @@ class Redlock:
         the nodes that could not be reached, and the nodes that hold locks nevertheless. Raises
         QuorumUnreachable if no node could be reached.
         """
-        addresses = [node.address for node in self.session.node_set.nodes]
+        addresses = [node.address for node in self.session.nodes.all]
         names, timeout = [one.name for one in addresses], max(self.node_timeout, TRUST_TIMEOUT)
         trusted, failing = trust_nodes(
             addresses, names, self.prefix, timeout, self.session.platform
@@ -159,7 +159,7 @@ class Redlock:
         self.close()
 
     def __repr__(self) -> str:
-        names = ", ".join(node.name for node in self.session.node_set.nodes)
+        names = ", ".join(node.name for node in self.session.nodes.all)
         return f"<{type(self).__name__} {names}>"
 
 
@@ -173,7 +173,7 @@ def _end_dropped(session: Session) -> None:
     with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
         session.platform.start_thread(session.end)
     if session.warns:
-        names = ", ".join(node.name for node in session.node_set.nodes)
+        names = ", ".join(node.name for node in session.nodes.all)
         warnings.warn(f"unclosed <Redlock {names}>", ResourceWarning, stacklevel=2)
 
 

@@ -101,7 +101,7 @@ def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
 
     Scans each node's keys in parts, so that no other client waits.
     """
-    beginning, node_set = lock_key(redlock.prefix, ""), redlock.session.node_set
+    beginning, nodes = lock_key(redlock.prefix, ""), redlock.session.nodes
 
     def look(connection: Any) -> list[tuple[Any, Any, float]]:
         return list(_values(connection, list(set(names_on(connection, beginning)))))
@@ -114,7 +114,7 @@ def look_at_locks(redlock: Redlock, resource: str | None = None) -> Sight:
     reports = [_report(redlock, key, value, on) for (key, value), on in votes.items()]
     of_it = [lock for lock in reports if resource in (None, lock.resource)]
     of_it.sort(key=lambda lock: (lock.resource, lock.permit, -len(lock.votes)))
-    return Sight(tuple(of_it), failing, len(node_set.nodes), node_set.size)
+    return Sight(tuple(of_it), failing, len(nodes.all), nodes.quorum)
 
 
 def _report(redlock: Redlock, key: Any, value: Any, votes: Mapping[str, float]) -> LockReport:
@@ -123,7 +123,7 @@ def _report(redlock: Redlock, key: Any, value: Any, votes: Mapping[str, float]) 
     label, since, ttl = parts_of(text)
     if not text:
         label = "no lock, but a key of another type"
-    needed = session.node_set.size
+    needed = session.nodes.quorum
     left = sorted(votes.values(), reverse=True)
     held = len(votes) >= needed
     return LockReport(

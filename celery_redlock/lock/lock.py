@@ -174,8 +174,8 @@ class Lock:
         reached = self._session.renew(self._acquisitions())
         self.ensure()
         if not reached:
-            nodes = self._session.node_set
-            raise QuorumUnreachable(self.resource, causes_of(nodes.nodes), nodes.size)
+            nodes = self._session.nodes
+            raise QuorumUnreachable(self.resource, causes_of(nodes.all), nodes.quorum)
 
     @uninterruptible
     def release(self) -> None:

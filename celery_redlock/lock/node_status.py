@@ -60,15 +60,15 @@ def ask_nodes(redlock: Redlock) -> NodeReport:
 
     Raises SettingsError if two nodes turn out to be one server.
     """
-    quorum = redlock.session.node_set
+    nodes = redlock.session.nodes
     answering = _connect(redlock)
-    failing = [node for node in quorum.nodes if node.index not in answering]
+    failing = [node for node in nodes.all if node.index not in answering]
     causes = [str(node.error or NodeError(node.name, "no answer in time")) for node in failing]
     _, grace_key = guard_keys(redlock.prefix)
     # milliseconds; negative if the node does not abstain
-    left = quorum.query(encode_command("PTTL", grace_key), read_number, nodes=answering)
-    abstaining = {quorum.nodes[index].name: ms / 1000 for index, ms in left.items() if ms > 0}
-    return NodeReport(len(quorum.nodes), quorum.size, tuple(causes), abstaining)
+    left = nodes.query(encode_command("PTTL", grace_key), read_number, nodes=answering)
+    abstaining = {nodes.all[index].name: ms / 1000 for index, ms in left.items() if ms > 0}
+    return NodeReport(len(nodes.all), nodes.quorum, tuple(causes), abstaining)
 
 
 def exchange_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
@@ -79,10 +79,10 @@ def exchange_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     in all clients, each client warns at most once. Raises SettingsError if two nodes turn out to be
     one server.
     """
-    quorum, answering = redlock.session.node_set, _connect(redlock)
+    nodes, answering = redlock.session.nodes, _connect(redlock)
     request = encode_command("SET", _settings_key(redlock), shared_settings_of(redlock), "GET")
-    noted = quorum.query(request, _read_settings, nodes=answering)
-    return _differing(redlock, {quorum.nodes[index].name: text for index, text in noted.items()})
+    noted = nodes.query(request, _read_settings, nodes=answering)
+    return _differing(redlock, {nodes.all[index].name: text for index, text in noted.items()})
 
 
 def look_at_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
@@ -127,14 +127,14 @@ def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> Mapping[str
 
 def shared_settings_of(redlock: Redlock) -> str:
     """Return the settings that all clients of a prefix must share, as text. Times in seconds."""
-    options, nodes = redlock.session.options, len(redlock.session.node_set.nodes)
+    options, nodes = redlock.session.options, len(redlock.session.nodes.all)
     return f"max_ttl={redlock.max_ttl:g} restart_guard={options.guard.word} nodes={nodes}"
 
 
 def _connect(redlock: Redlock) -> Collection[int]:
     """Return the nodes that answer within two node timeouts."""
     session = redlock.session
-    answering = session.node_set.connect(session.clock.now() + 2 * session.node_set.timeout)
+    answering = session.nodes.connect(session.clock.now() + 2 * session.nodes.timeout)
     session.check_distinct()
     return answering
 
@@ -193,7 +193,7 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
         )
 
     found, failing = ask_each(redlock, look)
-    names = [node.name for node in redlock.session.node_set.nodes]
+    names = [node.name for node in redlock.session.nodes.all]
     return tuple(
         NodeStatus(node=name, error=failing[name])
         if name in failing
@@ -232,7 +232,7 @@ def in_iso(seconds: float | None) -> str | None:
 
 def addresses_of(redlock: Redlock) -> list[Address]:
     """Return the addresses of the nodes of a `Redlock`."""
-    return [node.address for node in redlock.session.node_set.nodes]
+    return [node.address for node in redlock.session.nodes.all]
 
 
 def ask_each(redlock: Redlock, ask: Callable[[Any], T]) -> tuple[dict[str, T], dict[str, str]]:

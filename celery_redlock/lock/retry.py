@@ -121,7 +121,7 @@ class Attempts:
         """Raise the failure, or LockLost if an outer lock expired during the tries."""
         now, session = self._clock.now(), self._session
         if failure is not None and session.is_closed:  # which ended the wait, or failed the try
-            failure = QuorumUnreachable(failure.resource, [CLOSED], session.node_set.size)
+            failure = QuorumUnreachable(failure.resource, [CLOSED], session.nodes.quorum)
         if failure is not None:
             failure._set_waited(now - self._started)
             raise failure
@@ -171,7 +171,7 @@ class Attempts:
         be older than their last reconnect.
         """
         session, clock, hold = self._session, self._clock, self._hold
-        caller = Caller(self._keys[0].resource, self._options.limit, session.node_set.wall())
+        caller = Caller(self._keys[0].resource, self._options.limit, session.guard.wall())
         if self._is_of_another(first, caller):
             caller.resource = first.resource
         # before it joins, so that an exception ends its wait
@@ -238,7 +238,7 @@ class Attempts:
         caller.looked_at = now = self._clock.now()
         is_named = step is not None and step.named_at is not None and not step.passed
         # the question takes as long as a node timeout, and so does the try
-        is_last = now + self._session.node_set.timeout >= until
+        is_last = now + self._session.nodes.timeout >= until
         if not (is_named or is_last or self._hold.splits) and isinstance(failure, LockTaken):
             step = step or Step(LOOK)
             place = callers.inbox.place(caller.resource, caller.limit, step.passed)
@@ -278,7 +278,7 @@ class Attempts:
         """Return whether no quorum is possible before an operator changes a setting."""
         if isinstance(failure, LockTaken):
             return False
-        quorum = self._session.node_set
+        nodes = self._session.nodes
         wrong = [cause for cause in failure.causes if is_misconfigured(cause)]
         lasting = [cause for cause in wrong if not is_of_a_replica(cause)]  # a failover may end it
-        return len(lasting) > len(quorum.nodes) - quorum.size
+        return len(lasting) > len(nodes.all) - nodes.quorum

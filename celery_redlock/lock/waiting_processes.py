@@ -71,8 +71,8 @@ def look_at_waiting(redlock: Redlock) -> WaitingSight:
 
     found, failing = ask_each(redlock, look)
     heard = [listening for _, listening in found.values() if listening is not None]
-    node_set = redlock.session.node_set
-    listens = None if len(heard) < node_set.size else set().union(*heard)
+    nodes = redlock.session.nodes
+    listens = None if len(heard) < nodes.quorum else set().union(*heard)
     registered: dict[str, dict[Any, dict[str, float]]] = {}
     wrong_type: dict[str, tuple[str, ...]] = {}
     for node, (sets, _) in found.items():
@@ -86,7 +86,7 @@ def look_at_waiting(redlock: Redlock) -> WaitingSight:
         _in_order(resource, waiters, listens) for resource, waiters in sorted(registered.items())
     )
     processes = tuple(itertools.chain(*lines))
-    return WaitingSight(processes, wrong_type, failing, len(node_set.nodes), node_set.size)
+    return WaitingSight(processes, wrong_type, failing, len(nodes.all), nodes.quorum)
 
 
 def _in_order(

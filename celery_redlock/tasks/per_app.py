@@ -97,7 +97,7 @@ def time_of_nodes(app: Any) -> float:
 
     Seconds since 1970; by the own clock if this process has not reached any node.
     """
-    return redlock_of(app).session.node_set.wall()
+    return redlock_of(app).session.guard.wall()
 
 
 def note_worker(**_: Any) -> None:

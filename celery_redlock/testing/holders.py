@@ -124,7 +124,7 @@ def assert_released(*resources: str, on: Any = None, within: float = 5.0) -> Non
 
         if _eventually(is_free, within):
             return
-        total = len(redlock.session.node_set.nodes)
+        total = len(redlock.session.nodes.all)
         lines = [describe(lock, total) for sight in found for lock in sight.locks]
         failing = {node: cause for sight in found for node, cause in sight.failing.items()}
         lines += [f"{node} cannot be asked: {cause}" for node, cause in failing.items()]
@@ -150,7 +150,7 @@ def addresses_of(nodes: Sequence[Any]) -> list[Any]:
 
 def _other_client(redlock: Redlock) -> Redlock:
     """Return a new `Redlock` over the same nodes: another owner, as another process would be."""
-    pools = [node.address.pool for node in redlock.session.node_set.nodes]
+    pools = [node.address.pool for node in redlock.session.nodes.all]
     return Redlock(
         [redis.Redis(connection_pool=pool) for pool in pools],
         prefix=redlock.prefix,

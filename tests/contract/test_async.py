@@ -446,14 +446,14 @@ class TestCancelled:
 
         async def body() -> None:
             task = asyncio.create_task(redlock.lock("r").acquire_async())
-            await come_true(lambda: redlock.session.node_set.outstanding)
+            await come_true(lambda: redlock.session.nodes.outstanding)
             for _ in range(cancellations):
                 task.cancel()
                 await asyncio.sleep(TICK)
             if cancellations > 1:
                 await come_true(task.done)
             assert task.done() == (cancellations > 1)
-            assert redlock.session.node_set.outstanding, "the round ended by itself"
+            assert redlock.session.nodes.outstanding, "the round ended by itself"
             for node in mortal_nodes[1:]:
                 node.resume()
             with pytest.raises(asyncio.CancelledError):

@@ -52,7 +52,7 @@ def over(nodes: list[EmbeddedNode]) -> Redlock:
 def test_what_becomes_known_after_its_end_has_no_sender() -> None:
     redlock = Redlock(["redis://127.0.0.1:1"])  # never connected to
     session, senders = redlock.session, []
-    (node,) = session.node_set.nodes
+    (node,) = session.nodes.all
     del redlock
     gc.collect()
     with receiving(node_recovered, lambda sender, event: senders.append(sender)):

@@ -94,7 +94,7 @@ def work(n):
 join([spawn(work, n) for n in range(40)])
 while ask_nodes(redlock).failing:  # two nodes suffice, and the locks may be over before the third
     pass
-ours = [node.connection.socket.getsockname()[1] for node in redlock.session.node_set.nodes]
+ours = [node.connection.socket.getsockname()[1] for node in redlock.session.nodes.all]
 told = {"held": len(held), "connections": len(set(ours))}
 """
     assert tell(GEVENT, story, nodes) == {"held": 40, "connections": 3}

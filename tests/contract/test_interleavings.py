@@ -101,7 +101,7 @@ def test_answers_stay_with_their_commands_while_connections_break(
     with Redlock([nodes[0].url], node_timeout=5.0) as redlock:
         settle(redlock)
         session = redlock.session
-        node = session.node_set.nodes[0]
+        node = session.nodes.all[0]
 
         def write() -> None:
             now = session.clock.now()
@@ -114,7 +114,7 @@ def test_answers_stay_with_their_commands_while_connections_break(
             if connection is not None and connection.in_flight:
                 node.drop(connection, "no answer within 5 s")
 
-        drain = session.node_set.drain
+        drain = session.nodes.drain
         for_seconds(8, write, drain, drain, break_off, enough=lambda: len(seen) > 1000)
     assert len(seen) > 1000
     assert [pair for pair in seen if pair[1] != str(pair[0]).encode()] == []
@@ -163,7 +163,7 @@ def test_a_prefix_may_have_any_letters(nodes: list[EmbeddedNode], prefix: str) -
 def test_a_name_that_led_to_another_nodes_server_for_a_while_is_a_node_again(
     redlock: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
-    first, _, last = redlock.session.node_set.nodes
+    first, _, last = redlock.session.nodes.all
     own = last.address
 
     def lead_to(address: Any) -> None:
@@ -281,7 +281,7 @@ def test_after_a_lock_that_nobody_keeps_its_resource_is_taken_and_given_back_as_
 def test_a_connection_that_each_renewal_breaks_does_not_make_them_oftener(
     redlock: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
-    broken = redlock.session.node_set.nodes[0]
+    broken = redlock.session.nodes.all[0]
 
     def break_off() -> None:
         time.sleep(0.01)
@@ -352,8 +352,8 @@ class Writing(Echo):
 
 
 def test_no_answer_counts_of_a_server_that_was_found_to_be_replaced(redlock: Redlock) -> None:
-    quorum, seen = redlock.session.node_set, list[tuple[int, Any]]()
-    node, now, writing = quorum.nodes[0], redlock.session.clock.now(), Writing()
+    nodes, seen = redlock.session.nodes, list[tuple[int, Any]]()
+    node, now, writing = nodes.all[0], redlock.session.clock.now(), Writing()
     settle(redlock)
     assert node.connection is not None
     descriptor = node.connection.socket.fileno()
@@ -364,8 +364,9 @@ def test_no_answer_counts_of_a_server_that_was_found_to_be_replaced(redlock: Red
     other.start()
     assert writing.began.wait(60)
     assert select.select([descriptor], [], [], 60)[0], "the answer has come"
-    quorum._give_up(node, node.connection)  # which has to wait for the turn of the other thread
-    quorum.read_from([0])
+    # which has to wait for the turn of the other thread
+    redlock.session.guard._give_up(node, node.connection)
+    nodes.read_from([0])
     writing.go.set()
     other.join(60)
     settle(redlock)  # over a new connection

@@ -347,7 +347,7 @@ class TestRelease:
         try:
             with redlock.lock("r", ttl=60):
                 value = eventually(lambda: nodes[0].client().get(KEY))
-            eventually(lambda: redlock.session.node_set.nodes[2].connection is None)
+            eventually(lambda: redlock.session.nodes.all[2].connection is None)
         finally:
             nodes[2].resume()
         eventually(lambda: redlock.session.outbox.is_empty)
@@ -869,7 +869,7 @@ class TestOneProcess:
         settle(redlock)
 
         def ports() -> set[int]:
-            connections = [node.connection for node in redlock.session.node_set.nodes]
+            connections = [node.connection for node in redlock.session.nodes.all]
             return {
                 connection.socket.getsockname()[1]
                 for connection in connections

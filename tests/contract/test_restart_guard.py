@@ -350,12 +350,12 @@ class TestForgedTenures:
     ) -> None:
         with self.over(nodes) as holder:
             settle(holder)  # each node knows the tenures of the others
-            holder.session.node_set.keep_alive(0.0)
+            holder.session.guard.keep_alive(0.0)
             settle(holder)
             with holder.lock("held") as held:
                 seconds, _ = nodes[0].client().time()
                 keys = self.forge(nodes[0], value(seconds * 1000))
-                holder.session.node_set.keep_alive(0.0)  # as every third of the grace period
+                holder.session.guard.keep_alive(0.0)  # as every third of the grace period
                 settle(holder)
                 for order in itertools.permutations(nodes):
                     with self.over(list(order)) as late, late.lock("r"):
@@ -384,11 +384,11 @@ class TestForgedTenures:
             seconds, _ = nodes[0].client().time()
             spared, *_ = self.forge(nodes[0], value(seconds * 1000))
             nodes[0].client().delete(spared)
-            redlock.session.node_set.keep_alive(0.0)
+            redlock.session.guard.keep_alive(0.0)
             with redlock.lock("r", ttl=TTL, wait=30):
                 assert sum(bool(node.client().exists(QUIET)) for node in nodes) <= 1
             eventually(lambda: not any(node.client().exists(QUIET) for node in nodes))
-            redlock.session.node_set.keep_alive(0.0)
+            redlock.session.guard.keep_alive(0.0)
             settle(redlock)
             assert not any(node.client().exists(QUIET) for node in nodes)
 

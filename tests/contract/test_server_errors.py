@@ -705,7 +705,7 @@ class Vault(redis.CredentialProvider):
 
 def texts_of(made: Redlock, caplog: pytest.LogCaptureFixture) -> str:
     """Return all that is said of the one node of a client: errors, log and commands."""
-    cause = cause_with("", made, made.session.node_set.nodes[0].name)
+    cause = cause_with("", made, made.session.nodes.all[0].name)
     eventually(lambda: "gives no vote" in caplog.text)
     return "\n".join([cause, caplog.text, look_at_nodes(made)[0].error, *ask_nodes(made).failing])
 
@@ -935,7 +935,7 @@ class TestTls:
         with speaking_tls(certificates) as node:
             node.node.pause()
             with over([node.trusted_url], node_timeout=NODE_TIMEOUT) as made:
-                cause = cause_with("Timeout", made, made.session.node_set.nodes[0].name)
+                cause = cause_with("Timeout", made, made.session.nodes.all[0].name)
         assert not hint_of(cause)
 
     def test_under_gevent_a_subscriber_gives_up_a_node_that_does_not_read_and_does_not_spin(
@@ -1133,7 +1133,7 @@ class TestSentinel:
                         begun = time.monotonic()
                         with made.lock("r", wait=30):
                             took[step] += time.monotonic() - begun
-                        node_client = made.session.node_set.nodes[0]
+                        node_client = made.session.nodes.all[0]
                         assert node_client.connection is not None
                         node_client.drop(node_client.connection, "to connect once more")
         assert took[0] < (3 if end == "dead" else 6) * NODE_TIMEOUT

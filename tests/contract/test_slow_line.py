@@ -125,7 +125,7 @@ def test_a_refusal_over_a_slow_line_tells_the_time_of_the_nodes(
         proxy.weather = slow_line(0.15)
     with over(network) as redlock:
         took = seconds_of(redlock, LockTaken)  # most of that time it connected
-        assert abs(redlock.session.node_set.wall() - time.time()) < took / 2
+        assert abs(redlock.session.guard.wall() - time.time()) < took / 2
 
 
 def test_a_grant_over_a_slow_line_heeds_a_run_that_has_just_ended(

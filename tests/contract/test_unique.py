@@ -82,7 +82,7 @@ class Sender:
 
 def settle_voters(redlock: Redlock) -> None:
     """Return when every node that is connected has executed what was written to it."""
-    quorum = redlock.session.node_set
+    quorum = redlock.session.nodes
     eventually(lambda: quorum.drain() or not quorum.outstanding)
 
 
@@ -508,7 +508,7 @@ class TestFaults:
             made[2].cut()
             sender.ticket(first).release_at_end(sender.redlock.session)
             eventually(lambda: values(nodes[:2]) == [None, None])
-            eventually(lambda: sender.redlock.session.node_set.nodes[2].error is not None)
+            eventually(lambda: sender.redlock.session.nodes.all[2].error is not None)
             assert is_sent(values(nodes)[2], first)
             made[2].weather = FAIR
             eventually(lambda: values(nodes) == [None] * 3)

@@ -579,13 +579,13 @@ class TestHandOff:
     ) -> None:
         own = redlock_of(stage.app)
         settle(own)
-        before = [node.connection for node in own.session.node_set.nodes]
+        before = [node.connection for node in own.session.nodes.all]
         with lock_of(redlock):
             stage.receive(replace(TestCountdown.WAIT, limit=0, countdown=NEVER), ago=0.0)
             stage.see_registered()
         stage.turn_until(lambda: stage.handed_on)
         settle(own)
-        assert [node.connection for node in own.session.node_set.nodes] == before
+        assert [node.connection for node in own.session.nodes.all] == before
 
 
 class TestRegistration:

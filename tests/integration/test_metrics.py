@@ -197,7 +197,7 @@ assert exporter._exporter is not None
 
 logging.disable()
 redlock = Redlock(["redis://127.0.0.1:1"])
-(node,) = redlock.session.node_set.nodes
+(node,) = redlock.session.nodes.all
 counted, mutex = threading.Event(), threading.Lock()
 
 @node_failed.connect  # after the counter's own receiver

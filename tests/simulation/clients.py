@@ -124,7 +124,7 @@ class Process:
 
     def connect(self) -> None:
         """Be connected to every node when the schedule begins."""
-        for node in self.redlock.session.node_set.nodes:
+        for node in self.redlock.session.nodes.all:
             connection = node.address.dial(node.timeout)
             node.adopt(connection, self._knows(node.index))
 

@@ -27,9 +27,9 @@ from celery_redlock.lock.model.key_lease import KeyLease, LockKey
 from celery_redlock.lock.model.keys import value_of
 from celery_redlock.lock.model.lease import UNKNOWN, Lease, Probation, State
 from celery_redlock.lock.model.options import Guard
-from celery_redlock.lock.server import restart_guard as guard_module
+from celery_redlock.lock.server import guard as guard_module
+from celery_redlock.lock.server.guard import RestartGuard
 from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
-from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.transport.command import Command, Round, Script
 from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend
@@ -162,10 +162,10 @@ def late_clear() -> Iterator[None]:
     """The lease ends when the release is answered, not before it is sent."""
 
     def write(self: Releaser, release: KeyRelease) -> None:
-        nodes = self.servers.nodes
+        nodes = self.core.nodes
         self._watchdog.unwatch(release.acquisition)
         nodes.broadcast(release.command(), self.clock.now())
-        until = self.clock.now() + self.servers.options.node_timeout / 2
+        until = self.clock.now() + self.core.options.node_timeout / 2
         nodes.wait(Round(), until)
         release.key_lease.lease.end()
         self._unwritten.pop(id(release), None)
@@ -361,10 +361,10 @@ def a_minority_is_not_believed() -> Iterator[None]:
 def votes_are_kept() -> Iterator[None]:
     """A vote stays good though a note that comes after it says that its server is behind."""
 
-    def drop_alone(self: GuardedNodeSet, node: Any, wire: Any) -> None:
+    def drop_alone(self: RestartGuard, node: Any, wire: Any) -> None:
         node.drop(wire, "replaced")
 
-    with patched(GuardedNodeSet, _give_up=drop_alone):
+    with patched(RestartGuard, _give_up=drop_alone):
         yield
 
 
@@ -510,9 +510,9 @@ def write_back_not_awaited() -> Iterator[None]:
     def confirm(self: Renewer, key_lease: KeyLease, token: int, until: float) -> bool:
         if key_lease.fence is not None:
             key_lease.fence.choose(token)
-            nodes, clock = self._servers.nodes, self._clock
-            round_ = RenewRound([key_lease], len(nodes.nodes), clock, lambda number: None)
-            request = self._servers.requests.renew([key_lease])
+            nodes, clock = self._core.nodes, self._clock
+            round_ = RenewRound([key_lease], len(nodes.all), clock, lambda number: None)
+            request = self._core.requests.renew([key_lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
         return True
 

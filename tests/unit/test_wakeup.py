@@ -15,8 +15,8 @@ from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.model.options import ClientOptions, Guard
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.platform.coroutines import ThreadPool
+from celery_redlock.lock.server.guard import Core, NodeCallbacks, RestartGuard
 from celery_redlock.lock.server.requests import Requests
-from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents, Servers
 
 PLATFORM = Platform(SystemClock())
 GUARD = Guard("off", "p", 1.0)
@@ -32,10 +32,10 @@ def ignore(*_: object) -> None:
 @pytest.fixture
 def callers() -> Iterator[Callers]:
     """Give callers whose inbox has no nodes: a test says what a node would."""
-    nodes = GuardedNodeSet([], 1.0, PLATFORM, GUARD, NodeEvents(ignore, ignore, ignore))
-    servers = Servers(nodes, Requests("p"), ClientOptions("p", 1.0, 0.01, GUARD))
+    guard = RestartGuard([], 1.0, PLATFORM, GUARD, NodeCallbacks(ignore, ignore, ignore))
+    core = Core(guard.nodes, guard, Requests("p"), ClientOptions("p", 1.0, 0.01, GUARD))
     threads = ThreadPool(PLATFORM)
-    made = Callers(lambda line: Inbox(servers, threads, ignore, PLATFORM, line), PLATFORM)
+    made = Callers(lambda line: Inbox(core, threads, ignore, PLATFORM, line), PLATFORM)
     yield made
     made.close()
     threads.close()

@@ -28,8 +28,8 @@ from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.model.votes import is_split
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.server.error_hints import causes_of
+from celery_redlock.lock.server.guard import Core
 from celery_redlock.lock.server.requests import GRANT
-from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import Command
 
 IMPLAUSIBLE = "FENCE is far ahead of the other nodes"
@@ -54,20 +54,20 @@ class Acquirer:
 
     def __init__(
         self,
-        servers: Servers,
+        core: Core,
         platform: Platform,
         events: Events,
         releaser: Releaser,
         renewer: Renewer,
         check_distinct: Callable[[], None],
     ) -> None:
-        self._servers, self._platform, self._clock = servers, platform, servers.clock
+        self._core, self._platform, self._clock = core, platform, core.clock
         self._events, self._releaser, self._renewer = events, releaser, renewer
         self._check_distinct = check_distinct
         self._margin = MARGIN + self._clock.resolution
-        self._guarded = servers.options.guard.word != "off"
-        nodes = servers.nodes
-        self._counts = len(nodes.nodes), nodes.size, servers.options.clock_drift
+        self._guarded = core.options.guard.word != "off"
+        nodes = core.nodes
+        self._counts = len(nodes.all), nodes.quorum, core.options.clock_drift
 
     def try_acquire(self, acquisition: Acquisition) -> Failure | None:
         """Lock every key or none, without waiting for a release. Return None, or the failure.
@@ -95,7 +95,7 @@ class Acquirer:
         marker, is_semaphore = options.marker, options.limit > 1
         keys: Sequence[LockKey] = () if is_semaphore else acquisition.keys
         if marker is not None and (is_semaphore or marker.is_redelivered):
-            prefix = self._servers.options.prefix
+            prefix = self._core.options.prefix
             keys = [LockKey(prefix, f"run:{marker.run}", 0, options.ttl), *keys]
         for key in keys:
             failure = self._lock_key(acquisition, key)
@@ -109,7 +109,7 @@ class Acquirer:
         A redelivery begins at the plain lock's key, because a first delivery with a limit of 1
         holds that key.
         """
-        options, prefix = acquisition.options, self._servers.options.prefix
+        options, prefix = acquisition.options, self._core.options.prefix
         first, soonest = random.randrange(options.limit), None  # noqa: S311 - no secret
         if acquisition.is_redelivery:
             first = 0
@@ -127,9 +127,9 @@ class Acquirer:
         key_lease = self.new_key_lease(acquisition.options, key)
         acquisition.key_leases.append(key_lease)  # before the request leaves, so it gets released
         self._events.claiming(acquisition, key_lease)
-        nodes = self._servers.nodes
+        nodes = self._core.nodes
         marker = acquisition.options.marker
-        round_ = AcquireRound(key_lease, len(nodes.nodes), nodes.send_to, marker)
+        round_ = AcquireRound(key_lease, len(nodes.all), nodes.send_to, marker)
         failure = self._run(round_, key_lease, acquisition.options)
         tally = round_.tally
         if failure is not None and is_split(round_.holders, tally.unheard, tally.quorum):
@@ -151,29 +151,29 @@ class Acquirer:
         self, round_: AcquireRound, key_lease: KeyLease, options: LockOptions
     ) -> Failure | None:
         """Write one request to every node and wait for the votes."""
-        servers, clock, lease = self._servers, self._clock, key_lease.lease
-        nodes = servers.nodes
+        core, clock, lease = self._core, self._clock, key_lease.lease
+        nodes = core.nodes
         sent = key_lease.sent = clock.now()
         least = None if key_lease.fence is None else proposal(clock.wall_us())
         if key_lease.fence is not None:
             key_lease.fence.proposed = least or 0
-        request = servers.requests.acquire(key_lease, options, least)
+        request = core.requests.acquire(key_lease, options, least)
         is_suffixed, is_dated = True, bool(least)
         command = Command(request, round_, GRANT, is_suffixed, is_dated)
         nodes.broadcast(command, sent)
-        servers.requests.release(key_lease)  # encoded now, while the nodes work
+        core.requests.release(key_lease)  # encoded now, while the nodes work
         longest = lease.ttl / ROUNDS_IN_TTL
-        nodes.wait(round_, sent + min(servers.options.node_timeout, longest))
+        nodes.wait(round_, sent + min(core.options.node_timeout, longest))
         if not round_.decided:
             nodes.wait_for_connects(round_, sent, longest=longest)
         time_is_up, round_.decided = not round_.decided, True
-        if nodes.same_server is not None:
+        if core.guard.same_server is not None:
             self._check_distinct()
         if round_.completed:
             error = SupersededError if round_.superseded else AlreadyCompletedError
             raise error(key_lease.key.resource)
-        if nodes.replaced_at:
-            round_.withdraw_replaced(nodes.replaced_at)
+        if core.guard.replaced_at:
+            round_.withdraw_replaced(core.guard.replaced_at)
         # before the token is chosen: it must be as large as the counters of a quorum that counts
         has_counters = key_lease.fence is None or self._has_counters(key_lease.fence, round_)
         if round_.tally.reached and has_counters and lease.begin(clock.now()):
@@ -182,25 +182,25 @@ class Acquirer:
 
     def _has_counters(self, fence: Fence, round_: AcquireRound) -> bool:
         """Return whether a quorum's counters count; tell of the nodes whose counters do not."""
-        nodes = self._servers.nodes
+        nodes = self._core.nodes
         for node in fence.implausible:
             round_.errors[node] = NodeError("", IMPLAUSIBLE)
-            nodes.on_error_reply(nodes.nodes[node], IMPLAUSIBLE)
+            self._core.guard.on_error_reply(nodes.all[node], IMPLAUSIBLE)
         return fence.has_quorum
 
     def _failed(
         self, round_: AcquireRound, key_lease: KeyLease, limit: int, *, time_is_up: bool
     ) -> Failure:
         for node, other in round_.held_by.items():
-            self._servers.nodes.learn_time(node, other.wall, key_lease.sent)
+            self._core.guard.learn_time(node, other.wall, key_lease.sent)
             self._releaser.release_late_grant(node, other.value)
-        resource, nodes = key_lease.key.resource, self._servers.nodes
+        resource, nodes = key_lease.key.resource, self._core.nodes
         if round_.tally.taken(time_is_up=time_is_up):
             values = round_.holders  # the one that most of the refusing nodes have is shown
             holder, _, ttl = parts_of(max(values, key=values.count, default=""))
             return LockTaken(resource, holder, round_.expires_in(), ttl=ttl, limit=limit)
         return QuorumUnreachable(
-            resource, round_.causes(nodes.nodes, time_is_up=time_is_up), nodes.size
+            resource, round_.causes(nodes.all, time_is_up=time_is_up), nodes.quorum
         )
 
     def confirm_fencing_token(self, acquisition: Acquisition, token: int) -> Failure | None:
@@ -209,19 +209,19 @@ class Acquirer:
         Several resources share one token, so it must be confirmed for each of them. Otherwise a
         later holder of one resource might get a smaller token.
         """
-        servers = self._servers
+        core = self._core
         for key_lease in acquisition.key_leases:
-            until = self._clock.now() + servers.options.node_timeout
+            until = self._clock.now() + core.options.node_timeout
             if not self._renewer.confirm_fencing_token(key_lease, token, until):
-                causes = causes_of(servers.nodes.nodes)
-                return QuorumUnreachable(key_lease.key.resource, causes, servers.nodes.size)
+                causes = causes_of(core.nodes.all)
+                return QuorumUnreachable(key_lease.key.resource, causes, core.nodes.quorum)
         return None
 
     def _expired_while_acquiring(self, acquisition: Acquisition) -> Failure | None:
         """Return a failure if the first keys expired during the rounds for later keys."""
         if acquisition.held(self._clock.now()):
             return None
-        return QuorumUnreachable(acquisition.resource, (), self._servers.nodes.size)
+        return QuorumUnreachable(acquisition.resource, (), self._core.nodes.quorum)
 
 
 @functools.lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import ServerInfo
-from celery_redlock.lock.transport.node_client import NodeClient
+from celery_redlock.lock.transport.node import Node
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class Events:
         """Report that a lock is lost, in the watchdog's second thread."""
         self._watchdog.call_soon(self.lost, acquisition, reason)
 
-    def node_changed(self, node: NodeClient, error: NodeError | None) -> None:
+    def node_changed(self, node: Node, error: NodeError | None) -> None:
         """Report that a node stopped answering; without an error, that the node answers again."""
         self._watchdog.call_soon(self._report_node, node.name, error)
 
@@ -196,7 +196,7 @@ class Events:
             if self.wants(type(record)):
                 self.send(self._client(), record)
 
-    def node_connected(self, node: NodeClient, greeting: ServerInfo) -> None:
+    def node_connected(self, node: Node, greeting: ServerInfo) -> None:
         """Log a node that abstains, or that may evict keys."""
         if greeting.abstains_for > 0:
             is_new = node.index not in self._greeted and not self.tells_of_new_nodes
@@ -209,6 +209,6 @@ class Events:
             text = f"has maxmemory-policy {greeting.evicts}: {hint}"
             self._log("node_evicts", logging.ERROR, text, node, anchors.NODE_EVICTS)
 
-    def _log(self, event: str, level: int, text: str, node: NodeClient, see: str) -> None:
+    def _log(self, event: str, level: int, text: str, node: Node, see: str) -> None:
         extra, line = {"event": event, "node": node.name}, "node %s %s. See %s"
         self._watchdog.call_soon(logger.log, level, line, node.name, text, see, extra=extra)

@@ -30,8 +30,8 @@ from celery_redlock.lock.model.keys import inbox_channel
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool, WorkItem
+from celery_redlock.lock.server.guard import Core
 from celery_redlock.lock.server.requests import MOST_ASKED, REGISTER
-from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.subscriber import Subscriber
 
@@ -66,7 +66,7 @@ class Inbox:
 
     def __init__(
         self,
-        servers: Servers,
+        core: Core,
         threads: ThreadPool,
         drain_by: Callable[[float], None],
         platform: Platform,
@@ -75,14 +75,14 @@ class Inbox:
         channels: Callable[[], set[str]] = set,
         on_other: OnMessage | None = None,
     ) -> None:
-        self._servers, self._threads, self._drain_by = servers, threads, drain_by
+        self._core, self._threads, self._drain_by = core, threads, drain_by
         self._platform, self._line, self._host = platform, line, host or socket.gethostname()
         self._others, self._on_other = channels, on_other
         self.forget()
 
     def forget(self) -> None:
         """Reset in a forked child, which gets another name: connections stay with the parent."""
-        options, token = self._servers.options, self._platform.new_token()
+        options, token = self._core.options, self._platform.new_token()
         self.name = f"{self._host}:{os.getpid()}:{token[:8]}"
         self.channel = inbox_channel(options.prefix, self.name)
         self._subscribers: dict[None, list[Subscriber]] = {}
@@ -91,7 +91,7 @@ class Inbox:
         # by resource and limit: those in flight as one, and those that came meanwhile
         self._questions: dict[tuple[str, int], list[Question]] = {}
         self._counting = self._platform.new_mutex()
-        self._namings = Namings(quorum_of(len(self._servers.nodes.nodes)))
+        self._namings = Namings(quorum_of(len(self._core.nodes.all)))
 
     # what the nodes know
 
@@ -111,14 +111,14 @@ class Inbox:
                 self._write(self._register(resource, since), REGISTER)
         elif known != since:
             self._registered[resource] = since
-            self._write(self._servers.requests.update(self.name, resource, since))
+            self._write(self._core.requests.update(self.name, resource, since))
 
     def _register(self, resource: str, since: float, limit: int = 0, passed: int = 0) -> bytes:
         self._registered[resource] = since
-        return self._servers.requests.register(self.name, resource, since, limit, passed)
+        return self._core.requests.register(self.name, resource, since, limit, passed)
 
     def _unregister(self, resource: str) -> None:
-        self._write(self._servers.requests.unregister(self.name, resource))
+        self._write(self._core.requests.unregister(self.name, resource))
         self._registered.pop(resource, None)  # last: an exception may cut this off before
         if self._line.since(resource) is not None:  # another thread has begun to wait meanwhile
             self.changed(resource)
@@ -133,12 +133,12 @@ class Inbox:
         if now - self._struck_at.get(node, -math.inf) < TURN:
             return  # each release names this process again
         self._struck_at[node] = now
-        self._write(self._servers.requests.unregister(self.name, resource), node=node)
+        self._write(self._core.requests.unregister(self.name, resource), node=node)
         if resource in self._line.resources():  # somebody has begun to wait meanwhile
             self._line.on_listening()
 
     def _write(self, request: bytes, script: Any = None, node: int | None = None) -> None:
-        nodes, command = self._servers.nodes, Command(request, IGNORE_REPLY, script)
+        nodes, command = self._core.nodes, Command(request, IGNORE_REPLY, script)
         now = nodes.clock.now()
         if node is None:
             nodes.broadcast(command, now)
@@ -150,7 +150,7 @@ class Inbox:
         """Let the nodes forget this name."""
         for resource in list(self._registered):
             self._registered.pop(resource, None)
-            self._write(self._servers.requests.unregister(self.name, resource))
+            self._write(self._core.requests.unregister(self.name, resource))
 
     # whose turn it is
 
@@ -165,7 +165,7 @@ class Inbox:
         if since is None or limit > MOST_ASKED or not self.is_listening:
             return None
         round_, until = self._send(resource, limit, since, passed)
-        self._servers.nodes.wait(round_, until)
+        self._core.nodes.wait(round_, until)
         return round_.place
 
     def ask(self, resource: str, limit: int, passed: int, report: Report) -> None:
@@ -207,7 +207,7 @@ class Inbox:
             return
         try:
             round_, until = self._send(resource, limit, since, questions[-1][0])
-            wait = functools.partial(self._servers.nodes.wait, round_, until, native=True)
+            wait = functools.partial(self._core.nodes.wait, round_, until, native=True)
             self._threads.add(WorkItem(wait, lambda: on_place(round_.place)))
         except BaseException:  # for example, no thread can be started: later questions are asked
             with self._counting:
@@ -218,9 +218,9 @@ class Inbox:
         self, resource: str, limit: int, since: float, passed: int
     ) -> tuple[PlaceRound, float]:
         """Send a question; return it, and until when replies count, in monotonic seconds."""
-        nodes = self._servers.nodes
+        nodes = self._core.nodes
         request = self._register(resource, since, limit, passed)
-        round_, now = PlaceRound(len(nodes.nodes)), nodes.clock.now()
+        round_, now = PlaceRound(len(nodes.all)), nodes.clock.now()
         nodes.broadcast(Command(request, round_, REGISTER), now)
         # also a reply that nobody waits for is read: the server may have forgotten the script
         self._drain_by(now + nodes.timeout)
@@ -235,12 +235,12 @@ class Inbox:
     def listen(self) -> None:
         """Have each subscriber that lacks a subscription make it. Never waits."""
         if not self._subscribers:
-            servers = self._servers
-            how = servers.options.node_timeout, self._platform, self.channels
+            core = self._core
+            how = core.options.node_timeout, self._platform, self.channels
             new = self._platform.new_subscriber or Subscriber
             made = [
                 new(node.address, *how, functools.partial(self.on_message, node=node.index))
-                for node in servers.nodes.nodes
+                for node in core.nodes.all
             ]
             self._subscribers.setdefault(None, made)
         channels = self.channels()
@@ -265,11 +265,11 @@ class Inbox:
             return
         if not message:
             for resource, since in list(self._registered.items()):  # it may have forgotten them
-                request = self._servers.requests.register(self.name, resource, since)
+                request = self._core.requests.register(self.name, resource, since)
                 self._write(request, REGISTER, node)
             self._line.on_listening()
             return
-        named = Named.parse(message, self._servers.options.prefix)
+        named = Named.parse(message, self._core.options.prefix)
         if named is None:
             return
         if named.resource not in self._line.resources():

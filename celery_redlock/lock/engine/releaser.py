@@ -21,9 +21,9 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.lease import HELD
 from celery_redlock.lock.platform.threads import uninterruptible
+from celery_redlock.lock.server.guard import Core
 from celery_redlock.lock.server.outbox import DELIVERED_FOR, Outbox
 from celery_redlock.lock.server.requests import RELEASE
-from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import Command
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError
 
@@ -44,13 +44,13 @@ class Releaser:
 
     def __init__(
         self,
-        servers: Servers,
+        core: Core,
         events: Events,
         outbox: Outbox,
         watchdog: Watchdog[Acquisition],
         reentrancy: Reentrancy,
     ) -> None:
-        self.servers, self.clock = servers, servers.clock
+        self.core, self.clock = core, core.clock
         self.events, self.outbox = events, outbox
         self._watchdog, self._reentrancy = watchdog, reentrancy
         self.forget()
@@ -156,15 +156,15 @@ class Releaser:
                 self._write(release)
         finally:
             # the next round of this process reads the replies, or the watchdog a little later
-            soon = self.clock.now() + self.servers.options.node_timeout
+            soon = self.clock.now() + self.core.options.node_timeout
             self._watchdog.run_maintenance_by(soon)
 
     def _write(self, release: KeyRelease) -> None:
-        nodes = self.servers.nodes
+        nodes = self.core.nodes
         release.key_lease.lease.end()  # before the first byte leaves: from here on nothing is held
         self._watchdog.unwatch(release.acquisition)
         nodes.broadcast(release.command(), self.clock.now())
-        nodes.hand_on_mail()  # reports of connections that broke with a grant in flight
+        nodes.report_broken()  # reports of connections that broke with a grant in flight
         if release.key_lease.asked_again:
             self.expect_late_grant(release)
         self._unwritten.pop(id(release), None)
@@ -176,7 +176,7 @@ class Releaser:
         """
         for release in list(self._unwritten.values()):
             # before the node timeout, the owner may still be writing it
-            if now - release.made_at > self.servers.options.node_timeout:
+            if now - release.made_at > self.core.options.node_timeout:
                 self._write(release)
         for due in [due for due in self._orphans if due[0] <= now]:
             self._orphans.remove(due)
@@ -235,7 +235,7 @@ class KeyRelease:
         """Return the command to send. Not kept, because it refers to this object."""
         releaser, marker = self._releaser, self.acquisition.options.marker
         ended_for = None if self._ended_at is None else releaser.clock.now() - self._ended_at
-        requests = releaser.servers.requests
+        requests = releaser.core.requests
         request = requests.release(self.key_lease, marker, ended_for, publish=self._publish)
         return Command(request, self, RELEASE)
 
@@ -260,14 +260,14 @@ class KeyRelease:
 
     def _look_closer(self, node: int, run_id: str) -> None:
         """Report a loss if fewer than a quorum of nodes kept the lock until its release."""
-        nodes, end = self._releaser.servers.nodes, self._ends[node]
+        nodes, end = self._releaser.core.nodes, self._ends[node]
         if end > self.made_at:
             keeps = self.key_lease.lease.keeps_its_promise(node, run_id)
             if keeps or end <= self._releaser.clock.now():
                 return  # the node restarted and abstains, or its lease ended before the release
             self._taken_away = True
         self._missing += 1
-        if self._taken_away and self._missing > len(nodes.nodes) - nodes.size:
+        if self._taken_away and self._missing > len(nodes.all) - nodes.quorum:
             reason = "at its release its key was no longer ours"
             self._releaser.events.lost_soon(self.acquisition, reason)
 

@@ -10,8 +10,8 @@ from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.rounds import RenewRound
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.server.guard import Core
 from celery_redlock.lock.server.requests import RENEW
-from celery_redlock.lock.server.restart_guard import Servers
 from celery_redlock.lock.transport.command import Command, Entry, RoundGroup
 from celery_redlock.lock.transport.encoding import encode_text
 
@@ -39,9 +39,9 @@ class Renewer:
     """
 
     def __init__(
-        self, servers: Servers, events: Events, reschedule: Callable[[Acquisition], None]
+        self, core: Core, events: Events, reschedule: Callable[[Acquisition], None]
     ) -> None:
-        self._servers, self._clock = servers, servers.clock
+        self._core, self._clock = core, core.clock
         self._events, self._reschedule = events, reschedule
 
     def renew(
@@ -52,16 +52,16 @@ class Renewer:
         native: called in a thread of the watchdog. Returns the acquisitions that no quorum
         confirmed.
         """
-        servers, sent = self._servers, self._clock.now()
+        core, sent = self._core, self._clock.now()
         renewed = [one for one in acquisitions if one.begin_renewal(sent)]
         group = RoundGroup()
-        entries: list[list[Entry]] = [[] for _ in servers.nodes.nodes]
+        entries: list[list[Entry]] = [[] for _ in core.nodes.all]
         written = [self._write(part, group, entries, sent) for part in _in_parts(renewed, sent)]
         group.close()
-        servers.nodes.scatter(entries, sent)
+        core.nodes.scatter(entries, sent)
         if native and any(sent - one.renew_at > LATE for one in renewed):
-            servers.nodes.wait_keeping_gil(group)
-        servers.nodes.wait(group, sent + servers.options.node_timeout, native=native)
+            core.nodes.wait_keeping_gil(group)
+        core.nodes.wait(group, sent + core.options.node_timeout, native=native)
         unconfirmed = {part.owners[i] for part, round_ in written for i in round_.unconfirmed}
         now = self._clock.now()
         for one in renewed:
@@ -76,7 +76,7 @@ class Renewer:
         self, part: Part, group: RoundGroup, entries: Sequence[list[Entry]], sent: float
     ) -> tuple[Part, RenewRound]:
         """Add the request for one part to the entries of each node."""
-        nodes = len(self._servers.nodes.nodes)
+        nodes = len(self._core.nodes.all)
         on_missing = functools.partial(self._on_missing, part.owners)
         round_ = RenewRound(part.key_leases, nodes, self._clock, on_missing)
         group.add(round_)
@@ -90,13 +90,13 @@ class Renewer:
         return part, round_
 
     def _entry(self, part: Part, round_: RenewRound, sent: float, note: bytes = b"") -> Entry:
-        request = self._servers.requests.renew(part.key_leases, note)
+        request = self._core.requests.renew(part.key_leases, note)
         return Command(request, round_, RENEW), sent, request
 
     def _on_missing(self, owners: Sequence[Acquisition], number: int) -> None:
         """Check the deadline again, and reclaim the key soon, after the present round."""
         owner = owners[number]
-        owner.reclaim_by(self._clock.now() + self._servers.options.node_timeout)
+        owner.reclaim_by(self._clock.now() + self._core.options.node_timeout)
         self._reschedule(owner)
 
     def confirm_fencing_token(self, key_lease: KeyLease, token: int, until: float) -> bool:
@@ -107,9 +107,9 @@ class Renewer:
         before = fence.token
         fence.choose(token)
         if not fence.usable:
-            nodes, clock = self._servers.nodes, self._clock
-            round_ = RenewRound([key_lease], len(nodes.nodes), clock, lambda number: None)
-            request = self._servers.requests.renew([key_lease])
+            nodes, clock = self._core.nodes, self._clock
+            round_ = RenewRound([key_lease], len(nodes.all), clock, lambda number: None)
+            request = self._core.requests.renew([key_lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
             nodes.wait(round_, until)
         if not fence.usable:

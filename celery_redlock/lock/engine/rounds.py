@@ -26,10 +26,10 @@ from celery_redlock.lock.model.votes import (
 )
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.server.error_hints import causes_of, strip_args
-from celery_redlock.lock.server.restart_guard import REPLACED
+from celery_redlock.lock.server.guard import REPLACED
 from celery_redlock.lock.transport.command import Command, Round
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
-from celery_redlock.lock.transport.node_client import NodeClient
+from celery_redlock.lock.transport.node import Node
 
 _REFUSAL, _NUMBERS = (int, int, bytes, int), (int, int)  # kinds of replies of lua/grant.lua
 
@@ -195,7 +195,7 @@ class AcquireRound(Round):
         """The value on each node that refused."""
         return [other.value for other in self._held_by.copy().values()]
 
-    def causes(self, nodes: Sequence[NodeClient], *, time_is_up: bool) -> list[str]:
+    def causes(self, nodes: Sequence[Node], *, time_is_up: bool) -> list[str]:
         """Return one text for each node that gave no vote. time_is_up: the node timeout is over."""
         voted = {*self._key_lease.granted, *self._held_by} if time_is_up else None
         return causes_of(nodes, self.errors, self.abstaining, voted)

@@ -25,14 +25,14 @@ from celery_redlock.lock.model.key_lease import LockKey
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool
+from celery_redlock.lock.server.guard import Core, NodeCallbacks, RestartGuard
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.server.outbox import Outbox
 from celery_redlock.lock.server.requests import Requests
-from celery_redlock.lock.server.restart_guard import GuardedNodeSet, NodeEvents, Servers
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.connection import connect_budget
 from celery_redlock.lock.transport.encoding import encoded
-from celery_redlock.lock.transport.node_client import LONGEST_RECONNECT, NodeClient
+from celery_redlock.lock.transport.node import LONGEST_RECONNECT, Node
 
 EXCHANGED_EVERY = 1 / 3  # of a grace period: how often nodes get the tenures of other nodes
 IDLE = 30.0  # seconds after which an unused connection is checked by a PING
@@ -72,32 +72,31 @@ class Session:
             platform, self._renew_due, self._run_maintenance, self._check_deadline
         )
         self.events = Events(client, self.identity, self.clock, self.watchdog)
-        told = NodeEvents(self.events.node_changed, self._node_connected, self._node_replaced)
-        self.node_set = GuardedNodeSet(
-            addresses, options.node_timeout, platform, options.guard, told
-        )
+        told = NodeCallbacks(self.events.node_changed, self._node_connected, self._node_replaced)
+        self.guard = RestartGuard(addresses, options.node_timeout, platform, options.guard, told)
+        self.nodes = self.guard.nodes
         self.threads = ThreadPool(platform)
         self.reentrancy = Reentrancy(platform)
-        self.outbox = Outbox(self.node_set)
-        servers = Servers(self.node_set, Requests(options.prefix), options)
+        self.outbox = Outbox(self.nodes)
+        core = Core(self.nodes, self.guard, Requests(options.prefix), options)
         drain_by = self.watchdog.run_maintenance_by
-        self.new_inbox = functools.partial(Inbox, servers, self.threads, drain_by, platform)
+        self.new_inbox = functools.partial(Inbox, core, self.threads, drain_by, platform)
         self.callers = Callers(self.new_inbox, platform)
-        self.releaser = Releaser(servers, self.events, self.outbox, self.watchdog, self.reentrancy)
-        self.renewer = Renewer(servers, self.events, self.watchdog.reschedule)
+        self.releaser = Releaser(core, self.events, self.outbox, self.watchdog, self.reentrancy)
+        self.renewer = Renewer(core, self.events, self.watchdog.reschedule)
         self.acquirer = Acquirer(
-            servers, platform, self.events, self.releaser, self.renewer, self.check_distinct
+            core, platform, self.events, self.releaser, self.renewer, self.check_distinct
         )
 
     @property
     def is_used(self) -> bool:
         """Whether the session has connections or threads."""
-        is_used = any(node.is_used for node in self.node_set.nodes)
+        is_used = any(node.is_used for node in self.nodes.all)
         return not self.is_closed and (is_used or self.watchdog.is_started)
 
     def forget(self) -> None:
         """Reset in a forked child, which uses and releases nothing of its parent."""
-        self.node_set.forget()
+        self.guard.forget()
         self.watchdog.forget()
         self.events.forget()
         self.callers.forget()
@@ -127,7 +126,7 @@ class Session:
         self.watchdog.stop()
         self.callers.close()
         self.threads.close()
-        self.node_set.close()
+        self.nodes.close()
 
     # called by a `Lock`
 
@@ -152,7 +151,7 @@ class Session:
         acquisition.acquired_at = started
         acquisition.plan_renewals(started)
         self.watchdog.watch(acquisition)
-        replaced_at = self.node_set.replaced_at
+        replaced_at = self.guard.replaced_at
         if replaced_at:  # between the grant of the first key and now
             for one in acquisition.key_leases:
                 for node in one.replaced(replaced_at):
@@ -192,7 +191,7 @@ class Session:
 
     def connect_soon(self) -> None:
         """Begin to connect to every node, and keep the connections alive. Never waits."""
-        self.node_set.reconnect()
+        self.nodes.reconnect()
         budget = connect_budget(self.options.node_timeout)
         self.watchdog.run_maintenance_by(self.clock.now() + budget)
 
@@ -203,7 +202,7 @@ class Session:
 
     def check_distinct(self) -> None:
         """Raise SettingsError if two nodes are one server, which would vote twice."""
-        pair = self.node_set.same_server
+        pair = self.guard.same_server
         if pair is not None:
             raise one_server(self._level, pair)
 
@@ -225,18 +224,18 @@ class Session:
         Monotonic seconds.
         """
         now, timeout = self.clock.now(), self.options.node_timeout
-        self.node_set.drain()
+        self.nodes.drain()
         self.releaser.run_maintenance(now)
         idle = min(IDLE, self.exchanged_every)
-        self.node_set.keep_alive(idle)
-        gone = self.watchdog.watches and self.node_set.reconnect()
-        again = min(self.node_set.pollers.drop_spare(now), self.releaser.repeats_at)
+        self.guard.keep_alive(idle)
+        gone = self.watchdog.watches and self.nodes.reconnect()
+        again = min(self.nodes.pollers.drop_spare(now), self.releaser.repeats_at)
         # checked last: the reports of broken connections may have added work
-        if gone or self.node_set.outstanding or self.releaser.is_writing:
+        if gone or self.nodes.outstanding or self.releaser.is_writing:
             return min(again, now + timeout)
         if self._is_ending:
             return self._close_when_done(now + timeout)
-        if any(node.connection for node in self.node_set.nodes):
+        if any(node.connection for node in self.nodes.all):
             return min(again, now + idle)
         return again
 
@@ -249,7 +248,7 @@ class Session:
 
     # called for events of the connections
 
-    def _node_connected(self, node: NodeClient, greeting: ServerInfo) -> None:
+    def _node_connected(self, node: Node, greeting: ServerInfo) -> None:
         # Renews soon, so that a key that a restarted node lost is reclaimed while the node's
         # promise is still true. At most once a second: if a renewal breaks the connection, each
         # reconnect would cause the next renewal.

@@ -1,7 +1,7 @@
 """What the lock asks of a server: its scripts, the restart guard, and what a server's errors mean.
 
 Not here: how bytes travel (`lock/transport`), and how a client handles replies (`lock/engine`).
-Read `restart_guard.py` first: it admits a connection, or refuses it if its server must not vote.
+Read `guard.py` first: it admits a connection, or refuses it if its server must not vote.
 
 - `tenures.py`: which server served under which address.
 - `handshake.py`: the first commands on a new connection.

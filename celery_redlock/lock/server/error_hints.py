@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from celery_redlock.errors import NodeError, abstention_cause, escaped
-from celery_redlock.lock.transport.node_client import LONGEST_CAUSE, NodeClient
+from celery_redlock.lock.transport.node import LONGEST_CAUSE, Node
 
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
 _IN_A_CLUSTER = "a cluster member: name a server that stands alone"
@@ -128,7 +128,7 @@ def strip_args(text: str) -> str:
 
 
 def causes_of(
-    nodes: Sequence[NodeClient],
+    nodes: Sequence[Node],
     errors: dict[int, NodeError] | None = None,
     abstaining: dict[int, float] | None = None,
     voted: set[int] | None = None,

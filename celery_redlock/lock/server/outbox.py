@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.transport.command import Command
+from celery_redlock.lock.transport.nodes import Nodes
 
 DELIVERED_FOR = 1.5  # ttls: by then every node has dropped our key, with or without a release
 
@@ -27,13 +27,13 @@ class OutboxItem(Protocol):
 class Outbox:
     """Delivers items to nodes once the nodes are connected."""
 
-    def __init__(self, node_set: GuardedNodeSet) -> None:
-        self._node_set = node_set
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
         self.forget()
 
     def forget(self) -> None:
         """Reset in a forked child: the items stay with the parent."""
-        self._items: list[dict[int, OutboxItem]] = [{} for _ in self._node_set.nodes]
+        self._items: list[dict[int, OutboxItem]] = [{} for _ in self._nodes.all]
 
     def put(self, node: int, item: OutboxItem) -> None:
         """Keep an item for a node. A second call with the same item has no effect."""
@@ -46,13 +46,13 @@ class Outbox:
 
     def flush(self, now: float) -> None:
         """Send the items of connected nodes, drop expired items, and connect to the other nodes."""
-        for node, items in zip(self._node_set.nodes, self._items, strict=True):
+        for node, items in zip(self._nodes.all, self._items, strict=True):
             for key, item in list(items.items()):
                 if item.until <= now:
                     items.pop(key, None)
                     item.settle(node.index)
                 elif node.connection is not None:
                     items.pop(key, None)
-                    self._node_set.send_to(node.index, item.command())
+                    self._nodes.send_to(node.index, item.command())
             if items:
                 node.connect()

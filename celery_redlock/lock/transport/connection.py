@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import hiredis
 
-from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.threads import keeping_gil
 from celery_redlock.lock.transport.command import Entry
 from celery_redlock.lock.transport.encoding import INCOMPLETE, ReplyReader
@@ -43,20 +41,20 @@ class Connection:
 
     Written in the turn of its node, read by one thread at a time. An exception during a write or a
     read poisons the connection: bytes may be missing, and replies must not shift. A command is in
-    `in_flight` or in `answers`, or for a moment in both, until its handler has the reply.
+    `in_flight` or in `replies`, or for a moment in both, until its handler has the reply.
     """
 
     __slots__ = (
         "_dialled",
         "_reader",
         "_ways",
-        "answers",
         "discarded",
         "in_flight",
         "is_tls",
         "opened_at",
         "peer",
         "poisoned",
+        "replies",
         "run_id",
         "socket",
         "struck",
@@ -67,7 +65,7 @@ class Connection:
 
     def __init__(self, dialled: Any, peer: Peer) -> None:
         self._dialled = dialled
-        self.peer: Any = peer  # of the class that `NodeOwner.handshake` returns
+        self.peer: Any = peer  # of the class that `Gate.handshake` returns
         self.run_id, self.suffix = peer.run_id, peer.suffix
         self.poisoned = False  # an exception interrupted a write or a read
         self.discarded = ""  # the reason if no further reply of this connection counts
@@ -79,14 +77,14 @@ class Connection:
         self._ways = self.socket, _unyielding(self.socket)
         self._reader = ReplyReader()
         self.in_flight: deque[Entry] = deque()
-        self.answers: deque[tuple[Entry, Any]] = deque()
+        self.replies: deque[tuple[Entry, Any]] = deque()
         self.struck: tuple[Entry, Any] | None = None  # the last reply whose handler raised
         self.write_buffer = b""
 
     def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
         """Write commands. Bytes that the socket does not accept stay in `write_buffer`.
 
-        keeps_gil: as in `NodeClient.send`. Raises OSError; the commands are in flight then, too.
+        keeps_gil: as in `Node.send`. Raises OSError; the commands are in flight then, too.
         """
         try:
             self.in_flight.extend(entries)
@@ -116,11 +114,11 @@ class Connection:
         raise OSError(POISONED)
 
     def read(self, *, keeps_gil: bool = True) -> None:
-        """Read, and move complete replies to `answers`. Raises OSError at the connection's end."""
+        """Read, and move complete replies to `replies`. Raises OSError at the connection's end."""
         if self.poisoned:
             self._refuse()
         try:
-            reader, in_flight, done = self._reader, self.in_flight, self.answers.append
+            reader, in_flight, done = self._reader, self.in_flight, self.replies.append
             way = self._ways[keeps_gil]
             reader.feed(receive(way) if self.is_tls else way.recv(MOST_AT_ONCE) or _ended())
             gets = reader.gets
@@ -241,39 +239,3 @@ CONNECT_BUDGET = 2.0
 def connect_budget(timeout: float) -> float:
     """Return the seconds for a connect. timeout: for a reply."""
     return max(CONNECT_BUDGET, timeout)
-
-
-@dataclass(frozen=True)
-class TransportOptions:
-    """Times in seconds.
-
-    timeout: for a reply. longest_idle: a connection without a write for that long is replaced
-    before it is used again.
-    """
-
-    timeout: float
-    longest_idle: float = math.inf
-
-
-class NodeOwner(Protocol):
-    """The set of nodes that a node belongs to. Any thread may call each method."""
-
-    def report(
-        self, node: int, entries: deque[Entry], error: NodeError, connection: Connection | None
-    ) -> None:
-        """Queue the report of a connection that broke or could not be made.
-
-        entries: the commands that get no reply. connection: to be closed in the turn of reading.
-        """
-
-    def rearm(self) -> None:
-        """Make every waiter look at the connections again, because one has changed."""
-
-    def handshake(self, connection: Any, node: int) -> Any:
-        """Return the `Peer` of a new connection. Raises an error to refuse the connection."""
-
-    def admit(self, node: int, info: Any, use: Callable[[], None]) -> None:
-        """Call `use` to let a connection be used, or raise NodeError to refuse it.
-
-        info: what `handshake` returned.
-        """

@@ -14,9 +14,10 @@ from typing import Any
 
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import Sleeper, gevent_here
+from celery_redlock.lock.platform.trylock import PAUSES
 from celery_redlock.lock.transport.command import Round
 from celery_redlock.lock.transport.connection import POISONED
-from celery_redlock.lock.transport.node_client import PAUSES, NodeClient
+from celery_redlock.lock.transport.node import Node
 
 MOST_POLLERS = 16  # that are in use; threads of the watchdog get more
 DOZE, LONGEST_DOZE = 0.001, 0.05  # seconds between looks of a waiter without a poller: first, most
@@ -36,7 +37,7 @@ class Poller:
         self._waker = platform.new_waker()
         self._topology = -1
         self._poll: Any = None
-        self._by_descriptor: dict[int, NodeClient] = {}
+        self._by_descriptor: dict[int, Node] = {}
         self.parked = False
 
     def wake(self) -> None:
@@ -44,7 +45,7 @@ class Poller:
         if self.parked:
             self._waker.wake()
 
-    def poll(self, nodes: Sequence[NodeClient], topology: int, seconds: float) -> list[NodeClient]:
+    def poll(self, nodes: Sequence[Node], topology: int, seconds: float) -> list[Node]:
         """Return the nodes whose sockets are ready, after this many seconds at most.
 
         topology: of `PollerPool`. If it has changed, a new poll object is made.
@@ -62,15 +63,14 @@ class Poller:
             self._waker.clear()
         return found
 
-    def _arrange(self, nodes: Sequence[NodeClient]) -> bool:
+    def _arrange(self, nodes: Sequence[Node]) -> bool:
         """Make a new poll object; return whether it is valid until the connections change."""
         lasts = True
         self._poll = self._platform.new_poll(self.native)
         self._poll.register(self._waker.descriptor, select.POLLIN)
         self._by_descriptor = {}
         for node in nodes:
-            if node.jobs:
-                node.go_on()
+            node.jobs.go_on()
             connection = node.connection
             if connection is None:
                 continue
@@ -96,6 +96,10 @@ class PollerPool:
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
+        self.forget()
+
+    def forget(self) -> None:
+        """Reset after a fork: the pollers and their waiters stay with the parent."""
         self.topology = 0
         self.taken: dict[int, Poller] = {}
         self.asleep: dict[int, Sleeper] = {}
@@ -106,7 +110,7 @@ class PollerPool:
     def take(self, *, native: bool) -> Poller | None:
         """Return a poller that is not in use; None if too many are, or no descriptor is left.
 
-        native: as in `NodeSet.wait`.
+        native: as in `Nodes.wait`.
         """
         if len(self.taken) >= MOST_POLLERS and not native:
             return None

@@ -14,7 +14,7 @@ from celery_redlock.lock.platform.threads import original
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.connection import connect_budget, receive
 from celery_redlock.lock.transport.encoding import INCOMPLETE, ReplyReader, encode_command, text_of
-from celery_redlock.lock.transport.node_client import RECONNECT
+from celery_redlock.lock.transport.node import RECONNECT
 
 LINGER = 30.0  # seconds that an unused connection is kept; seconds without data before a PING
 

@@ -106,7 +106,7 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
 
 def _chosen_nodes(redlock: Redlock, named: Sequence[str], every: bool) -> list[str]:
     """Return the names of the nodes to trust; raises ClickException for an unknown or no name."""
-    known = [node.name for node in redlock.session.node_set.nodes]
+    known = [node.name for node in redlock.session.nodes.all]
     for name in named:
         if name not in known:
             hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"

@@ -34,7 +34,7 @@ class NodesView:
         """Query the nodes."""
         session, nodes = redlock.session, look_at_nodes(redlock)
         guard, voting = session.options.guard, sum(node.votes for node in nodes)
-        return cls(guard.word, session.node_set.size, voting, nodes, guard.grace_period)
+        return cls(guard.word, session.nodes.quorum, voting, nodes, guard.grace_period)
 
     @property
     def has_quorum(self) -> bool:

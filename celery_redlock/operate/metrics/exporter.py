@@ -90,7 +90,7 @@ class Exporter:
         self._is_serving = True
         app = consumer.app
         own = [task.name for task in locked_tasks(app)]
-        nodes = [node.name for node in redlock_of(app).session.node_set.nodes]
+        nodes = [node.name for node in redlock_of(app).session.nodes.all]
         self._metrics.initialize(own, nodes)
         if self._forks:
             MultiProcessCollector(self.registry)

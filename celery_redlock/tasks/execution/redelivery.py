@@ -96,7 +96,7 @@ def read_markers(session: Session, run: str) -> list[float]:
     Seconds; 0 if the node has none, below 0 if a later send has replaced the run.
     """
     request = MARKER.call([completion_key(session.options.prefix, run)])
-    ages = session.node_set.query(request, read_number, script=MARKER).values()
+    ages = session.nodes.query(request, read_number, script=MARKER).values()
     return [age / 1000 for age in ages]
 
 

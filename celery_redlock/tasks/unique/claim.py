@@ -133,7 +133,7 @@ class Claim:
                 self.give_up()
                 return earlier
             # replaces it on the nodes that have it
-            others, known = set(range(len(session.node_set.nodes))) - first.changed, first.earlier
+            others, known = set(range(len(session.nodes.all))) - first.changed, first.earlier
             self._before = {node: known.get(node, earlier) for node in others}
             if self._ask(earlier.token).reached:
                 replaced = earlier
@@ -141,9 +141,9 @@ class Claim:
             self.carried = self._message_token(replaced)
             return False
         self.give_up()
-        if first.voted < session.node_set.size:
-            causes = causes_of(session.node_set.nodes)
-            raise QuorumUnreachable(self.name, causes, session.node_set.size)
+        if first.voted < session.nodes.quorum:
+            causes = causes_of(session.nodes.all)
+            raise QuorumUnreachable(self.name, causes, session.nodes.quorum)
         return earlier is not None or any(not one.is_sent for one in first.earlier.values())
 
     def _message_token(self, replaced: EarlierSend | None) -> ClaimToken:
@@ -158,13 +158,13 @@ class Claim:
     def _ask(self, expected: str) -> ClaimRound:
         """Set this send on every node whose value begins with `expected`; "": that has none."""
         session = self._session
-        round_, sent = ClaimRound(session.node_set), session.clock.now()
+        round_, sent = ClaimRound(session.nodes), session.clock.now()
         self._rounds.append(round_)
         value = self._value(SENDING)
         command = change(session, self.name, expected, value, self._sending_ttl, round_)
-        session.node_set.broadcast(command, sent)
-        session.node_set.wait(round_, sent + session.options.node_timeout)
-        session.node_set.wait_for_connects(round_, sent)
+        session.nodes.broadcast(command, sent)
+        session.nodes.wait(round_, sent + session.options.node_timeout)
+        session.nodes.wait_for_connects(round_, sent)
         round_.decided = True
         session.check_distinct()
         return round_
@@ -188,22 +188,22 @@ class Claim:
         Return False if the claim expired before, so that the nodes do not remember the send. It is
         not made anew: its run may be over, and later sends would be dropped for that run.
         """
-        session, node_set = self._session, self._session.node_set
-        every = set(range(len(node_set.nodes)))
+        session, nodes = self._session, self._session.nodes
+        every = set(range(len(nodes.all)))
         unchanged = every - self._changed
         if unchanged:
-            node_set.read_from(unchanged)  # replies that came meanwhile
+            nodes.read_from(unchanged)  # replies that came meanwhile
             unchanged = every - self._changed
         now = session.clock.now()
         left = self._opened_at + self._unique_for - now
         confirmed = change(session, self.name, self._token, self._value(SENT), left)
         if left > 0 and not unchanged:
-            node_set.broadcast(confirmed, now)
+            nodes.broadcast(confirmed, now)
         else:
             deleted = change(session, self.name, self._token)
             for node in every:
                 is_told = left > 0 and node not in unchanged
-                node_set.send_to(node, confirmed if is_told else deleted, now)
+                nodes.send_to(node, confirmed if is_told else deleted, now)
         if self.carried is not None:
             self.carried.mark_superseded(session, self.run_id.name)
         session.watchdog.run_maintenance_by(now + session.options.node_timeout)
@@ -228,9 +228,9 @@ class Claim:
         for node, earlier in before.items():
             expires_in = min(earlier.expires_in, LONGEST)
             restored = change(session, self.name, self._token, earlier.value, expires_in)
-            session.node_set.send_to(node, restored, now)
+            session.nodes.send_to(node, restored, now)
         elsewhere = set(self._rounds[-1].earlier) | set(before)
-        nodes = set(range(len(session.node_set.nodes))) - elsewhere
+        nodes = set(range(len(session.nodes.all))) - elsewhere
         ClaimRelease(session, self.name, self._token).send(nodes)
         self.carried, self._rounds = None, []
 
@@ -282,7 +282,7 @@ class ClaimToken:
             since_ms = session.clock.wall_us() // 1000
             ttl_ms = math.ceil(min(max(self.kept_for, MIN_MARKER_TTL), LONGEST) * 1000)
             request = encode_command("SET", key, str(-since_ms), "PX", str(ttl_ms), "NX")
-            session.node_set.broadcast(Command(request, IGNORE_REPLY), now)
+            session.nodes.broadcast(Command(request, IGNORE_REPLY), now)
 
     def release_at_start(self, session: Session) -> None:
         """Release the key if that is due at the start, before the body reads anything.

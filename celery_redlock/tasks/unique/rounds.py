@@ -16,9 +16,9 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import unique_key
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.requests import load_script
-from celery_redlock.lock.server.restart_guard import GuardedNodeSet
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Handler, Round
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
+from celery_redlock.lock.transport.nodes import Nodes
 
 SENDING, SENT = "sending", "sent"  # the state of a send, as its value on the nodes names it
 DELIVER_FOR = 60.0  # seconds for which a release is repeated to a node that is away
@@ -89,11 +89,11 @@ class ClaimRound(Round):
     request for it is written any more.
     """
 
-    __slots__ = ("_earlier", "_empty", "_failed", "_node_set", "_repeated", "changed", "wanted")
+    __slots__ = ("_earlier", "_empty", "_failed", "_nodes", "_repeated", "changed", "wanted")
 
-    def __init__(self, node_set: GuardedNodeSet) -> None:
+    def __init__(self, nodes: Nodes) -> None:
         self.decided, self.wake, self.wanted = False, None, True
-        self._node_set, self._repeated = node_set, set[int]()
+        self._nodes, self._repeated = nodes, set[int]()
         # each node is in one of these; empty: it has no value
         self.changed, self._empty, self._failed = set[int](), set[int](), set[int]()
         self._earlier: dict[int, EarlierSend] = {}
@@ -113,7 +113,7 @@ class ClaimRound(Round):
         """Repeat the request once on a new connection: a second execution changes nothing."""
         if error.lost and not self.decided and node not in self._repeated:
             self._repeated.add(node)
-            self._node_set.send_to(node, command)
+            self._nodes.send_to(node, command)
         else:
             self._failed.add(node)
             self._decide_if_clear()
@@ -122,12 +122,12 @@ class ClaimRound(Round):
         """Decide once no missing reply can change whether a quorum agrees, and on what."""
         if self.decided:
             return
-        nodes, size, failed = len(self._node_set.nodes), self._node_set.size, len(self._failed)
-        missing = nodes - self.voted - failed
-        is_clear = self.reached or not missing or failed > nodes - size
+        count, quorum, failed = len(self._nodes.all), self._nodes.quorum, len(self._failed)
+        missing = count - self.voted - failed
+        is_clear = self.reached or not missing or failed > count - quorum
         if not is_clear and (earlier := self.agreed) is not None:
             sent = sum(one.is_sent for one in self.earlier.values())
-            is_clear = earlier.is_sent or sent + missing < size
+            is_clear = earlier.is_sent or sent + missing < quorum
         if is_clear:
             self.decide()
 
@@ -144,7 +144,7 @@ class ClaimRound(Round):
     @property
     def reached(self) -> bool:
         """Whether a quorum has the new value."""
-        return len(self.changed) >= self._node_set.size
+        return len(self.changed) >= self._nodes.quorum
 
     @property
     def agreed(self) -> EarlierSend | None:
@@ -153,15 +153,15 @@ class ClaimRound(Round):
         A single node proves nothing: it may have missed the release of the key. Another one may
         have executed a delayed request after the release; no confirmation follows such a request.
         """
-        sends, size = list(self.earlier.values()), self._node_set.size
-        if len(sends) < size:
+        sends, quorum = list(self.earlier.values()), self._nodes.quorum
+        if len(sends) < quorum:
             return None
         tokens = [one.token for one in sends]
         token = max(tokens, key=tokens.count)
-        if tokens.count(token) < size:
+        if tokens.count(token) < quorum:
             return None
         own = [one for one in sends if one.token == token]
-        is_sent = sum(one.is_sent for one in own) >= size
+        is_sent = sum(one.is_sent for one in own) >= quorum
         return next(one for one in own if one.is_sent == is_sent)
 
 
@@ -194,15 +194,15 @@ class ClaimRelease(Round):
         """Write it to some nodes, or to all. Does not wait."""
         session, command, now = self._session, self.command(), self._session.clock.now()
         if nodes is None:
-            session.node_set.broadcast(command, now)
+            session.nodes.broadcast(command, now)
         for node in nodes or ():
-            session.node_set.send_to(node, command, now)
+            session.nodes.send_to(node, command, now)
         session.watchdog.run_maintenance_by(now + session.options.node_timeout)
 
     def wait(self) -> bool:
         """Wait one node timeout at most, and return whether a quorum has executed it."""
         session = self._session
-        session.node_set.wait(self, session.clock.now() + session.options.node_timeout)
+        session.nodes.wait(self, session.clock.now() + session.options.node_timeout)
         return self.decided
 
     def command(self) -> Command:
@@ -222,7 +222,7 @@ class ClaimRelease(Round):
             session.watchdog.run_maintenance_by(session.clock.now() + session.options.node_timeout)
             return
         self._executed.add(node)
-        if not self.decided and len(self._executed) >= session.node_set.size:
+        if not self.decided and len(self._executed) >= session.nodes.quorum:
             self.decide()
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:

@@ -274,7 +274,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         if self.inbox is None:
             self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
             session = self._redlock.session
-            self._votes, self._quorum = votes_channel(session.options.prefix), session.node_set.size
+            self._votes, self._quorum = votes_channel(session.options.prefix), session.nodes.quorum
             host = str(getattr(self._consumer, "hostname", ""))
             on_vote = functools.partial(self._loop.call_soon, self._on_vote)
             self.inbox = session.new_inbox(self._successor, host, self._channels, on_vote)

@@ -247,7 +247,7 @@ MUTANTS = (
     Mutant(
         "a worker that lost its connection to the broker is named for messages that it lost",
         "lock.engine.inbox:Inbox.leave",
-        "self._write(self._servers.requests.unregister(self.name, resource))",
+        "self._write(self._core.requests.unregister(self.name, resource))",
         "pass",
         (f"{CONTRACT}/test_waiting_room.py",),
         "ends_when_the_room_is_closed",

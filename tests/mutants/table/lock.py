@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lease is counted from its answer's arrival",
-        "lock.transport.node_set:NodeSet._hand_on_answers",
+        "lock.transport.nodes:Nodes._dispatch_replies",
         """                if type(reply) is not hiredis.ReplyError:
                     command.handler.on_reply(index, sent, reply, run_id)""",
         """                if type(reply) is not hiredis.ReplyError:
@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     Mutant(
         "every acquire waits for the connect to a node that is down",
-        "lock.transport.node_client:NodeClient.awaited_until",
+        "lock.transport.node:Node.awaited_until",
         "self._connecting and not self._failures and not self._closed",
         "self._connecting and not self._closed",
         (
@@ -103,9 +103,9 @@ MUTANTS = (
     ),
     Mutant(
         "two nodes that answer wait for the first connect to the third",
-        "lock.transport.node_set:NodeSet.wait_for_connects",
-        "round_.voted < (needed or self.needed)",
-        "round_.voted < len(self.nodes)",
+        "lock.transport.nodes:Nodes.wait_for_connects",
+        "round_.voted < (needed or self.quorum)",
+        "round_.voted < len(self.all)",
         (f"{CONTRACT}/test_slow_line.py::test_two_nodes_that_disagree_do_not_wait_for_the_third",),
     ),
     Mutant(
@@ -332,7 +332,7 @@ MUTANTS = (
     ),
     Mutant(
         "one server by two names votes twice",
-        "lock.server.restart_guard:GuardedNodeSet._refuse_same_server",
+        "lock.server.guard:RestartGuard._refuse_same_server",
         "if other != index:",
         "if False:",
         (f"{CONTRACT}/test_redlock.py",),
@@ -358,14 +358,14 @@ MUTANTS = (
         "the parent of a killed child does not know what the child asked for last",
         "lock.engine.acquirer:Acquirer._lock_key",
         """        self._events.claiming(acquisition, key_lease)
-        nodes = self._servers.nodes
+        nodes = self._core.nodes
         marker = acquisition.options.marker
-        round_ = AcquireRound(key_lease, len(nodes.nodes), nodes.send_to, marker)
+        round_ = AcquireRound(key_lease, len(nodes.all), nodes.send_to, marker)
         failure = self._run(round_, key_lease, acquisition.options)
 """,
-        """        nodes = self._servers.nodes
+        """        nodes = self._core.nodes
         marker = acquisition.options.marker
-        round_ = AcquireRound(key_lease, len(nodes.nodes), nodes.send_to, marker)
+        round_ = AcquireRound(key_lease, len(nodes.all), nodes.send_to, marker)
         failure = self._run(round_, key_lease, acquisition.options)
         self._events.claiming(acquisition, key_lease)
 """,
@@ -493,7 +493,7 @@ MUTANTS = (
     ),
     Mutant(
         "the wall clock of a worker decides how long a message has waited",
-        "lock.server.restart_guard:GuardedNodeSet.wall",
+        "lock.server.guard:RestartGuard.wall",
         "if not known:",
         "if True:",
         (f"{SIMULATION}/test_properties.py",),

@@ -129,7 +129,7 @@ MUTANTS = (
     Mutant(
         "a send is dropped though the nodes name different earlier ones",
         "tasks.unique.rounds:ClaimRound.agreed",
-        "if tokens.count(token) < size:",
+        "if tokens.count(token) < quorum:",
         "if False:",
         (f"{CONTRACT}/test_unique.py",),
         "name_different_sends",

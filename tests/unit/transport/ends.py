@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +15,10 @@ from celery_redlock import NodeError
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Command
-from celery_redlock.lock.transport.connection import TransportOptions
+from celery_redlock.lock.transport.connection import Peer
 from celery_redlock.lock.transport.encoding import encode_command
-from celery_redlock.lock.transport.node_set import NodeSet
+from celery_redlock.lock.transport.node import Gate, Node
+from celery_redlock.lock.transport.nodes import Nodes
 
 PATIENCE = 20.0  # seconds in which even a busy machine brings a byte from one end to the other
 Words = list[bytes]
@@ -107,27 +110,46 @@ def echo(word: str, handler: Any, **how: Any) -> Command:
     return Command(encode_command("ECHO", word), handler, **how)
 
 
-class Nodes(NodeSet[Any]):
-    """Nodes over socket pairs, connected already."""
+class Pairs(Nodes):
+    """Nodes over socket pairs, connected already. Any connection is used unless `refuses` says no.
 
-    def __init__(self, count: int, options: TransportOptions | None = None) -> None:
+    refuses: called with the index of a node that a connection is made to.
+    """
+
+    def __init__(
+        self, count: int, timeout: float = PATIENCE, *, longest_idle: float = math.inf
+    ) -> None:
         self.changes: list[tuple[int, str]] = []
         self.refused: list[str] = []  # error replies
+        self.refuses: Callable[[int], bool] = lambda node: False
         addresses = [PairAddress(f"node{index}", f"node{index}") for index in range(count)]
         self.addresses = addresses
-        super().__init__(
-            addresses,
-            options or TransportOptions(PATIENCE),
-            Platform(SystemClock()),
-            lambda node, error: self.changes.append((node.index, error.cause if error else "")),
+        gate = Gate(
+            lambda connection, node: Peer(),
+            self._admit_any,
+            self._keep_refused,
+            self._keep_down,
+            lambda node: self.changes.append((node.index, "")),
         )
-        for node in self.nodes:
-            node.adopt(node.address.dial(PATIENCE), self.handshake(None, node.index))
+        platform = Platform(SystemClock())
+        super().__init__(
+            addresses, timeout, platform, gate, quorum=count, longest_idle=longest_idle
+        )
+        for node in self.all:
+            node.adopt(node.address.dial(PATIENCE), Peer())
 
-    def on_error_reply(self, node: Any, text: str) -> bool:
-        """Keep what a server refuses."""
+    def _admit_any(self, node: int, peer: Any, use: Callable[[], None]) -> None:
+        if self.refuses(node):
+            raise NodeError(f"node{node}", "not this one")
+        use()
+
+    def _keep_refused(self, node: Node, text: str) -> bool:
         self.refused.append(text)
-        return super().on_error_reply(node, text)
+        return False
+
+    def _keep_down(self, node: Node, error: NodeError, was_down: bool) -> None:
+        if not was_down:
+            self.changes.append((node.index, error.cause))
 
     def server(self, index: int = 0) -> ServerEnd:
         """Return the server's end of a node's last connection."""
@@ -136,4 +158,4 @@ class Nodes(NodeSet[Any]):
     def send(self, *commands: Command, node: int = 0) -> None:
         """Write commands to one node, in one batch."""
         now = self.clock.now()
-        self.nodes[node].send([(command, now, command.request) for command in commands])
+        self.all[node].send([(command, now, command.request) for command in commands])

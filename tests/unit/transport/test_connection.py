@@ -39,7 +39,7 @@ def write(connection: Connection, *commands: Command, keeps_gil: bool = True) ->
 
 
 def replies(connection: Connection) -> list[Any]:
-    return [reply for _, reply in connection.answers]
+    return [reply for _, reply in connection.replies]
 
 
 @pytest.mark.parametrize("keeps_gil", [True, False])
@@ -53,7 +53,7 @@ def test_a_reply_that_comes_byte_by_byte_is_one_reply(
     for byte in whole:
         server.say(bytes([byte]))
         connection.read(keeps_gil=keeps_gil)
-        seen.append(len(connection.answers))
+        seen.append(len(connection.replies))
     assert replies(connection) == [b"first", [1, 2]]
     assert seen == [0] * 10 + [1] * 12 + [2]
     assert not connection.in_flight
@@ -67,7 +67,7 @@ def test_replies_that_come_at_once_go_to_their_commands_in_order(
     write(connection, *commands)
     server.say(b":0\r\n:1\r\n:2\r\n")
     connection.read()
-    assert [(entry[0], reply) for entry, reply in connection.answers] == list(
+    assert [(entry[0], reply) for entry, reply in connection.replies] == list(
         zip(commands, range(3), strict=True)
     )
 
@@ -131,7 +131,7 @@ def test_an_exception_in_the_middle_of_a_write_poisons_the_connection(
     server.say(b":1\r\n")
     with pytest.raises(OSError, match=POISONED):
         connection.read()
-    assert not connection.answers
+    assert not connection.replies
 
 
 def test_an_exception_in_the_middle_of_a_read_poisons_the_connection(
@@ -171,7 +171,7 @@ def test_what_is_no_reply_at_all_ends_the_connection(pair: tuple[Connection, Ser
     server.say(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     with pytest.raises(OSError, match="not a Redis server"):
         connection.read()
-    assert not connection.answers
+    assert not connection.replies
 
 
 def test_the_end_of_the_stream_is_told_from_nothing_to_read(

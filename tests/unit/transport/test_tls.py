@@ -67,10 +67,10 @@ def test_replies_of_several_records_come_whole(
 
     def is_answered() -> bool:
         connection.read(keeps_gil=keeps_gil)  # tickets of a session, too: nothing to hand on
-        return bool(connection.answers)
+        return bool(connection.replies)
 
     eventually(is_answered)
-    assert [reply for _, reply in connection.answers] == [text]
+    assert [reply for _, reply in connection.replies] == [text]
 
 
 def test_what_is_decrypted_already_is_read_though_the_descriptor_shows_nothing(

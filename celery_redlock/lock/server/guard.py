@@ -7,6 +7,7 @@ have served under its address since.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,9 @@ from celery_redlock.lock.server.requests import GUARD, Requests
 from celery_redlock.lock.server.tenures import Tenure, Tenures
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Command
-from celery_redlock.lock.transport.connection import Connection, TransportOptions
-from celery_redlock.lock.transport.node_client import BUSY, NodeClient
-from celery_redlock.lock.transport.node_set import NodeSet
+from celery_redlock.lock.transport.connection import Connection
+from celery_redlock.lock.transport.node import BUSY, Gate, Node
+from celery_redlock.lock.transport.nodes import Nodes
 
 REPLACED = "another server has served under its address since"
 LONGEST_IDLE = 0.9  # of the grace period: after that, another server may have granted; clocks drift
@@ -34,16 +35,16 @@ MOST_REFUSALS = 100  # error texts that are remembered, so that each is logged o
 
 
 @dataclass(frozen=True)
-class NodeEvents:
-    """The callbacks of a set of guarded nodes. None of them may wait.
+class NodeCallbacks:
+    """What the restart guard tells of the nodes. None of them may wait.
 
     changed: called as (node, error) when a node stops answering, and as (node, None) when the node
     answers again. connected: called as (node, info) for each new connection. replaced: called with
     the index of a node if its server was replaced by another server for a while.
     """
 
-    changed: Callable[[NodeClient, NodeError | None], None]
-    connected: Callable[[NodeClient, ServerInfo], None]
+    changed: Callable[[Node, NodeError | None], None]
+    connected: Callable[[Node, ServerInfo], None]
     replaced: Callable[[int], None]
 
 
@@ -67,47 +68,53 @@ class TenureReply:
         """Do nothing: the handshake of the next connection exchanges tenures again."""
 
 
-class GuardedNodeSet(NodeSet[ServerInfo]):
-    """The lock's nodes. A connection is used only if its server may vote."""
+class RestartGuard:
+    """The lock's `nodes`, of which a connection is used only if its server may vote."""
 
     def __init__(
         self,
         addresses: Sequence[Address],
         timeout: float,
         platform: Platform,
-        guard: Guard,
-        events: NodeEvents,
+        options: Guard,
+        callbacks: NodeCallbacks,
     ) -> None:
-        self._guard, self._events = guard, events
+        self._options, self._callbacks, self._clock = options, callbacks, platform.clock
         self._tenures = Tenures([address.server for address in addresses], self._is_failing)
-        if guard.word == "off":
-            options = TransportOptions(timeout)
-        else:
-            options = TransportOptions(timeout, LONGEST_IDLE * guard.grace_period)
         # by node: seconds since 1970 by its clock, less the monotonic seconds; stays over a fork
         self._ahead: dict[int, float] = {}
-        super().__init__(addresses, options, platform, events.changed)
-        self.needed = self.size = quorum_of(len(self.nodes))
+        self.nodes = Nodes(
+            addresses,
+            timeout,
+            platform,
+            Gate(self._handshake, self._admit, self.on_error_reply, self._on_down, self._on_up),
+            quorum=quorum_of(len(addresses)),
+            longest_idle=math.inf if options.word == "off" else LONGEST_IDLE * options.grace_period,
+        )
+        self._forget_own()
 
-    def reset(self) -> None:
-        """Forget every connection, and all knowledge about servers."""
-        super().reset()
+    def forget(self) -> None:
+        """Forget every connection after a fork, and all knowledge about servers."""
+        self.nodes.forget()
+        self._forget_own()
+
+    def _forget_own(self) -> None:
         self._servers: dict[str, int] = {}  # run id -> the node that is connected to it
         self._refusals: set[tuple[int, str]] = set()
         self.replaced_at: dict[int, float] = {}  # monotonic seconds of detection, by node
         self.same_server: tuple[str, str] | None = None  # names of two nodes that are one server
 
     def keep_alive(self, idle: float) -> None:
-        """Also exchange tenures with every node without an exchange for this many seconds."""
-        self._introduce(idle)
-        super().keep_alive(idle)
+        """Exchange tenures, or send PING, with every node without either for `idle` seconds."""
+        self._exchange_tenures(idle)
+        self.nodes.keep_alive(idle)
 
     def learn_time(self, node: int, wall: float, at: float) -> None:
         """Note a node's time. wall: seconds since 1970 by its clock; at: monotonic seconds.
 
         A command that waited for its connection was written later than `at`.
         """
-        connection = self.nodes[node].connection
+        connection = self.nodes.all[node].connection
         self._ahead[node] = wall - (at if connection is None else max(at, connection.opened_at))
 
     def wall(self) -> float:
@@ -116,43 +123,42 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         By the own wall clock if that agrees, so that the processes of a machine have one order; or
         if no node is known.
         """
-        known, own = sorted(self._ahead.copy().values()), self.clock.wall_us() / 1e6
+        known, own = sorted(self._ahead.copy().values()), self._clock.wall_us() / 1e6
         if not known:
             return own
-        wall = self.clock.now() + known[(len(known) - 1) // 2]
+        wall = self._clock.now() + known[(len(known) - 1) // 2]
         return own if abs(own - wall) < AGREES else wall
 
-    # extension methods of `NodeSet`
+    # called by the nodes
 
-    def handshake(self, connection: Any, node: int) -> ServerInfo:
-        """Load the scripts, and let the server record its run id. Raises redis.ResponseError."""
-        return handshake(connection, self._guard, self._tenures, node)
+    def _handshake(self, connection: Any, node: int) -> ServerInfo:
+        return handshake(connection, self._options, self._tenures, node)
 
-    def admit(self, node: int, info: ServerInfo, use: Callable[[], None]) -> None:
-        """Call `use` to let a connection be used, unless its server must not vote."""
+    def _admit(self, node: int, info: ServerInfo, use: Callable[[], None]) -> None:
         self._refuse_same_server(node, info.run_id)
         # in the turn: no vote is counted between the check of tenures and its consequences
-        if not self.run_in_turn(self._let_in, node, info, use):
-            raise NodeError(self.nodes[node].name, BUSY)  # the node connects again
-        self.hand_on_mail()
-        self._events.connected(self.nodes[node], info)
+        if not self.nodes.run_in_turn(self._let_in, node, info, use):
+            raise NodeError(self.nodes.all[node].name, BUSY)  # the node connects again
+        self.nodes.report_broken()
+        self._callbacks.connected(self.nodes.all[node], info)
 
-    def on_error_reply(self, node: NodeClient, text: str) -> bool:
+    def on_error_reply(self, node: Node, text: str) -> bool:
         """Report each kind of error of a node once; return whether the server is a replica now."""
         cause = strip_args(text)
         if self._is_news(node.index, cause):
-            self._events.changed(node, NodeError(node.name, cause))
+            self._callbacks.changed(node, NodeError(node.name, cause))
         return is_of_a_replica(text)
 
-    def on_down(self, node: NodeClient, error: NodeError) -> None:
-        """Report that a node is down. An error that an operator must fix is reported only once."""
-        if not hint_of(error.cause) or self._is_news(node.index, error.cause):
-            super().on_down(node, error)
+    def _on_down(self, node: Node, error: NodeError, was_down: bool) -> None:
+        """Report that a node is down. An error that an operator must fix is reported only once.
 
-    def on_still_down(self, node: NodeClient, error: NodeError) -> None:
-        """Report an error that an operator must fix, if the node was down for another cause."""
-        if hint_of(error.cause):
-            self.on_down(node, error)
+        Such an error is reported also if the node was down for another cause.
+        """
+        if self._is_news(node.index, error.cause) if hint_of(error.cause) else not was_down:
+            self._callbacks.changed(node, error)
+
+    def _on_up(self, node: Node) -> None:
+        self._callbacks.changed(node, None)
 
     def _is_news(self, node: int, text: str) -> bool:
         """Return whether a node reports this error for the first time.
@@ -171,42 +177,42 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
         if info.told:
             self._learn(index, info.tenure, info.others)
             if self._tenures.ended(index, info.tenure):
-                raise NodeError(self.nodes[index].name, REPLACED)
-        info.told_at = self.clock.now()
+                raise NodeError(self.nodes.all[index].name, REPLACED)
+        info.told_at = self._clock.now()
         if info.wall is not None:
             self.learn_time(index, info.wall, info.told_at)
         use()
-        self._introduce()
+        self._exchange_tenures()
 
     def _is_failing(self, node: int) -> bool:
-        return self.nodes[node].error is not None
+        return self.nodes.all[node].error is not None
 
     def _learn(self, index: int, own: Tenure | None, others: Sequence[Tenure | None]) -> None:
         """Keep the newest tenures; give up connections to servers that were replaced."""
         self._tenures.learn(index, own, others)
-        for node in self.nodes:
+        for node in self.nodes.all:
             connection = node.connection
             if connection is not None and self._tenures.ended(node.index, connection.peer.tenure):
                 self._give_up(node, connection)
 
-    def _give_up(self, node: NodeClient, connection: Connection) -> None:
+    def _give_up(self, node: Node, connection: Connection) -> None:
         """Drop a connection and its votes, because its server has missed grants of another server.
 
         The handshake of the next connection informs the server, which then abstains.
         """
         # first: if another thread has the node's turn, the drop comes later
         connection.discarded = REPLACED
-        self.replaced_at[node.index] = self.clock.now()
-        self.lose_answers(node, connection, REPLACED)
-        self._events.replaced(node.index)
+        self.replaced_at[node.index] = self._clock.now()
+        self.nodes.lose_replies(node, connection, REPLACED)
+        self._callbacks.replaced(node.index)
         node.drop(connection, REPLACED)
 
-    def _introduce(self, every: float | None = None) -> None:
+    def _exchange_tenures(self, every: float | None = None) -> None:
         """Exchange tenures with each connected node that lacks one, or every `every` seconds."""
-        if self._guard.word == "off":
+        if self._options.word == "off":
             return
-        now = self.clock.now()
-        for node in self.nodes:
+        now = self._clock.now()
+        for node in self.nodes.all:
             connection = node.connection
             if connection is None or not connection.run_id:
                 continue
@@ -218,36 +224,37 @@ class GuardedNodeSet(NodeSet[ServerInfo]):
             if is_told and (every is None or now - server.told_at <= every):
                 continue
             server.told, server.told_at = told, now
-            keys = noted_keys(self._guard.prefix, self._tenures, node.index)
+            keys = noted_keys(self._options.prefix, self._tenures, node.index)
             request = GUARD.call(keys, *server.arguments, *told)
             node.send([(Command(request, TenureReply(self._on_tenures), GUARD), now, request)])
 
     def _on_tenures(self, index: int, reply: Any, run_id: str) -> None:
         _, own, others = tenures_of(reply, len(self._tenures.told(index)))
-        connection = self.nodes[index].connection
+        connection = self.nodes.all[index].connection
         if connection is not None and connection.run_id == run_id:
             connection.peer.tenure = own
         self._learn(index, own, others)
-        self._introduce()
+        self._exchange_tenures()
 
     def _refuse_same_server(self, index: int, run_id: str) -> None:
         """Refuse a second node with the same server, because its vote would count twice."""
         other = self._servers.setdefault(run_id, index) if run_id else index
-        if other != index and self.nodes[other].run_id not in ("", run_id):
+        if other != index and self.nodes.all[other].run_id not in ("", run_id):
             other = self._servers[run_id] = index  # the other node has another server by now
         if other != index:
-            name, first = self.nodes[index].name, self.nodes[other].name
+            name, first = self.nodes.all[index].name, self.nodes.all[other].name
             self.same_server = (first, name)
             raise NodeError(name, f"is the same server as {first}")
-        if self.same_server is not None and self.nodes[index].name in self.same_server:
+        if self.same_server is not None and self.nodes.all[index].name in self.same_server:
             self.same_server = None  # the node has its own server again
 
 
 @dataclass(frozen=True)
-class Servers:
-    """The nodes of one `Redlock`, the requests for keys, and the options that all locks share."""
+class Core:
+    """The parts of one `Redlock` that all locks share: nodes, guard, requests and options."""
 
-    nodes: GuardedNodeSet
+    nodes: Nodes
+    guard: RestartGuard
     requests: Requests
     options: ClientOptions
 

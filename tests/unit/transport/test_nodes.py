@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from celery_redlock import NodeError
 from celery_redlock.lock.transport.command import Command, Question, Round, Script
-from celery_redlock.lock.transport.connection import TransportOptions
 from celery_redlock.lock.transport.encoding import UnexpectedReplyError, encode_command, read_number
 from tests.conftest import eventually
-from tests.unit.transport.ends import PATIENCE, Kept, Nodes, echo
+from tests.unit.transport.ends import PATIENCE, Kept, Pairs, echo
 
 SHORT = 0.2  # seconds: a node timeout that a test waits for
 MUCH = "x" * 4_000_000  # more than two ends of a socket pair take
@@ -24,34 +22,34 @@ GET = encode_command("GET", "a")
 
 
 @pytest.fixture
-def node() -> Iterator[Nodes]:
+def node() -> Iterator[Pairs]:
     """One node."""
-    made = Nodes(1)
+    made = Pairs(1)
     yield made
     made.close()
 
 
 @pytest.fixture
-def two() -> Iterator[Nodes]:
+def two() -> Iterator[Pairs]:
     """Two nodes, of which a test lets one be silent."""
-    made = Nodes(2, TransportOptions(SHORT))
+    made = Pairs(2, SHORT)
     yield made
     made.close()
 
 
-def settled(nodes: Nodes, handler: Kept, count: int = 1) -> None:
+def settled(nodes: Pairs, handler: Kept, count: int = 1) -> None:
     """Read until a handler was told the end of so many commands."""
 
     def is_settled() -> bool:
-        nodes.read_from(range(len(nodes.nodes)))
-        nodes.hand_on_mail()
+        nodes.read_from(range(len(nodes.all)))
+        nodes.report_broken()
         return len(handler.replies) + len(handler.errors) >= count
 
     eventually(is_settled)
 
 
 class TestScripts:
-    def test_one_that_a_server_has_forgotten_is_sent_with_its_text(self, node: Nodes) -> None:
+    def test_one_that_a_server_has_forgotten_is_sent_with_its_text(self, node: Pairs) -> None:
         handler, server = Kept(), node.server()
         node.send(Command(SCRIPT.call(["key"], "word"), handler, SCRIPT))
         digest = server.read_command()
@@ -64,7 +62,7 @@ class TestScripts:
         settled(node, handler)
         assert handler.replies == [(0, 42)]
 
-    def test_one_that_nobody_wants_any_more_is_only_loaded(self, node: Nodes) -> None:
+    def test_one_that_nobody_wants_any_more_is_only_loaded(self, node: Pairs) -> None:
         handler, server = Kept(), node.server()
         node.send(Command(SCRIPT.call([]), handler, SCRIPT))
         server.read_command()
@@ -73,7 +71,7 @@ class TestScripts:
         node.read_from([0])
         assert server.read_command() == [b"SCRIPT", b"LOAD", SCRIPT.source]
 
-    def test_one_that_is_refused_with_its_text_too_is_an_error(self, node: Nodes) -> None:
+    def test_one_that_is_refused_with_its_text_too_is_an_error(self, node: Pairs) -> None:
         handler, server = Kept(), node.server()
         node.send(Command(SCRIPT.call([]), handler, SCRIPT))
         for verb in (b"EVALSHA", b"EVAL"):
@@ -85,7 +83,7 @@ class TestScripts:
 
 
 class TestErrors:
-    def test_an_error_reply_is_told_to_the_set_and_to_the_handler(self, node: Nodes) -> None:
+    def test_an_error_reply_is_told_to_the_set_and_to_the_handler(self, node: Pairs) -> None:
         handler = Kept()
         node.send(echo("a", handler))
         node.server().say(b"-OOM command not allowed\r\n")
@@ -93,7 +91,7 @@ class TestErrors:
         assert node.refused == ["OOM command not allowed"]
         assert [str(reply) for _, reply in handler.replies] == ["OOM command not allowed"]
 
-    def test_a_reply_of_the_wrong_kind_takes_the_replies_behind_it_along(self, node: Nodes) -> None:
+    def test_a_reply_of_the_wrong_kind_takes_the_replies_behind_it_along(self, node: Pairs) -> None:
         class Picky(Kept):
             def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
                 super().on_reply(node, sent, read_number(reply), run_id)
@@ -114,19 +112,19 @@ class TestErrors:
         [(b"HTTP/1.1 400\r\n", "not a Redis server"), (b":1\r\n:2\r\n", "nobody asked for")],
     )
     def test_a_connection_that_says_nonsense_is_given_up(
-        self, node: Nodes, said: bytes, cause: str
+        self, node: Pairs, said: bytes, cause: str
     ) -> None:
         handler = Kept()
         node.send(echo("a", handler))
         server = node.server()
         server.say(said)
-        eventually(lambda: node.read_from([0]) or node.nodes[0].connection is None)
+        eventually(lambda: node.read_from([0]) or node.all[0].connection is None)
         settled(node, handler)
         assert cause in node.changes[0][1]
         server.wait_closed()
 
     def test_a_handler_that_raises_is_told_twice_and_keeps_nobody_from_its_reply(
-        self, node: Nodes
+        self, node: Pairs
     ) -> None:
         class Faulty(Kept):
             def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
@@ -144,19 +142,11 @@ class TestErrors:
         assert behind.replies == [(0, 2)]
 
     def test_a_refused_connection_ends_the_commands_that_wait_for_it(self) -> None:
-        class Refusing(Nodes):
-            def admit(self, node: int, info: Any, use: Any) -> None:
-                if self.nodes[node].connection is None and self.is_closed_to_all:
-                    raise NodeError(f"node{node}", "not this one")
-                use()
-
-            is_closed_to_all = False
-
-        nodes, handler = Refusing(1), Kept()
-        nodes.is_closed_to_all = True
-        connection = nodes.nodes[0].connection
+        nodes, handler = Pairs(1), Kept()
+        nodes.refuses = lambda node: nodes.all[node].connection is None
+        connection = nodes.all[0].connection
         assert connection is not None
-        nodes.nodes[0].drop(connection, "broken by a test")
+        nodes.all[0].drop(connection, "broken by a test")
         nodes.send(echo("a", handler))
         settled(nodes, handler)
         assert handler.errors == [(0, "not this one")]
@@ -167,10 +157,10 @@ class TestErrors:
 
 
 class TestReconnecting:
-    def test_commands_that_wait_for_a_connection_are_written_in_order(self, node: Nodes) -> None:
-        handler, connection = Kept(), node.nodes[0].connection
+    def test_commands_that_wait_for_a_connection_are_written_in_order(self, node: Pairs) -> None:
+        handler, connection = Kept(), node.all[0].connection
         assert connection is not None
-        node.nodes[0].drop(connection, "broken by a test")
+        node.all[0].drop(connection, "broken by a test")
         node.send(echo("a", handler))
         node.send(echo("b", handler))
         server = eventually(lambda: node.addresses[0].servers[1:])[0]
@@ -180,27 +170,22 @@ class TestReconnecting:
         assert handler.replies == [(0, 1), (0, 2)]
 
     def test_an_idle_connection_is_made_anew_before_it_is_used(self) -> None:
-        nodes, handler = Nodes(1, TransportOptions(PATIENCE, longest_idle=10.0)), Kept()
-        first, connection = nodes.server(), nodes.nodes[0].connection
+        nodes, handler = Pairs(1, longest_idle=10.0), Kept()
+        first, connection = nodes.server(), nodes.all[0].connection
         assert connection is not None
         connection.used_at -= 11.0
         nodes.send(echo("a", handler))
         second = eventually(lambda: nodes.addresses[0].servers[1:])[0]
         assert second.read_command() == [b"ECHO", b"a"]
-        nodes.hand_on_mail()
+        nodes.report_broken()
         first.wait_closed()
         assert nodes.changes == [], "the node has not failed"
         nodes.close()
 
     def test_an_idle_connection_that_cannot_be_made_anew_is_told(self) -> None:
-        class Refusing(Nodes):
-            def admit(self, node: int, info: Any, use: Any) -> None:
-                if self.nodes[0].error is not None:
-                    raise NodeError("node0", "not this one")
-                use()
-
-        nodes, handler = Refusing(1, TransportOptions(PATIENCE, longest_idle=10.0)), Kept()
-        connection = nodes.nodes[0].connection
+        nodes, handler = Pairs(1, longest_idle=10.0), Kept()
+        nodes.refuses = lambda node: nodes.all[node].error is not None
+        connection = nodes.all[0].connection
         assert connection is not None
         connection.used_at -= 11.0
         nodes.send(echo("a", handler))
@@ -208,7 +193,7 @@ class TestReconnecting:
         assert nodes.changes == [(0, "not this one")]
         nodes.close()
 
-    def test_a_command_that_nobody_wants_any_more_is_not_written(self, node: Nodes) -> None:
+    def test_a_command_that_nobody_wants_any_more_is_not_written(self, node: Pairs) -> None:
         wanted, unwanted = Kept(), Kept()
         unwanted.wanted = False
         node.send(echo("a", unwanted), echo("b", wanted))
@@ -216,7 +201,7 @@ class TestReconnecting:
 
 
 class TestSeveralNodes:
-    def test_a_query_returns_what_came_in_time(self, two: Nodes) -> None:
+    def test_a_query_returns_what_came_in_time(self, two: Pairs) -> None:
         two.server(0).say(b":7\r\n")  # it answers before it is asked, as a near node seems to
         began = two.clock.now()
         assert two.query(GET, read_number) == {0: 7}
@@ -224,21 +209,21 @@ class TestSeveralNodes:
         assert two.server(1).read_command() == [b"GET", b"a"]
 
     def test_a_query_leaves_out_errors_and_does_not_wait_for_more(self) -> None:
-        nodes = Nodes(2)
+        nodes = Pairs(2)
         nodes.server(0).say(b":7\r\n")
         nodes.server(1).say(b"-NOPERM no\r\n")
         assert nodes.query(GET, read_number) == {0: 7}  # at once: the timeout is a minute
         nodes.close()
 
     def test_a_query_to_one_node_leaves_the_others_alone(self) -> None:
-        nodes = Nodes(2)
+        nodes = Pairs(2)
         nodes.server(1).say(b":7\r\n")
         assert nodes.query(GET, read_number, nodes=[1]) == {1: 7}
-        assert nodes.nodes[0].connection is not None
-        assert not nodes.nodes[0].outstanding
+        assert nodes.all[0].connection is not None
+        assert not nodes.all[0].outstanding
         nodes.close()
 
-    def test_a_node_that_never_answers_is_given_up_and_told_of_once(self, two: Nodes) -> None:
+    def test_a_node_that_never_answers_is_given_up_and_told_of_once(self, two: Pairs) -> None:
         handlers = [Kept(), Kept()]
         for handler in handlers:
             two.broadcast(echo("a", handler), two.clock.now())
@@ -251,16 +236,16 @@ class TestSeveralNodes:
         assert two.changes == [(1, cause)]
 
     def test_each_node_is_written_its_own_batch(self) -> None:
-        nodes, handler = Nodes(2), Kept()
+        nodes, handler = Pairs(2), Kept()
         batches = [[echo("a", handler), echo("b", handler)], []]
         now = nodes.clock.now()
         nodes.scatter([[(c, now, c.request) for c in batch] for batch in batches], now)
         assert [nodes.server(0).read_command()[1] for _ in range(2)] == [b"a", b"b"]
-        assert not nodes.nodes[1].outstanding
+        assert not nodes.all[1].outstanding
         nodes.close()
 
     def test_a_waiter_also_writes_what_its_socket_did_not_take(self) -> None:
-        nodes = Nodes(1)
+        nodes = Pairs(1)
         question = Question([0], read_number)
         nodes.send(Command(encode_command("ECHO", MUCH), question))
         server = nodes.server()
@@ -277,7 +262,7 @@ class TestReentry:
     """A signal handler or a finalizer may run in the middle of anything, and use the nodes."""
 
     def test_a_signal_handler_that_sends_inside_a_send_leaves_its_command_behind(
-        self, node: Nodes
+        self, node: Pairs
     ) -> None:
         handler, depth = Kept(), list[int]()
 
@@ -302,7 +287,7 @@ class TestReentry:
         assert [server.read_command()[1] for _ in range(2)] == [b"outer", b"inner"]
 
     def test_a_finalizer_that_sends_while_replies_are_handed_on_is_written(
-        self, node: Nodes
+        self, node: Pairs
     ) -> None:
         class Finalized:
             def __init__(self) -> None:
@@ -323,7 +308,7 @@ class TestReentry:
         settled(node, handler)
         assert [server.read_command()[1] for _ in range(2)] == [b"first", b"last"]
 
-    def test_who_interrupts_the_reading_does_not_wait_for_itself(self, node: Nodes) -> None:
+    def test_who_interrupts_the_reading_does_not_wait_for_itself(self, node: Pairs) -> None:
         began: list[float] = []
 
         class Waiting(Kept):

@@ -1,4 +1,4 @@
-"""The client of one node: one ordered connection, replaced when it breaks.
+"""A node and its connection: one ordered connection, replaced when it breaks.
 
 On one ordered connection, no command overtakes an earlier one.
 """
@@ -7,59 +7,108 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from redis.backoff import ExponentialBackoff
 
 from celery_redlock.errors import NodeError, escaped
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
-from celery_redlock.lock.platform.trylock import JobQueue
+from celery_redlock.lock.platform.trylock import PAUSES, JobQueue
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Entry, still_wanted
 from celery_redlock.lock.transport.connection import (
     Connection,
-    NodeOwner,
-    TransportOptions,
+    Peer,
     connect_budget,
 )
 
 LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
 BUSY = "another thread was at its connection for too long"
-PAUSE, PAUSES = 0.0001, 1000  # seconds, and how many, to wait until another thread's turn ends
 IDLE = "idle for so long that another server may have served meanwhile"
 LONGEST_CAUSE = 500  # characters of an error that are kept
 LINGER = 30.0  # seconds that the connecting thread waits for its next use
 
 
-class NodeClient(JobQueue):
+@dataclass(frozen=True)
+class Gate:
+    """Which connections are used, and who hears of the nodes. Any thread may call each function.
+
+    handshake: returns the `Peer` of a new connection, a result of `Address.dial` to the node with
+    this index, before any command is written. May wait. Raises an error to refuse the connection.
+    admit: is called with what `handshake` returned; calls `use` to let the connection be used, or
+    raises NodeError to refuse it.
+    error_reply: takes note of an error reply, before the command's handler does; returns whether to
+    reconnect, because the address may lead to another server by now.
+    down: takes note of a node's error; the last argument is whether it was down before. up: takes
+    note that the node answers again. Neither may wait.
+    """
+
+    handshake: Callable[[Any, int], Peer]
+    admit: Callable[[int, Any, Callable[[], None]], None]
+    error_reply: Callable[[Node, str], bool]
+    down: Callable[[Node, NodeError, bool], None]
+    up: Callable[[Node], None]
+
+
+class Report(NamedTuple):
+    """A connection that broke or could not be made.
+
+    entries: the commands that get no reply. connection: to be closed in the turn of reading.
+    """
+
+    node: int
+    entries: deque[Entry]
+    error: NodeError
+    connection: Connection | None
+
+
+class Mailbox:
+    """The reports of all nodes, for the next turn of reading. Any thread may call each method.
+
+    rearm: makes every waiter look at the connections again, because one has changed.
+    """
+
+    def __init__(self, rearm: Callable[[], None]) -> None:
+        self.rearm, self.reports = rearm, deque[Report]()
+
+    def put(self, report: Report) -> None:
+        """Queue a report, and wake the waiters."""
+        self.reports.append(report)
+        self.rearm()
+
+
+class Node:
     """The one ordered connection of this process to one node, replaced when it breaks.
 
-    Every change of the connection is a job of `JobQueue`, and no caller waits. index: position in
-    the list of nodes. owner: the set of nodes that this node belongs to.
+    Every change of the connection is one of its `jobs`, and no caller waits. index: position in the
+    list of nodes. timeout: seconds for a reply. longest_idle: a connection without a write for so
+    many seconds is replaced before it is used again.
     """
 
     def __init__(
         self,
         index: int,
         address: Address,
-        options: TransportOptions,
+        timeout: float,
+        longest_idle: float,
         platform: Platform,
-        owner: NodeOwner,
+        mailbox: Mailbox,
+        gate: Gate,
     ) -> None:
-        self.index, self.address, self.timeout = index, address, options.timeout
-        self.connect_budget = connect_budget(options.timeout)
-        self._longest_idle = options.longest_idle
+        self.index, self.address, self.timeout = index, address, timeout
+        self.connect_budget = connect_budget(timeout)
+        self._longest_idle = longest_idle
         self._platform, self._clock = platform, platform.clock
-        self._owner, self._report = owner, owner.report
-        super().__init__(owner.rearm)
+        self._mailbox, self._gate = mailbox, gate
         self.forget()
 
     def forget(self) -> None:
         """Forget the connection after a fork: it belongs to the parent."""
-        self.reset_jobs(self._platform.try_lock())
+        self.jobs = JobQueue(self._platform.try_lock(), self._mailbox.rearm)
         self.connection: Connection | None = None
         self.run_id = ""
         self.error: NodeError | None = None
@@ -79,7 +128,8 @@ class NodeClient(JobQueue):
     def outstanding(self) -> bool:
         """Whether a command waits for its reply, or a job for its turn."""
         connection = self.connection
-        return bool(self._queued or self.jobs or (connection is not None and connection.in_flight))
+        in_flight = connection is not None and connection.in_flight
+        return bool(self._queued or self.jobs.pending or in_flight)
 
     @property
     def is_used(self) -> bool:
@@ -93,13 +143,14 @@ class NodeClient(JobQueue):
         more are left out. keeps_gil: do not release the GIL in the system call, so that C code in
         another thread cannot take it. Such a call is a little slower.
         """
-        if self.jobs or not self._turn.run(self._write, entries, keeps_gil):
-            self.jobs.append(functools.partial(self._write, entries))
-        if self.jobs:
-            self._do_all()
+        jobs = self.jobs
+        if jobs.pending or not jobs.lock.run(self._write, entries, keeps_gil):
+            jobs.pending.append(functools.partial(self._write, entries))
+        if jobs.pending:
+            jobs.go_on()
 
     def receive(self, *, keeps_gil: bool = True) -> Connection | None:
-        """Read received replies into the `answers` of the connection, and return the connection.
+        """Read received replies into the `replies` of the connection, and return the connection.
 
         Never waits. None if there is no connection, or if another thread uses it. keeps_gil: as
         in `send`.
@@ -109,16 +160,16 @@ class NodeClient(JobQueue):
             return None
         try:
             if connection.is_tls:
-                if not self._turn.run(functools.partial(connection.read, keeps_gil=keeps_gil)):
+                if not self.jobs.lock.run(functools.partial(connection.read, keeps_gil=keeps_gil)):
                     return None
             else:
                 connection.read(keeps_gil=keeps_gil)
         except OSError as error:
             self.drop(connection, _text_of(error))
         if connection.write_buffer:
-            self._do(self._flush)
-        elif self.jobs:
-            self._do_all()
+            self.jobs.do(self._flush)
+        elif self.jobs.pending:
+            self.jobs.go_on()
         return connection
 
     def overdue(self, now: float) -> bool:
@@ -146,16 +197,16 @@ class NodeClient(JobQueue):
 
     def drop(self, connection: Connection, cause: str) -> None:
         """Give a connection up, and report every command in flight."""
-        self._do(functools.partial(self._give_up, connection, cause))
+        self.jobs.do(functools.partial(self._give_up, connection, cause))
 
     def close(self) -> None:
         """Close the connection for ever. Commands in flight are not reported."""
-        self._do(self._close)
+        self.jobs.do(self._close)
 
     def connect(self) -> None:
         """Begin to connect in the background, unless connected or in backoff."""
         if self.connection is None and not self._connecting:
-            self._do(self._begin_to_connect)
+            self.jobs.do(self._begin_to_connect)
 
     # the jobs: each is idempotent, because an interrupted job is done again
 
@@ -178,12 +229,12 @@ class NodeClient(JobQueue):
                 self._give_up(connection, _text_of(error))
             else:
                 if connection.write_buffer:
-                    self._wake()
+                    self._mailbox.rearm()
         elif self._connecting or self._start_connecting():
             self._queued += wanted
         else:
             why = self.error or NodeError(self.name, "not connected")
-            self._report(self.index, deque(entries), why, None)
+            self._mailbox.put(Report(self.index, deque(entries), why, None))
 
     def _flush(self) -> None:
         connection = self.connection
@@ -202,7 +253,7 @@ class NodeClient(JobQueue):
         # Emptied and closed in the turn of reading. Otherwise a thread that has read a reply would
         # match it with the next command, or a thread at the socket would read another file.
         # Reported first: after an exception it is reported twice, but no command is lost.
-        self._report(self.index, connection.in_flight, error, connection)
+        self._mailbox.put(Report(self.index, connection.in_flight, error, connection))
         self.connection, self.error, self._retry_at = None, error, 0.0
 
     def _close(self) -> None:
@@ -241,11 +292,11 @@ class NodeClient(JobQueue):
         if self._queued:  # written now: ages in the replies count from the write
             self._write([(c, sent if c.dated else now, text) for c, sent, text in self._queued])
         self._queued = []
-        self._wake()
+        self._mailbox.rearm()
 
     def _connect_failed(self, error: NodeError) -> None:
         rest = RECONNECT.compute(self._failures)
-        self._report(self.index, deque(self._queued), error, None)
+        self._mailbox.put(Report(self.index, deque(self._queued), error, None))
         self._queued = []
         self._connecting, self.error = False, error
         self._failures, self._retry_at = min(self._failures + 1, 16), self._clock.now() + rest
@@ -269,39 +320,35 @@ class NodeClient(JobQueue):
                 return
             if self.connection is None:
                 self._connect()
-        self._do(functools.partial(self._end_connector, connector))
+        self.jobs.do(functools.partial(self._end_connector, connector))
 
     def _begin_to_use(self, connection: Connection) -> None:
         """Use a connection now. Not as a job: the connection may be refused before a job runs."""
-        for number in range(PAUSES):
-            if number:
-                self._platform.pause(PAUSE)
-            if self._turn.run(self._use, connection):
-                self.go_on()
-                return
-        raise NodeError(self.name, BUSY)
+        if not self.jobs.lock.run_within(PAUSES, self._use, connection):
+            raise NodeError(self.name, BUSY)
+        self.jobs.go_on()
 
     def adopt(self, dialled: Any, info: Any) -> None:
-        """Use a connection whose handshake is done, if the owner admits the connection.
+        """Use a connection whose handshake is done, if the gate admits the connection.
 
         dialled: a result of `Address.dial`. info: the `Peer` of the handshake. Raises NodeError.
         """
         connection = Connection(dialled, info)
-        self._owner.admit(self.index, info, functools.partial(self._begin_to_use, connection))
+        self._gate.admit(self.index, info, functools.partial(self._begin_to_use, connection))
 
     def _connect(self) -> None:
         """Connect, and send the commands that were queued meanwhile."""
         dialled = None
         try:
             dialled = self.address.dial(self.connect_budget, self.timeout)
-            self.adopt(dialled, self._owner.handshake(dialled, self.index))
+            self.adopt(dialled, self._gate.handshake(dialled, self.index))
         except Exception as error:  # also an error of the user's credential provider
             if dialled is not None:
                 dialled.disconnect()
             if not isinstance(error, NodeError):
                 cause = self.address.cause_of(error, self.timeout)
                 error = NodeError(self.name, escaped(cause.rstrip("."), LONGEST_CAUSE))
-            self._do(functools.partial(self._connect_failed, error))
+            self.jobs.do(functools.partial(self._connect_failed, error))
 
 
 def _text_of(error: OSError) -> str:
