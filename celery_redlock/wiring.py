@@ -132,9 +132,9 @@ def finish(app: Any) -> None:
 
     Raises SettingsError. A worker of the app is prepared before that: its step raises it again.
     """
-    per_app.note_checked(app)
+    per_app.checked.add(app)
     if any(isinstance(maybe_evaluate(one), task.LockedTask) for one in _own_tasks.get(app, ())):
-        per_app.note_own_task(app)
+        per_app.owners.add(app)
     _own_tasks[app] = []
     tracing.connect_if_recording()
     prepare_workers(app)
@@ -145,7 +145,7 @@ def finish(app: Any) -> None:
 def on_locked_task(app: Any) -> None:
     """Connect what a process needs for locked tasks; one is bound to this app."""
     connect()
-    if per_app.is_checked(app):  # it was declared late, as by a receiver of `worker_init`
+    if app in per_app.checked:  # it was declared late, as by a receiver of `worker_init`
         prepare_workers(app)
 
 

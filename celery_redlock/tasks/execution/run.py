@@ -30,8 +30,8 @@ from celery_redlock.tasks.execution.redelivery import (
     is_held_by_own_run,
 )
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
-from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.options import TaskLockOptions
+from celery_redlock.tasks.settings.task_config import TaskCall
 from celery_redlock.tasks.unique.claim import ClaimToken
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class LockedRun:
             changed = config.overridden(queue, self.options)
             log_call_options(delivery, carried, changed)
         call = TaskCall(task, args, kwargs, queue)
-        self.resources = in_order(config.keys.resources(self.options, call))
+        self.resources = in_order(config.resources(self.options, call))
 
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
