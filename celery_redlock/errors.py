@@ -172,9 +172,10 @@ class NotAcquired(RedlockError):
     resource: str
     waited: float
 
-    def _set_waited(self, seconds: float) -> None:
-        """Set `waited`, which is the fourth argument of both classes."""
-        self.waited, self.args = seconds, (*self.args[:3], seconds, *self.args[4:])
+
+def set_waited(failure: NotAcquired, seconds: float) -> None:
+    """Set `waited` of an error, which is the fourth argument of both classes."""
+    failure.waited, failure.args = seconds, (*failure.args[:3], seconds, *failure.args[4:])
 
 
 class LockTaken(NotAcquired):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from celery_redlock.errors import CLOSED, LockLost, LockTaken, QuorumUnreachable
+from celery_redlock.errors import CLOSED, LockLost, LockTaken, QuorumUnreachable, set_waited
 from celery_redlock.lock.engine.acquirer import Failure
 from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.engine.session import Session
@@ -123,7 +123,7 @@ class Attempts:
         if failure is not None and session.is_closed:  # which ended the wait, or failed the try
             failure = QuorumUnreachable(failure.resource, [CLOSED], session.nodes.quorum)
         if failure is not None:
-            failure._set_waited(now - self._started)
+            set_waited(failure, now - self._started)
             raise failure
         for acquisition in self._outer.values():
             if not acquisition.held(now):
