@@ -31,7 +31,7 @@ from celery_redlock.lock.node_status import (
 from celery_redlock.tasks import per_app
 from celery_redlock.tasks.children.reaper import watch_children
 from celery_redlock.tasks.declaration import ENTRY, config_of
-from celery_redlock.tasks.delivery.header import HEADER, LockHeader
+from celery_redlock.tasks.delivery.delivery import HEADER, LockHeader
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, OptionSource, pattern_for
 from celery_redlock.tasks.settings.levels import find_nodes

@@ -19,8 +19,7 @@ from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import check_wait
 from celery_redlock.tasks import per_app
 from celery_redlock.tasks.declaration import config_of, is_wrapper
-from celery_redlock.tasks.delivery.delivery import ARGUMENTS, own_headers
-from celery_redlock.tasks.delivery.header import HEADER
+from celery_redlock.tasks.delivery.delivery import ARGUMENTS, HEADER, own_headers
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution.run import lock_of, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX

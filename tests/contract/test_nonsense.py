@@ -14,7 +14,7 @@ from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.node_status import ask_nodes, look_at_nodes, look_at_shared_settings
 from celery_redlock.lock.release import acquisitions_of
 from celery_redlock.lock.server.requests import GRANT, MARKER, RELEASE, RENEW
-from celery_redlock.tasks.execution.redelivery import read_markers
+from celery_redlock.tasks.execution.outcomes import read_markers
 from celery_redlock.tasks.unique.claim import ClaimToken
 from celery_redlock.tasks.unique.rounds import UNIQUE
 from celery_redlock.testing import EmbeddedNode

@@ -20,8 +20,7 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
-from celery_redlock.lock.server.handshake import ServerInfo
-from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
+from celery_redlock.lock.server.handshake import KEPT_MS, ServerInfo, tenure_of
 from celery_redlock.lock.transport.address import Address as ShippedAddress
 from celery_redlock.lock.transport.encoding import encode_words
 from tests.conftest import Journal
@@ -141,7 +140,7 @@ class Process:
             servers.insert(0, servers.pop(node))  # its own tenure is named first
             texts = [server.tenure(guard.prefix).decode() for server in servers]
             info.tenure, *info.others = map(tenure_of, texts)
-            info.told = (texts[0], str(KEPT_MS), *texts[1:])
+            info.sent_tenures = (texts[0], str(KEPT_MS), *texts[1:])
         return info
 
     def thread(self, run: Callable[[], object]) -> Thread:

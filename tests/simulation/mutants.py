@@ -29,8 +29,8 @@ from celery_redlock.lock.model.lease import UNKNOWN, Lease, Probation, State
 from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.server import guard as guard_module
 from celery_redlock.lock.server.guard import RestartGuard
+from celery_redlock.lock.server.handshake import Tenures
 from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
-from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.transport.command import Command, Round, Script
 from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend
 from tests.simulation import faults as faults_module

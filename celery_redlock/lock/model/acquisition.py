@@ -12,8 +12,8 @@ from typing import Any
 from weakref import ref
 
 from celery_redlock.errors import LockLost, SettingsError
+from celery_redlock.label import is_of_run
 from celery_redlock.lock.model.key_lease import KeyLease, LockKey
-from celery_redlock.lock.model.keys import is_of_run
 from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED
 from celery_redlock.lock.model.options import LockOptions
 

@@ -12,8 +12,7 @@ from typing import Any
 from celery_redlock import signals
 from celery_redlock.lock.node_status import look_at_nodes
 from celery_redlock.operate.control import held_locks_of
-from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
-from celery_redlock.tasks.delivery.header import LockHeader
+from celery_redlock.tasks.delivery.delivery import Delivery, LockHeader, utc_now
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.waiting.room import waiters_of
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from celery_redlock.label import run_of_label
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.keys import label_of
@@ -56,8 +57,8 @@ class JournalEntry:
 
     @property
     def run_id(self) -> str:
-        """The id of the run that requested the key; in the label the worker's name follows it."""
-        return label_of(self.value).rpartition(" ")[0]
+        """The id of the run that requested the key."""
+        return run_of_label(label_of(self.value))
 
 
 def encode_entry(

@@ -22,8 +22,7 @@ from celery_redlock import signals
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.tasks.declaration import config_of
-from celery_redlock.tasks.delivery.delivery import Delivery
-from celery_redlock.tasks.delivery.header import Deferral
+from celery_redlock.tasks.delivery.delivery import Deferral, Delivery
 from celery_redlock.tasks.delivery.route import has_quorum_queues
 from celery_redlock.tasks.execution.deferral import Refusal, decide
 from celery_redlock.tasks.execution.outcomes import report

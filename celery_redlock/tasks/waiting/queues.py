@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER
+from celery_redlock.tasks.delivery.delivery import CLOCKS_DIFFER
 
 WITHOUT_QUORUM = ""  # instead of a resource: of messages for which no quorum voted
 # the sign of a priority in the order of a broker; others have no priorities

@@ -411,7 +411,7 @@ MUTANTS = (
     ),
     Mutant(
         "what one node says of two others stops both",
-        "lock.server.tenures:Tenures._counts",
+        "lock.server.handshake:Tenures._counts",
         "return len(doubted) <= len(self._own) - self._quorum",
         "return True",
         (f"{CONTRACT}/test_restart_guard.py::TestForgedTenures",),
