@@ -77,7 +77,7 @@ POINT = "stops or enters a step that others only see the result of"
 # The private names of the package that tests use, and why.
 PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
     "contract/test_interleavings.py": ("_counters _give_up", POINT),
-    "contract/test_redlock.py": ("_key_lease _leases", "tells which lock a request is of"),
+    "contract/test_redlock.py": ("_lease _leases", "tells which lock a request is of"),
     "contract/test_server_errors.py": ("_connect", "is redis-py's, not ours"),
     "contract/test_waiting_room.py": ("_limit_move_to_pool", "is Celery's, not ours"),
     "contract/test_wakeup.py": ("_ends _run", POINT),
@@ -92,7 +92,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "tells the invariants what a client knows, by a clock of its own",
     ),
     "simulation/mutants.py": (
-        "_clock _confirm_others _core _ended_at _ends _give_up _has_ended _key_lease _leases "
+        "_clock _confirm_others _core _ended_at _ends _give_up _has_ended _lease _leases "
         "_lock_key _look_closer _quorum _reclaim_at _recount _run _runs _span _unwritten _watchdog "
         "_write",
         "a mutant replaces a step",
@@ -113,7 +113,7 @@ WALKS = {
     "from the release to its end": (49, 239, 51),
 }
 # Modules of fewer than 60 lines. Each new one is a subject that no other file has.
-SHORT = {"anchors.py", "lock/release.py", "lock/server/outbox.py"}
+SHORT = {"anchors.py", "lock/server/outbox.py"}
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
 # for a name finds one thing.
 TWICE = {
@@ -133,7 +133,7 @@ OVERRIDING = {
 }
 # Files that use a private name of another class of ours.
 OF_OTHERS = {
-    *("lock/release.py", "tasks/execution/outcomes.py", "tasks/wrapping.py"),
+    *("lock/lock.py", "tasks/execution/outcomes.py", "tasks/wrapping.py"),
 }
 # They decide, and no clock, thread, socket or log decides with them.
 PURE = [

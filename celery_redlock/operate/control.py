@@ -35,7 +35,7 @@ def held_locks_of(app: Any) -> list[HeldLock]:
     session = redlock_of(app).session
     for acquisition in session.watchdog.watched:
         if acquisition.held(session.clock.now()):
-            found |= {(lease.key.resource, lease.value) for lease in acquisition.key_leases}
+            found |= {(lease.key.resource, lease.value) for lease in acquisition.leases}
     held = [(resource, parts_of(value)) for resource, value in sorted(found)]
     return [
         HeldLock(resource, Holder.of(label), in_iso(since)) for resource, (label, since, _) in held

@@ -27,10 +27,10 @@ from celery_redlock import (
 )
 from celery_redlock.lock import retry
 from celery_redlock.lock.engine.callers import Caller
-from celery_redlock.lock.hold import SPLIT_TRIES
+from celery_redlock.lock.lock import acquisitions_of, release_all
+from celery_redlock.lock.model.acquisition import SPLIT_TRIES
 from celery_redlock.lock.model.keys import fence_key, lock_key
 from celery_redlock.lock.node_status import ask_nodes
-from celery_redlock.lock.release import acquisitions_of, release_all
 from celery_redlock.lock.transport.connection import Connection
 from celery_redlock.signals import LockLostEvent, NodeFailedEvent, lock_lost, node_failed
 from celery_redlock.testing import EmbeddedNode
@@ -402,9 +402,9 @@ class TestLoss:
 
         lock = redlock.lock("r", renew=False).acquire()
         settle(redlock)  # a grant that comes later would prolong it
-        (claim,) = acquisitions_of(lock)[0].key_leases
+        (claim,) = acquisitions_of(lock)[0].leases
         with receiving(lock_lost, note):
-            claim.lease.valid_until = 0.0  # as if the process had been stopped meanwhile
+            claim.valid_until = 0.0  # as if the process had been stopped meanwhile
             assert not lock.held
             lock.release()
             eventually(lambda: len(seen) == 1)
@@ -660,8 +660,8 @@ class TestExceptionsFromOutside:
             for command, _, _ in entries:
                 handler = command.handler
                 leases = getattr(handler, "_leases", None)
-                one = getattr(handler, "_key_lease", None) or getattr(handler, "key_lease", None)
-                lease = leases[0] if leases else getattr(one, "lease", None)
+                one = getattr(handler, "_lease", None) or getattr(handler, "lease", None)
+                lease = leases[0] if leases else one
                 written.append((id(self), type(handler).__name__, str(id(lease))))
             write(self, entries, **how)
 

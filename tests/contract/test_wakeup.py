@@ -20,8 +20,8 @@ from celery_redlock import Redlock
 from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.handoff import LOOK
-from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.keys import inbox_channel, waiting_key
+from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.lock.transport.address import parse_address
@@ -241,7 +241,7 @@ class TestSeveral:
             """Tells of its second key only once somebody waits for the first."""
 
             def claiming(
-                self, session: bytes, at: float, holding: Acquisition, claim: KeyLease
+                self, session: bytes, at: float, holding: Acquisition, claim: Lease
             ) -> None:
                 if claim.key.resource == "s":
                     waiting.append(pool.submit(take, rival))

@@ -14,7 +14,7 @@ import pytest
 
 from celery_redlock import LockTaken, Redlock
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.server.requests import RELEASE
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.clocks import HOUR, WallClock
@@ -346,9 +346,7 @@ def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
     class Slow(Journal):
         """Tells of its second key only once somebody was refused its first."""
 
-        def claiming(
-            self, session: bytes, at: float, holding: Acquisition, claim: KeyLease
-        ) -> None:
+        def claiming(self, session: bytes, at: float, holding: Acquisition, claim: Lease) -> None:
             if claim.key.resource == f"k:z-{key}":
                 waits.extend(defer(stage, key, "one"))
                 see_registered(stage, key)

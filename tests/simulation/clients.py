@@ -17,7 +17,7 @@ from typing import Any
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.events import Events, LockLostEvent
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.server.handshake import KEPT_MS, ServerInfo, tenure_of
@@ -511,7 +511,7 @@ class Witness(Journal):
         events.journal, events.wants, events.send = self, self._wants, self._told
         events.lost = self._look_at_lost  # type: ignore[method-assign]
 
-    def claiming(self, session: bytes, at: float, holding: Acquisition, claim: KeyLease) -> None:
+    def claiming(self, session: bytes, at: float, holding: Acquisition, claim: Lease) -> None:
         """Take note that the request for a key is about to leave."""
         marker = holding.options.marker
         run = "" if marker is None else marker.run

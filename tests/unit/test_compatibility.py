@@ -33,7 +33,7 @@ PUBLIC = re.compile(
 )
 # (file, name): ours, or Python's own
 NOT_THEIRS = {
-    ("lock/release.py", "_session"),
+    ("lock/lock.py", "_session"),
     ("lock/platform/threads.py", "_epoll"),
     ("lock/platform/threads.py", "_thread"),
     ("lock/platform/threads.py", "_local"),

@@ -16,7 +16,6 @@ from celery.utils.dispatch import Signal
 
 from celery_redlock import Lock, LockedTask, Redlock
 from celery_redlock.lock.engine.releaser import Releaser
-from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.platform.threads import is_uninterruptible
 from celery_redlock.tasks.body import UNINTERRUPTIBLE_MODULES, MonitoredBody, running_bodies
 from celery_redlock.tasks.execution.run import LockedRun, end_run, release_after_run
@@ -28,13 +27,11 @@ RELEASES = [
     Lock.release,
     Lock.__exit__,
     Redlock.__exit__,
-    Hold.release,
-    Hold.release_anywhere,
     Releaser.release,
     Releaser.roll_back,
     Releaser.roll_back_last,
     Releaser.release_if_abandoned,
-    Releaser.release_if_unused,
+    Releaser.release_hold,
     Claim.give_up,
     Claim.confirm,
     ClaimRelease.send,

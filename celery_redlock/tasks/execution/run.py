@@ -17,11 +17,10 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery_redlock.errors import LONGEST_VALUE, LockLost, NotAcquired, SettingsError
 from celery_redlock.label import label_of_run
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
-from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.lock import Lock, loss_of, release_all
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.threads import uninterruptible
-from celery_redlock.lock.release import loss_of, release_all
 from celery_redlock.tasks.body import MonitoredBody
 from celery_redlock.tasks.children.forks import is_end_announced
 from celery_redlock.tasks.declaration import check_finished, config_of
