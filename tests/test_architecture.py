@@ -38,7 +38,7 @@ ORDER = [
     *("signals", "tasks.reporting", "tasks.children.*", "tasks.delivery.*"),
     *("tasks.unique.*", "tasks.waiting.*", "tasks.execution.*", "tasks.worker_request"),
     *("tasks.wrapping", "tasks.task", "tasks.startup"),
-    *("operate.lints", "operate.control", "operate.metrics.*", "operate.tracing"),
+    *("operate.lints", "operate.control", "operate.metrics", "operate.tracing"),
     *("operate.cli.*", "wiring"),
 ]
 GROUPS += [(name, [name]) for name in ORDER]
@@ -48,7 +48,7 @@ FACES = [
     *("lock", "lock.platform", "lock.transport", "lock.model", "lock.server", "lock.engine"),
     *("tasks", "tasks.settings", "tasks.children", "tasks.delivery", "tasks.unique"),
     *("tasks.waiting", "tasks.execution"),
-    *("operate", "operate.metrics", "operate.cli"),
+    *("operate", "operate.cli"),
 ]
 # Folders that are small and say what lives there, relative to the package.
 FOLDERS = [
@@ -57,7 +57,7 @@ FOLDERS = [
     "tasks",
     *(f"tasks/{name}" for name in ("settings", "children", "delivery", "unique")),
     *("tasks/waiting", "tasks/execution"),
-    *("operate", "operate/metrics", "operate/cli"),
+    *("operate", "operate/cli"),
     "testing",
 ]
 # Public functions with more parameters than others: each is an option.
@@ -118,8 +118,7 @@ SHORT = {"anchors.py", "lock/server/outbox.py"}
 # for a name finds one thing.
 TWICE = {
     *("ask_each", "missing_rights", "trust_nodes"),
-    *("ASKED_AT_ONCE", "DEADLINE", "IDLE", "LINGER", "MOST_BYTES"),
-    *("PATIENCE", "UNKNOWN"),
+    *("ASKED_AT_ONCE", "IDLE", "LINGER", "MOST_BYTES", "PATIENCE"),
 }
 # Protocols that fewer than two classes of the package have.
 LONELY_PROTOCOLS: set[str] = set()
