@@ -8,7 +8,6 @@ count as absent.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -136,10 +135,6 @@ class LockHeader:
             header = LockHeader(header.options, header.id, unique=header.unique, life=header.life)
         return replace(header, life=header.life + deaths) if deaths else header
 
-    def redelivered(self) -> LockHeader:
-        """Return the header of a delivery of which the broker says that it is not the first."""
-        return self if self.is_flagged else replace(self, is_flagged=True)
-
     def revoked(self) -> LockHeader:
         """Return the header of a delivery that was revoked; the run acts on it."""
         return replace(self, is_revoked=True)
@@ -244,28 +239,32 @@ class Delivery:
 
     task, request: Celery's, the request as `Context`. header: what the message carries, with what
     the broker says of this delivery. acks_late: the message is acknowledged after the run.
+    is_redelivered: this is not the first delivery, as far as anybody has said.
+    may_have_run_elsewhere: another delivery of this message may be running, or have run.
     received_at: monotonic seconds at which the run could have begun here: when the worker received
     the message, or when its countdown was over; None if nobody noted it.
     In a worker's main process make a new one each time: Celery rewrites the request there.
     """
 
-    __slots__ = ("_properties", "acks_late", "header", "received_at", "request", "task")
+    __slots__ = (
+        "_properties", "acks_late", "header", "is_redelivered", "may_have_run_elsewhere",
+        "received_at", "request", "task",
+    )  # fmt: skip
 
-    def __init__(self, task: Any, request: Any) -> None:
+    def __init__(self, task: Any, request: Any, header: LockHeader | None = None) -> None:
+        """header: None for that of the request."""
         self.task, self.request = task, request
         self._properties: Mapping[str, Any] = request.properties or {}
         at = self._properties.get(RECEIVED)
         self.received_at: float | None = at if isinstance(at, float) else None
         self.acks_late = bool(task.acks_late) and not request.is_eager
-        self.header = LockHeader.of(request)
-        if self.acks_late and (request.delivery_info or {}).get("redelivered"):
-            self.header = self.header.redelivered()
-
-    def going_on(self, header: LockHeader) -> Delivery:
-        """Return a delivery that goes on in its slot as if the message had come back."""
-        copied = copy.copy(self)
-        copied.header = header
-        return copied
+        header = LockHeader.of(request) if header is None else header
+        is_flagged = self.acks_late and (request.delivery_info or {}).get("redelivered")
+        if is_flagged and not header.is_flagged:
+            header = replace(header, is_flagged=True)
+        self.header = header
+        self.is_redelivered = header.is_flagged or header.waits > 0
+        self.may_have_run_elsewhere = self.is_redelivered or header.deferral.since > 0
 
     @property
     def run_id(self) -> RunId:
@@ -291,16 +290,6 @@ class Delivery:
     def queue(self, known: dict[tuple[str | None, str], str]) -> str:
         """Return the name of the queue that the message came through; known: as of `queue_of`."""
         return self._properties.get(QUEUE) or queue_of(self.task.app, self.route, known)
-
-    @property
-    def is_redelivered(self) -> bool:
-        """Whether this is not the first delivery of its message, as far as anybody has said."""
-        return self.header.is_flagged or self.header.waits > 0
-
-    @property
-    def may_have_run_elsewhere(self) -> bool:
-        """Whether another delivery of this message may be running, or have run."""
-        return self.is_redelivered or self.header.deferral.since > 0
 
     @property
     def is_for_another_queue(self) -> bool:

@@ -204,14 +204,12 @@ def has_way_back(app: Any, address: Route) -> bool:
     return not is_fanned_out or (address.queue is not None and driver_of(app) == "amqp")
 
 
-def supported_countdown(app: Any, countdown: float, address: Route) -> float:
+def supported_countdown(countdown: float, *, is_kept: bool) -> float:
     """Return a countdown, s, as the broker can keep it.
 
-    RabbitMQ's quorum queues keep delayed messages themselves, in whole seconds from 1 upwards.
+    is_kept: RabbitMQ keeps the message itself, in whole seconds from 1 upwards.
     """
-    if is_kept_by_broker(app, address):
-        return float(max(1, -int(-countdown // 1)))
-    return countdown
+    return float(max(1, -int(-countdown // 1))) if is_kept else countdown
 
 
 def delay_options(address: Route, countdown: float) -> dict[str, Any]:

@@ -243,18 +243,19 @@ class TaskLockConfig:
         the function.
         """
         key = options.key
-        if key is None:
-            return (self._own_resource(options, call),)
         if key is False:
             return ()
         if callable(key):
             return self._called(options, call)
         arguments = self._bind(call.args, call.kwargs)
-        return tuple(self._filled(text, arguments, call.queue) for text in templates_of(key))
+        if key is None:
+            return (self._own_resource(options, arguments, call.queue),)
+        return self._filled(templates_of(key), arguments, call.queue)
 
-    def _own_resource(self, options: TaskLockOptions, call: TaskCall) -> str:
+    def _own_resource(
+        self, options: TaskLockOptions, arguments: Mapping[str, Any], queue: str
+    ) -> str:
         """Return the resource of this task alone, made from all arguments or those in `args`."""
-        arguments = self._bind(call.args, call.kwargs)
         if options.args is None:
             return f"{self.task_name}:{digest(arguments, self.task_name)}"
         if not options.args:
@@ -262,7 +263,7 @@ class TaskLockConfig:
         chosen = {name: value for name, value in arguments.items() if name in options.args}
         if len(chosen) < len(options.args):
             # a queue's names cannot be checked against every task when the app finalizes
-            pattern = pattern_for(call.queue, self.app.queues) or call.queue
+            pattern = pattern_for(queue, self.app.queues) or queue
             self._check_names(options.args, OptionSource.at("queues", "args", pattern))
         return f"{self.task_name}:{digest(chosen, self.task_name)}"
 
@@ -297,17 +298,24 @@ class TaskLockConfig:
         check_permits(source.level, limit=options.limit, fencing=options.fencing, resources=found)
         return found
 
-    def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
-        try:
-            text = fill(template, arguments, self.task_name, queue)
-        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            hint = f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
-            raise self.source("key").wrong(template, hint) from error
-        if not text:
-            raise self.source("key").wrong(template, "gives an empty text for these arguments")
-        if is_too_long(text):
-            raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
-        return text
+    def _filled(
+        self, templates: Iterable[str], arguments: Mapping[str, Any], queue: str
+    ) -> tuple[str, ...]:
+        texts: list[str] = []
+        for template in templates:
+            try:
+                text = fill(template, arguments, self.task_name, queue)
+            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+                hint = (
+                    f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
+                )
+                raise self.source("key").wrong(template, hint) from error
+            if not text:
+                raise self.source("key").wrong(template, "gives an empty text for these arguments")
+            if is_too_long(text):
+                raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
+            texts.append(text)
+        return tuple(texts)
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return every argument by its name, defaults included, in the signature's order.

@@ -117,8 +117,9 @@ class Field(NamedTuple):
         if isinstance(value, decimal.Decimal) and abs(value.adjusted()) > _WIDEST_DECIMAL:
             raise ValueError(f"a number has at most {_WIDEST_DECIMAL} digits")
         form = ""
-        if self.form:
-            form = _filled(self.form, known)
+        for part in self.form:
+            form += part if isinstance(part, str) else part.fill(known)
+        if form:
             _check_format(form)  # again, for an argument may be a part of it
         return format(value, form)
 
@@ -170,12 +171,8 @@ def fill(template: str, arguments: Mapping[str, Any], task: str, queue: str) -> 
     parts, known = compiled(template), {"task": task, "queue": queue, **arguments}
     if "digest" in template and any(one.name == "digest" for one in fields_of(parts)):
         known.setdefault("digest", digest(arguments, task))
-    return _filled(parts, known)
-
-
-def _filled(template: Template, known: Mapping[str, Any]) -> str:
     text = ""
-    for part in template:
+    for part in parts:
         text += part if isinstance(part, str) else part.fill(known)
     return text
 
