@@ -83,7 +83,6 @@ class Deferral:
         }
 
     def event(self) -> LockDeferredEvent:
-        """Return the record of the signal lock_deferred."""
         waited = self.waited(self.at)
         return LockDeferredEvent(self.resource, self.holder, self.count, waited, self.countdown)
 
@@ -196,7 +195,6 @@ _KINDS: Mapping[type, Mapping[str, Any]] = {
 
 
 def _read(kind: type[P], carried: Mapping[str, Any]) -> P:
-    """Return a part from its fields that have the right type and are in their range."""
     fields: dict[str, Any] = {}
     for name, field_kind in _KINDS[kind].items():
         value = carried.get(name)
@@ -238,7 +236,8 @@ class Delivery:
     """One delivery of a message: facts and questions; immutable, and without I/O.
 
     task, request: Celery's, the request as `Context`. header: what the message carries, with what
-    the broker says of this delivery. acks_late: the message is acknowledged after the run.
+    the broker says of this delivery; another one for a message that goes on in its slot.
+    acks_late: the message is acknowledged after the run.
     is_redelivered: this is not the first delivery, as far as anybody has said.
     may_have_run_elsewhere: another delivery of this message may be running, or have run.
     received_at: monotonic seconds at which the run could have begun here: when the worker received
@@ -252,7 +251,6 @@ class Delivery:
     )  # fmt: skip
 
     def __init__(self, task: Any, request: Any, header: LockHeader | None = None) -> None:
-        """header: None for that of the request."""
         self.task, self.request = task, request
         self._properties: Mapping[str, Any] = request.properties or {}
         at = self._properties.get(RECEIVED)
@@ -277,12 +275,10 @@ class Delivery:
 
     @property
     def reporter(self) -> StateReporter:
-        """What stores the run's states and sends its events."""
         return StateReporter(self.task, self.request)
 
     @property
     def route(self) -> Route:
-        """Where the message came from."""
         origin = self.header.origin
         exchange = None if origin is None else origin.exchange
         return Route.of(self.request.delivery_info, exchange, self._properties.get(QUEUE))
@@ -371,7 +367,6 @@ class Delivery:
 
 
 def utc_now() -> datetime:
-    """Return the wall clock's time in UTC."""
     return datetime.now(timezone.utc)
 
 

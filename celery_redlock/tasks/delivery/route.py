@@ -124,13 +124,13 @@ def queue_of(
 
 
 def queue_of_send(
-    task: Any, args: Any, kwargs: Any, of_call: Mapping[str, Any] | None = None
+    task: Any, args: Any, kwargs: Any, call_options: Mapping[str, Any] | None = None
 ) -> str:
     """Return the name of the queue that a send of these arguments goes to.
 
-    of_call: Celery's options of the send; None: the task's own routing.
+    call_options: Celery's options of the send; None: the task's own routing.
     """
-    options = {**task._get_exec_options(), **(of_call or {})}
+    options = {**task._get_exec_options(), **(call_options or {})}
     if options.get("routing_key") and not options.get("queue"):
         return queue_of(task.app, Route.of(options))
     options = task.app.amqp.router.route(options, task.name, args, kwargs, task)

@@ -94,7 +94,6 @@ class LockedRun:
         return self._run_body(body) if self.resources else body(*self.args, **self.kwargs)
 
     def _resolve_options(self) -> None:
-        """Look up the options in force and the resources. Raises SettingsError."""
         delivery, args, kwargs = self.delivery, self.args, self.kwargs
         task = delivery.task
         config = config_of(task)
@@ -242,11 +241,9 @@ class LockedRun:
         delivery, aborts = self.delivery, self.options.on_lost == "abort"
         acks_late = delivery.acks_late
         began = redlock_of(delivery.task.app).session.clock.now() if acks_late else 0.0
-
-        def report(loss: LockLost) -> None:
-            delivery.reporter.lock_lost(loss)
-
-        monitored = MonitoredBody(self.lock, abort=aborts, report=report)
+        monitored = MonitoredBody(
+            self.lock, abort=aborts, report=lambda loss: delivery.reporter.lock_lost(loss)
+        )
         try:
             try:
                 result = monitored.run(body, self.args, self.kwargs)

@@ -26,7 +26,6 @@ _BY_TEXT = (*_DATES, decimal.Decimal, uuid.UUID, dt.timedelta)
 _SHOWN = (*_NATIVE, *_BY_TEXT)
 TEMPLATE_NAMES = ("task", "queue", "digest")  # beside the arguments, whose names win
 
-_QUEUE = re.compile(r"\{queue[}!:\[]")
 _FIELD = re.compile(r"([^.\[\]]+)((?:\[[^\[\]]+\])*)")
 _ITEM = re.compile(r"\[([^\[\]]+)\]")
 _CONVERSIONS: Mapping[str | None, Callable[[Any], str] | None] = {
@@ -79,11 +78,6 @@ def templates_of(key: Any) -> tuple[str, ...]:
     if isinstance(key, str):
         return (key,)
     return key if isinstance(key, tuple) else ()
-
-
-def names_queue(key: Any) -> bool:
-    """Return whether a key, as a level sets it, may depend on the queue."""
-    return not callable(key) and _QUEUE.search(repr(key)) is not None
 
 
 class Field(NamedTuple):
@@ -155,7 +149,6 @@ def compiled(template: str, depth: int = 2) -> Template:
 
 
 def fields_of(template: Template) -> Iterator[Field]:
-    """Give the fields of a template, also those in formats."""
     for part in template:
         if isinstance(part, Field):
             yield part
@@ -305,6 +298,5 @@ def _of_own_kind(value: Any) -> Any:
 
 
 def json_key(key: Any) -> Any:
-    """Return a dict's key as JSON writes it."""
     key = reduced(key)
     return json.dumps(key) if key is None or isinstance(key, (bool, int, float)) else key
