@@ -38,17 +38,16 @@ class Sample:
         The end of a freeze is no jump. A new freeze that lies before the machine's time counts from
         the last time of the freeze before it: two freezes in a row are time that passes.
         """
-        gained = (wall - self.wall) - (real - self.real)
+        gained = self.gained(real, wall)
         if freezes < self.freezes:
             return 0.0
         if freezes > self.freezes and gained < 0 and self.exit_wall is not None:
             return max(0.0, wall - self.exit_wall)
         return max(0.0, gained)
 
-    def is_unchanged(self, real: float, wall: float, freezes: int) -> bool:
-        """Return whether no tool has moved, frozen or released the clock since this sample."""
-        gained = (wall - self.wall) - (real - self.real)
-        return freezes == self.freezes and abs(gained) < MIN_JUMP
+    def gained(self, real: float, wall: float) -> float:
+        """Return by how many seconds the wall clock has gained on the machine's."""
+        return (wall - self.wall) - (real - self.real)
 
 
 class VirtualClock:
@@ -74,8 +73,8 @@ class VirtualClock:
         """Return monotonic seconds. Never blocks, because a signal handler may call it."""
         last = self._last
         real, wall, freezes = self._read()
-        if last.is_unchanged(real, wall, freezes):
-            return real + last.ahead
+        if freezes == last.freezes and abs(last.gained(real, wall)) < MIN_JUMP:
+            return real + last.ahead  # no tool has moved, frozen or released the clock
         jump = last.jump(real, wall, freezes)
         if self._mutex.acquire(False):
             if self._last is last:  # else another thread has just recorded the same jump

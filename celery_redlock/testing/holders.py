@@ -18,9 +18,8 @@ from celery_redlock.lock.held_locks import LockReport, Sight, break_lock, look_a
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.tasks.per_app import forget, redlock_of
-
-__all__ = ["assert_released", "default_target", "hold", "lose", "trust_nodes", "use_nodes"]
 
 POLL_INTERVAL = 0.02  # seconds between two checks of a condition
 _targets: list[Any] = []  # of `default_target`, the innermost last
@@ -186,12 +185,8 @@ def _holders_of(lock: LockReport) -> list[tuple[Session, Acquisition]]:
         for session in sessions()
         for acquisition in session.watchdog.watched
         for one in acquisition.leases
-        if one.value.encode("utf-8", "surrogatepass") == _bytes(lock.value)
+        if one.value == text_of(lock.value)
     ]
-
-
-def _bytes(value: Any) -> bytes:
-    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 
 def _eventually(is_true: Callable[[], bool], within: float) -> bool:

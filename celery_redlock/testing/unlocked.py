@@ -22,8 +22,6 @@ from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.unique.claim import Claim
 
-__all__ = ["locking_off"]
-
 _tokens = itertools.count(1)
 
 

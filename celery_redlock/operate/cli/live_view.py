@@ -22,9 +22,8 @@ import click
 from celery_redlock.label import escaped
 from celery_redlock.lock.held_locks import Sight, look_at_locks
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.operate.cli.node_views import NodesView, lock_table, unknown_lines
-from celery_redlock.operate.cli.render import Table, as_data
-from celery_redlock.operate.cli.task_views import WaitersView
+from celery_redlock.operate.cli.group import Table, as_data
+from celery_redlock.operate.cli.views import NodesView, WaitersView, lock_table, unknown_lines
 from celery_redlock.tasks.per_app import redlock_of
 
 REDRAW = 0.5  # seconds between two screens, for the clock and the age of the figures
@@ -40,14 +39,13 @@ class Look:
     waiting: WaitersView
     at: float
 
-    def tables(self) -> tuple[Table, Table, Table, Table]:
+    def tables(self) -> tuple[Table, ...]:
         """Return the tables of nodes, locks, waiting processes and waiting tasks."""
-        waiting = self.waiting
-        return self.nodes.table(), lock_table(self.sight), waiting.process_table(), waiting.table()
+        return self.nodes.table(), lock_table(self.sight), *self.waiting.tables()
 
     def notes(self) -> list[str]:
         """Return a line for whatever is not known."""
-        return [*unknown_lines(self.sight), *self.waiting.note()]
+        return [*unknown_lines(self.sight), *self.waiting.notes()]
 
     def data(self) -> dict[str, Any]:
         """Return all of it for JSON."""
@@ -63,7 +61,7 @@ class Look:
         notes, tables = self.notes(), self.tables()
         for number, table in enumerate(tables):
             share = (height - len(notes[:3]) - len(lines)) // (len(tables) - number)
-            lines += table.cut_lines(width, max(3, share))
+            lines += table.lines(width, max(3, share))
         return [*lines, *(escaped(note)[:width] for note in notes[:3])][:height]
 
 
@@ -76,11 +74,6 @@ def look_repeatedly(app: Any, interval: float, count: int | None) -> Iterator[Lo
         if number == count:
             return
         clock.sleep(interval)
-
-
-def is_terminal() -> bool:
-    """Return whether a person can see the screen and press a key."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def show_live(looks: Iterator[Look]) -> None:
@@ -111,14 +104,9 @@ def show_live(looks: Iterator[Look]) -> None:
                     return
                 newest = found
                 _draw(newest, clock.now())
-            if newest is None:
-                click.echo(f"{_TOP_LEFT}asking nodes and workers ...{_TO_END_OF_LINE}", nl=False)
-            else:
-                _draw(newest, clock.now())
-            if select.select([sys.stdin], [], [], REDRAW)[0] and os.read(sys.stdin.fileno(), 1) in (
-                b"q",
-                b"",
-            ):
+            _draw(newest, clock.now())
+            is_pressed = select.select([sys.stdin], [], [], REDRAW)[0]
+            if is_pressed and os.read(sys.stdin.fileno(), 1) in (b"q", b""):
                 return
 
 
@@ -134,11 +122,13 @@ def _keys_at_once() -> Iterator[None]:
         click.echo()
 
 
-def _draw(look: Look, now: float) -> None:
+def _draw(look: Look | None, now: float) -> None:
     width, height = shutil.get_terminal_size()
-    moment = datetime.now().astimezone().strftime("%H:%M:%S")
-    age = max(0.0, now - look.at)
-    head = f"{moment}  figures {age:.0f} s old  {look.nodes.quorum_line()}  q: quit"
-    lines = [head[:width], *look.screen(width, height - 1)]
+    lines = ["asking nodes and workers ..."]
+    if look is not None:
+        moment = datetime.now().astimezone().strftime("%H:%M:%S")
+        age = max(0.0, now - look.at)
+        head = f"{moment}  figures {age:.0f} s old  {look.nodes.quorum_line()}  q: quit"
+        lines = [head[:width], *look.screen(width, height - 1)]
     text = f"{_TO_END_OF_LINE}\n".join(lines)
     click.echo(f"{_TOP_LEFT}{text}{_TO_END_OF_LINE}{_TO_END_OF_SCREEN}", nl=False)
