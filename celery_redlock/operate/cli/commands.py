@@ -28,13 +28,14 @@ from celery_redlock.lock.node_status import (
 )
 from celery_redlock.operate.cli.group import (
     EXIT_UNKNOWN,
+    Table,
     app_from,
     as_data,
     as_json,
     command_error,
     named,
     print_all,
-    print_json,
+    print_result,
     redlock,
     within_deadline,
 )
@@ -66,10 +67,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
     The exit status is 1 without a quorum.
     """
     nodes = NodesView.of(redlock_of(app_from(ctx)))
-    if as_json:
-        print_json(as_data(nodes))
-    else:
-        print_all(nodes.table(), nodes.quorum_line())
+    print_result(as_json, as_data(nodes), nodes.table(), nodes.quorum_line())
     if not nodes.has_quorum:
         ctx.exit(1)
 
@@ -83,10 +81,8 @@ def locks(ctx: click.Context, as_json: bool) -> None:
     The exit status is 2 if too few nodes answer for all locks to be known.
     """
     sight = look_at_locks(redlock_of(app_from(ctx)))
-    if as_json:
-        print_json(as_data(sight))
-    else:
-        print_all(lock_table(sight), *failing_lines(sight.failing), *unknown_lines(sight))
+    lines = (*failing_lines(sight.failing), *unknown_lines(sight))
+    print_result(as_json, as_data(sight), lock_table(sight), *lines)
     if not sight.is_known:
         ctx.exit(EXIT_UNKNOWN)
 
@@ -101,11 +97,8 @@ def waiters(ctx: click.Context, as_json: bool) -> None:
     few nodes answer.
     """
     waiting = WaitersView.ask(app_from(ctx))
-    if as_json:
-        print_json(waiting.data())
-    else:
-        print_all(*waiting.tables(), *waiting.notes())
-        print_all(*failing_lines(waiting.registered.failing), *unknown_lines(waiting.registered))
+    lines = (*failing_lines(waiting.registered.failing), *unknown_lines(waiting.registered))
+    print_result(as_json, waiting.data(), *waiting.tables(), *waiting.notes(), *lines)
     if not waiting.registered.is_known:
         ctx.exit(EXIT_UNKNOWN)
 
@@ -130,19 +123,17 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
         locks = [lock for lock in sight.locks if lock.resource in task.resources]
         waiting = everyone.for_task(name)
     shown = replace(sight, locks=tuple(locks))
-    if as_json:
-        found = {"task": as_data(task), **as_data(shown)}
-        print_json({"resource": name, **found, "waiters": waiting.data()})
-    elif task is not None:
-        found_locks = [lock_table(shown)] if locks else []
-        print_all(task.table(), *found_locks)
-        print_all(*failing_lines(sight.failing), *unknown_lines(sight))
+    parts: list[str | Table] = [lock_table(shown)] if locks else []
+    failing = sight.failing
+    if task is not None:
+        parts.insert(0, task.table())
     else:
         none = f"No lock stands on {name}." if sight.is_known else LOCKS_UNKNOWN
-        print_all(lock_table(shown) if locks else none)
-        print_all(*(vote_table(lock, sight) for lock in locks))
-        failing = failing_lines({**sight.failing, **waiting.registered.failing})
-        print_all(*waiting.tables(), *waiting.notes(), *failing, *unknown_lines(sight))
+        parts = [*(parts or [none]), *(vote_table(lock, sight) for lock in locks)]
+        parts += [*waiting.tables(), *waiting.notes()]
+        failing = {**failing, **waiting.registered.failing}
+    data = {"resource": name, "task": as_data(task), **as_data(shown), "waiters": waiting.data()}
+    print_result(as_json, data, *parts, *failing_lines(failing), *unknown_lines(sight))
     if not sight.is_known:
         ctx.exit(EXIT_UNKNOWN)
 
@@ -204,12 +195,14 @@ def break_(ctx: click.Context, resource: str, permit: int | None, yes: bool, as_
     if not yes:
         print_all(*(f"{lock.holder} loses {lock_name(lock)}" for lock in found), err=as_json)
         click.confirm("Its body goes on until its next renewal. Break it?", abort=True, err=as_json)
-    broken = [BrokenLock.of(made, lock) for lock in found]
-    if as_json:
-        told = [{**as_data(one.lock), **as_data(one)} for one in broken]
-        print_json({"resource": resource, "broken": told})
-    else:
-        print_all(*(one.text() for one in broken))
+    broken = []
+    for lock in found:
+        deleted, failing = break_lock(made, lock)
+        gone_from = [node for node, gone in deleted.items() if gone]
+        broken.append(BrokenLock(lock, gone_from, dict(failing)))
+    told = [{**as_data(one.lock), **as_data(one)} for one in broken]
+    data = {"resource": resource, "broken": told}
+    print_result(as_json, data, *(one.text() for one in broken))
     for one in broken:  # after the lines above: a broker may be silent for the whole deadline
         one.send_event(app)
     if any(one.failing and len(one.gone_from) < one.lock.needed for one in broken):
@@ -226,11 +219,6 @@ class BrokenLock:
     lock: LockReport = field(repr=False)
     gone_from: Sequence[str]
     failing: dict[str, str]
-
-    @classmethod
-    def of(cls, redlock: Redlock, lock: LockReport) -> BrokenLock:
-        deleted, failing = break_lock(redlock, lock)
-        return cls(lock, [node for node, gone in deleted.items() if gone], dict(failing))
 
     def send_event(self, app: Any) -> None:
         """Send `task-lock-broken` to monitors; without a broker the lock is broken all the same."""
@@ -281,12 +269,12 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
         )
         click.confirm(escaped(text), abort=True, err=as_json)
     trusted, failing = trust_nodes(made, chosen)
-    if as_json:
-        print_json({"trusted": dict(trusted), "failing": dict(failing)})
-    else:
-        for node, name in trusted.items():
-            print_all(f"{node} grants locks from now on{name and f'; it has the key {name}'}")
-        print_all(*(f"{node} could not be told: {cause}" for node, cause in failing.items()))
+    lines = [
+        f"{node} grants locks from now on{name and f'; it has the key {name}'}"
+        for node, name in trusted.items()
+    ]
+    lines += [f"{node} could not be told: {cause}" for node, cause in failing.items()]
+    print_result(as_json, {"trusted": dict(trusted), "failing": dict(failing)}, *lines)
     if failing:
         ctx.exit(1)
 
@@ -319,11 +307,9 @@ def options(ctx: click.Context, task: str, queue: str | None, as_json: bool) -> 
         which = "takes no lock" if task in app.tasks else "is no task here"
         raise command_error(f"{task} {which}{did_you_mean(task, tasks)}")
     effective = tasks[task].lock_options(queue)
-    if not as_json:
-        print_all(*str(effective).split("\n"))
-        return
     rows = {one.name: {"value": one.value, "from": str(one.source)} for one in effective.options}
-    print_json({"task": effective.task, "queue": effective.queue, "options": rows})
+    data = {"task": effective.task, "queue": effective.queue, "options": rows}
+    print_result(as_json, data, *str(effective).split("\n"))
 
 
 @redlock.command()
@@ -338,27 +324,25 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     made, nodes_from = redlock_of(app), settings_of(app).nodes_from
     lints = (*_lints_of_nodes(made), *lint(app), *left_open(app))
     nodes = NodesView.of(made)
-    if as_json:
-        up = [node for node in nodes.nodes if not node.error and not node.votes]
-        found = {
-            "from": nodes_from,
-            "nodes": len(nodes.nodes),
-            "quorum": nodes.needed,
-            "voting": nodes.voting,
-            "names": [node.node for node in nodes.nodes],
-            "failing": [f"{node.node}: {node.error}" for node in nodes.nodes if node.error],
-            "silent": {node.node: node.silent_for for node in up if node.silent_for > 0},
-            "new": [node.node for node in up if not node.silent_for and node.role == "master"],
-        }
-        print_json({"nodes": found, "lints": as_data(lints)})
-    else:
-        print_all(nodes.quorum_line())
-        for node in nodes.nodes:
-            level = ERROR if node.error else "ok" if node.votes else WARNING
-            print_all(f"{level:<7}  {node.node} ({nodes_from}): {nodes.vote_of(node)}")
-        print_all(*(f"{one.level:<7}  {one}" for one in lints))
-        if nodes.voting == len(nodes.nodes) and all(one.level == ADVICE for one in lints):
-            print_all("No problems found.")
+    up = [node for node in nodes.nodes if not node.error and not node.votes]
+    found = {
+        "from": nodes_from,
+        "nodes": len(nodes.nodes),
+        "quorum": nodes.needed,
+        "voting": nodes.voting,
+        "names": [node.node for node in nodes.nodes],
+        "failing": [f"{node.node}: {node.error}" for node in nodes.nodes if node.error],
+        "silent": {node.node: node.silent_for for node in up if node.silent_for > 0},
+        "new": [node.node for node in up if not node.silent_for and node.role == "master"],
+    }
+    lines = [nodes.quorum_line()]
+    for node in nodes.nodes:
+        level = ERROR if node.error else "ok" if node.votes else WARNING
+        lines.append(f"{level:<7}  {node.node} ({nodes_from}): {nodes.vote_of(node)}")
+    lines += [f"{one.level:<7}  {one}" for one in lints]
+    if nodes.voting == len(nodes.nodes) and all(one.level == ADVICE for one in lints):
+        lines.append("No problems found.")
+    print_result(as_json, {"nodes": found, "lints": as_data(lints)}, *lines)
     if not nodes.has_quorum or any(one.level == ERROR for one in lints):
         ctx.exit(1)
 

@@ -170,8 +170,12 @@ def as_data(shown: Any) -> Any:
     return None if isinstance(shown, float) and math.isinf(shown) else shown
 
 
-def print_json(data: Any) -> None:
-    click.echo(json.dumps(data, indent=2, default=str))
+def print_result(as_json: bool, data: Any, *shown: str | Table) -> None:
+    """Print data as JSON, for programs, or lines and tables, for people."""
+    if as_json:
+        click.echo(json.dumps(data, indent=2, default=str))
+    else:
+        print_all(*shown)
 
 
 def command_error(text: str) -> click.ClickException:
