@@ -13,7 +13,6 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -211,18 +210,16 @@ def _other_parameters(found: Any, parameters: str) -> str | None:
 
 def _names_in(owner: Any) -> set[str]:
     """Return the names of attributes in the code of a function, or of a class and its bases."""
-    if not isinstance(owner, type):
-        return set(_names_of(owner))
-    return {name for cls in owner.__mro__ for one in vars(cls).values() for name in _names_of(one)}
-
-
-def _names_of(function: Any) -> Iterator[str]:
-    codes = [getattr(function, "__code__", None)]
+    classes = owner.__mro__ if isinstance(owner, type) else ()
+    functions = [one for cls in classes for one in vars(cls).values()] if classes else [owner]
+    codes = [getattr(one, "__code__", None) for one in functions]
+    names: set[str] = set()
     while codes:
         code = codes.pop()
         if isinstance(code, CodeType):
-            yield from code.co_names
+            names.update(code.co_names)
             codes += code.co_consts  # functions within
+    return names
 
 
 _has_warned = False

@@ -142,6 +142,11 @@ class NotAcquired(RedlockError):
 
     resource: str
     waited: float
+    deferrals: int
+
+    def _waiting(self) -> str:
+        text = f"waited {self.waited:.1f} s"
+        return f"{text}, {self.deferrals} deferrals" if self.deferrals else text
 
 
 def set_waited(failure: NotAcquired, seconds: float) -> None:
@@ -189,7 +194,7 @@ class LockTaken(NotAcquired):
         options = "wait, max_wait" if self.deferrals else "wait"
         what = "the holder does" if self.limit == 1 else "the holders do"
         return (
-            f"{self.resource!r} is {describe_taken(self)}; {_waited(self.waited, self.deferrals)}. "
+            f"{self.resource!r} is {describe_taken(self)}; {self._waiting()}. "
             f"Wait longer ({options}) or find out what {what}"
         )
 
@@ -226,12 +231,9 @@ class QuorumUnreachable(NotAcquired):
 
     def _text(self) -> str:
         if self.causes == [CLOSED]:
-            waited = _waited(self.waited, self.deferrals)
+            waited = self._waiting()
             return f"{self.resource!r} is not acquired: {CLOSED}; {waited}. Make another Redlock"
-        text = (
-            f"no quorum of {self.quorum} nodes voted on {self.resource!r}; "
-            f"{_waited(self.waited, self.deferrals)}."
-        )
+        text = f"no quorum of {self.quorum} nodes voted on {self.resource!r}; {self._waiting()}."
         abstaining = [cause for cause in self.causes if _ABSTAINS.fullmatch(cause)]
         failing = [cause for cause in self.causes if cause not in abstaining]
         if failing or not abstaining:
@@ -243,11 +245,6 @@ class QuorumUnreachable(NotAcquired):
                 "--all`, or Redlock.trust(), ends the wait"
             )
         return text
-
-
-def _waited(seconds: float, deferrals: int) -> str:
-    text = f"waited {seconds:.1f} s"
-    return f"{text}, {deferrals} deferrals" if deferrals else text
 
 
 class LockLost(RedlockError):

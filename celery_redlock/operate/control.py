@@ -7,7 +7,7 @@ the locks of its children from the memory that it shares with them.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from celery_redlock.label import Holder
@@ -20,31 +20,23 @@ from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting.room import waiters_of
 
 
-@dataclass(frozen=True)
-class HeldLock:
-    """A lock that a worker holds. since: ISO 8601."""
-
-    resource: str
-    holder: Holder
-    since: str | None
-
-
-def held_locks_of(app: Any) -> list[HeldLock]:
-    """Return the locks that this worker and its pool's children hold."""
+def held_locks_of(app: Any) -> list[dict[str, Any]]:
+    """Return the locks that this worker and its pool's children hold. since: ISO 8601."""
     found = {(entry.resource, entry.value) for entry in held_by_children()}
     session = redlock_of(app).session
     for acquisition in session.watchdog.watched:
         if acquisition.held(session.clock.now()):
             found |= {(lease.key.resource, lease.value) for lease in acquisition.leases}
-    held = [(resource, parts_of(value)) for resource, value in sorted(found)]
     return [
-        HeldLock(resource, Holder.of(label), in_iso(since)) for resource, (label, since, _) in held
+        {"resource": resource, "holder": asdict(Holder.of(label)), "since": in_iso(since)}
+        for resource, value in sorted(found)
+        for label, since, _ in [parts_of(value)]
     ]
 
 
 def redlock_held(state: Any) -> list[dict[str, Any]]:
     """Return the locks that this worker holds: resource, holder, since."""
-    return [asdict(held) for held in held_locks_of(state.app)]
+    return held_locks_of(state.app)
 
 
 def redlock_waiting(state: Any) -> list[dict[str, Any]]:

@@ -161,11 +161,18 @@ def _all(app: Any) -> Iterator[Lint]:
     yield from _metrics(app)
     tasks = []
     for task in _locking(app):
+        config, queue = config_of(task), _queue_of(task)
         try:
-            tasks.append(_in_its_queue(task))
+            options = config.effective_options(queue)
+            pattern = pattern_for(queue, config.app.queues)
+            if pattern is not None and not decides_key(config.options):  # the task may not fill it
+                source_of = partial(OptionSource.at, "queues", of=pattern)
+                config.check_level(config.app.queues[pattern], source_of)
         except SettingsError as error:
             hint = f"every run of {task.name} there ends as FAILURE: {error.hint}"
             yield Lint(WARNING, f"{error.level}: {error.name}", error.value, hint)
+        else:
+            tasks.append(TaskInQueue(task, queue, options))
     for one in tasks:
         yield from _names_as_templates(one)
         yield from _late_retries(one.task)
@@ -178,20 +185,6 @@ def _all(app: Any) -> Iterator[Lint]:
 
 def _locking(app: Any) -> list[LockedTask]:
     return [one for one in locked_tasks(app) if config_of(one).options.get("key") is not False]
-
-
-def _in_its_queue(task: LockedTask) -> TaskInQueue:
-    """Return a task with the options in force in its queue.
-
-    Raises SettingsError if they do not go together, or the task cannot fill the queue's key.
-    """
-    config, queue = config_of(task), _queue_of(task)
-    options = config.effective_options(queue)
-    pattern = pattern_for(queue, config.app.queues)
-    if pattern is not None and not decides_key(config.options):
-        source_of = partial(OptionSource.at, "queues", of=pattern)
-        config.check_level(config.app.queues[pattern], source_of)
-    return TaskInQueue(task, queue, options)
 
 
 def _queue_of(task: LockedTask) -> str:

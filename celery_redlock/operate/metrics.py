@@ -95,16 +95,15 @@ class Metrics:
     def _on_acquired(self, sender: Any = None, event: Any = None, **_: Any) -> None:
         self.acquired.labels(_task(sender)).inc()
         request = getattr(sender, "request", None)
-        if request is not None and not request.called_directly:
-            deferral = LockHeader.of(request).deferral
-            self.waited.labels(_task(sender)).observe(deferral.waited(time_of_nodes(sender.app)))
-            self._observe_handoff(sender, event.resource)
-
-    def _observe_handoff(self, task: Any, resource: str) -> None:
-        named_at = Delivery(task, task.request).named_at
+        if request is None or request.called_directly:
+            return
+        deferral = LockHeader.of(request).deferral
+        self.waited.labels(sender.name).observe(deferral.waited(time_of_nodes(sender.app)))
+        named_at = Delivery(sender, request).named_at
         # a body may take other locks in its task's name, long after the release
-        if named_at is not None and task.lock is not None and task.lock.resource == resource:
-            self.handoff.labels(task.name).observe(max(0.0, utc_now().timestamp() - named_at))
+        if named_at is None or sender.lock is None or sender.lock.resource != event.resource:
+            return
+        self.handoff.labels(sender.name).observe(max(0.0, utc_now().timestamp() - named_at))
 
     def _on_released(self, sender: Any = None, event: Any = None, **_: Any) -> None:
         self.released.labels(_task(sender), event.by).inc()
@@ -147,7 +146,7 @@ class StateCollector:
 
     def collect(self) -> Iterator[Any]:
         app = self._consumer.app
-        held = Counter(lock.holder.task for lock in held_locks_of(app))
+        held = Counter(lock["holder"]["task"] for lock in held_locks_of(app))
         yield _gauge("held", "Locks that this worker holds.", "task", held)
         waiting = Counter(waiter.request.name for waiter in waiters_of(self._consumer))
         yield _gauge("waiting", "Messages that wait here for a lock.", "task", waiting)
@@ -195,25 +194,26 @@ class Exporter:
     """The metrics of one worker's main process, from before the fork to its end.
 
     address: host and port to serve on. forks: whether the pool forks; then each process writes its
-    values to files, and the main process reads all of them.
+    values to files, and the main process reads all of them. stack: ends it: the server, the
+    receivers, and an own directory.
     """
 
     def __init__(self, address: tuple[str, int], *, forks: bool) -> None:
         self._address, self._forks = address, forks
-        self._stack, self._is_serving = ExitStack(), False
+        self.stack, self._is_serving = ExitStack(), False
         if forks and DIRECTORY not in os.environ:
             directory = tempfile.mkdtemp(prefix="celery-redlock-metrics-")
-            self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
-            self._stack.callback(os.environ.pop, DIRECTORY, None)
+            self.stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            self.stack.callback(os.environ.pop, DIRECTORY, None)
             os.environ[DIRECTORY] = directory
         from prometheus_client import CollectorRegistry, values
 
         if self._forks:
-            self._stack.callback(setattr, values, "ValueClass", values.ValueClass)
+            self.stack.callback(setattr, values, "ValueClass", values.ValueClass)
             values.ValueClass = ValueFactory(values.ValueClass)
         self.registry = CollectorRegistry()
         self._metrics = Metrics(None if self._forks else self.registry)
-        self._stack.callback(self._metrics.close)
+        self.stack.callback(self._metrics.close)
 
     def serve(self, consumer: Any) -> None:
         """Begin to answer scrapes, after the pool has forked: no fork may copy the server's thread.
@@ -240,14 +240,11 @@ class Exporter:
             text, fields = "cannot serve metrics on %s:%d: %s", {"event": "metrics_not_served"}
             logger.warning(text, host, port, error, extra=fields)
             return
-        self._stack.callback(thread.join)
-        self._stack.callback(server.server_close)
-        self._stack.callback(server.shutdown)
+        self.stack.callback(thread.join)
+        self.stack.callback(server.server_close)
+        self.stack.callback(server.shutdown)
         text, fields = "metrics are served on http://%s:%d/metrics", {"event": "metrics_served"}
         logger.info(text, host, server.server_port, extra=fields)
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 _exporter: Exporter | None = None  # in a worker's main process
@@ -275,4 +272,4 @@ def close_metrics(**_: Any) -> None:
     global _exporter
     exporter, _exporter = _exporter, None
     if exporter is not None:
-        exporter.close()
+        exporter.stack.close()

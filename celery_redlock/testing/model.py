@@ -172,7 +172,18 @@ class Server:
         if verb == b"SCRIPT":
             return FOREIGN_SCRIPT if self._load(words[-1]) is None else b"$2\r\nok\r\n"
         if verb == b"INFO":
-            return encode_bulk(self._info())
+            facts = {
+                "server_name": "valkey",
+                "redis_version": "7.2.4",
+                "run_id": self.run_id,
+                "uptime_in_seconds": int(self.uptime),
+                "server_time_usec": self.wall_ms * 1000,
+                "maxmemory": 0,
+                "maxmemory_policy": "noeviction",
+                "role": "master",
+            }
+            lines = (f"{name}:{fact}\r\n" for name, fact in facts.items())
+            return encode_bulk("".join(lines).encode())
         if verb in (b"SCAN", b"KEYS"):
             return self._names(verb, words)
         return self._call(verb, *words[1:])
@@ -185,19 +196,6 @@ class Server:
             name = verb.decode(errors="replace")
             return f"-ERR unknown command '{name}': this node is a fake\r\n".encode()
         return reply
-
-    def _info(self) -> bytes:
-        facts = {
-            "server_name": "valkey",
-            "redis_version": "7.2.4",
-            "run_id": self.run_id,
-            "uptime_in_seconds": int(self.uptime),
-            "server_time_usec": self.wall_ms * 1000,
-            "maxmemory": 0,
-            "maxmemory_policy": "noeviction",
-            "role": "master",
-        }
-        return "".join(f"{name}:{fact}\r\n" for name, fact in facts.items()).encode()
 
     def _names(self, verb: bytes, words: Sequence[bytes]) -> bytes:
         """Return the keys that match a pattern: a SCAN gets all of them in one reply."""

@@ -35,16 +35,12 @@ def _send(line: bytes) -> None:
     with _mutex:
         reaper = _reapers.get(os.getpid())
         if reaper is None:
-            reaper = _reapers[os.getpid()] = _start()
+            atexit.register(_stop)
+            command = [sys.executable, "-I", "-S", __file__]
+            reaper = _reapers[os.getpid()] = subprocess.Popen(  # noqa: S603 - our own command line
+                command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+            )
         cast("IO[bytes]", reaper.stdin).write(line)
-
-
-def _start() -> subprocess.Popen[bytes]:
-    atexit.register(_stop)
-    command = [sys.executable, "-I", "-S", __file__]
-    return subprocess.Popen(  # noqa: S603 - our own command line
-        command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
-    )
 
 
 def _stop() -> None:
