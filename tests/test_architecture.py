@@ -92,8 +92,8 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "tells the invariants what a client knows, by a clock of its own",
     ),
     "simulation/mutants.py": (
-        "_clock _confirm_others _core _ended_at _ends _give_up _has_ended _lease _leases "
-        "_lock_key _look_closer _quorum _reclaim_at _recount _run _runs _span _unwritten _watchdog "
+        "_check_loss _clock _confirm_others _core _ended_at _ends _give_up _has_ended _lease "
+        "_leases _lock_key _quorum _reclaim_at _recount _run _runs _span _unwritten _watchdog "
         "_write",
         "a mutant replaces a step",
     ),
@@ -114,14 +114,14 @@ WALKS = {
 }
 # Modules of fewer than 60 lines. Each new one is a subject that no other file has.
 SHORT = {
-    *("anchors.py", "lock/server/outbox.py"),
+    *("anchors.py",),
     "tasks/waiting/times.py",
 }
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
 # for a name finds one thing.
 TWICE = {
     *("ask_each", "missing_rights", "trust_nodes"),
-    *("ASKED_AT_ONCE", "IDLE", "LINGER", "MOST_BYTES", "PATIENCE"),
+    *("IDLE", "LINGER", "MOST_BYTES", "PATIENCE"),
 }
 # Protocols that fewer than two classes of the package have.
 LONELY_PROTOCOLS: set[str] = set()

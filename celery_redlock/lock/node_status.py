@@ -19,7 +19,7 @@ from celery_redlock.lock.server import admin
 from celery_redlock.lock.server.admin import reply_of
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.encoding import (
+from celery_redlock.lock.transport.command import (
     encode_command,
     encoded,
     read_list,
@@ -85,7 +85,7 @@ def exchange_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     return _differing(redlock, {nodes.all[index].name: text for index, text in noted.items()})
 
 
-def look_at_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
+def read_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     """Return the nodes by shared settings that differ from this client's. Writes nothing.
 
     Unlike a client's connection, this query does not begin the grace period of an unused node.
@@ -163,7 +163,7 @@ class NodeStatus:
     votes: bool = False
 
 
-def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
+def read_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
     """Return the status of each node, in the order of the setting."""
     clock, guard = redlock.session.clock, redlock.session.options.guard
     keys = [encoded(key) for key in guard_keys(redlock.prefix)]

@@ -13,7 +13,7 @@ from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.transport.address import parse_address, redact_url
-from celery_redlock.lock.transport.encoding import encoded
+from celery_redlock.lock.transport.command import encoded
 
 RESTART_GUARDS = ("auto", "strict", "off")
 LONGEST = 366 * 86_400.0  # seconds; no clock, timer or node counts wrong up to there

@@ -18,7 +18,7 @@ from redis import Redis
 
 from celery_redlock.lock.platform.clock import Platform, install_platform, uninstall_platform
 from celery_redlock.lock.platform.threads import Waker, new_mutex, original, start_thread
-from celery_redlock.lock.transport.encoding import encode_bulk
+from celery_redlock.lock.transport.command import encode_bulk
 from celery_redlock.testing.clock import VirtualClock
 from celery_redlock.testing.model import Server, library
 from celery_redlock.testing.servers import claim_port

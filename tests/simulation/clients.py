@@ -22,7 +22,7 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.server.handshake import KEPT_MS, ServerInfo, tenure_of
 from celery_redlock.lock.transport.address import Address as ShippedAddress
-from celery_redlock.lock.transport.encoding import encode_words
+from celery_redlock.lock.transport.command import encode_words
 from tests.conftest import Journal
 from tests.simulation.network import Link, Path
 from tests.simulation.nodes import Node

@@ -14,7 +14,7 @@ from celery_redlock.lock.model.keys import (
     waiting_key,
 )
 from celery_redlock.lock.platform.clock import new_token
-from celery_redlock.lock.transport.encoding import decoded, encoded
+from celery_redlock.lock.transport.command import decoded, encoded
 
 # any text at all: with lone surrogates, as of a file name that is no UTF-8; and what looks alike
 any_text = st.text(

@@ -84,8 +84,10 @@ class Acquirer:
         failure = self._lock_keys(acquisition)
         if failure is None and options.fencing:
             failure = self.confirm_fencing_token([acquisition])
-        if failure is None and len(acquisition.leases) > 1:
-            failure = self._expired_while_acquiring(acquisition)
+        several = len(acquisition.leases) > 1
+        if failure is None and several and not acquisition.held(self.clock.now()):
+            # the first keys expired during the rounds for later keys
+            failure = QuorumUnreachable(acquisition.resource, (), self._core.nodes.quorum)
         if failure is None:
             self._begin(acquisition, started)
             return None
@@ -236,12 +238,6 @@ class Acquirer:
                 causes = causes_of(core.nodes.all)
                 return QuorumUnreachable(lease.key.resource, causes, core.nodes.quorum)
         return None
-
-    def _expired_while_acquiring(self, acquisition: Acquisition) -> Failure | None:
-        """Return a failure if the first keys expired during the rounds for later keys."""
-        if acquisition.held(self.clock.now()):
-            return None
-        return QuorumUnreachable(acquisition.resource, (), self._core.nodes.quorum)
 
 
 @functools.lru_cache(maxsize=1)

@@ -130,7 +130,7 @@ class Events:
         if self.journal is not None:
             self.journal.released(acquisition)
         if self.wants(LockReleasedEvent):
-            held_for = acquisition.held_for(self._clock.now())
+            held_for = self._clock.now() - acquisition.acquired_at
             self._send(acquisition, LockReleasedEvent(acquisition.resource, held_for, by))
 
     def _send(self, acquisition: Acquisition, record: Any) -> None:

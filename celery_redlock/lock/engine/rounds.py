@@ -25,8 +25,7 @@ from celery_redlock.lock.model.votes import (
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.server.error_hints import causes_of, strip_args
 from celery_redlock.lock.server.guard import REPLACED
-from celery_redlock.lock.transport.command import Command, Round
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
+from celery_redlock.lock.transport.command import Command, Round, UnexpectedReplyError, text_of
 from celery_redlock.lock.transport.node import Node
 
 _REFUSAL, _NUMBERS = (int, int, bytes, int), (int, int)  # kinds of replies of lua/grant.lua
@@ -258,7 +257,7 @@ class RenewRound(Round):
             for number, (lease, word) in enumerate(zip(self._leases, reply, strict=True)):
                 # reads the clock each time: a thread that was stopped here must not revive a lease
                 if word != 1 or not lease.renewed(node, sent, now(), run_id):
-                    self._look_closer(number, node, sent, word, run_id)
+                    self._on_unconfirmed(number, node, sent, word, run_id)
             self._renewed |= 1 << node
         self._heard(node)
 
@@ -273,7 +272,7 @@ class RenewRound(Round):
             if not has_token or [type(part) for part in word] != [int, int] or word[0] != 1:
                 raise UnexpectedReplyError(reply)
 
-    def _look_closer(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
+    def _on_unconfirmed(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
         """Handle a reply on one key that is no plain confirmation, or of a node on probation."""
         one, now = self._leases[number], self._clock.now()
         if type(word) is list and one.renewed(node, sent, now, run_id):

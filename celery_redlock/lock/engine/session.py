@@ -19,7 +19,7 @@ from celery_redlock.lock.engine.acquirer import Acquirer
 from celery_redlock.lock.engine.callers import Callers
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.inbox import Inbox
-from celery_redlock.lock.engine.releaser import OrphanedKey, Releaser
+from celery_redlock.lock.engine.releaser import OrphanedKey, Outbox, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition, Flow, Owner
@@ -29,11 +29,10 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool
 from celery_redlock.lock.server.guard import Core, NodeCallbacks, RestartGuard
 from celery_redlock.lock.server.handshake import ServerInfo
-from celery_redlock.lock.server.outbox import Outbox
 from celery_redlock.lock.server.requests import Requests
 from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.command import encoded
 from celery_redlock.lock.transport.connection import connect_budget
-from celery_redlock.lock.transport.encoding import encoded
 from celery_redlock.lock.transport.node import LONGEST_RECONNECT, Node
 
 EXCHANGED_EVERY = 1 / 3  # of a grace period: how often nodes get the tenures of other nodes
@@ -71,7 +70,10 @@ class Session:
         """Make the parts. No connection is made and no thread starts yet."""
         platform, options = self.platform, self.options
         self.watchdog: Watchdog[Acquisition] = Watchdog(
-            platform, self._renew_due, self._run_maintenance, self._check_deadline
+            platform,
+            lambda due: self.renew(due, native=True),
+            self._run_maintenance,
+            self._check_deadline,
         )
         self.events = Events(client, self.identity, self.clock, self.watchdog)
         told = NodeCallbacks(self.events.node_changed, self._node_connected, self._node_replaced)
@@ -191,9 +193,6 @@ class Session:
 
     # called by the watchdog's threads
 
-    def _renew_due(self, acquisitions: Sequence[Acquisition]) -> None:
-        self.renew(acquisitions, native=True)
-
     def _check_deadline(self, acquisition: Acquisition, now: float) -> None:
         reason = acquisition.expire(now)
         if reason is not None:
@@ -211,23 +210,19 @@ class Session:
         self.releaser.run_maintenance(now)
         idle = min(IDLE, self.exchanged_every)
         self.guard.keep_alive(idle)
-        gone = self.watchdog.watches and self.nodes.reconnect()
+        gone = bool(self.watchdog.watched) and self.nodes.reconnect()
         again = min(self.nodes.pollers.drop_spare(now), self.releaser.repeats_at)
         # checked last: the reports of broken connections may have added work
         if gone or self.nodes.outstanding or self.releaser.is_writing:
             return min(again, now + timeout)
         if self._is_ending:
-            return self._close_when_done(now + timeout)
+            if self.releaser.repeats_at < math.inf or self.watchdog.is_busy:
+                return now + timeout
+            self.close()
+            return math.inf
         if any(node.connection for node in self.nodes.all):
             return min(again, now + idle)
         return again
-
-    def _close_when_done(self, again: float) -> float:
-        """Close unless work is left; return when to run maintenance again."""
-        if self.releaser.repeats_at < math.inf or self.watchdog.is_busy:
-            return again
-        self.close()
-        return math.inf
 
     # called for events of the connections
 

@@ -105,11 +105,6 @@ class Watchdog(Generic[W]):
         """Whether any acquisition is watched, or a report to users' code is pending."""
         return bool(self._watched or self._pending)
 
-    @property
-    def watches(self) -> bool:
-        """Whether any acquisition is watched."""
-        return bool(self._watched)
-
     def renew_by(self, moment: float) -> None:
         """Renew by this monotonic second every acquisition that is still renewed."""
         for acquisition in list(self._watched.values()):

@@ -141,10 +141,6 @@ class Acquisition:
         reasons = (one.reason for one in self.leases if one.reason)
         return next(reasons, NOT_RENEWED)
 
-    def held_for(self, now: float) -> float:
-        """Return the seconds since it was acquired."""
-        return now - self.acquired_at
-
     def remaining(self, now: float) -> float:
         """Return the seconds of validity left without a renewal; 0.0 once it is over."""
         return min((one.remaining(now) for one in self.leases), default=0.0)

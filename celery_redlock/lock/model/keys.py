@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from celery_redlock.lock.transport.encoding import encoded
+from celery_redlock.lock.transport.command import encoded
 
 # A permit's key ends with "#<number>". A resource name with such an end gets one more "#".
 _LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*\Z")  # not "$": it also matches before a final newline

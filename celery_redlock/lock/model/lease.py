@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from celery_redlock.lock.model.keys import broken_key, lock_key, waiting_key
-from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
+from celery_redlock.lock.transport.command import encode_bulk, encode_text
 
 MARGIN = 0.002  # seconds by which a lease is shortened for the clocks' granularity, and at its end
 NOT_RENEWED = "no quorum of nodes renewed it in time"
@@ -336,11 +336,6 @@ class Lease:
         if not self.reclaims:
             return ()
         return [node for node, since in self.reclaims.copy().items() if since <= now]
-
-    def reclaiming(self, node: int) -> None:
-        """Record that a reclaim, which may set the key, is about to be sent to a node."""
-        self.never_asked.discard(node)
-        self.asked_again.add(node)
 
     def begin(self, now: float) -> bool:
         """Turn a quorum of grants into a held lease; return False if it came too late."""

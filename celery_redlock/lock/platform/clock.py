@@ -15,6 +15,7 @@ from celery_redlock.lock.platform.threads import (
     Mutex,
     PerFlow,
     Sleeper,
+    TryLock,
     Waker,
     get_ident,
     gevent_here,
@@ -25,7 +26,6 @@ from celery_redlock.lock.platform.threads import (
     pause_keeping_gil,
     start_thread,
 )
-from celery_redlock.lock.platform.trylock import TryLock
 
 
 class Clock(Protocol):

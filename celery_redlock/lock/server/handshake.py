@@ -21,9 +21,8 @@ from celery_redlock.lock.model.keys import MOST_DIGITS, guard_keys, tenure_key
 from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
-from celery_redlock.lock.transport.command import PING
-from celery_redlock.lock.transport.connection import Peer
-from celery_redlock.lock.transport.encoding import (
+from celery_redlock.lock.transport.command import (
+    PING,
     encode_command,
     encode_words,
     encoded,
@@ -32,6 +31,7 @@ from celery_redlock.lock.transport.encoding import (
     read_text,
     text_of,
 )
+from celery_redlock.lock.transport.connection import Peer
 
 KEPT_MS = 30 * 86_400_000  # milliseconds until a record about another node's address expires
 

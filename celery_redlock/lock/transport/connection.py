@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 import hiredis
 
 from celery_redlock.lock.platform.threads import keeping_gil
-from celery_redlock.lock.transport.command import Entry
-from celery_redlock.lock.transport.encoding import INCOMPLETE, ReplyReader
+from celery_redlock.lock.transport.command import INCOMPLETE, Entry, ReplyReader
 
 POISONED = "an exception struck in the middle of a command"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection

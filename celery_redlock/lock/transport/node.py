@@ -16,8 +16,7 @@ from redis.backoff import ExponentialBackoff
 from celery_redlock.errors import NodeError
 from celery_redlock.label import escaped
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.threads import DeadlineTimer
-from celery_redlock.lock.platform.trylock import PAUSES, JobQueue
+from celery_redlock.lock.platform.threads import PAUSES, DeadlineTimer, JobQueue
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Entry, still_wanted
 from celery_redlock.lock.transport.connection import (

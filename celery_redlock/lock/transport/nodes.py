@@ -18,7 +18,7 @@ import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.trylock import PAUSES
+from celery_redlock.lock.platform.threads import PAUSES
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import (
     IGNORE_REPLY,
@@ -28,9 +28,9 @@ from celery_redlock.lock.transport.command import (
     Question,
     Round,
     Script,
+    UnexpectedReplyError,
 )
 from celery_redlock.lock.transport.connection import Connection, connect_budget
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError
 from celery_redlock.lock.transport.node import (
     IDLE,
     LONGEST_RECONNECT,

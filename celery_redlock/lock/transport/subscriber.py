@@ -12,8 +12,8 @@ from typing import Any
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import original
 from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.command import INCOMPLETE, ReplyReader, encode_command, text_of
 from celery_redlock.lock.transport.connection import connect_budget, receive
-from celery_redlock.lock.transport.encoding import INCOMPLETE, ReplyReader, encode_command, text_of
 from celery_redlock.lock.transport.node import RECONNECT
 
 LINGER = 30.0  # seconds that an unused connection is kept; seconds without data before a PING

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from celery_redlock.label import escaped
-from celery_redlock.lock.held_locks import Sight, look_at_locks
+from celery_redlock.lock.inspection import LockList, list_locks
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.operate.cli.group import Table, as_data
 from celery_redlock.operate.cli.views import NodesView, WaitersView, lock_table, unknown_lines
@@ -35,7 +35,7 @@ class Look:
     """The state of nodes, locks and waiting tasks at one moment. at: monotonic seconds."""
 
     nodes: NodesView
-    sight: Sight
+    sight: LockList
     waiting: WaitersView
     at: float
 
@@ -69,7 +69,7 @@ def look_repeatedly(app: Any, interval: float, count: int | None) -> Iterator[Lo
     """Yield one look after the other. interval: seconds between two. count: None for no end."""
     made, clock = redlock_of(app), SystemClock()
     for number in itertools.count(1):
-        sight = look_at_locks(made)
+        sight = list_locks(made)
         yield Look(NodesView.of(made), sight, WaitersView.ask(app), clock.now())
         if number == count:
             return
