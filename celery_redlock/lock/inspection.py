@@ -81,7 +81,6 @@ class LockList:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough nodes answered to tell which locks are held."""
         return self.asked - len(self.failing) >= self.needed
 
 
@@ -146,11 +145,7 @@ def break_lock(redlock: Redlock, lock: LockReport) -> tuple[Mapping[str, bool], 
     # milliseconds; a holder reclaims for no longer than its lease
     lasting = str(int(grace_period(redlock.max_ttl) * 1000))
     inbox = encoded(inbox_channel(redlock.prefix, ""))
-
-    def break_it(connection: Any) -> bool:
-        return force_unlock(connection, keys, lock.value, lasting, inbox)
-
-    return ask_each(redlock, break_it)
+    return ask_each(redlock, lambda one: force_unlock(one, keys, lock.value, lasting, inbox))
 
 
 def _values(connection: Any, names: Sequence[Any]) -> Iterator[tuple[Any, Any, float]]:
@@ -196,7 +191,6 @@ class WaitingList:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough nodes answered to tell which processes wait."""
         return self.asked - len(self.failing) >= self.needed
 
 

@@ -231,7 +231,6 @@ def in_iso(seconds: float | None) -> str | None:
 
 
 def addresses_of(redlock: Redlock) -> list[Address]:
-    """Return the addresses of the nodes of a `Redlock`."""
     return [node.address for node in redlock.session.nodes.all]
 
 

@@ -59,11 +59,9 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no item for any node."""
         return not any(self._items)
 
     def flush(self, now: float) -> None:
-        """Send the items of connected nodes, drop expired items, and connect to the other nodes."""
         for node, items in zip(self._nodes.all, self._items, strict=True):
             for key, item in list(items.items()):
                 if item.until <= now:

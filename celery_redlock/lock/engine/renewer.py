@@ -74,7 +74,6 @@ class Renewer:
     def _write(
         self, part: Part, group: RoundGroup, entries: Sequence[list[Entry]], sent: float
     ) -> tuple[Part, RenewRound]:
-        """Add the request for one part to the entries of each node."""
         nodes = len(self._core.nodes.all)
         on_missing = functools.partial(self._on_missing, part.owners)
         round_ = RenewRound(part.leases, nodes, self._clock, on_missing)

@@ -145,7 +145,6 @@ class AcquireRound(Round):
         return age_ms > 0 and sent - age_ms / 1000 >= marker.asks_since
 
     def withdraw_replaced(self, replaced_at: dict[int, float]) -> None:
-        """Withdraw the votes of nodes whose server was replaced by another server for a while."""
         for node in self._lease.replaced(replaced_at):
             if node in self._lease.granted:
                 self.tally.granted -= 1
@@ -235,7 +234,6 @@ class RenewRound(Round):
 
     @property
     def unconfirmed(self) -> list[int]:
-        """The numbers of the keys that no quorum confirmed."""
         if self._all_confirmed:
             return []
         doubted, enough = self._doubted, self._renewed.bit_count() - self._quorum

@@ -99,7 +99,6 @@ class Session:
 
     @property
     def is_used(self) -> bool:
-        """Whether the session has connections or threads."""
         is_used = any(node.is_used for node in self.nodes.all)
         return not self.is_closed and (is_used or self.watchdog.is_started)
 
@@ -130,7 +129,6 @@ class Session:
         self.watchdog.run_maintenance_by(self.clock.now())
 
     def close(self) -> None:
-        """Close the connections, and end the threads and the waits."""
         self.is_closed = True  # first: a caller that begins to wait later does not wait
         self.watchdog.stop()
         self.callers.close()
@@ -140,7 +138,6 @@ class Session:
     # called by a `Lock`
 
     def current_owner(self) -> Owner:
-        """Return the calling owner."""
         task = None if _get_running_loop() is None else asyncio.current_task()
         return os.getpid(), self._flows.get(in_task=task is not None), task
 

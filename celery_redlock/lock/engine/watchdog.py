@@ -83,7 +83,6 @@ class Watchdog(Generic[W]):
 
     @property
     def watched(self) -> list[W]:
-        """The watched acquisitions."""
         return list(self._watched.values())
 
     def unwatch(self, acquisition: W) -> None:
@@ -97,12 +96,10 @@ class Watchdog(Generic[W]):
 
     @property
     def is_started(self) -> bool:
-        """Whether the threads run."""
         return self._started and not self._stopped
 
     @property
     def is_busy(self) -> bool:
-        """Whether any acquisition is watched, or a report to users' code is pending."""
         return bool(self._watched or self._pending)
 
     def renew_by(self, moment: float) -> None:
@@ -132,7 +129,6 @@ class Watchdog(Generic[W]):
         self._deadlines.wake()
 
     def stop(self) -> None:
-        """Let both threads end."""
         self._stopped = True
         self.look()
 

@@ -56,7 +56,6 @@ def pattern_of(key: str) -> str:
 
 
 def completion_key(prefix: str, run: str) -> str:
-    """Return the key of a run's completion marker."""
     return f"{{{prefix}}}:done:{run}"
 
 

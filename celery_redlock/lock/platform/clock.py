@@ -102,11 +102,9 @@ class Platform:
     new_subscriber: Callable[..., Any] | None = None  # None: the package's own connection
 
     def try_lock(self) -> TryLock:
-        """Return a new lock that is free."""
         return TryLock(self.get_ident, self.pause)
 
     def deadline_timer(self) -> DeadlineTimer:
-        """Return a new timer that no thread sleeps on."""
         return DeadlineTimer(self.new_mutex)
 
 

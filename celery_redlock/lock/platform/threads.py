@@ -81,16 +81,13 @@ class PerFlow(Generic[T]):
         if getcurrent is not None:  # greenlet is imported completely
             greenlet = _driver(getcurrent()) if in_task else getcurrent()
             if greenlet.parent is not None:
-                return self._of_greenlet(greenlet)
+                own = self._of_greenlets.get(greenlet)
+                return own or self._of_greenlets.setdefault(greenlet, self._make())
         try:
             found: T = self._of_thread.found
         except AttributeError:
             found = self._of_thread.found = self._make()
         return found
-
-    def _of_greenlet(self, greenlet: Any) -> T:
-        found = self._of_greenlets.get(greenlet)
-        return found or self._of_greenlets.setdefault(greenlet, self._make())
 
 
 def _driver(greenlet: Any) -> Any:
@@ -320,7 +317,6 @@ def uninterruptible(function: F) -> F:
 
 
 def is_uninterruptible(code: CodeType) -> bool:
-    """Return whether a frame with this code must not be interrupted."""
     return code in _codes
 
 

@@ -51,7 +51,6 @@ class Tenure:
         return f"{self.since} {self.run_id}"
 
     def ends_before(self, other: Tenure | None) -> bool:
-        """Return whether another server's tenure began later or at the same time."""
         return other is not None and other.run_id != self.run_id and other.since >= self.since
 
 
@@ -123,7 +122,8 @@ class Tenures:
         heard: until then the doubts may turn out to be too many.
         """
         own, doubted = self._certain(node), self._doubted()
-        if node in doubted and self._counts(doubted) and self._are_all_heard:
+        unheard = (other for other, tenure in enumerate(self._own) if tenure is None)
+        if node in doubted and self._counts(doubted) and all(map(self._is_failing, unheard)):
             own = self.newest_note(node)
         tenures = own, *map(self._certain, self.others(node))
         first, *others = ("" if tenure is None else str(tenure) for tenure in tenures)
@@ -158,11 +158,6 @@ class Tenures:
     def _counts(self, doubted: set[int]) -> bool:
         """Return whether a quorum can do without the doubted nodes."""
         return len(doubted) <= len(self._own) - self._quorum
-
-    @property
-    def _are_all_heard(self) -> bool:
-        nodes = range(len(self._own))
-        return all(self._own[node] is not None or self._is_failing(node) for node in nodes)
 
 
 @dataclass
@@ -269,7 +264,6 @@ def _note_run(connection: Any, guard: Guard, info: ServerInfo, tenures: Tenures,
 
 
 def noted_keys(prefix: str, tenures: Tenures, node: int) -> tuple[str, ...]:
-    """Return the keys of the script `guard` for one node."""
     others = (tenure_key(prefix, tenures.addresses[other]) for other in tenures.others(node))
     return *guard_keys(prefix), tenure_key(prefix), *others
 

@@ -133,7 +133,6 @@ class Requests:
         )
 
     def unregister(self, waiter: str, resource: str) -> bytes:
-        """Return the request that takes a waiter out of the set of a resource's waiters."""
         return encode_command("ZREM", waiting_key(self._prefix, resource), waiter)
 
 

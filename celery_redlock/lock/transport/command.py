@@ -33,23 +33,19 @@ def decoded(name: bytes) -> str:
 
 
 def encode_bulk(word: bytes) -> bytes:
-    """Return a word as a RESP bulk string."""
     return b"$%d\r\n%b\r\n" % (len(word), word)
 
 
 def encode_text(text: str) -> bytes:
-    """Return a text as a RESP bulk string."""
     word = text.encode("utf-8", "surrogatepass")  # as `encoded`, but in one call: made for each try
     return b"$%d\r\n%b\r\n" % (len(word), word)
 
 
 def encode_words(words: Iterable[str]) -> bytes:
-    """Return texts as consecutive RESP bulk strings."""
     return b"".join(map(encode_text, words))
 
 
 def encode_command(*words: str) -> bytes:
-    """Return a command as a request."""
     return b"*%d\r\n%b" % (len(words), encode_words(words))
 
 
@@ -241,7 +237,6 @@ Entry = tuple[Command, float, bytes]  # command, monotonic seconds of the write,
 
 
 def still_wanted(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Return the commands that may still be written."""
     for command, _, _ in entries:
         if not command.handler.wanted:
             return [entry for entry in entries if entry[0].handler.wanted]
@@ -268,7 +263,6 @@ class Round:
         return 0
 
     def decide(self) -> None:
-        """Mark the round as decided, and wake its waiter."""
         self.decided = True
         wake = self.wake
         if wake is not None:
@@ -297,11 +291,9 @@ class Question(Round):
 
     @property
     def voted(self) -> int:
-        """How many nodes have replied."""
         return len(self._replies)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Store the reply."""
         is_error = type(reply) is hiredis.ReplyError
         self._replies[node] = reply if is_error else self._read(reply)
         self._heard(node)

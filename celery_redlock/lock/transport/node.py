@@ -76,7 +76,6 @@ class Mailbox:
         self.rearm, self.reports = rearm, deque[Report]()
 
     def put(self, report: Report) -> None:
-        """Queue a report, and wake the waiters."""
         self.reports.append(report)
         self.rearm()
 
@@ -133,7 +132,6 @@ class Node:
 
     @property
     def is_used(self) -> bool:
-        """Whether there is a connection or a connecting thread."""
         return self.connection is not None or self._connector is not None
 
     def send(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
@@ -173,7 +171,6 @@ class Node:
         return connection
 
     def overdue(self, now: float) -> bool:
-        """Return whether the oldest command has waited for longer than the timeout."""
         connection = self.connection
         if connection is None or not connection.in_flight:
             return False
@@ -337,7 +334,6 @@ class Node:
         self._gate.admit(self.index, info, functools.partial(self._begin_to_use, connection))
 
     def _connect(self) -> None:
-        """Connect, and send the commands that were queued meanwhile."""
         dialled = None
         try:
             dialled = self.address.dial(self.connect_budget, self.timeout)

@@ -167,7 +167,6 @@ class PollerPool:
                 self.asleep.popitem()[1].wake()
 
     def rearm(self) -> None:
-        """Make every waiter look at the connections again."""
         self.topology += 1
         for poller in list(self.taken.values()):
             poller.wake()

@@ -68,7 +68,6 @@ class Subscriber:
             self._running = True
 
     def close(self) -> None:
-        """End the connection and the thread."""
         self._closed = True
         self._wake()
 
