@@ -195,8 +195,8 @@ class StateReporter:
 
         Source: celery.app.task.Context has a class-level False, which is nobody's option.
         """
-        of_call = self._request.__dict__.get("ignore_result")
-        return bool(self._task.ignore_result if of_call is None else of_call)
+        call_option = self._request.__dict__.get("ignore_result")
+        return bool(self._task.ignore_result if call_option is None else call_option)
 
     @property
     def stores(self) -> bool:
@@ -327,7 +327,6 @@ class StateReporter:
         )
 
     def message_lost(self, error: Exception) -> None:
-        """Store FAILURE for a message that no process has any more."""
         request, store = self._request, self.stores_errors
         mark = self._task.backend.mark_as_failure
         self._attempt(lambda: mark(request.id, error, request=request, store_result=store))
@@ -357,7 +356,6 @@ class StateReporter:
     def _attempt(
         self, report: Callable[[], object], let_through: tuple[type[Exception], ...] = ()
     ) -> None:
-        """Store or send; an error of the backend or the broker is logged."""
         try:
             report()
         except let_through:

@@ -54,7 +54,7 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
     decision = decide(refusal, delivery.header.deferral, cap, random.uniform)
     if isinstance(decision, Deferral):
         reporter = StateReporter(delivery.task, delivery.request, request.send_event, room.states)
-        deferral = report(delivery, refusal, decision, reporter)
+        deferral = report(delivery, refusal, decision, reporter, stays=True)
         signals.lock_deferred.send(delivery.task, event=deferral.event())
         request.carry(deferral)
 
