@@ -177,7 +177,6 @@ def _all(app: Any) -> Iterator[Lint]:
 
 
 def _locking(app: Any) -> list[LockedTask]:
-    """Return the tasks of an app that take a lock."""
     return [one for one in locked_tasks(app) if config_of(one).options.get("key") is not False]
 
 
@@ -423,6 +422,5 @@ def _memory(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return task names as a text, the first few of many."""
     more = len(names) - _NAMED
     return ", ".join(sorted(names)[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -89,7 +89,6 @@ class Metrics:
             self.node_failed.labels(node)
 
     def close(self) -> None:
-        """Disconnect the receivers."""
         for signal, receiver in self._connections:
             signal.disconnect(receiver)
 
@@ -147,7 +146,6 @@ class StateCollector:
         self._consumer = consumer
 
     def collect(self) -> Iterator[Any]:
-        """Yield the gauges."""
         app = self._consumer.app
         held = Counter(lock.holder.task for lock in held_locks_of(app))
         yield _gauge("held", "Locks that this worker holds.", "task", held)
@@ -186,7 +184,6 @@ class ValueFactory:
         return f"redlock-{self._main}-{process}"
 
     def __call__(self, kind: str, metric: str, *rest: Any, **named: Any) -> Any:
-        """Make one value of a metric."""
         make = self._ours if metric.startswith("redlock_") else self._others
         return make(kind, metric, *rest, **named)
 
@@ -250,7 +247,6 @@ class Exporter:
         logger.info(text, host, server.server_port, extra=fields)
 
     def close(self) -> None:
-        """End the server, disconnect the receivers, and delete an own directory."""
         self._stack.close()
 
 
@@ -276,7 +272,6 @@ def serve_metrics(sender: Any = None, **_: Any) -> None:
 
 
 def close_metrics(**_: Any) -> None:
-    """Answer no more scrapes."""
     global _exporter
     exporter, _exporter = _exporter, None
     if exporter is not None:

@@ -66,7 +66,6 @@ class Engine:
 
 @functools.lru_cache(maxsize=1)
 def engine() -> Engine:
-    """Return the Lua of this process."""
     return Engine()
 
 
@@ -122,13 +121,11 @@ class Server:
         return len(heard)
 
     def subscribers(self, channel: bytes) -> list[Any]:
-        """Return the subscribers of a channel."""
         return [ear for ear, channels in self.ears.items() if channel in channels]
 
     # the keys
 
     def holder(self, key: bytes) -> bytes | None:
-        """Return the value of a key, None if there is no such key."""
         return self.look(key)[0]
 
     def put(self, key: bytes, value: bytes, seconds: float) -> None:
@@ -136,7 +133,6 @@ class Server:
         self._call(b"SET", key, value, b"PX", b"%d" % (seconds * 1000))
 
     def drop(self, key: bytes) -> None:
-        """Delete a key."""
         self._call(b"DEL", key)
 
     def look(self, key: bytes) -> tuple[bytes | None, int]:
@@ -144,7 +140,6 @@ class Server:
         return self._engine.look(self.store, self.wall_ms, key)
 
     def keys(self) -> list[bytes]:
-        """Return the names of all keys."""
         return self._engine.names(self.store, self.wall_ms).split(b"\n")
 
     # the commands

@@ -1,8 +1,7 @@
 """The commands of `celery redlock`, each with what only that command does.
 
 They read (`status`, `locks`, `waiters`, `show`, `top`), change something (`break`, `trust`), or are
-about settings (`options`, `doctor`). What they show is made in `views.py`, and the screen of `top`
-in `live_view.py`.
+about settings (`options`, `doctor`). What they show, also on the screen of `top`, is in `views.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from celery_redlock.operate.cli.group import (
     redlock,
     within_deadline,
 )
-from celery_redlock.operate.cli.live_view import look_repeatedly, show_live
 from celery_redlock.operate.cli.views import (
     LOCKS_UNKNOWN,
     NodesView,
@@ -48,6 +46,8 @@ from celery_redlock.operate.cli.views import (
     failing_lines,
     lock_name,
     lock_table,
+    look_repeatedly,
+    show_live,
     unknown_lines,
     vote_table,
 )
@@ -229,7 +229,6 @@ class BrokenLock:
 
     @classmethod
     def of(cls, redlock: Redlock, lock: LockReport) -> BrokenLock:
-        """Break a lock."""
         deleted, failing = break_lock(redlock, lock)
         return cls(lock, [node for node, gone in deleted.items() if gone], dict(failing))
 
@@ -251,7 +250,6 @@ class BrokenLock:
             print_all(f"no event is sent: {cause}", err=True)
 
     def text(self) -> str:
-        """Return the result in one line."""
         name = lock_name(self.lock)
         if not self.gone_from and not self.failing:
             return f"{name} was over before: nothing was broken"

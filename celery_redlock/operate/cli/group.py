@@ -33,7 +33,6 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for 
 
 
 def named(_: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Return the name that an argument or option gives; refuses an empty one."""
     if value is not None and not value.strip():
         raise click.BadParameter("the name is empty.", param=param)
     return value
@@ -43,7 +42,6 @@ class RedlockGroup(click.Group):
     """Commands that print a SettingsError as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
         try:
             return super().invoke(ctx)
         except SettingsError as error:
@@ -173,7 +171,6 @@ def as_data(shown: Any) -> Any:
 
 
 def print_json(data: Any) -> None:
-    """Print JSON, for programs."""
     click.echo(json.dumps(data, indent=2, default=str))
 
 

@@ -1,22 +1,34 @@
 """What the commands show of nodes, locks, waiting processes and tasks: as tables, lines and JSON.
 
-The queries to the nodes are in `lock/`; workers and the result backend are asked here.
+The queries to the nodes are in `lock/`; workers and the result backend are asked here. A `Look` is
+all of it at one moment, for `top`, whose screen is drawn anew until `q` is pressed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+import os
+import queue
+import select
+import shutil
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
+import click
 from celery.backends.base import DisabledBackend
 from celery.states import PENDING
 
 from celery_redlock.errors import abstention_cause
-from celery_redlock.label import Holder
+from celery_redlock.label import Holder, escaped
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.inspection import LockList, LockReport, WaitingList, list_waiting
+from celery_redlock.lock.inspection import LockList, LockReport, list_locks
 from celery_redlock.lock.node_status import NodeStatus, in_iso, read_nodes
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.operate.cli.group import (
@@ -34,6 +46,8 @@ LOCKS_UNKNOWN = "Which locks are held cannot be known."
 PROCESSES_UNKNOWN = "Which processes wait cannot be known."
 TASKS_UNKNOWN = "Which tasks wait cannot be known."
 REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
+REDRAW = 0.5  # seconds between two screens, for the clock and the age of the figures
+_TOP_LEFT, _TO_END_OF_LINE, _TO_END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 @dataclass(frozen=True)
@@ -52,18 +66,15 @@ class NodesView:
 
     @classmethod
     def of(cls, redlock: Redlock) -> NodesView:
-        """Query the nodes."""
         session, nodes = redlock.session, read_nodes(redlock)
         guard, voting = session.options.guard, sum(node.votes for node in nodes)
         return cls(guard.word, session.nodes.quorum, voting, nodes, guard.grace_period)
 
     @property
     def has_quorum(self) -> bool:
-        """Whether enough nodes vote for a lock to be acquired."""
         return self.voting >= self.needed
 
     def vote_of(self, node: NodeStatus) -> str:
-        """Return in words whether a node votes, and if not, why."""
         if node.error:
             return node.error
         if node.role != "master":
@@ -76,11 +87,9 @@ class NodesView:
         return f"new: will grant no lock for {seconds} from its first use; see `trust`"
 
     def quorum_line(self) -> str:
-        """Return how many nodes vote, and how many are needed."""
         return f"{self.voting} of {len(self.nodes)} nodes vote, {self.needed} needed"
 
     def table(self) -> Table:
-        """Return a table with a row for each node."""
         rows = [
             (
                 node.node, self.vote_of(node), node.server, node.role, format_duration(node.uptime),
@@ -99,7 +108,6 @@ def lock_name(lock: LockReport) -> str:
 
 
 def lock_table(sight: LockList) -> Table:
-    """Return a table with a row for each lock."""
     rows = []
     for lock in sight.locks:
         held_for = "" if lock.held_for is None else format_duration(lock.held_for)
@@ -168,7 +176,6 @@ class WaitersView:
         return cls(sorted(by_worker), waiting, registered, visibility_timeout(app.conf), cause)
 
     def for_resource(self, resource: str) -> WaitersView:
-        """Return who waits for one resource."""
         waiting = [row for row in self.waiting if resource in row["resources"]]
         return self._only(waiting, [resource])
 
@@ -185,7 +192,6 @@ class WaitersView:
         return replace(self, waiting=waiting, registered=registered)
 
     def tables(self) -> tuple[Table, Table]:
-        """Return a table of the processes by resource, in order, and a table of the messages."""
         asked, is_known = self.registered.asked, self.registered.is_known
         heads: Sequence[str] = ("RESOURCE", "RANK", "PROCESS", "PID", "WAITED", "NODES", "STATE")
         rows: Sequence[Sequence[str]] = [
@@ -211,7 +217,6 @@ class WaitersView:
         return processes, Table(heads, rows, none)
 
     def notes(self) -> list[str]:
-        """Return a line for whatever is not known: of workers, and of keys on the nodes."""
         lines = []
         if self.cause:
             lines.append(f"the workers cannot be asked who waits: {self.cause}")
@@ -233,7 +238,6 @@ class WaitersView:
         return lines
 
     def data(self) -> dict[str, Any]:
-        """Return all of it for JSON."""
         return {**as_data(self), **as_data(self.registered)}
 
 
@@ -322,3 +326,104 @@ def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
 def _holders_of(resources: Sequence[str], sight: LockList) -> str:
     holders = [str(one.holder) for one in sight.locks if one.held and one.resource in resources]
     return ", ".join(dict.fromkeys(holders))
+
+
+@dataclass(frozen=True)
+class Look:
+    """The state of nodes, locks and waiting tasks at one moment. at: monotonic seconds."""
+
+    nodes: NodesView
+    sight: LockList
+    waiting: WaitersView
+    at: float
+
+    def tables(self) -> tuple[Table, ...]:
+        return self.nodes.table(), lock_table(self.sight), *self.waiting.tables()
+
+    def notes(self) -> list[str]:
+        return [*unknown_lines(self.sight), *self.waiting.notes()]
+
+    def data(self) -> dict[str, Any]:
+        locks = as_data(self.sight)["locks"]
+        return {**as_data(self.nodes), "locks": locks, "waiters": self.waiting.data()}
+
+    def screen(self, width: int, height: int) -> list[str]:
+        """Return what fits a terminal: each table gets its share of the lines, long cells are cut.
+
+        A table that needs less than its share leaves the rest to those below it.
+        """
+        lines: list[str] = []
+        notes, tables = self.notes(), self.tables()
+        for number, table in enumerate(tables):
+            share = (height - len(notes[:3]) - len(lines)) // (len(tables) - number)
+            lines += table.lines(width, max(3, share))
+        return [*lines, *(escaped(note)[:width] for note in notes[:3])][:height]
+
+
+def look_repeatedly(app: Any, interval: float, count: int | None) -> Iterator[Look]:
+    """Yield one look after the other. interval: seconds between two. count: None for no end."""
+    made, clock = redlock_of(app), SystemClock()
+    for number in itertools.count(1):
+        sight = list_locks(made)
+        yield Look(NodesView.of(made), sight, WaitersView.ask(app), clock.now())
+        if number == count:
+            return
+        clock.sleep(interval)
+
+
+def show_live(looks: Iterator[Look]) -> None:
+    """Draw the newest look until there are no more, or `q` is pressed.
+
+    The looks are taken in a thread: a node or broker that is silent delays neither clock nor key.
+    """
+    taken: queue.SimpleQueue[Look | Exception | None] = queue.SimpleQueue()
+
+    def take() -> None:
+        try:
+            for look in looks:
+                taken.put(look)
+            taken.put(None)
+        except Exception as error:  # raised in the main thread
+            taken.put(error)
+
+    threading.Thread(target=take, daemon=True).start()
+    clock, newest = SystemClock(), None
+    with _keys_at_once():
+        click.echo("\x1b[2J", nl=False)
+        while True:
+            while not taken.empty():
+                found = taken.get()
+                if isinstance(found, Exception):
+                    raise found
+                if found is None:
+                    return
+                newest = found
+                _draw(newest, clock.now())
+            _draw(newest, clock.now())
+            is_pressed = select.select([sys.stdin], [], [], REDRAW)[0]
+            if is_pressed and os.read(sys.stdin.fileno(), 1) in (b"q", b""):
+                return
+
+
+@contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """Let the terminal hand over each key as it is pressed, and not show it."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        click.echo()
+
+
+def _draw(look: Look | None, now: float) -> None:
+    width, height = shutil.get_terminal_size()
+    lines = ["asking nodes and workers ..."]
+    if look is not None:
+        moment = datetime.now().astimezone().strftime("%H:%M:%S")
+        age = max(0.0, now - look.at)
+        head = f"{moment}  figures {age:.0f} s old  {look.nodes.quorum_line()}  q: quit"
+        lines = [head[:width], *look.screen(width, height - 1)]
+    text = f"{_TO_END_OF_LINE}\n".join(lines)
+    click.echo(f"{_TOP_LEFT}{text}{_TO_END_OF_LINE}{_TO_END_OF_SCREEN}", nl=False)
