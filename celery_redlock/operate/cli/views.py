@@ -28,7 +28,13 @@ from celery.states import PENDING
 from celery_redlock.errors import abstention_cause
 from celery_redlock.label import Holder, escaped
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.inspection import LockList, LockReport, list_locks
+from celery_redlock.lock.inspection import (
+    LockList,
+    LockReport,
+    WaitingList,
+    list_locks,
+    list_waiting,
+)
 from celery_redlock.lock.node_status import NodeStatus, in_iso, read_nodes
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.operate.cli.group import (
