@@ -128,7 +128,7 @@ def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> Mapping[str
 def shared_settings_of(redlock: Redlock) -> str:
     """Return the settings that all clients of a prefix must share, as text. Times in seconds."""
     options, nodes = redlock.session.options, len(redlock.session.nodes.all)
-    return f"max_ttl={redlock.max_ttl:g} restart_guard={options.guard.word} nodes={nodes}"
+    return f"max_ttl={redlock.max_ttl:g} restart_guard={options.guard.mode} nodes={nodes}"
 
 
 def _connect(redlock: Redlock) -> Collection[int]:
@@ -189,7 +189,7 @@ def read_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
             policy=facts.get("maxmemory_policy", ""),
             silent_for=silent_for,
             knows_us=knows_us,
-            votes=may_vote and (knows_us or guard.word == "off"),
+            votes=may_vote and (knows_us or guard.mode == "off"),
         )
 
     found, failing = ask_each(redlock, look)

@@ -336,7 +336,7 @@ class VirtualClock:
         with contextlib.suppress(RuntimeError):  # a new session in the loop: the next call retries
             for session in sessions():
                 if session.clock is self:
-                    session.watchdog.look()
+                    session.watchdog.wake()
                     session.callers.on_listening()
             self._announced = jumps
 

@@ -136,7 +136,7 @@ class Process:
         run_id, wall = servers[node].run_id, servers[node].wall_ms / 1000
         arguments = guard.arguments(run_id)
         info = ServerInfo(run_id, encode_words(arguments), arguments, wall=wall)
-        if guard.word != "off":
+        if guard.mode != "off":
             servers.insert(0, servers.pop(node))  # its own tenure is named first
             texts = [server.tenure(guard.prefix).decode() for server in servers]
             info.tenure, *info.others = map(tenure_of, texts)

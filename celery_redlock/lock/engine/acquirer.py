@@ -67,7 +67,7 @@ class Acquirer:
         self._releaser, self._renewer = releaser, renewer
         self._check_distinct = check_distinct
         self._margin = MARGIN + self.clock.resolution
-        self._guarded = core.options.guard.word != "off"
+        self._guarded = core.options.guard.mode != "off"
         nodes = core.nodes
         self._counts = len(nodes.all), nodes.quorum, core.options.clock_drift
 

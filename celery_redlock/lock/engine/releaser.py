@@ -90,11 +90,7 @@ class Releaser:
     """Releases acquisitions of one `Redlock`, even if exceptions interrupt their owners."""
 
     def __init__(
-        self,
-        core: Core,
-        events: Events,
-        outbox: Outbox,
-        watchdog: Watchdog[Acquisition],
+        self, core: Core, events: Events, outbox: Outbox, watchdog: Watchdog[Acquisition]
     ) -> None:
         self.core, self.clock = core, core.clock
         self.events, self.outbox = events, outbox

@@ -209,11 +209,7 @@ class RenewRound(Round):
                  "_renewed", "_unsettled")  # fmt: skip
 
     def __init__(
-        self,
-        leases: Sequence[Lease],
-        nodes: int,
-        clock: Clock,
-        on_missing: Callable[[int], object],
+        self, leases: Sequence[Lease], nodes: int, clock: Clock, on_missing: Callable[[int], object]
     ) -> None:
         self.decided, self.wake = False, None
         self._leases, self._on_missing, self._clock = leases, on_missing, clock

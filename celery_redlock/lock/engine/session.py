@@ -51,11 +51,7 @@ class Session:
     warns = True
 
     def __init__(
-        self,
-        client: Any,
-        options: ClientOptions,
-        addresses: Sequence[Address],
-        platform: Platform,
+        self, client: Any, options: ClientOptions, addresses: Sequence[Address], platform: Platform
     ) -> None:
         self._level = type(client).__name__
         self.options, self.platform, self.clock = options, platform, platform.clock

@@ -102,7 +102,7 @@ class RestartGuard:
                 lambda node: callbacks.changed(node, None),
             ),
             quorum=quorum_of(len(addresses)),
-            longest_idle=math.inf if options.word == "off" else LONGEST_IDLE * options.grace_period,
+            longest_idle=math.inf if options.mode == "off" else LONGEST_IDLE * options.grace_period,
         )
         self._forget_own()
 
@@ -215,7 +215,7 @@ class RestartGuard:
 
     def _exchange_tenures(self, every: float | None = None) -> None:
         """Exchange tenures with each connected node that lacks one, or every `every` seconds."""
-        if self._options.word == "off":
+        if self._options.mode == "off":
             return
         now = self._clock.now()
         for node in self.nodes.all:

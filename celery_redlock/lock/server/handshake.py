@@ -191,7 +191,7 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
     # an ACL may refuse PING, which changes nothing, and SCRIPT: then EVAL sends the text
     facts = read_info(connection, before=(PING, GRANT.load, RENEW.load, RELEASE.load))
     run_id = facts.get("run_id", "")
-    if guard.word != "off" and not run_id:
+    if guard.mode != "off" and not run_id:
         raise redis.ResponseError(
             f"{facts.get('error') or 'INFO names no run_id'}: without INFO the restart guard "
             'cannot tell a restart; allow it (ACL: +info), or set redlock_restart_guard = "off"'
@@ -206,16 +206,13 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
         evicts if facts.get("maxmemory", "0") != "0" and evicts != "noeviction" else "",
         int(time_us) / 1e6 if time_us.isdecimal() else None,
     )
-    if guard.word != "off":
+    if guard.mode != "off":
         _note_run(connection, guard, info, tenures, node)
     return info
 
 
 def read_info(
-    connection: Any,
-    sections: Sequence[str] = ("server", "memory"),
-    *,
-    before: Sequence[bytes] = (),
+    connection: Any, sections: Sequence[str] = ("server", "memory"), *, before: Sequence[bytes] = ()
 ) -> dict[str, str]:
     """Return the fields of some sections of INFO. If the server refuses, return only "error".
 

@@ -24,14 +24,6 @@ def encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def decoded(name: bytes) -> str:
-    """Return the text of bytes on a node. Invalid bytes of another program are replaced."""
-    try:
-        return name.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return name.decode(errors="replace")
-
-
 def encode_bulk(word: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(word), word)
 
@@ -71,8 +63,13 @@ def read_text(reply: Any) -> str:
 
 
 def text_of(reply: Any) -> str:
-    """Return a reply as text, for people."""
-    return decoded(reply) if isinstance(reply, bytes) else str(reply)
+    """Return a reply as text, for people. Invalid bytes of another program are replaced."""
+    if not isinstance(reply, bytes):
+        return str(reply)
+    try:
+        return reply.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return reply.decode(errors="replace")
 
 
 MOST_ITEMS = 1000  # of a list in a reply; no script or command of ours gets a longer one

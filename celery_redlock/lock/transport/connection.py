@@ -43,24 +43,9 @@ class Connection:
     `in_flight` or in `replies`, or for a moment in both, until its handler has the reply.
     """
 
-    __slots__ = (
-        "_dialled",
-        "_reader",
-        "_ways",
-        "discarded",
-        "in_flight",
-        "is_tls",
-        "opened_at",
-        "peer",
-        "poisoned",
-        "replies",
-        "run_id",
-        "socket",
-        "struck",
-        "suffix",
-        "used_at",
-        "write_buffer",
-    )
+    __slots__ = ("_dialled", "_reader", "_ways", "discarded", "in_flight", "is_tls", "opened_at",
+                 "peer", "poisoned", "replies", "run_id", "socket", "struck", "suffix", "used_at",
+                 "write_buffer")  # fmt: skip
 
     def __init__(self, dialled: Any, peer: Peer) -> None:
         self._dialled = dialled

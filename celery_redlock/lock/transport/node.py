@@ -19,11 +19,7 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import PAUSES, DeadlineTimer, JobQueue
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Entry, still_wanted
-from celery_redlock.lock.transport.connection import (
-    Connection,
-    Peer,
-    connect_budget,
-)
+from celery_redlock.lock.transport.connection import Connection, Peer, connect_budget
 
 LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)

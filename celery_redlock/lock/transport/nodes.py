@@ -31,14 +31,7 @@ from celery_redlock.lock.transport.command import (
     UnexpectedReplyError,
 )
 from celery_redlock.lock.transport.connection import Connection, connect_budget
-from celery_redlock.lock.transport.node import (
-    IDLE,
-    LONGEST_RECONNECT,
-    Gate,
-    Mailbox,
-    Node,
-    Report,
-)
+from celery_redlock.lock.transport.node import IDLE, LONGEST_RECONNECT, Gate, Mailbox, Node, Report
 from celery_redlock.lock.transport.poller import LONGEST_DOZE, PollerPool
 
 T = TypeVar("T")

@@ -38,10 +38,8 @@ class Subscriber:
         self._platform, self._clock = platform, platform.clock
         self._channels, self._heard = channels, heard
         self._waker: Any = None  # made in the thread: no caller fails if no descriptor is left
-        self._turn, self._calls = (
-            platform.try_lock(),
-            deque[None](),
-        )  # `resubscribe` calls to handle
+        self._turn = platform.try_lock()
+        self._calls = deque[None]()  # `resubscribe` calls to handle
         self._running = self._closed = False
         self._connection: Any = None
         self._reader = ReplyReader()

@@ -74,7 +74,7 @@ class NodesView:
     def of(cls, redlock: Redlock) -> NodesView:
         session, nodes = redlock.session, read_nodes(redlock)
         guard, voting = session.options.guard, sum(node.votes for node in nodes)
-        return cls(guard.word, session.nodes.quorum, voting, nodes, guard.grace_period)
+        return cls(guard.mode, session.nodes.quorum, voting, nodes, guard.grace_period)
 
     @property
     def has_quorum(self) -> bool:
