@@ -294,12 +294,11 @@ class StateReporter:
 
     def skipped(self, resource: str, reason: str) -> None:
         """Store REVOKED, so that callers, chains and chords end, and send SKIPPED."""
-        if self._request.is_eager:
-            if self.stores_errors:
-                self._store_revoked(reason)
-            return
-        self._store_revoked(reason)
-        self._send("task-skipped", resource=resource, reason=reason, result=reason)
+        is_eager = self._request.is_eager
+        if not is_eager or self.stores_errors:
+            self._store_revoked(reason)
+        if not is_eager:
+            self._send("task-skipped", resource=resource, reason=reason, result=reason)
 
     def revoked(self, reason: str) -> None:
         """Store REVOKED, and report it as Celery does in the main process.

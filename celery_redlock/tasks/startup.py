@@ -211,21 +211,14 @@ class RefuseToStart(bootsteps.Step):
         if must_lock(worker.app):
             find_nodes(worker.app.conf)
         if any(cls.__module__ == "celery.concurrency.eventlet" for cls in worker.pool_cls.__mro__):
-            _refuse_eventlet(worker.app)
-
-
-def _refuse_eventlet(app: Any) -> None:
-    """Raise SettingsError if an app has locked tasks.
-
-    Under eventlet a body that does not yield blocks every thread, so renewals would be late.
-    """
-    locked = sorted(task.name for task in locked_tasks(app) if config_of(task).may_lock)
-    if locked:
-        hint = (
-            f"eventlet cannot run locked tasks ({', '.join(locked)}): start the worker with "
-            "-P gevent, or with prefork, threads or solo"
-        )
-        raise SettingsError("worker", "worker_pool", "eventlet", hint)
+            # a body that does not yield blocks every thread there, so renewals would be late
+            locked = [task.name for task in locked_tasks(worker.app) if config_of(task).may_lock]
+            if locked:
+                hint = (
+                    f"eventlet cannot run locked tasks ({', '.join(sorted(locked))}): start the "
+                    "worker with -P gevent, or with prefork, threads or solo"
+                )
+                raise SettingsError("worker", "worker_pool", "eventlet", hint)
 
 
 def connect_child(**_: Any) -> None:

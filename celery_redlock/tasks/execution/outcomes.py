@@ -61,7 +61,7 @@ class WaitInSlot:
     """
 
     def __init__(self, error: NotRepublishedError, before: WaitInSlot | None) -> None:
-        self._error, self._pause = error, FIRST_PAUSE
+        self.error, self._pause = error, FIRST_PAUSE
         if before is not None:
             self._pause = min(LONGEST_PAUSE, 2 * before._pause)
 
@@ -70,17 +70,12 @@ class WaitInSlot:
 
         Raises RedlockError if its queue stays away: only that of a worker comes back.
         """
-        reason = self._error.reason
-        if self._error.is_gone and self._pause == LONGEST_PAUSE:
-            raise RedlockError(f"cannot be deferred: {reason}") from self._error
+        reason = self.error.reason
+        if self.error.is_gone and self._pause == LONGEST_PAUSE:
+            raise RedlockError(f"cannot be deferred: {reason}") from self.error
         text = "cannot republish %s: %s; it waits in its slot, and tries again soon"
         logger.warning(text, delivery, reason, extra=delivery.log_extra("republish_failed"))
         return self._pause
-
-    def report_lost(self, delivery: Delivery, end: BaseException) -> None:
-        """Store FAILURE, as the worker ends and nobody else has the message."""
-        lost = f"republished nowhere: {type(end).__name__}, and {self._error.reason}"
-        delivery.reporter.message_lost(RedlockError(lost))
 
 
 def end_refused(delivery: Delivery, refusal: Refusal, cancelled: str | None) -> None:

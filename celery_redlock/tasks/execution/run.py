@@ -14,7 +14,7 @@ from typing import Any
 from celery import states as celery_states
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
-from celery_redlock.errors import LONGEST_VALUE, LockLost, NotAcquired, SettingsError
+from celery_redlock.errors import LONGEST_VALUE, LockLost, NotAcquired, RedlockError, SettingsError
 from celery_redlock.label import label_of_run
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
 from celery_redlock.lock.lock import Lock, loss_of, release_all
@@ -143,8 +143,9 @@ class LockedRun:
         except Exception:
             raise
         except BaseException as end:  # the worker stops, or this greenlet is killed
-            if slot is not None:
-                slot.report_lost(self.delivery, end)
+            if slot is not None:  # nobody else has the message
+                lost = f"republished nowhere: {type(end).__name__}, and {slot.error.reason}"
+                self.delivery.reporter.message_lost(RedlockError(lost))
             raise
 
     def _try_to_acquire(self, wait_in_slot: float) -> None:

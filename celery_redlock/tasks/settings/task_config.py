@@ -251,7 +251,12 @@ class TaskLockConfig:
             return ()
         if callable(key):
             return self._called(options, call)
-        arguments = self._bind(call.args, call.kwargs)
+        binder = self._binder
+        try:
+            arguments = binder(*call.args, **call.kwargs)
+        except TypeError as error:  # not retried: Celery publishes no retry that does not fit
+            why = str(error).removeprefix(f"{binder.__qualname__}() ")
+            raise self._misfit(why, call.args, call.kwargs) from None
         if key is None:
             return (self._own_resource(options, arguments, call.queue),)
         return self._filled(templates_of(key), arguments, call.queue)
@@ -320,21 +325,12 @@ class TaskLockConfig:
             texts.append(text)
         return tuple(texts)
 
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return every argument by its name, defaults included, in the signature's order.
-
-        Raises ArgumentsError if they do not fit the function.
-        """
-        binder = self._binder
-        try:
-            return binder(*args, **kwargs)
-        except TypeError as error:  # not retried: Celery publishes no retry that does not fit
-            why = str(error).removeprefix(f"{binder.__qualname__}() ")
-            raise self._misfit(why, args, kwargs) from None
-
     @functools.cached_property
     def _binder(self) -> Callable[..., dict[str, Any]]:
-        """A function with these parameters that returns its arguments by name."""
+        """A function with these parameters that returns its arguments by name.
+
+        Defaults are included, in the signature's order.
+        """
         parameters = self.signature.parameters.values()
         bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
         shown = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)

@@ -21,7 +21,7 @@ from celery_redlock.tasks.settings.app import OptionSource
 
 _NATIVE = (bool, int, float, str, bytes)
 _CONTAINERS = (list, tuple, set, frozenset, Mapping)
-_DATES = (dt.datetime, dt.date, dt.time)  # a datetime is a date, too
+_DATES: tuple[Any, ...] = (dt.datetime, dt.date, dt.time)  # a datetime is a date, too
 _BY_TEXT = (*_DATES, decimal.Decimal, uuid.UUID, dt.timedelta)
 _SHOWN = (*_NATIVE, *_BY_TEXT)
 TEMPLATE_NAMES = ("task", "queue", "digest")  # beside the arguments, whose names win
@@ -282,12 +282,9 @@ def reduced(value: Any) -> Any:
 
 def _of_own_kind(value: Any) -> Any:
     """Return a value of a class that derives from a date's or number's as one of that class."""
-    if isinstance(value, dt.datetime):
-        return dt.datetime.fromisoformat(dt.datetime.isoformat(value))
-    if isinstance(value, dt.date):
-        return dt.date.fromisoformat(dt.date.isoformat(value))
-    if isinstance(value, dt.time):
-        return dt.time.fromisoformat(dt.time.isoformat(value))
+    for kind in _DATES:
+        if isinstance(value, kind):
+            return kind.fromisoformat(kind.isoformat(value))
     if isinstance(value, uuid.UUID):
         return uuid.UUID(int=value.int)
     if isinstance(value, decimal.Decimal):
