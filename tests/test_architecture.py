@@ -105,7 +105,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 21_070, 85
+LINES, FILES = 21_030, 85
 WALKS = {
     "a plain lock": (29, 114, 30),
     "a message in a worker": (51, 188, 41),
