@@ -49,11 +49,6 @@ class PrivateName:
     parameters: str | None = None
     optional: str = ""
 
-    @property
-    def package(self) -> str:
-        """The package that has the name."""
-        return re.split("[.:]", self.path)[0]
-
 
 _NATIVE = "kombu.transport.native_delayed_delivery"
 _REQUEST = "celery.worker.request:Request"
@@ -170,7 +165,8 @@ def check(names: tuple[PrivateName, ...]) -> None:
     for one in names:
         found = None if one.optional else _difference(one)
         if found is not None:
-            package, versions = one.package, " to ".join(dict.fromkeys(TESTED[one.package]))
+            package = re.split("[.:]", one.path)[0]
+            versions = " to ".join(dict.fromkeys(TESTED[package]))
             must = f"must be ({one.parameters}). " if found != MISSING else ""
             hint = (
                 f"{must}celery_redlock relies on it to {one.why}. It works with {package} "

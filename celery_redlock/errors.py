@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from celery.exceptions import ImproperlyConfigured
 
 from celery_redlock import anchors
+from celery_redlock.label import Holder
 
 __all__ = [
     "DuplicateTask",
@@ -40,36 +41,7 @@ _NOT_HELD = {
 
 LONGEST_VALUE = 200  # characters of a wrong value that an error shows
 
-# the label of a run on the nodes: task id, task name, retries and nesting; then the worker
-LONGEST_LABEL = 500  # characters of it that people are shown
-RUN_LABEL = re.compile(
-    r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+(?:\+\d+)?(?:@[^@\s]+)?(?: (?P<worker>\S+))?"
-)
 _ABSTAINS = re.compile(r"(?P<node>.+): grants no lock for (?P<seconds>\d+) s more .restart guard.")
-
-
-def escaped(text: str, longest: int | None = None) -> str:
-    """Return a text of others on one line, with its control characters spelled out.
-
-    A task names its resource, and a node its errors. Neither may send commands to a terminal, or
-    write a line of the log. longest: characters before the rest is cut off; None for all.
-    """
-    if longest is not None and len(text) > longest:
-        text = f"{text[:longest]}..."
-    if text.isprintable():
-        return text
-    return "".join(
-        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text
-    )
-
-
-def describe_holder(label: str) -> str:
-    """Return a holder's label for people; for a run of a task: "shop.take[id] on worker"."""
-    found = RUN_LABEL.fullmatch(label)
-    if found is not None:
-        worker = f" on {found['worker']}" if found["worker"] else ""
-        label = f"{found['task']}[{found['task_id']}]{worker}"
-    return escaped(label, LONGEST_LABEL)
 
 
 def abstention_cause(seconds: float) -> str:
@@ -172,9 +144,10 @@ class NotAcquired(RedlockError):
     resource: str
     waited: float
 
-    def _set_waited(self, seconds: float) -> None:
-        """Set `waited`, which is the fourth argument of both classes."""
-        self.waited, self.args = seconds, (*self.args[:3], seconds, *self.args[4:])
+
+def set_waited(failure: NotAcquired, seconds: float) -> None:
+    """Set `waited` of an error, which is the fourth argument of both classes."""
+    failure.waited, failure.args = seconds, (*failure.args[:3], seconds, *failure.args[4:])
 
 
 class LockTaken(NotAcquired):
@@ -228,7 +201,7 @@ def describe_taken(refusal: LockTaken) -> str:
         return f"held by {refusal.limit} holders, its limit"
     late = refusal.unrenewed_for
     not_renewed = "" if late is None else f", not renewed for {late:.0f} s"
-    return f"held by {describe_holder(refusal.holder) or 'an unnamed holder'}{not_renewed}"
+    return f"held by {str(Holder.of(refusal.holder)) or 'an unnamed holder'}{not_renewed}"
 
 
 class QuorumUnreachable(NotAcquired):

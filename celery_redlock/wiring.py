@@ -32,8 +32,8 @@ from celery_redlock.tasks import per_app, startup, task, wrapping
 from celery_redlock.tasks.body import notify_bodies
 from celery_redlock.tasks.children import forks, reaper
 from celery_redlock.tasks.delivery.route import RecordQueueNames
-from celery_redlock.tasks.execution import completion, untried
-from celery_redlock.tasks.unique import send
+from celery_redlock.tasks.execution import run, untried
+from celery_redlock.tasks.unique import claim, send
 from celery_redlock.tasks.waiting import room
 
 
@@ -72,12 +72,12 @@ RECEIVERS = (
     # the same, for each message
     Receiver(celery_signals.task_received, untried.defer_untried),  # before `admit_received`
     Receiver(celery_signals.task_received, room.admit_received),
-    Receiver(celery_signals.task_received, completion.note_claim),
+    Receiver(celery_signals.task_received, claim.note_claim),
     Receiver(celery_signals.task_received, startup.warn_if_unlocked),
-    Receiver(celery_signals.task_revoked, completion.end_claim_of_revoked),
-    Receiver(celery_signals.task_unknown, completion.end_claim_of_unread),
-    Receiver(celery_signals.task_rejected, completion.end_claim_of_unread),
-    Receiver(celery_signals.task_failure, completion.end_claim_of_killed),
+    Receiver(celery_signals.task_revoked, claim.end_claim_of_revoked),
+    Receiver(celery_signals.task_unknown, claim.end_claim_of_unread),
+    Receiver(celery_signals.task_rejected, claim.end_claim_of_unread),
+    Receiver(celery_signals.task_failure, claim.end_claim_of_killed),
     # a process that runs bodies
     Receiver(celery_signals.worker_process_init, per_app.note_worker),
     Receiver(celery_signals.worker_process_init, startup.connect_child),
@@ -86,7 +86,7 @@ RECEIVERS = (
     # first: another receiver may change the arguments that it is given
     Receiver(celery_signals.task_prerun, task.keep_arguments, first=True),
     # first: what another receiver raises past Exception would keep the lock for ever
-    Receiver(celery_signals.task_postrun, completion.release_after_run, first=True),
+    Receiver(celery_signals.task_postrun, run.release_after_run, first=True),
 )
 # when an app has finalized; the first one that raises SettingsError ends `finalize`
 CHECKS = (startup.check_app, lints.refuse_errors)
@@ -132,9 +132,9 @@ def finish(app: Any) -> None:
 
     Raises SettingsError. A worker of the app is prepared before that: its step raises it again.
     """
-    per_app.note_checked(app)
+    per_app.checked.add(app)
     if any(isinstance(maybe_evaluate(one), task.LockedTask) for one in _own_tasks.get(app, ())):
-        per_app.note_own_task(app)
+        per_app.owners.add(app)
     _own_tasks[app] = []
     tracing.connect_if_recording()
     prepare_workers(app)
@@ -145,7 +145,7 @@ def finish(app: Any) -> None:
 def on_locked_task(app: Any) -> None:
     """Connect what a process needs for locked tasks; one is bound to this app."""
     connect()
-    if per_app.is_checked(app):  # it was declared late, as by a receiver of `worker_init`
+    if app in per_app.checked:  # it was declared late, as by a receiver of `worker_init`
         prepare_workers(app)
 
 

@@ -20,7 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from celery_redlock import Lock, Redlock
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.node_status import ask_nodes
 from celery_redlock.lock.server.requests import REGISTER, Requests
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Script
@@ -168,7 +168,7 @@ def brisk_redlock(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
 class Journal:
     """Hears of each key that a `Redlock` claims, as a forked child's journal does."""
 
-    def claiming(self, session: bytes, at: float, holding: Acquisition, claim: KeyLease) -> None:
+    def claiming(self, session: bytes, at: float, holding: Acquisition, claim: Lease) -> None:
         """Hear that a request is about to leave."""
 
     def held(self, holding: Acquisition) -> None:
@@ -177,7 +177,7 @@ class Journal:
     def released(self, holding: Acquisition) -> None:
         """Hear that it is released."""
 
-    def settled(self, claim: KeyLease) -> None:
+    def settled(self, claim: Lease) -> None:
         """Hear that no node keeps a key."""
 
 

@@ -4,7 +4,7 @@ Read `lock.py` first (`Lock`: acquire, extend, release). Then read `engine/acqui
 none, one round for each key) and `model/lease.py` (for how long a lock is valid). By topic:
 
 - `client.py`: `Redlock`, its settings, `trust`. `validation.py`: checks of settings and arguments.
-- `hold.py`: one acquire. `retry.py`: its tries. `release.py`: ending a lock from outside.
+- `retry.py`: the tries of one acquire.
 - `node_status.py`, `held_locks.py`, `waiting_processes.py`: queries of operators.
 - `engine/`: acquires, renews, releases; the watchdog; who waits; the reports of events.
 - `server/`: the Lua scripts, the restart guard, what a server's errors mean.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from celery_redlock.errors import RUN_LABEL, describe_holder
+from celery_redlock.label import Holder
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.model.keys import (
     broken_key,
@@ -30,25 +30,6 @@ from celery_redlock.lock.transport.encoding import (
 
 ASKED_AT_ONCE = 500  # keys
 GONE = -2  # Source: the Redis command PTTL
-
-
-@dataclass(frozen=True)
-class Holder:
-    """The holder of a lock. task_id, task, worker: "" if the holder is no task."""
-
-    label: str
-    task_id: str = ""
-    task: str = ""
-    worker: str = ""
-
-    @classmethod
-    def of(cls, label: str) -> Holder:
-        """Parse the label in a lock's value, as the nodes store it."""
-        found = RUN_LABEL.fullmatch(label)
-        return cls(label) if found is None else cls(label, **found.groupdict(default=""))
-
-    def __str__(self) -> str:
-        return describe_holder(self.label)
 
 
 @dataclass(frozen=True)

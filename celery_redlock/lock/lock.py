@@ -1,11 +1,15 @@
-"""`Lock`: acquire, extend and release, for one owner at a time."""
+"""`Lock`: acquire, extend and release, for one owner at a time.
+
+The functions at the end are for a run that was interrupted, and cannot know what it holds. Not
+here: the tries of an acquire (`retry.py`), and one try (`engine/acquirer.py`).
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from celery_redlock.errors import (
     HELD_BY_PARENT,
@@ -17,9 +21,8 @@ from celery_redlock.errors import (
     RedlockError,
 )
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.hold import Hold
-from celery_redlock.lock.model.acquisition import Acquisition, Owner
-from celery_redlock.lock.model.key_lease import LockKey
+from celery_redlock.lock.model.acquisition import Acquisition, Hold, Owner
+from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner
 from celery_redlock.lock.platform.threads import uninterruptible
@@ -30,14 +33,6 @@ from celery_redlock.lock.validation import check_wait
 logger = logging.getLogger(__name__)
 
 
-class Client(Protocol):
-    """The `Redlock` of a lock."""
-
-    @property
-    def session(self) -> Session:
-        """The session of this process, shared by all its locks."""
-
-
 class Lock:
     """One lock on one resource, of one owner (thread, greenlet, asyncio task) at a time.
 
@@ -46,8 +41,9 @@ class Lock:
     client: the `Redlock`, which the lock keeps alive.
     """
 
-    def __init__(self, client: Client, options: LockOptions) -> None:
-        self._client, self._options, self._session = client, options, client.session
+    def __init__(self, client: Any, options: LockOptions) -> None:
+        self._client, self._options = client, options
+        self._session: Session = client.session
         self._clock = self._session.clock
         self._holds: list[Hold] = []  # one for each acquire that is not released yet
         self._last: Hold | None = None  # the last acquire, to report why it has ended
@@ -119,7 +115,7 @@ class Lock:
         RedlockError if another owner has acquired this object.
         """
         timeout = self._options.wait if wait is None else check_wait("Lock.acquire", "wait", wait)
-        hold = Hold(self._session.reentrancy.current_owner(), self._client)
+        hold = Hold(self._session.current_owner(), self._client)
         try:
             self._enter(hold)
             Attempts(self._session, self._options, self._keys, hold).run(timeout)
@@ -140,7 +136,7 @@ class Lock:
         """
         options, session = self._options, self._session
         timeout = options.wait if wait is None else check_wait("Lock.acquire_async", "wait", wait)
-        owner, runner = session.reentrancy.current_owner(), StepRunner(session.threads)
+        owner, runner = session.current_owner(), StepRunner(session.threads)
         hold = Hold(owner, self._client)
         try:
             self._enter(hold)
@@ -148,7 +144,7 @@ class Lock:
             await attempts.run_async(timeout, runner)
         except BaseException:  # also a cancellation, or the end of the loop
             self._forget(hold)
-            runner.then(lambda: hold.release_anywhere(session.releaser))
+            runner.then(lambda: session.releaser.release_hold(hold, anywhere=True))
             raise
         self._last = hold
         return self
@@ -169,7 +165,7 @@ class Lock:
         Raises LockLost if the lock is lost. Raises QuorumUnreachable if no quorum answered in time:
         the lock is still held for `remaining` seconds then, and extend may be called again.
         """
-        self._check_owner(self._session.reentrancy.current_owner())
+        self._check_owner(self._session.current_owner())
         self.ensure()
         reached = self._session.renew(self._acquisitions())
         self.ensure()
@@ -190,7 +186,7 @@ class Lock:
         try:
             self._check_acquired()
             hold = last[0] if last else None
-            owner = self._session.reentrancy.current_owner()
+            owner = self._session.current_owner()
             if hold is None or hold.owner[0] != owner[0] or not hold.acquisitions:
                 return  # released already, or a forked child, which has none of its parent's locks
             self._check_owner(owner)
@@ -225,9 +221,9 @@ class Lock:
         """Release the acquisitions of a hold, and forget the hold."""
         releaser = self._session.releaser
         try:
-            hold.release(releaser)
+            releaser.release_hold(hold)
         except BaseException:
-            hold.release(releaser)  # again: the exception may have come before the write
+            releaser.release_hold(hold)  # again: the exception may have come before the write
             raise
         finally:
             self._forget(hold)
@@ -301,3 +297,37 @@ class Lock:
                 f"the lock on {self.resource!r} belongs to another thread, greenlet or task: make "
                 "one Lock for each"
             )
+
+
+def release_all(lock: Lock, *, ended: bool = False) -> None:
+    """Release a lock as often as it has been acquired.
+
+    ended: the run under the lock has ended. This is recorded even if the lock was released or lost.
+    """
+    session, last = lock._session, lock._last
+    if ended and last is not None:
+        own = [one for one in last.acquisitions if one.options is lock._options]
+        for acquisition in own:  # not outer acquisitions, whose runs have not ended
+            session.mark_ended(acquisition)
+            if last not in lock._holds:
+                session.releaser.release(acquisition, publish=False)
+    while lock._holds:
+        before = len(lock._holds)
+        lock.release()
+        if len(lock._holds) == before:  # the parent's hold in a forked child, or without a request
+            return
+
+
+def acquisitions_of(lock: Lock) -> list[Acquisition]:
+    """Return what a lock relies on now: its own acquisition, and outer ones."""
+    return lock._acquisitions()
+
+
+def loss_of(lock: Lock) -> LockLost | None:
+    """Return the error for a lost lock; None if the lock is held or released."""
+    if lock.held:  # first: asked before and after each body, and nearly always so
+        return None
+    now = lock._clock.now()
+    if any(one.lost(now) for one in acquisitions_of(lock)):
+        return LockLost(lock.resource, lock._why())
+    return None

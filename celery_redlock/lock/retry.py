@@ -14,20 +14,19 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from celery_redlock.errors import CLOSED, LockLost, LockTaken, QuorumUnreachable
+from celery_redlock.errors import CLOSED, LockLost, LockTaken, QuorumUnreachable, set_waited
 from celery_redlock.lock.engine.acquirer import Failure
 from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.hold import Hold
-from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.acquisition import Acquisition, Hold
 from celery_redlock.lock.model.handoff import LOOK, TURN, AskAgain, Step, WaitFree, next_move
-from celery_redlock.lock.model.key_lease import LockKey
+from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner, rest
 from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_replica
 from celery_redlock.lock.server.requests import REGISTERED_FOR
 
-# all in seconds; hold.py has the pauses for rivals that share the nodes
+# all in seconds; acquisition.py has the pauses for rivals that share the nodes
 FIRST_SPIN = 0.05  # between tries while the caller waits for the lock; up to LONGEST_SPIN
 LONGEST_DEAF = 5.0  # between looks of a caller that releases can name, in case one was missed
 HOPELESS = 3.0  # for which a caller waits for misconfigured nodes
@@ -53,19 +52,8 @@ class Attempts:
         self._outer: Mapping[str, Acquisition] = {}
         _, flow, _ = hold.owner
         if flow.held:
-            self._outer = self._join_outer()
+            self._outer = hold.add_outer(options, self._started)
             self._keys = [key for key in keys if key.resource not in self._outer]
-
-    def _join_outer(self) -> Mapping[str, Acquisition]:
-        """Rely on acquisitions that the owner holds already; return them by resource."""
-        session, hold = self._session, self._hold
-        outer = session.reentrancy.held_by(hold.owner, self._options, self._started)
-        for resource, acquisition in list(outer.items()):
-            hold.join(acquisition)
-            if acquisition.abandoned:  # its Lock was garbage collected, and it is being released
-                hold.leave(acquisition)
-                del outer[resource]
-        return outer
 
     def run(self, timeout: float) -> None:
         """Acquire, and try again for up to `timeout` seconds.
@@ -123,7 +111,7 @@ class Attempts:
         if failure is not None and session.is_closed:  # which ended the wait, or failed the try
             failure = QuorumUnreachable(failure.resource, [CLOSED], session.nodes.quorum)
         if failure is not None:
-            failure._set_waited(now - self._started)
+            set_waited(failure, now - self._started)
             raise failure
         for acquisition in self._outer.values():
             if not acquisition.held(now):
@@ -131,16 +119,7 @@ class Attempts:
 
     def _try(self) -> Failure | None:
         """Try once; return None on success, else the failure."""
-        session, hold, began = self._session, self._hold, self._clock.now()
-        acquisition = session.new_acquisition(self._options, self._keys, hold.owner)
-        hold.join(acquisition)  # before its request leaves, so that an exception releases it
-        failure = session.try_acquire(acquisition)
-        if failure is None:
-            return None
-        hold.leave(acquisition)
-        hold.splits = hold.splits + 1 if acquisition.was_split else 0
-        hold.took = self._clock.now() - began
-        return failure
+        return self._session.acquirer.try_acquire(self._hold, self._options, self._keys)
 
     # the rules
 
@@ -160,8 +139,8 @@ class Attempts:
             yield None, pause
             failure = yield self._try
         if failure is None and self._outer and self._options.fencing:
-            acquirer = self._session.acquirer
-            failure = yield functools.partial(self._hold.confirm_fencing_token, acquirer)
+            confirm = self._session.acquirer.confirm_fencing_token
+            failure = yield functools.partial(confirm, self._hold.acquisitions)
         return failure
 
     def _wait(self, first: Failure, until: float) -> Moves:

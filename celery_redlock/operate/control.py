@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from celery_redlock.lock.held_locks import Holder
+from celery_redlock.label import Holder
 from celery_redlock.lock.model.keys import parts_of
 from celery_redlock.lock.node_status import in_iso
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children.forks import held_by_children
-from celery_redlock.tasks.delivery.header import LockHeader
+from celery_redlock.tasks.delivery.delivery import LockHeader
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting.room import waiters_of
 
@@ -35,7 +35,7 @@ def held_locks_of(app: Any) -> list[HeldLock]:
     session = redlock_of(app).session
     for acquisition in session.watchdog.watched:
         if acquisition.held(session.clock.now()):
-            found |= {(lease.key.resource, lease.value) for lease in acquisition.key_leases}
+            found |= {(lease.key.resource, lease.value) for lease in acquisition.leases}
     held = [(resource, parts_of(value)) for resource, value in sorted(found)]
     return [
         HeldLock(resource, Holder.of(label), in_iso(since)) for resource, (label, since, _) in held

@@ -196,7 +196,7 @@ def _in_its_queue(task: LockedTask) -> TaskInQueue:
     pattern = pattern_for(queue, config.app.queues)
     if pattern is not None and not decides_key(config.options):
         source_of = partial(OptionSource.at, "queues", of=pattern)
-        config.keys.check(config.app.queues[pattern], source_of)
+        config.check_level(config.app.queues[pattern], source_of)
     return TaskInQueue(task, queue, options)
 
 
@@ -372,7 +372,7 @@ def _shared_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
     sharing: dict[str, dict[int, list[str]]] = {}
     for one in tasks:
         config, limit = config_of(one.task), one.options["limit"].value
-        for shape in dict.fromkeys(config.keys.shapes(config.options_for(one.queue), one.queue)):
+        for shape in dict.fromkeys(config.shapes(config.options_for(one.queue), one.queue)):
             sharing.setdefault(shape, {}).setdefault(limit, []).append(one.task.name)
     for shape, by_limit in sharing.items():
         if len(by_limit) > 1:

@@ -14,7 +14,7 @@ from celery.signals import task_prerun
 
 from celery_redlock import signals
 from celery_redlock.lock.engine.events import LockAcquiredEvent
-from celery_redlock.tasks.delivery.header import LockHeader
+from celery_redlock.tasks.delivery.delivery import LockHeader
 from celery_redlock.tasks.execution.run import run_of
 from celery_redlock.tasks.per_app import time_of_nodes
 

@@ -22,9 +22,8 @@ from typing import Any
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_redlock.errors import LockLost
-from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.lock import Lock, loss_of
 from celery_redlock.lock.platform.threads import DeadlineTimer, is_uninterruptible, start_thread
-from celery_redlock.lock.release import loss_of
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # seconds between tries to interrupt a body
 # Nothing is raised below a frame of these modules, though a body called them: they would swallow

@@ -63,25 +63,18 @@ def _compile(task: Any) -> TaskLockConfig:
     signature = signature_of(bodies[0])
     pattern = type(task).__dict__.get(ENTRY)
     if pattern is None:
-        attributes, others = _declared(task)
-        config = compile_config(settings, task.name, attributes, signature, others)
+        names = [name for name in dir(task) if name.startswith("lock_")]
+        found = {name: inspect.getattr_static(task, name) for name in names}
+        attributes = {
+            name: value.__func__ if isinstance(value, staticmethod) else value
+            for name, value in found.items()
+        }
+        config = compile_config(settings, task.name, attributes, signature)
     else:
         config = compile_adopted_config(settings, task.name, pattern, signature)
     if config.may_lock and any(map(is_async, bodies)):
         refuse_awaitable(task, "async def")
     return config
-
-
-def _declared(task: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return a task's lock_* attributes, and the names of those that are no options."""
-    names = [name for name in dir(task) if name.startswith("lock_")]
-    found = {name: inspect.getattr_static(task, name) for name in names}
-    others = [n for n, v in found.items() if isinstance(v, (property, classmethod))]
-    attributes = {
-        name: value.__func__ if isinstance(value, staticmethod) else value
-        for name, value in found.items()
-    }
-    return attributes, others
 
 
 def bound_to(task: Any, attribute: Any) -> Any:

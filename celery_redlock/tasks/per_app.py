@@ -13,8 +13,12 @@ from celery_redlock.tasks.settings.levels import find_nodes, read_app
 
 _settings: weakref.WeakKeyDictionary[Any, AppSettings] = weakref.WeakKeyDictionary()
 _redlocks: weakref.WeakKeyDictionary[Any, Redlock] = weakref.WeakKeyDictionary()
-_checked: weakref.WeakSet[Any] = weakref.WeakSet()
-_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+# Apps that have finalized and were checked: later tasks are, as they are added. Until then nothing
+# is to be raised.
+checked: weakref.WeakSet[Any] = weakref.WeakSet()
+# Apps with a locked task of their own, and not only those that all apps share. A task that is
+# declared after the app has finalized counts as one that is shared.
+owners: weakref.WeakSet[Any] = weakref.WeakSet()
 _making = threading.RLock()  # a finalizer or a signal handler may interrupt the thread that has it
 _is_worker = False
 
@@ -26,29 +30,6 @@ def _ignore(app: Any) -> None:
 # Called with the app of each locked task that is bound. The module `wiring` sets it, for it knows
 # all that a process needs for its first locked task, and is above the class of these tasks.
 on_locked_task: Callable[[Any], object] = _ignore
-
-
-def note_checked(app: Any) -> None:
-    """Note that an app has finalized and was checked: later tasks are, as they are added."""
-    _checked.add(app)
-
-
-def is_checked(app: Any) -> bool:
-    """Return whether the tasks of an app were checked; until then nothing is to be raised."""
-    return app in _checked
-
-
-def note_own_task(app: Any) -> None:
-    """Note that an app has a locked task of its own, and not only those that all apps share."""
-    _owners.add(app)
-
-
-def has_own_task(app: Any) -> bool:
-    """Return whether an app has a locked task of its own.
-
-    A task that is declared after the app has finalized counts as one that is shared.
-    """
-    return app in _owners
 
 
 def settings_of(app: Any) -> AppSettings:

@@ -213,10 +213,10 @@ class StateReporter:
             return bool(self._task.store_errors_even_if_ignored)
         return not self._request.is_eager or bool(self._task.store_eager_result)
 
-    def _may_store(self) -> bool:
-        """Return whether a state on the way may be stored; not over celery.contrib's ABORTED."""
+    def _is_aborted(self) -> bool:
+        """Return whether celery.contrib's ABORTED is stored; no state on the way goes over it."""
         is_aborted = getattr(self._task, "is_aborted", None)
-        return self.stores and not (is_aborted and is_aborted(task_id=self._request.id))
+        return is_aborted is not None and bool(is_aborted(task_id=self._request.id))
 
     def has_final_state_if_wanted(self) -> bool:
         """Return whether a final state is stored, or none is wanted; reads the result backend.
@@ -254,7 +254,7 @@ class StateReporter:
 
     def _store_deferred(self, fields: Mapping[str, Any]) -> None:
         task, request = self._task, self._request
-        if self._may_store():
+        if not self._is_aborted():
             task.backend.store_result(request.id, fields, DEFERRED, request=request)
 
     def revoked_untried(self, reason: str, *, store_result: bool) -> None:
@@ -278,7 +278,7 @@ class StateReporter:
         a task-retried does.
         """
         task, request = self._task, self._request
-        if self._may_store():
+        if self.stores and not self._is_aborted():
             meta = {"pid": os.getpid(), "hostname": request.hostname}
             store = task.backend.store_result
             self._attempt(

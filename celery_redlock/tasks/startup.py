@@ -28,10 +28,11 @@ from celery_redlock.lock.node_status import (
     exchange_shared_settings,
     shared_settings_of,
 )
+from celery_redlock.tasks import per_app
 from celery_redlock.tasks.children.reaper import watch_children
 from celery_redlock.tasks.declaration import ENTRY, config_of
-from celery_redlock.tasks.delivery.header import HEADER, LockHeader
-from celery_redlock.tasks.per_app import has_own_task, is_checked, redlock_of, settings_of
+from celery_redlock.tasks.delivery.delivery import HEADER, LockHeader
+from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, OptionSource, pattern_for
 from celery_redlock.tasks.settings.levels import find_nodes
 from celery_redlock.tasks.settings.options import OPTION
@@ -76,7 +77,7 @@ def must_lock(app: Any) -> bool:
     The others only have locked tasks that Celery shares among all apps of a process, and need no
     nodes until they send or run one.
     """
-    return has_own_task(app) or bool(app.conf.get("redlock_tasks"))
+    return app in per_app.owners or bool(app.conf.get("redlock_tasks"))
 
 
 def locked_tasks(app: Any) -> list[LockedTask]:
@@ -110,7 +111,7 @@ class AdoptingRegistry(TaskRegistry):
     def __setitem__(self, name: str, task: Any) -> None:
         """Add a task; adopt it if it has an entry. Raises SettingsError."""
         self.adopt(name, task)
-        if is_checked(self.app):
+        if self.app in per_app.checked:
             self.check(name, task)
         super().__setitem__(name, task)
 

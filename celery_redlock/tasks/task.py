@@ -19,15 +19,13 @@ from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import check_wait
 from celery_redlock.tasks import per_app
 from celery_redlock.tasks.declaration import config_of, is_wrapper
-from celery_redlock.tasks.delivery.delivery import ARGUMENTS, own_headers
-from celery_redlock.tasks.delivery.header import HEADER
+from celery_redlock.tasks.delivery.delivery import ARGUMENTS, HEADER, own_headers
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution.run import lock_of, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
-from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
 from celery_redlock.tasks.settings.options import EffectiveOptions, TaskLockOptions
-from celery_redlock.tasks.settings.task_config import TaskLockConfig
+from celery_redlock.tasks.settings.task_config import TaskCall, TaskLockConfig
 from celery_redlock.tasks.unique.send import is_awaited, options_to_message, send_claimed
 from celery_redlock.tasks.wrapping import wrap_hook, wrap_run
 
@@ -80,10 +78,10 @@ class LockedTask(Task):
             tracks = cls.track_started if "track_started" in cls.__dict__ else inherited
             cls._redlock_track_started, cls.track_started = tracks, False
         if not app.finalized:
-            per_app.note_own_task(app)
+            per_app.owners.add(app)
         per_app.on_locked_task(app)
         # a class without a name is checked at the first use of an instance
-        if per_app.is_checked(app) and cls.name:
+        if app in per_app.checked and cls.name:
             check_declaration(app._tasks.get(cls.name) or cls())
 
     @property
@@ -112,7 +110,7 @@ class LockedTask(Task):
             wait = check_wait(f"task {self.name!r}", "lock_for(wait=...)", kwargs.pop("wait"))
         queue = queue_of_send(self, args, kwargs)
         options = config.options_for(queue)
-        resources = in_order(config.keys.resources(options, TaskCall(self, args, kwargs, queue)))
+        resources = in_order(config.resources(options, TaskCall(self, args, kwargs, queue)))
         if not resources:
             raise RedlockError(f"{self.name} takes no lock: its lock_key is False")
         return lock_of(self, options, resources, f"lock_for {self.name}", wait=wait)
@@ -126,8 +124,8 @@ class LockedTask(Task):
         call, as in `apply_async`. `str()` of the result is a table. Raises SettingsError.
         """
         own = queue_of_send(self, (), {}) if queue is None else queue
-        of_call = self._checked_call({} if lock is None else lock)
-        return config_of(self).effective_options(own, of_call)
+        call_options = _call_options({} if lock is None else lock)
+        return config_of(self).effective_options(own, call_options)
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Send the task, as Celery does; `lock={"ttl": 60}` sets options for this call alone.
@@ -144,64 +142,51 @@ class LockedTask(Task):
         check_outside(options)
         if not config.app.nodes and config.may_lock:
             per_app.redlock_of(self.app)  # raises, unless a setting names nodes by now
-        if more:
-            self._write_header(config, options, more[0])
-            return super().apply_async(args, kwargs, *more, **options)
         unique = None
-        if config.may_be_unique or "lock" in options:
-            unique = self._unique_options(config, args, kwargs, options)
-        if not options.get("task_id"):
-            options["task_id"] = uuid()
-        self._write_header(config, options, options["task_id"])
+        if not more:
+            if config.may_be_unique or "lock" in options:
+                unique = self._unique(config, args, kwargs, options)
+            options["task_id"] = options.get("task_id") or uuid()
+        if "lock" in options:
+            _write_header(config, options, more[0] if more else options["task_id"])
         if unique is None:
-            return super().apply_async(args, kwargs, **options)
-        return self._send_unique(config, unique, args, kwargs, options)
-
-    def _unique_options(
-        self, config: TaskLockConfig, args: Any, kwargs: Any, options: Mapping[str, Any]
-    ) -> tuple[str, TaskLockOptions] | None:
-        """Return queue and options of a send that is to be deduplicated, else None.
-
-        An eager send is not: its run has ended when it returns.
-        """
-        of_call = self._checked_call(options.get("lock", {}))
-        may_be_unique = config.may_be_unique or "unique_for" in of_call
-        if not may_be_unique or is_awaited(options) or self.app.conf.task_always_eager:
-            return None
-        queue = ""
-        if config.app.queues or config.may_name_queue(of_call):
-            queue = queue_of_send(
-                self, args, kwargs, {k: options[k] for k in options if k != "lock"}
-            )
-        lock_options = config.options_for(queue, of_call)
-        return None if lock_options.unique_for is None else (queue, lock_options)
-
-    def _send_unique(
-        self,
-        config: TaskLockConfig,
-        found: tuple[str, TaskLockOptions],
-        args: Any,
-        kwargs: Any,
-        options: dict[str, Any],
-    ) -> Any:
-        """Send the task unless the send is a duplicate."""
-        queue, lock_options = found
-        call_of = TaskCall(self, args or (), kwargs or {}, queue)
-        resources = config.keys.resources(lock_options, call_of)
-        if not resources:
-            return super().apply_async(args, kwargs, **options)
+            return super().apply_async(args, kwargs, *more, **options)
+        resources, lock_options = unique
         return send_claimed(
             self.app, self.name, resources, lock_options, options,
             publish=functools.partial(super().apply_async, args, kwargs),
             result_of=self.AsyncResult,
         )  # fmt: skip
 
+    def _unique(
+        self, config: TaskLockConfig, args: Any, kwargs: Any, options: Mapping[str, Any]
+    ) -> tuple[tuple[str, ...], TaskLockOptions] | None:
+        """Return resources and options of a send that is to be deduplicated, else None.
+
+        An eager send is not: its run has ended when it returns.
+        """
+        call_options = _call_options(options.get("lock", {}))
+        may_be_unique = config.may_be_unique or "unique_for" in call_options
+        if not may_be_unique or is_awaited(options) or self.app.conf.task_always_eager:
+            return None
+        queue = ""
+        if config.app.queues or config.may_name_queue(call_options):
+            queue = queue_of_send(
+                self, args, kwargs, {k: options[k] for k in options if k != "lock"}
+            )
+        lock_options = config.options_for(queue, call_options)
+        if lock_options.unique_for is None:
+            return None
+        call = TaskCall(self, args or (), kwargs or {}, queue)
+        resources = config.resources(lock_options, call)
+        return (resources, lock_options) if resources else None
+
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process under its lock; `lock={...}` as in `apply_async`."""
         check_outside(options)
         if "lock" in options:
             options["task_id"] = options.get("task_id") or uuid()
-            self._write_header(config_of(self), options, options["task_id"])
+            _write_header(config_of(self), options, options["task_id"])
         return super().apply(args, kwargs, *more, **options)
 
     def signature_from_request(
@@ -218,22 +203,6 @@ class LockedTask(Task):
         if carried and ("headers" in options or HEADER not in (retried.headers or {})):
             options["headers"] = {HEADER: carried, **(options.get("headers") or own)}
         return super().signature_from_request(request, args, kwargs, queue, **options)
-
-    def _write_header(self, config: TaskLockConfig, options: dict[str, Any], task_id: str) -> None:
-        """Put the call's `lock` options into the message's header."""
-        if "lock" in options:
-            of_call = self._call_options(config, options.pop("lock"))
-            header = {"options": of_call, "id": task_id}
-            options["headers"] = {**(options.get("headers") or {}), HEADER: header}
-
-    def _checked_call(self, of_call: Any) -> Mapping[str, Any]:
-        if not isinstance(of_call, Mapping):
-            hint = 'must map option names to values, as lock={"ttl": 60}'
-            raise SettingsError("call", "lock", repr(of_call), hint)
-        return of_call
-
-    def _call_options(self, config: TaskLockConfig, of_call: Any) -> dict[str, Any]:
-        return options_to_message(config.check_call(self._checked_call(of_call)))
 
     def chunks(self, it: Any, n: int) -> NoReturn:
         """Refuse: the body would be called directly, without the lock. Raises RedlockError."""
@@ -254,22 +223,37 @@ class LockedTask(Task):
         )
 
 
+def _call_options(lock: Any) -> Mapping[str, Any]:
+    """Return the options of a call, unchecked; raises SettingsError for what is no mapping."""
+    if not isinstance(lock, Mapping):
+        hint = 'must map option names to values, as lock={"ttl": 60}'
+        raise SettingsError("call", "lock", repr(lock), hint)
+    return lock
+
+
+def _write_header(config: TaskLockConfig, options: dict[str, Any], task_id: str) -> None:
+    """Move the call's `lock` options into the message's header."""
+    checked = config.check_call(_call_options(options.pop("lock")))
+    header = {"options": options_to_message(checked), "id": task_id}
+    options["headers"] = {**(options.get("headers") or {}), HEADER: header}
+
+
 class _CombinedRequest:
     """Gives the class of a task's requests if the task has one of the user's own.
 
     That class derives from ours and from the user's; it is made in a worker, at its first use.
-    of_user: a class or its name, as Celery takes it.
+    user_class: a class or its name, as Celery takes it.
     Source: celery.worker.strategy asks for it.
     """
 
-    def __init__(self, of_user: Any) -> None:
-        self._of_user = of_user
+    def __init__(self, user_class: Any) -> None:
+        self._user_class = user_class
 
     def __get__(self, task: Any, owner: Any = None) -> type:
-        ours, of_user = symbol_by_name(REQUEST), symbol_by_name(self._of_user)
-        if issubclass(of_user, ours):
-            return of_user  # type: ignore[no-any-return]
-        return types.new_class(of_user.__name__, (ours, of_user))
+        ours, user_class = symbol_by_name(REQUEST), symbol_by_name(self._user_class)
+        if issubclass(user_class, ours):
+            return user_class  # type: ignore[no-any-return]
+        return types.new_class(user_class.__name__, (ours, user_class))
 
 
 def check_declaration(task: LockedTask) -> None:

@@ -31,14 +31,16 @@ from celery_redlock.tasks.children.forks import announce_end
 from celery_redlock.tasks.delivery.delivery import (
     ARGUMENTS,
     HAS_ROOM,
+    HEADER,
     NAMED_AT,
     NESTED,
     RECEIVED,
+    Deferral,
     Delivery,
+    LockHeader,
     received_at,
     utc_now,
 )
-from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
 from celery_redlock.tasks.delivery.republish import publish
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
 from celery_redlock.tasks.execution.outcomes import Deferred

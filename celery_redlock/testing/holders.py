@@ -185,7 +185,7 @@ def _holders_of(lock: LockReport) -> list[tuple[Session, Acquisition]]:
         (session, acquisition)
         for session in sessions()
         for acquisition in session.watchdog.watched
-        for one in acquisition.key_leases
+        for one in acquisition.leases
         if one.value.encode("utf-8", "surrogatepass") == _bytes(lock.value)
     ]
 

@@ -16,10 +16,9 @@ from unittest import mock
 from celery._state import _task_stack
 
 from celery_redlock.errors import RedlockError
-from celery_redlock.lock.engine.acquirer import Failure
-from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.acquisition import Acquisition, Owner
-from celery_redlock.lock.model.key_lease import LockKey
+from celery_redlock.lock.engine.acquirer import Acquirer, Failure
+from celery_redlock.lock.model.acquisition import Acquisition, Hold, Owner
+from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.unique.claim import Claim
 
@@ -69,20 +68,21 @@ def locking_off() -> Iterator[None]:
     """
     if in_worker():
         raise RedlockError("locking_off() is for tests: a run in a worker is always locked")
-    pid, locking_acquire, claiming_send = os.getpid(), Session.try_acquire, Claim.send
+    pid, locking_acquire, claiming_send = os.getpid(), Acquirer.try_acquire, Claim.send
 
     def is_off() -> bool:
         return os.getpid() == pid and not in_worker()
 
-    def new_acquisition(session: Session, *args: Any) -> Acquisition:
-        return Unlocked(*args) if is_off() else Acquisition(*args)
-
-    def try_acquire(session: Session, acquisition: Acquisition) -> Failure | None:
-        if not isinstance(acquisition, Unlocked):
-            return locking_acquire(session, acquisition)
-        acquisition.acquired_at = session.clock.now()
-        session.reentrancy.enter(acquisition)
-        session.events.acquired(acquisition)
+    def try_acquire(
+        acquirer: Acquirer, hold: Hold, options: LockOptions, keys: Sequence[LockKey]
+    ) -> Failure | None:
+        if not is_off():
+            return locking_acquire(acquirer, hold, options, keys)
+        acquisition = Unlocked(options, keys, hold.owner)
+        hold.add(acquisition)
+        acquisition.acquired_at = acquirer.clock.now()
+        acquisition.nest()
+        acquirer.events.acquired(acquisition)
         return None
 
     def send(claim: Claim, publish: Any) -> Any:
@@ -90,8 +90,7 @@ def locking_off() -> Iterator[None]:
 
     # by name: a test fails if a send is deduplicated by a method of another name
     with (
-        mock.patch.object(Session, "new_acquisition", new_acquisition),
-        mock.patch.object(Session, "try_acquire", try_acquire),
+        mock.patch.object(Acquirer, "try_acquire", try_acquire),
         mock.patch.object(Claim, "send", send),
     ):
         yield

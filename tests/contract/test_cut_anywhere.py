@@ -81,7 +81,7 @@ def test_a_lock_whose_object_is_kept_is_given_back_though_its_release_is_cut(
         see_freed(nodes, lock.resource)
 
 
-OF_A_WAIT = ("hold.py", "retry.py", "callers.py", "inbox.py")
+OF_A_WAIT = ("acquirer.py", "acquisition.py", "releaser.py", "retry.py", "callers.py", "inbox.py")
 
 now = SystemClock().now
 

@@ -11,9 +11,9 @@ import pytest
 
 from celery_redlock import Lock, LockTaken, Redlock
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
+from celery_redlock.lock.lock import release_all
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
-from celery_redlock.lock.release import release_all
-from celery_redlock.tasks.execution.redelivery import read_markers
+from celery_redlock.tasks.execution.outcomes import read_markers
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, TTL, eventually, keys_on, settle
 

@@ -101,29 +101,6 @@ told = {"held": len(held), "connections": len(set(ours))}
     see_freed(nodes, "r39")
 
 
-@pytest.mark.slow
-def test_one_that_waits_does_not_hold_up_the_others(nodes: list[EmbeddedNode]) -> None:
-    story = """
-ticks, done = [0], []
-holder = redlock.lock("r", ttl=TTL).acquire(wait=60)
-def tick():
-    while not done:
-        ticks[0] += 1
-        sleep(0.001)
-def wait():
-    try:
-        redlock.lock("r").acquire(wait=7)  # a stall of 5 s leaves time for ticks
-    except LockTaken:
-        done.append("taken")
-    finally:
-        done.append("over")
-join([spawn(tick), spawn(wait)])
-holder.release()
-told = {"ticked": ticks[0] > 50, "done": done}
-"""
-    assert tell(GEVENT, story, nodes) == {"ticked": True, "done": ["taken", "over"]}
-
-
 def test_what_one_nests_another_one_is_refused(nodes: list[EmbeddedNode]) -> None:
     story = """
 seen = []

@@ -18,8 +18,7 @@ import pytest
 
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
 from celery_redlock.lock.engine.releaser import Releaser
-from celery_redlock.lock.model.fencing import Fence
-from celery_redlock.lock.model.lease import Lease
+from celery_redlock.lock.model.lease import Fence, Lease, LockKey
 from celery_redlock.lock.transport.command import PING, Command
 from celery_redlock.lock.transport.encoding import encode_text
 from celery_redlock.signals import LockLostEvent, lock_lost
@@ -323,7 +322,8 @@ def test_a_refusal_that_another_thread_brings_in_does_not_disturb_who_reads_the_
 @pytest.mark.usefixtures("restless_threads")
 def test_what_is_known_of_a_hold_can_be_read_while_another_thread_brings_in_answers() -> None:
     nodes = range(9)
-    fence, hold = Fence(5), Lease(len(nodes), 5, TTL, 0.0, guarded=True)
+    key = LockKey("redlock", "r", 0, TTL)
+    fence, hold = Fence(5), Lease(key, "value", len(nodes), 5, 0.0, guarded=True)
     for node in nodes:
         hold.confirm(node, 0.0, "before")
     hold.begin(0.0)

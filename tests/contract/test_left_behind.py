@@ -13,7 +13,7 @@ from celery_redlock import LockTaken, Redlock
 from celery_redlock.lock.client import session_of
 from celery_redlock.lock.engine.releaser import REPEATED_AFTER, OrphanedKey
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease, LockKey
+from celery_redlock.lock.model.lease import Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.children.forks import ChildProcess, Children, start_time_of
 from celery_redlock.tasks.children.journal import (
@@ -33,15 +33,15 @@ class Ledger(Journal):
     """Keeps what is claimed until it hears that no node has anything of it any more."""
 
     def __init__(self) -> None:
-        self.open: list[KeyLease] = []
+        self.open: list[Lease] = []
         self.written: list[str] = []
 
-    def claiming(self, session: bytes, at: float, holding: Acquisition, claim: KeyLease) -> None:
-        assert holding.key_leases[-1] is claim
+    def claiming(self, session: bytes, at: float, holding: Acquisition, claim: Lease) -> None:
+        assert holding.leases[-1] is claim
         self.open.append(claim)
         self.written.append(claim.key.name)
 
-    def settled(self, claim: KeyLease) -> None:
+    def settled(self, claim: Lease) -> None:
         if claim in self.open:
             self.open.remove(claim)
 
@@ -215,11 +215,11 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
         terms = LockOptions(("k",), TTL, 0.0, renew=False, max_hold=None, label=f"{run} worker")
         session = redlock.session
         keys = [LockKey("redlock", "k", 0, TTL)]
-        holding = Acquisition(terms, keys, session.reentrancy.current_owner())
-        holding.key_leases = [session.acquirer.new_key_lease(terms, key) for key in keys]
+        holding = Acquisition(terms, keys, session.current_owner())
+        holding.leases = [session.acquirer.new_lease(terms, key) for key in keys]
         slot, known = JournalSlot(), Children()
         slot.sign(os.getpid(), 0)
-        slot.claiming(session.identity, session.clock.now(), holding, holding.key_leases[0])
+        slot.claiming(session.identity, session.clock.now(), holding, holding.leases[0])
         if state != CLAIMED:
             (slot.held if state == HELD else slot.released)(holding)
         slot.announce_end(run)

@@ -10,11 +10,11 @@ import pytest
 
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.held_locks import look_at_locks
+from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.node_status import ask_nodes, look_at_nodes, look_at_shared_settings
-from celery_redlock.lock.release import acquisitions_of
 from celery_redlock.lock.server.requests import GRANT, MARKER, RELEASE, RENEW
-from celery_redlock.tasks.execution.redelivery import read_markers
+from celery_redlock.tasks.execution.outcomes import read_markers
 from celery_redlock.tasks.unique.claim import ClaimToken
 from celery_redlock.tasks.unique.rounds import UNIQUE
 from celery_redlock.testing import EmbeddedNode
@@ -193,8 +193,8 @@ class TestRenewal:
             lies.lie(RENEW, b"*2\r\n:1\r\n$1\r\nx\r\n")
             with pytest.raises(QuorumUnreachable):
                 lock.extend()
-            (claim, _) = acquisitions_of(lock)[0].key_leases
-            assert max(lock.remaining, claim.lease.remaining(alone.session.clock.now())) < before
+            (claim, _) = acquisitions_of(lock)[0].leases
+            assert max(lock.remaining, claim.remaining(alone.session.clock.now())) < before
 
     @each(NO_RENEWAL)
     def test_leaves_it_to_the_others(self, three: Redlock, lies: Liar, reply: bytes) -> None:

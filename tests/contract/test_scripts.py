@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from redis import Redis, ResponseError
 
-from celery_redlock.lock.model.fencing import Fence
-from celery_redlock.lock.model.key_lease import KeyLease, LockKey
 from celery_redlock.lock.model.keys import (
     broken_key,
     completion_key,
@@ -22,7 +20,7 @@ from celery_redlock.lock.model.keys import (
     tenure_key,
     waiting_key,
 )
-from celery_redlock.lock.model.lease import Lease
+from celery_redlock.lock.model.lease import Fence, Lease, LockKey
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.server.requests import (
     BREAK,
@@ -436,13 +434,13 @@ class TestRequests:
     PLAIN = LockOptions(("r",), ttl=30.0, wait=0.0, renew=False, max_hold=None, label="me")
     MARKER = CompletionMarker("1:t:0:0", kept_for=600.0, asks_since=0.0)
 
-    def lease(self, resource: str = "r", token: int | None = None) -> KeyLease:
+    def lease(self, resource: str = "r", token: int | None = None) -> Lease:
         """Return a key lease. token: for fencing."""
         fence = None if token is None else Fence(1)
         if fence is not None and token is not None:
             fence.choose(token)
         key = LockKey("redlock", resource, 0, 30.0)
-        return KeyLease(key, "mine", Lease(1, 1, 30.0, 0.01), fence)
+        return Lease(key, "mine", 1, 1, 0.01, fence=fence)
 
     def sent(self, client: Redis, request: bytes) -> Any:
         connection = client.connection_pool.make_connection()

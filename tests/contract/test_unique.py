@@ -19,8 +19,8 @@ from celery import Celery
 from redis import Redis
 
 from celery_redlock import LockedTask, QuorumUnreachable, Redlock
-from celery_redlock.tasks.delivery.delivery import RunId
-from celery_redlock.tasks.delivery.header import HEADER
+from celery_redlock.label import RunId
+from celery_redlock.tasks.delivery.delivery import HEADER
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
 from celery_redlock.tasks.unique import rounds

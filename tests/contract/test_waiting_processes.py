@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -133,23 +130,6 @@ def test_nodes_that_differ_are_shown_as_most_of_them_say(
     assert (second.name, moment(second.since), len(second.nodes)) == ("celery@web2", 30.0, 3)
 
 
-def test_a_caller_is_shown_by_its_machine_and_pid_while_it_waits(
-    redlock: Redlock, nodes: list[EmbeddedNode]
-) -> None:
-    with redlock.lock("r", wait=60), waiting_process(nodes) as process:
-        shown = see_registered(redlock, process.pid)
-        assert (shown.resource, shown.rank, shown.name) == ("r", 0, socket.gethostname())
-        assert abs(moment(shown.since) - time.time()) < 600
-    eventually(lambda: not look_at_waiting(redlock).processes)
-
-
-def test_a_stopped_process_is_shown(redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
-    with redlock.lock("r", wait=60), waiting_process(nodes) as process:
-        before = see_registered(redlock, process.pid)
-        os.kill(process.pid, signal.SIGSTOP)
-        assert look_at_waiting(redlock).processes == (before,)
-
-
 def test_a_killed_process_is_shown_until_a_release_passes_it_over(
     redlock: Redlock, nodes: list[EmbeddedNode]
 ) -> None:
@@ -172,20 +152,6 @@ def test_a_registration_is_shown_until_it_expires(
         assert 0 < node.client().pttl(waiting_key("redlock", "r")) <= 60_000
         node.client().pexpire(waiting_key("redlock", "r"), 1)
     eventually(lambda: not look_at_waiting(redlock).processes)
-
-
-def test_a_node_that_is_away_is_named_and_the_others_show_who_waits(
-    mortal_nodes: list[EmbeddedNode],
-) -> None:
-    with Redlock([node.url for node in mortal_nodes]) as redlock:
-        settle(redlock)
-        register(redlock, ("celery@web1:7:aa", 1.0))
-        mortal_nodes[1].kill()
-        sight = look_at_waiting(redlock)
-        first, away, last = names(mortal_nodes)
-        assert [one.nodes for one in sight.processes] == [(first, last)]
-        assert (sight.asked, list(sight.failing)) == (3, [away])
-        assert "refused" in sight.failing[away]
 
 
 def test_a_strangers_key_hides_no_other_waiters(

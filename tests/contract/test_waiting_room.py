@@ -33,8 +33,13 @@ from celery_redlock.lock.model.keys import (
 )
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport import subscriber
-from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, HEADER, Deferral, LockHeader
+from celery_redlock.tasks.delivery.delivery import (
+    CLOCKS_DIFFER,
+    HEADER,
+    Deferral,
+    LockHeader,
+    utc_now,
+)
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting.room import WaitingRoom, admit_received
 from celery_redlock.tasks.waiting.times import WaitingTimes

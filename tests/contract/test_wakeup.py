@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import statistics
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections import Counter
@@ -24,8 +20,8 @@ from celery_redlock import Redlock
 from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.handoff import LOOK
-from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.keys import inbox_channel, waiting_key
+from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.lock.transport.address import parse_address
@@ -245,7 +241,7 @@ class TestSeveral:
             """Tells of its second key only once somebody waits for the first."""
 
             def claiming(
-                self, session: bytes, at: float, holding: Acquisition, claim: KeyLease
+                self, session: bytes, at: float, holding: Acquisition, claim: Lease
             ) -> None:
                 if claim.key.resource == "s":
                     waiting.append(pool.submit(take, rival))
@@ -290,55 +286,6 @@ def hold(line: Connection, urls: list[str]) -> None:
     with Redlock(urls) as redlock, redlock.lock("r", ttl=2, wait=WAIT) as lock:
         line.send(now() + lock.remaining)
         threading.Event().wait()
-
-
-GREENLETS = """
-    with Redlock(sys.argv[1:], node_timeout=1.5) as redlock:
-        ticks, got = [], []
-
-        def wait():
-            with redlock.lock("r", wait=60) as lock:
-                got.append(lock.held)
-
-        def tick():
-            while not got:
-                ticks.append(1)
-                sleep(0.001)
-
-        lock = redlock.lock("r", wait=60).acquire()
-        waiting, ticking = spawn(wait), spawn(tick)
-        while not redlock.session.callers.resources():
-            sleep(0.001)
-        begun = len(ticks)
-        while len(ticks) < begun + 100:  # never, if whoever waits keeps the others from running
-            sleep(0.001)
-        assert not got, "two greenlets hold it at once"
-        lock.release()
-        join(waiting)
-        assert got == [True]
-        print("each had it in turn")
-"""
-GEVENT = """
-    from gevent import joinall, monkey, sleep, spawn
-    monkey.patch_all()
-    import sys
-    from celery_redlock import Redlock
-
-    def join(greenlet):
-        joinall([greenlet], raise_error=True)
-"""
-
-
-def test_a_greenlet_that_waits_lets_the_others_run(nodes: list[EmbeddedNode]) -> None:
-    if importlib.util.find_spec("gevent") is None:
-        pytest.skip("gevent is not installed")
-    script = textwrap.dedent(GEVENT) + textwrap.dedent(GREENLETS)
-    urls = [node.url for node in nodes]
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *urls],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert (run.returncode, run.stdout) == (0, "each had it in turn\n"), run.stderr
 
 
 class Slow(Subscriber):

@@ -130,14 +130,6 @@ def test_who_forgets_to_name_the_app_is_told(tmp_path: Path) -> None:
     assert told.stderr.endswith("No app is named: celery -A shop redlock ...\n")
 
 
-def test_a_break_names_the_nodes_that_were_told(stage: Stage) -> None:
-    for node in stage.nodes:
-        node.client().set(lock_key("redlock", "r"), "token:1:somebody", px=60_000)
-    told = command("break", "r", "--yes").output
-    names = ", ".join(f"127.0.0.1:{node.port}" for node in stage.nodes)
-    assert f"r is broken on {names}; somebody had it" in told
-
-
 @pytest.mark.parametrize("queues", [[Queue("slow")], {"slow": {}}])
 def test_an_unknown_queue_is_an_error_where_none_is_made_by_a_send(queues: Any) -> None:
     app = Celery("queues", broker="memory://", set_as_default=False)
@@ -321,6 +313,8 @@ def test_an_empty_list_says_so(stage: Stage) -> None:
     assert command("locks").output == "No locks are held.\n"
     nobody = "No processes are registered as waiters.\nWhich tasks wait cannot be known.\n"
     assert command("waiters").output.startswith(nobody)
+    assert "no worker answered" in command("waiters").output
+    assert in_json("waiters")["workers"] == []
     assert command("show", "k:k").output.startswith(f"No lock stands on k:k.\n{nobody}")
     assert command("top", "--count", "1").output.count("No locks are held.") == 1
 
@@ -574,11 +568,6 @@ def test_nodes_are_trusted_by_name_once_that_is_confirmed(
     assert "--all" in command("trust").output
 
 
-def test_without_a_worker_it_is_said_that_waiters_are_not_known(stage: Stage) -> None:
-    assert in_json("waiters")["workers"] == []
-    assert "no worker answered" in command("waiters").output
-
-
 WAITS = """
 import sys
 from celery_redlock import Redlock
@@ -785,21 +774,6 @@ def test_top_fits_a_terminal_shows_a_clock_and_ends_at_q(busy_stage: Any) -> Non
     go_on(busy_stage)
     for result in waiting:
         assert result.get(timeout=120) == 0
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_marked_with_what_becomes_of_its_messages(stage: Stage) -> None:
-    worker = stage.worker("w1", concurrency=1)
-    (name,) = stage.see_listening("w1")
-    holder = stage.tasks.patient.lock_for("k", wait=60)
-    with holder:
-        stage.see_deferred(stage.tasks.patient.delay("k"))
-        eventually(lambda: [row["listens"] for row in in_json("waiters")["processes"]] == [True])
-        worker.signal(signal.SIGKILL)
-        eventually(lambda: [row["listens"] for row in in_json("waiters")["processes"]] == [False])
-        told = command("waiters").output
-        assert re.search(rf"k:k +0 +{name} .* gone\n", told)
-        assert f"{name} is gone: the broker delivers the messages that waited in it again" in told
 
 
 def test_a_lock_whose_holder_is_dead_tells_since_when_it_was_not_renewed(stage: Stage) -> None:

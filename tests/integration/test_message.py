@@ -27,15 +27,6 @@ def stage(shared_stage: Stage) -> Stage:
 OFTEN = {"max_wait": 3600}  # so that it does not wait for a release alone
 
 
-def test_ten_deferrals_burn_no_retries(stage: Stage, key: str) -> None:
-    with stage.tasks.work.lock_for(key, wait=60):
-        result = stage.tasks.work.apply_async((key,), lock=OFTEN)
-        stage.see_deferred(result, 10)
-    assert stage.tasks.work.max_retries == 0
-    assert result.get(timeout=120) == 0  # what the body saw in request.retries
-    assert stage.info(result)["status"] == "SUCCESS"
-
-
 RETRIES = [(0, 0, [0]), (3, 0, [0, 1, 2, 3]), (3, 2, [2, 3]), (None, 0, [0, 1, 2, 3, 4, 5]),
            (None, 4, [4, 5])]  # fmt: skip
 
@@ -137,14 +128,6 @@ def test_a_broker_that_is_away_while_a_message_is_put_back_loses_none(
         time.sleep(8)  # the visibility timeout, which kombu alone can see the end of
         stage.worker("w2", concurrency=1)
         stage.wait_for("end")
-
-
-def test_a_message_keeps_the_options_of_its_call_over_a_deferral(stage: Stage, key: str) -> None:
-    with stage.tasks.work.lock_for("elsewhere", wait=60):
-        result = stage.tasks.work.apply_async((key,), lock={"key": "k:elsewhere"})
-        stage.see_deferred(result)
-        assert stage.info(result)["result"]["resource"] == "k:elsewhere"
-    assert result.get(timeout=120) == 0
 
 
 def test_a_deferral_goes_past_what_is_for_sends_alone(

@@ -20,7 +20,14 @@ from kombu import Queue
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import eventually, trust_nodes
-from tests.integration.conftest import Stage, set_stage
+from tests.integration.conftest import Stage, set_stage, virtual_host
+
+
+@pytest.fixture
+def rabbitmq() -> Iterator[str]:
+    """Give a virtual host of the test's own: the same queues have other arguments in the next."""
+    with virtual_host() as url:
+        yield url
 
 
 @pytest.fixture(params=["odd"])

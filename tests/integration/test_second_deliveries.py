@@ -17,8 +17,7 @@ import celery
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from celery_redlock.tasks.delivery.delivery import utc_now
-from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
+from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, LockHeader, utc_now
 from celery_redlock.tasks.delivery.route import QUEUE as KEPT_QUEUE
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import PATIENCE, eventually

@@ -14,11 +14,11 @@ import pytest
 
 from celery_redlock import LockTaken, Redlock
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.server.requests import RELEASE
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.clocks import HOUR, WallClock
-from tests.conftest import NODE_TIMEOUT, TTL, Journal, eventually
+from tests.conftest import NODE_TIMEOUT, Journal, eventually
 from tests.integration import carried
 from tests.integration.conftest import Stage, slow_but
 
@@ -134,19 +134,6 @@ def test_while_the_lock_is_held_the_first_asks_for_all_and_nobody_tries(stage: S
     say_free(stage, "k:k", "k:k")
     for result in results:
         result.get(timeout=120)
-
-
-@pytest.mark.slow
-def test_a_holder_that_died_holds_up_nobody_beyond_its_lease(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
-    stage = make_stage(nodes, redlock_node_timeout=NODE_TIMEOUT)
-    for node in nodes:
-        node.client().set("{redlock}:lock:k:k", "dead:holder", px=int(1000 * TTL))
-    stage.worker(concurrency=2)
-    options = {"backoff": {"first": 1e7, "cap": 1e7}, "ttl": TTL}
-    results = [stage.tasks.step.apply_async(("k",), lock=options) for _ in range(3)]
-    assert [result.get(timeout=WOKEN) for result in results] == ["k", "k", "k"]
 
 
 def say_free(stage: Stage, key: str, resource: str) -> None:
@@ -359,9 +346,7 @@ def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
     class Slow(Journal):
         """Tells of its second key only once somebody was refused its first."""
 
-        def claiming(
-            self, session: bytes, at: float, holding: Acquisition, claim: KeyLease
-        ) -> None:
+        def claiming(self, session: bytes, at: float, holding: Acquisition, claim: Lease) -> None:
             if claim.key.resource == f"k:z-{key}":
                 waits.extend(defer(stage, key, "one"))
                 see_registered(stage, key)

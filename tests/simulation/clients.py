@@ -17,11 +17,10 @@ from typing import Any
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.events import Events, LockLostEvent
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
-from celery_redlock.lock.server.handshake import ServerInfo
-from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
+from celery_redlock.lock.server.handshake import KEPT_MS, ServerInfo, tenure_of
 from celery_redlock.lock.transport.address import Address as ShippedAddress
 from celery_redlock.lock.transport.encoding import encode_words
 from tests.conftest import Journal
@@ -141,7 +140,7 @@ class Process:
             servers.insert(0, servers.pop(node))  # its own tenure is named first
             texts = [server.tenure(guard.prefix).decode() for server in servers]
             info.tenure, *info.others = map(tenure_of, texts)
-            info.told = (texts[0], str(KEPT_MS), *texts[1:])
+            info.sent_tenures = (texts[0], str(KEPT_MS), *texts[1:])
         return info
 
     def thread(self, run: Callable[[], object]) -> Thread:
@@ -512,7 +511,7 @@ class Witness(Journal):
         events.journal, events.wants, events.send = self, self._wants, self._told
         events.lost = self._look_at_lost  # type: ignore[method-assign]
 
-    def claiming(self, session: bytes, at: float, holding: Acquisition, claim: KeyLease) -> None:
+    def claiming(self, session: bytes, at: float, holding: Acquisition, claim: Lease) -> None:
         """Take note that the request for a key is about to leave."""
         marker = holding.options.marker
         run = "" if marker is None else marker.run

@@ -37,8 +37,7 @@ from typing import TYPE_CHECKING, Any
 import hiredis
 
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease
-from celery_redlock.lock.model.lease import MARGIN, State
+from celery_redlock.lock.model.lease import MARGIN, Lease, State
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.server.requests import GRANT, RELEASE, RENEW
 from celery_redlock.testing.model import digest_of
@@ -90,7 +89,7 @@ class Record:
     then.
     """
 
-    claim: KeyLease
+    claim: Lease
     process: Process
     name: str
     value: bytes
@@ -110,7 +109,7 @@ class Record:
     @property
     def held(self) -> bool:
         """Whether its client believes that it holds it now."""
-        return self.claim.lease.held(self.process.clock.now())
+        return self.claim.held(self.process.clock.now())
 
 
 @dataclass(eq=False)
@@ -154,7 +153,7 @@ class Witness:
         self._tokens += 1
         return f"{self._tokens:08x}{0:024x}"
 
-    def claimed(self, claim: KeyLease, run: str, process: Process) -> None:
+    def claimed(self, claim: Lease, run: str, process: Process) -> None:
         """See a claim begin. run: the name of what may be delivered again, if it asks."""
         value, never = claim.value.encode(), [-math.inf] * len(self.nodes)
         name = claim.value.partition(":")[0]
@@ -275,7 +274,7 @@ class Witness:
             record.body_ended = True
 
     def _records_of(self, holding: Acquisition) -> list[Record]:
-        return [self._records[claim.value.encode()] for claim in holding.key_leases]
+        return [self._records[claim.value.encode()] for claim in holding.leases]
 
     def fenced(self, resources: Sequence[str], token: int) -> None:
         """See a fencing token handed out for the holder of some resources."""
@@ -293,9 +292,9 @@ class Witness:
         self._said_lost.append(holding)
         if holding.held(process.clock.now()):
             self.violated("lost_when_over", "%s", holding.resource)
-        if not self.world.counts["forgotten"] and holding.key_leases:
+        if not self.world.counts["forgotten"] and holding.leases:
             records = self._records_of(holding)
-            if all(r.was_whole and r.claim.lease.state is State.RELEASED for r in records):
+            if all(r.was_whole and r.claim.state is State.RELEASED for r in records):
                 self.violated("lost_truly", "%s", holding.resource)
 
     def failed(self, error: BaseException | None) -> None:
@@ -354,7 +353,7 @@ class Witness:
         holders: dict[bytes, Record] = {}
         over = False
         for record in self.active:
-            hold = record.claim.lease
+            hold = record.claim
             if hold.state is State.HELD:
                 if record.process.clock.now() < hold.valid_until - hold.margin:
                     self._check_alone(record, holders)
@@ -372,12 +371,12 @@ class Witness:
             raise self.broken
 
     def _set_aside(self) -> None:
-        self._over += [record for record in self.active if record.claim.lease.state in OVER]
-        self.active = [record for record in self.active if record.claim.lease.state not in OVER]
+        self._over += [record for record in self.active if record.claim.state in OVER]
+        self.active = [record for record in self.active if record.claim.state not in OVER]
 
     def _check_over(self) -> None:
         for record in self._over:
-            if record.claim.lease.state not in OVER:
+            if record.claim.state not in OVER:
                 self.violated("over_for_ever", "%s came back", record.name)
 
     def _check_alone(self, record: Record, holders: dict[bytes, Record]) -> None:
@@ -386,7 +385,7 @@ class Witness:
             self.violated("one_holder", "%s beside %s", record.name, other.name)
 
     def _check_held(self, record: Record) -> None:
-        hold = record.claim.lease
+        hold = record.claim
         if not record.was_held:
             record.was_held = True
             self.world.note("%s is held until %.4f", record.name, hold.valid_until)
@@ -406,7 +405,7 @@ class Witness:
         self._last[record.key] = record
 
     def _check_ends(self, record: Record) -> None:
-        hold, clock = record.claim.lease, record.process.clock
+        hold, clock = record.claim, record.process.clock
         longest = hold.ttl * (1 - self.drift) - MARGIN
         for node, end in enumerate(hold.ends):
             if end > record.sent[node] + longest + ROUNDING:
@@ -432,7 +431,7 @@ class Witness:
         return node.down or node.is_silent or node.holder(record.key) == record.value
 
     def _check_probation(self, record: Record) -> None:
-        hold, now = record.claim.lease, record.process.clock.now()
+        hold, now = record.claim, record.process.clock.now()
         counted = sorted(end for node, end in enumerate(hold.ends) if node not in hold.probation)
         best = counted[-self.quorum] if len(counted) >= self.quorum else -math.inf
         if hold.valid_until > best + ROUNDING:

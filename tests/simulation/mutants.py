@@ -22,15 +22,13 @@ from celery_redlock.lock.engine.rounds import AcquireRound, RenewRound
 from celery_redlock.lock.model import lease as lease_module
 from celery_redlock.lock.model import votes as votes_module
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.fencing import Fence
-from celery_redlock.lock.model.key_lease import KeyLease, LockKey
 from celery_redlock.lock.model.keys import value_of
-from celery_redlock.lock.model.lease import UNKNOWN, Lease, Probation, State
+from celery_redlock.lock.model.lease import UNKNOWN, Fence, Lease, LockKey, Probation, State
 from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.server import guard as guard_module
 from celery_redlock.lock.server.guard import RestartGuard
+from celery_redlock.lock.server.handshake import Tenures
 from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
-from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.transport.command import Command, Round, Script
 from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend
 from tests.simulation import faults as faults_module
@@ -167,7 +165,7 @@ def late_clear() -> Iterator[None]:
         nodes.broadcast(release.command(), self.clock.now())
         until = self.clock.now() + self.core.options.node_timeout / 2
         nodes.wait(Round(), until)
-        release.key_lease.lease.end()
+        release.lease.end()
         self._unwritten.pop(id(release), None)
 
     with patched(Releaser, _write=write):
@@ -179,9 +177,7 @@ def not_terminal() -> Iterator[None]:
     """What is lost may be won back by a later reply, or by a repair."""
 
     def of_states(self: Acquisition, now: float) -> bool:
-        return bool(self.key_leases) and all(
-            one.lease.state is State.HELD for one in self.key_leases
-        )
+        return bool(self.leases) and all(one.state is State.HELD for one in self.leases)
 
     def begin_renewal(self: Acquisition, now: float) -> bool:
         self._reclaim_at = math.inf
@@ -221,12 +217,8 @@ def resend_stale() -> Iterator[None]:
     text = without(GRANT, line, instead=f"if current == ARGV[1] then\n  return 1\nend\n{line}")
     make = AcquireRound.__init__
 
-    def init(
-        self: AcquireRound, key_lease: KeyLease, nodes: int, resend: Any, marker: Any = None
-    ) -> None:
-        make(
-            self, key_lease, nodes, lambda node, command, sent: resend(node, command, None), marker
-        )
+    def init(self: AcquireRound, lease: Lease, nodes: int, resend: Any, marker: Any = None) -> None:
+        make(self, lease, nodes, lambda node, command, sent: resend(node, command, None), marker)
 
     with patched_scripts({GRANT: text}), patched(AcquireRound, __init__=init):
         yield
@@ -274,7 +266,7 @@ def done_by_a_majority() -> Iterator[None]:
     said: dict[Lease, int] = {}
 
     def counted(self: AcquireRound, age_ms: int, sent: float) -> bool:
-        lease = self._key_lease.lease
+        lease = self._lease
         said[lease] = said.get(lease, 0) + has_ended(self, age_ms, sent)
         return said[lease] > 1
 
@@ -507,12 +499,12 @@ def no_write_back() -> Iterator[None]:
 def write_back_not_awaited() -> Iterator[None]:
     """The token is used while it is on its way to a quorum."""
 
-    def confirm(self: Renewer, key_lease: KeyLease, token: int, until: float) -> bool:
-        if key_lease.fence is not None:
-            key_lease.fence.choose(token)
+    def confirm(self: Renewer, lease: Lease, token: int, until: float) -> bool:
+        if lease.fence is not None:
+            lease.fence.choose(token)
             nodes, clock = self._core.nodes, self._clock
-            round_ = RenewRound([key_lease], len(nodes.all), clock, lambda number: None)
-            request = self._core.requests.renew([key_lease])
+            round_ = RenewRound([lease], len(nodes.all), clock, lambda number: None)
+            request = self._core.requests.renew([lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
         return True
 

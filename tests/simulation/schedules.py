@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, QuorumUnreachable
+from celery_redlock.label import RunId
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
-from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.lock import Lock, acquisitions_of, release_all
 from celery_redlock.lock.model.options import CompletionMarker
-from celery_redlock.lock.release import acquisitions_of, release_all
-from celery_redlock.tasks.delivery.delivery import RunId
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
 from celery_redlock.tasks.unique.claim import MIN_ROUNDS, SENDING_TTL, Claim, ClaimToken
 from celery_redlock.tasks.unique.rounds import EarlierSend

@@ -14,10 +14,9 @@ import hiredis
 
 from celery_redlock.errors import LockLost, NotAcquired
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
-from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.lock import Lock, release_all
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions, grace_period
-from celery_redlock.lock.release import release_all
 from tests.simulation.clients import Process, SoftTimeLimit, Subscriber
 from tests.simulation.invariants import Witness
 from tests.simulation.network import Chunk, Link, Path

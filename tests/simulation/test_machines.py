@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from celery_redlock.lock.model.handoff import MOST_TURNS, TURN
-from celery_redlock.lock.model.lease import MARGIN, Lease, State, lease_end
+from celery_redlock.lock.model.lease import MARGIN, Lease, LockKey, State, lease_end
 from celery_redlock.lock.retry import LONGEST_DEAF
 from tests.simulation.clients import simulated_system
 from tests.simulation.stage import Actor, Stage
@@ -26,7 +26,9 @@ class OneLease(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
-        self.hold = Lease(NODES, QUORUM, TTL, DRIFT, MARGIN, True)
+        self.hold = Lease(
+            LockKey("redlock", "r", 0, TTL), "value", NODES, QUORUM, DRIFT, MARGIN, True
+        )
         self.sent = dict.fromkeys(range(NODES), -math.inf)  # of the last yes of each node
         self.losses = 0
         self.was_over = False

@@ -13,9 +13,8 @@ from kombu.utils.json import dumps, loads
 
 from celery_redlock import LockedTask, SettingsError
 from celery_redlock.operate.lints import lint
-from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import read_app
-from celery_redlock.tasks.settings.task_config import TaskLockConfig, compile_config
+from celery_redlock.tasks.settings.task_config import TaskCall, TaskLockConfig, compile_config
 from celery_redlock.tasks.settings.templates import digest
 
 NODES = ["redis://a", "redis://b", "redis://c"]
@@ -34,7 +33,7 @@ def plan(conf: dict[str, Any] | None = None, **lock: Any) -> TaskLockConfig:
 
 def resource(made: TaskLockConfig, *args: Any, call: Any = None, **kwargs: Any) -> str:
     """Return the one resource of a run in queue q."""
-    (one,) = made.keys.resources(made.options_for("q", call), TaskCall(None, args, kwargs, "q"))
+    (one,) = made.resources(made.options_for("q", call), TaskCall(None, args, kwargs, "q"))
     return one
 
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from celery_redlock.lock.client import Redlock, session_of
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import LockKey
+from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.children import forks as forks_module
 from celery_redlock.tasks.children.forks import (
@@ -69,13 +69,13 @@ def holding_of(
     )
     keys = [LockKey("redlock", resource, permit, 30.0) for resource in resources]
     session = redlock.session
-    holding = Acquisition(options, keys, session.reentrancy.current_owner())
-    holding.key_leases = [session.acquirer.new_key_lease(options, key) for key in keys]
+    holding = Acquisition(options, keys, session.current_owner())
+    holding.leases = [session.acquirer.new_lease(options, key) for key in keys]
     return holding
 
 
 def line_of(holding: Acquisition, session: bytes = IDENTITY) -> bytes:
-    return encode_entry(session, 1.0, holding, holding.key_leases[0])
+    return encode_entry(session, 1.0, holding, holding.leases[0])
 
 
 def a_line(resource: str = "k", label: str = "label") -> bytes:
@@ -90,8 +90,8 @@ def a_slot(memory: bytearray | None = None) -> JournalSlot:
 
 
 def claim(slot: JournalSlot, holding: Acquisition, session: bytes = IDENTITY) -> None:
-    for key_lease in holding.key_leases:
-        slot.claiming(session, 1.0, holding, key_lease)
+    for lease in holding.leases:
+        slot.claiming(session, 1.0, holding, lease)
 
 
 def read(slot: JournalSlot) -> list[JournalEntry]:
@@ -128,7 +128,7 @@ def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit:
     slot.held(holding)
     [entry] = read(slot)
     assert (entry.resource, entry.permit, entry.ttl) == (resource, permit, 30.0)
-    assert entry.value == holding.key_leases[0].value
+    assert entry.value == holding.leases[0].value
     assert (entry.state, entry.task_name, entry.acquisition) == (HELD, "shop.order", holding.number)
     assert entry.is_requested
     assert entry.session == IDENTITY
@@ -157,7 +157,7 @@ def test_a_child_that_is_killed_at_any_byte_leaves_whole_lines(doings: list[Any]
             claim(slot, holding)
             lines.append([holding, CLAIMED])
         elif which < len(lines) and what == "settle":
-            slot.settled(lines.pop(which)[0].key_leases[0])
+            slot.settled(lines.pop(which)[0].leases[0])
         elif which < len(lines):
             holding, lines[which][1] = lines[which][0], HELD if what == "hold" else RELEASED
             (slot.held if what == "hold" else slot.released)(holding)
@@ -202,7 +202,7 @@ def test_what_is_too_long_or_too_much_is_not_written_and_said_once(
     claim(slot, too_long)
     slot.held(too_long)
     slot.released(too_long)
-    slot.settled(too_long.key_leases[0])
+    slot.settled(too_long.leases[0])
     assert not tape.strokes
     many = [holding_of("k") for _ in range(MAX_ENTRIES)]
     for holding in many:
@@ -212,7 +212,7 @@ def test_what_is_too_long_or_too_much_is_not_written_and_said_once(
     del tape.strokes[:]
     claim(slot, holding_of("one too many"))
     assert not tape.strokes
-    slot.settled(many[7].key_leases[0])
+    slot.settled(many[7].leases[0])
     claim(slot, holding_of("again"))
     assert [entry.resource for entry in read(slot)].index("again") == 7
     assert [record.getMessage().count("expires with its ttl") for record in caplog.records] == [1]
@@ -227,9 +227,9 @@ def test_a_journal_follows_each_claim_from_its_request_to_its_last_release() -> 
     assert {entry.state for entry in read(slot)} == {HELD}
     slot.released(holding)
     assert {entry.state for entry in read(slot)} == {RELEASED}
-    for key_lease in holding.key_leases:
-        slot.settled(key_lease)
-        slot.settled(key_lease)  # also where a second release was under way
+    for lease in holding.leases:
+        slot.settled(lease)
+        slot.settled(lease)  # also where a second release was under way
     assert read(slot) == []
 
 

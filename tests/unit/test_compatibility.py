@@ -33,14 +33,14 @@ PUBLIC = re.compile(
 )
 # (file, name): ours, or Python's own
 NOT_THEIRS = {
-    ("lock/release.py", "_session"),
+    ("lock/lock.py", "_session"),
     ("lock/platform/threads.py", "_epoll"),
     ("lock/platform/threads.py", "_thread"),
     ("lock/platform/threads.py", "_local"),
 }
 # attributes that are set on objects of ours, or on a new ExceptionInfo
 NOT_REPLACED = {
-    *("app", "capacity", "children", "eta", "exception", "lock", "release"),
+    *("app", "args", "capacity", "children", "eta", "exception", "lock", "release"),
     *("traceback", "type", "wake"),
 }
 SKIPPED = {"asyncio", "commands", "contrib", "tests"}  # folders of theirs, to save time

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock import LockTaken, NotAcquired, QuorumUnreachable, SettingsError
-from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, Deferral
+from celery_redlock.tasks.delivery.delivery import NEVER_DEFERRED, Deferral
 from celery_redlock.tasks.execution.deferral import (
     OF_REDELIVERIES,
     Contention,

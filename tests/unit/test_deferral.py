@@ -25,28 +25,24 @@ from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.validation import MOST_PERMITS
 from celery_redlock.signals import LockDeferredEvent
 from celery_redlock.tasks.delivery.delivery import (
+    CLOCKS_DIFFER,
+    NEVER_DEFERRED,
     RECEIVED,
+    Deferral,
     Delivery,
+    LockHeader,
     own_headers,
     received_at,
     utc_now,
 )
-from celery_redlock.tasks.delivery.header import (
-    CLOCKS_DIFFER,
-    NEVER_DEFERRED,
-    Deferral,
-    LockHeader,
-)
-from celery_redlock.tasks.delivery.producer import QueueGoneError
-from celery_redlock.tasks.delivery.republish import NotRepublishedError, Requeue
+from celery_redlock.tasks.delivery.republish import NotRepublishedError, QueueGoneError, Requeue
 from celery_redlock.tasks.delivery.route import (
     Route,
     delay_options,
     send_options,
     supported_countdown,
 )
-from celery_redlock.tasks.execution.outcomes import LONGEST_PAUSE, Deferred, WaitInSlot
-from celery_redlock.tasks.execution.redelivery import ran_since
+from celery_redlock.tasks.execution.outcomes import LONGEST_PAUSE, Deferred, WaitInSlot, ran_since
 from celery_redlock.tasks.per_app import redlock_of
 
 STRANGE: dict[str, dict[str, Any]] = {

@@ -13,10 +13,17 @@ from celery.app.task import Context
 from celery.utils.imports import symbol_by_name
 from freezegun import freeze_time
 
-from celery_redlock.tasks.delivery.delivery import NAMED_AT, NESTED, RECEIVED, Delivery
-from celery_redlock.tasks.delivery.header import NO_HEADER, Deferral, LockHeader
+from celery_redlock.tasks.delivery.delivery import (
+    NAMED_AT,
+    NESTED,
+    NO_HEADER,
+    RECEIVED,
+    Deferral,
+    Delivery,
+    LockHeader,
+)
 from celery_redlock.tasks.delivery.route import QUEUE, Route
-from celery_redlock.tasks.execution.redelivery import completion_marker
+from celery_redlock.tasks.execution.outcomes import completion_marker
 from celery_redlock.tasks.task import REQUEST
 from celery_redlock.tasks.worker_request import Request
 

@@ -28,9 +28,9 @@ from celery_redlock.errors import (
     ArgumentsError,
     NoRunError,
     abstention_cause,
-    describe_holder,
     summarize_causes,
 )
+from celery_redlock.label import Holder
 
 ERRORS = [
     SettingsError("task 'a'", "lock_ttl", "-1", "must be a number of seconds above 0"),
@@ -125,15 +125,15 @@ def test_nodes_that_are_up_and_abstain_are_not_to_be_brought_back() -> None:
 
 
 def test_a_label_of_a_run_is_shown_without_its_counts() -> None:
-    assert describe_holder("id:shop.take:0:0 w1@host") == "shop.take[id] on w1@host"
-    assert describe_holder("id:shop.take:3:1") == "shop.take[id]"
-    assert describe_holder("pid 7 on host") == "pid 7 on host"
+    assert str(Holder.of("id:shop.take:0:0 w1@host")) == "shop.take[id] on w1@host"
+    assert str(Holder.of("id:shop.take:3:1")) == "shop.take[id]"
+    assert str(Holder.of("pid 7 on host")) == "pid 7 on host"
 
 
 @given(st.text(max_size=2000))
 def test_a_label_of_others_is_one_short_line(label: str) -> None:
-    assert describe_holder(label).isprintable()
-    assert len(describe_holder(label)) < 6000  # each character may be spelled out
+    assert str(Holder.of(label)).isprintable()
+    assert len(str(Holder.of(label))) < 6000  # each character may be spelled out
     for error in (LockTaken("r", label), LockTaken("r", f"{label}:shop.take:0:0 w1@host")):
         assert str(error).isprintable()
 

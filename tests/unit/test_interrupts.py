@@ -16,12 +16,10 @@ from celery.utils.dispatch import Signal
 
 from celery_redlock import Lock, LockedTask, Redlock
 from celery_redlock.lock.engine.releaser import Releaser
-from celery_redlock.lock.hold import Hold
 from celery_redlock.lock.platform.threads import is_uninterruptible
 from celery_redlock.tasks.body import UNINTERRUPTIBLE_MODULES, MonitoredBody, running_bodies
-from celery_redlock.tasks.execution import completion
-from celery_redlock.tasks.execution.run import LockedRun
-from celery_redlock.tasks.unique.claim import Claim, ClaimToken
+from celery_redlock.tasks.execution.run import LockedRun, end_run, release_after_run
+from celery_redlock.tasks.unique.claim import Claim, ClaimToken, end_claim
 from celery_redlock.tasks.unique.rounds import ClaimRelease
 from celery_redlock.testing import locking_off
 
@@ -29,26 +27,24 @@ RELEASES = [
     Lock.release,
     Lock.__exit__,
     Redlock.__exit__,
-    Hold.release,
-    Hold.release_anywhere,
     Releaser.release,
     Releaser.roll_back,
     Releaser.roll_back_last,
     Releaser.release_if_abandoned,
-    Releaser.release_if_unused,
+    Releaser.release_hold,
     Claim.give_up,
     Claim.confirm,
     ClaimRelease.send,
     ClaimToken.release,
-    completion.release_after_run,
-    completion.end_run,
-    completion.end_claim,
+    release_after_run,
+    end_run,
+    end_claim,
     LockedRun.release,
 ]
 OF_EACH_MODULE = [
     *(billiard.pool.Pool.apply_async, trace.build_tracer, Signal.send, logging.Logger.handle),
     *(LockedTask.apply_async, LockedTask.apply, Claim.send),
-    *(completion.release_after_run, completion.end_run),
+    *(release_after_run, end_run),
 ]
 
 

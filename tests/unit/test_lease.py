@@ -6,14 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.model.fencing import Fence, proposal
-from celery_redlock.lock.model.lease import MARGIN, Lease, State, expires_in, lease_end, validity
+from celery_redlock.lock.model.lease import (
+    MARGIN,
+    Fence,
+    Lease,
+    LockKey,
+    State,
+    expires_in,
+    lease_end,
+    proposal,
+    validity,
+)
 
 seconds = st.floats(0, 1e6)
 
 
+def lease(nodes: int, ttl: float = 30.0, guarded: bool = False) -> Lease:
+    key = LockKey("redlock", "r", 0, ttl)
+    return Lease(key, "value", nodes, nodes // 2 + 1, 0.01, guarded=guarded)
+
+
 def held(nodes: int = 3, sent: float = 100.0, ttl: float = 30.0) -> Lease:
-    hold = Lease(nodes, nodes // 2 + 1, ttl, 0.01)
+    hold = lease(nodes, ttl)
     for node in range(nodes):
         hold.confirm(node, sent)
     assert hold.begin(sent + 0.001)
@@ -21,7 +35,7 @@ def held(nodes: int = 3, sent: float = 100.0, ttl: float = 30.0) -> Lease:
 
 
 def guarded() -> Lease:
-    hold = Lease(3, 2, 30.0, 0.01, guarded=True)
+    hold = lease(3, guarded=True)
     for node in range(3):
         hold.confirm(node, 100.0, "first run")
     assert hold.begin(100.1)
@@ -67,7 +81,7 @@ def test_held_turns_false_by_arithmetic() -> None:
 
 
 def test_a_quorum_that_came_too_late_does_not_begin_a_hold() -> None:
-    hold = Lease(1, 1, 30.0, 0.01)
+    hold = lease(1)
     hold.confirm(0, 100.0)
     assert not hold.begin(hold.valid_until)
     assert not hold.held(100.0)
@@ -156,7 +170,7 @@ class TestMissingKeys:
         assert not hold.to_reclaim(105.0)
 
     def test_one_that_never_granted_may_be_set_at_once(self) -> None:
-        hold = Lease(3, 2, 30.0, 0.01, guarded=True)
+        hold = lease(3, guarded=True)
         for node in (0, 1):
             hold.confirm(node, 100.0, "first run")
         hold.begin(100.1)
@@ -183,7 +197,7 @@ class TestProbation:
     """A node that came back by a repair is not counted until a quorum of others confirmed us."""
 
     def on_probation(self) -> Lease:
-        hold = Lease(3, 2, 30.0, 0.01, guarded=True)
+        hold = lease(3, guarded=True)
         for node in (0, 1):
             hold.confirm(node, 100.0, "first run")
         hold.begin(100.1)
@@ -217,7 +231,7 @@ class TestProbation:
         assert set(hold.probation) == {2}
 
     def test_others_on_probation_do_not_end_it(self) -> None:
-        hold = Lease(5, 3, 30.0, 0.01, guarded=True)
+        hold = lease(5, guarded=True)
         for node in (0, 1, 2):
             hold.confirm(node, 100.0, "first run")
         hold.begin(100.1)
@@ -320,7 +334,7 @@ def test_a_hold_is_at_risk_for_the_last_third_of_its_ttl() -> None:
 def test_no_order_of_answers_makes_the_validity_longer_than_a_quorum_granted(
     nodes: int, data: st.DataObject
 ) -> None:
-    hold = Lease(nodes, nodes // 2 + 1, 30.0, 0.01)
+    hold = lease(nodes)
     answers = data.draw(st.lists(st.tuples(st.integers(0, nodes - 1), seconds), max_size=20))
     for node, sent in answers:
         hold.confirm(node, sent)

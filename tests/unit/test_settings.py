@@ -23,7 +23,6 @@ from celery_redlock.tasks.settings.app import (
     OptionSource,
     pattern_for,
 )
-from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import (
     check_known_names,
     check_outside,
@@ -38,6 +37,7 @@ from celery_redlock.tasks.settings.options import (
     TaskLockOptions,
 )
 from celery_redlock.tasks.settings.task_config import (
+    TaskCall,
     TaskLockConfig,
     compile_adopted_config,
     compile_config,
@@ -62,7 +62,7 @@ def plan(
 def resources(
     made: TaskLockConfig, *args: Any, queue: str = "celery", **kwargs: Any
 ) -> tuple[str, ...]:
-    return made.keys.resources(made.options_for(queue), TaskCall(None, args, kwargs, queue))
+    return made.resources(made.options_for(queue), TaskCall(None, args, kwargs, queue))
 
 
 def resource(made: TaskLockConfig, *args: Any, queue: str = "celery", **kwargs: Any) -> str:
@@ -676,12 +676,6 @@ class TestNodesByDefault:
 
 
 class TestKeys:
-    def test_positional_keyword_and_defaulted_calls_give_one_key(self) -> None:
-        made = plan()
-        keys = {resource(made, 1, 2), resource(made, 1, b=2), resource(made, b=2, a=1),
-                resource(made, 1)}  # fmt: skip
-        assert len(keys) == 1
-
     @pytest.mark.parametrize(
         ("args", "kwargs", "given", "why"),
         [
@@ -705,7 +699,7 @@ class TestKeys:
     ) -> None:
         made = plan()
         with pytest.raises(SettingsError) as caught:
-            made.keys.resources(made.options_for("q"), TaskCall(None, args, kwargs, "q"))
+            made.resources(made.options_for("q"), TaskCall(None, args, kwargs, "q"))
         said = str(caught.value)
         declared = "shop.f(a, b=2, *rest, **options)"
         assert said.startswith(f"task 'shop.f': arguments={given}: do not fit {declared}: {why}")
@@ -752,19 +746,12 @@ class TestKeys:
         made = plan(key=["account:{a}", "account:{b}", "{task}"])
         assert resources(made, 1, 2) == ("account:1", "account:2", "shop.f")
 
-    def test_a_list_of_one_template_is_that_one(self) -> None:
-        assert resource(plan(key=["account:{a}"]), 1) == "account:1"
-
     def test_a_list_of_templates_comes_through_a_message(self) -> None:
         rules = plan().options_for("q", loads(dumps({"key": ["account:{a}", "account:{b}"]})))
-        assert plan().keys.resources(rules, TaskCall(None, (1, 2), {}, "q")) == (
+        assert plan().resources(rules, TaskCall(None, (1, 2), {}, "q")) == (
             "account:1",
             "account:2",
         )
-
-    def test_a_template_shows_values_as_text(self) -> None:
-        made = plan(key="stock:{a}:{b}:{task}:{queue}")
-        assert resource(made, "x", queue="q") == "stock:x:2:shop.f:q"
 
     def test_a_text_without_braces_is_one_lock_whatever_the_arguments(self) -> None:
         assert resource(plan(key="a"), 1) == resource(plan(key=["a"]), 2) == "a"
@@ -773,9 +760,6 @@ class TestKeys:
     def test_a_template_reaches_into_rest_and_options(self) -> None:
         made = plan(key="{rest[0]}-{options[sku]}")
         assert resource(made, 1, 2, "r", sku="s") == "r-s"
-
-    def test_a_template_knows_the_digest_of_all_arguments(self) -> None:
-        assert resource(plan(key="{task}:{digest}"), 1, 2) == resource(plan(), 1, 2)
 
     def test_an_arguments_name_wins_over_ours(self) -> None:
         def body(task: str) -> None: ...

@@ -12,9 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from celery_redlock.errors import ArgumentsError, SettingsError
-from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.levels import read_app
-from celery_redlock.tasks.settings.task_config import compile_config
+from celery_redlock.tasks.settings.task_config import TaskCall, compile_config
 from celery_redlock.tasks.settings.templates import digest, fill
 
 APP = read_app({"redlock_nodes": ["redis://a"]})
@@ -49,10 +48,10 @@ def test_a_template_is_filled_as_python_formats_it(
         assert fill(template, passed, "shop.take", "q") == expected
 
 
-@pytest.mark.parametrize(
-    "template",
-    ["{", "{a", "a}", "{}", "{0}", "{a.b}", "{a[]}", "{a[0]x}", "{a!x}", "{a:{a:{a}}}", "{a:1000}"],
-)
+NO_TEMPLATES = "{ {a a} {} {0} {a.b} {a[0].b} {a:{b.c}} {a[]} {a[0]x} {a!x} {a:{a:{a}}} {a:1000}"
+
+
+@pytest.mark.parametrize("template", NO_TEMPLATES.split())
 def test_what_is_no_template_is_an_error_of_every_level(template: str) -> None:
     written = re.escape(repr(template))
     with pytest.raises(SettingsError, match=rf"app: redlock_key={written}: is not a template"):
@@ -87,9 +86,9 @@ def test_arguments_are_bound_as_python_binds_them(
     except TypeError as error:
         why = str(error).removeprefix(f"{body.__name__}() ")
         with pytest.raises(ArgumentsError, match=re.escape(why)):
-            made.keys.resources(made.options_for("celery"), call)
+            made.resources(made.options_for("celery"), call)
     else:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         key = f"shop.take:{digest(bound.arguments, 'shop.take')}"
-        assert made.keys.resources(made.options_for("celery"), call) == (key,)
+        assert made.resources(made.options_for("celery"), call) == (key,)

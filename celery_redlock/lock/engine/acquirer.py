@@ -19,11 +19,10 @@ from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound
-from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.fencing import Fence, proposal
-from celery_redlock.lock.model.key_lease import KeyLease, LockKey
+from celery_redlock.lock.engine.watchdog import Watchdog
+from celery_redlock.lock.model.acquisition import Acquisition, Hold
 from celery_redlock.lock.model.keys import parts_of, value_of
-from celery_redlock.lock.model.lease import MARGIN, Lease
+from celery_redlock.lock.model.lease import MARGIN, Fence, Lease, LockKey, proposal
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.model.votes import is_split
 from celery_redlock.lock.platform.clock import Platform
@@ -57,33 +56,56 @@ class Acquirer:
         core: Core,
         platform: Platform,
         events: Events,
+        watchdog: Watchdog[Acquisition],
         releaser: Releaser,
         renewer: Renewer,
         check_distinct: Callable[[], None],
     ) -> None:
-        self._core, self._platform, self._clock = core, platform, core.clock
-        self._events, self._releaser, self._renewer = events, releaser, renewer
+        self._core, self._platform, self.clock = core, platform, core.clock
+        self.events, self._watchdog = events, watchdog
+        self._releaser, self._renewer = releaser, renewer
         self._check_distinct = check_distinct
-        self._margin = MARGIN + self._clock.resolution
+        self._margin = MARGIN + self.clock.resolution
         self._guarded = core.options.guard.word != "off"
         nodes = core.nodes
         self._counts = len(nodes.all), nodes.quorum, core.options.clock_drift
 
-    def try_acquire(self, acquisition: Acquisition) -> Failure | None:
+    def try_acquire(
+        self, hold: Hold, options: LockOptions, keys: Sequence[LockKey]
+    ) -> Failure | None:
         """Lock every key or none, without waiting for a release. Return None, or the failure.
 
-        A failure is rolled back. If this raises, the caller releases the acquisition. Raises
+        A failure is rolled back. If this raises, the caller releases the hold. Raises
         AlreadyCompletedError, SupersededError, and SettingsError if two nodes turn out to be one
         server.
         """
+        acquisition, started = Acquisition(options, keys, hold.owner), self.clock.now()
+        hold.add(acquisition)  # before its request leaves, so that an exception releases it
         failure = self._lock_keys(acquisition)
-        if failure is None and acquisition.options.fencing:
-            failure = self.confirm_fencing_token(acquisition, acquisition.fencing_token)
-        if failure is None and len(acquisition.key_leases) > 1:
+        if failure is None and options.fencing:
+            failure = self.confirm_fencing_token([acquisition])
+        if failure is None and len(acquisition.leases) > 1:
             failure = self._expired_while_acquiring(acquisition)
-        if failure is not None:
-            self._releaser.roll_back(acquisition)
+        if failure is None:
+            self._begin(acquisition, started)
+            return None
+        self._releaser.roll_back(acquisition)
+        hold.remove(acquisition)
+        hold.splits = hold.splits + 1 if acquisition.was_split else 0
+        hold.took = self.clock.now() - started
         return failure
+
+    def _begin(self, acquisition: Acquisition, started: float) -> None:
+        acquisition.acquired_at = started
+        acquisition.plan_renewals(started)
+        self._watchdog.watch(acquisition)
+        replaced_at = self._core.guard.replaced_at
+        if replaced_at:  # between the grant of the first key and now
+            for one in acquisition.leases:
+                for node in one.replaced(replaced_at):
+                    one.withdraw(node)
+        acquisition.nest()
+        self.events.acquired(acquisition)
 
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
         """Lock each key in order, or any single permit.
@@ -124,44 +146,42 @@ class Acquirer:
 
     def _lock_key(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
         """Make one round for one key."""
-        key_lease = self.new_key_lease(acquisition.options, key)
-        acquisition.key_leases.append(key_lease)  # before the request leaves, so it gets released
-        self._events.claiming(acquisition, key_lease)
+        lease = self.new_lease(acquisition.options, key)
+        acquisition.leases.append(lease)  # before the request leaves, so it gets released
+        self.events.claiming(acquisition, lease)
         nodes = self._core.nodes
         marker = acquisition.options.marker
-        round_ = AcquireRound(key_lease, len(nodes.all), nodes.send_to, marker)
-        failure = self._run(round_, key_lease, acquisition.options)
+        round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, marker)
+        failure = self._run(round_, lease, acquisition.options)
         tally = round_.tally
         if failure is not None and is_split(round_.holders, tally.unheard, tally.quorum):
             acquisition.was_split = True  # rivals share the nodes, and none has got the lock
         return failure
 
-    def new_key_lease(self, options: LockOptions, key: LockKey, value: str = "") -> KeyLease:
-        """Return a new key lease without a request yet. value: of another process's key lease."""
-        nodes, quorum, drift = self._counts
-        lease = Lease(nodes, quorum, options.ttl, drift, self._margin, self._guarded)
+    def new_lease(self, options: LockOptions, key: LockKey, value: str = "") -> Lease:
+        """Return a new lease without a request yet. value: of another process's lease."""
         if not value:
-            since_ms = self._clock.wall_us() // 1000
+            since_ms = self.clock.wall_us() // 1000
             label = options.label or _process_label(os.getpid())
             token = self._platform.new_token()
             value = value_of(token, since_ms, label, options.ttl)
-        return KeyLease(key, value, lease, Fence(quorum) if options.fencing else None)
+        nodes, quorum, drift = self._counts
+        fence = Fence(quorum) if options.fencing else None
+        return Lease(key, value, nodes, quorum, drift, self._margin, self._guarded, fence)
 
-    def _run(
-        self, round_: AcquireRound, key_lease: KeyLease, options: LockOptions
-    ) -> Failure | None:
+    def _run(self, round_: AcquireRound, lease: Lease, options: LockOptions) -> Failure | None:
         """Write one request to every node and wait for the votes."""
-        core, clock, lease = self._core, self._clock, key_lease.lease
+        core, clock = self._core, self.clock
         nodes = core.nodes
-        sent = key_lease.sent = clock.now()
-        least = None if key_lease.fence is None else proposal(clock.wall_us())
-        if key_lease.fence is not None:
-            key_lease.fence.proposed = least or 0
-        request = core.requests.acquire(key_lease, options, least)
+        sent = lease.sent = clock.now()
+        least = None if lease.fence is None else proposal(clock.wall_us())
+        if lease.fence is not None:
+            lease.fence.proposed = least or 0
+        request = core.requests.acquire(lease, options, least)
         is_suffixed, is_dated = True, bool(least)
         command = Command(request, round_, GRANT, is_suffixed, is_dated)
         nodes.broadcast(command, sent)
-        core.requests.release(key_lease)  # encoded now, while the nodes work
+        core.requests.release(lease)  # encoded now, while the nodes work
         longest = lease.ttl / ROUNDS_IN_TTL
         nodes.wait(round_, sent + min(core.options.node_timeout, longest))
         if not round_.decided:
@@ -171,14 +191,14 @@ class Acquirer:
             self._check_distinct()
         if round_.completed:
             error = SupersededError if round_.superseded else AlreadyCompletedError
-            raise error(key_lease.key.resource)
+            raise error(lease.key.resource)
         if core.guard.replaced_at:
             round_.withdraw_replaced(core.guard.replaced_at)
         # before the token is chosen: it must be as large as the counters of a quorum that counts
-        has_counters = key_lease.fence is None or self._has_counters(key_lease.fence, round_)
+        has_counters = lease.fence is None or self._has_counters(lease.fence, round_)
         if round_.tally.reached and has_counters and lease.begin(clock.now()):
             return None
-        return self._failed(round_, key_lease, options.limit, time_is_up=time_is_up)
+        return self._failed(round_, lease, options.limit, time_is_up=time_is_up)
 
     def _has_counters(self, fence: Fence, round_: AcquireRound) -> bool:
         """Return whether a quorum's counters count; tell of the nodes whose counters do not."""
@@ -189,12 +209,12 @@ class Acquirer:
         return fence.has_quorum
 
     def _failed(
-        self, round_: AcquireRound, key_lease: KeyLease, limit: int, *, time_is_up: bool
+        self, round_: AcquireRound, lease: Lease, limit: int, *, time_is_up: bool
     ) -> Failure:
         for node, other in round_.held_by.items():
-            self._core.guard.learn_time(node, other.wall, key_lease.sent)
+            self._core.guard.learn_time(node, other.wall, lease.sent)
             self._releaser.release_late_grant(node, other.value)
-        resource, nodes = key_lease.key.resource, self._core.nodes
+        resource, nodes = lease.key.resource, self._core.nodes
         if round_.tally.taken(time_is_up=time_is_up):
             values = round_.holders  # the one that most of the refusing nodes have is shown
             holder, _, ttl = parts_of(max(values, key=values.count, default=""))
@@ -203,23 +223,23 @@ class Acquirer:
             resource, round_.causes(nodes.all, time_is_up=time_is_up), nodes.quorum
         )
 
-    def confirm_fencing_token(self, acquisition: Acquisition, token: int) -> Failure | None:
-        """Have a token confirmed for each key; return None if it may be used, else the failure.
+    def confirm_fencing_token(self, acquisitions: Sequence[Acquisition]) -> Failure | None:
+        """Have one token confirmed for each key; return None if it may be used, else the failure.
 
         Several resources share one token, so it must be confirmed for each of them. Otherwise a
         later holder of one resource might get a smaller token.
         """
-        core = self._core
-        for key_lease in acquisition.key_leases:
-            until = self._clock.now() + core.options.node_timeout
-            if not self._renewer.confirm_fencing_token(key_lease, token, until):
+        core, token = self._core, max(one.fencing_token for one in acquisitions)
+        for lease in chain.from_iterable(one.leases for one in acquisitions):
+            until = self.clock.now() + core.options.node_timeout
+            if not self._renewer.confirm_fencing_token(lease, token, until):
                 causes = causes_of(core.nodes.all)
-                return QuorumUnreachable(key_lease.key.resource, causes, core.nodes.quorum)
+                return QuorumUnreachable(lease.key.resource, causes, core.nodes.quorum)
         return None
 
     def _expired_while_acquiring(self, acquisition: Acquisition) -> Failure | None:
         """Return a failure if the first keys expired during the rounds for later keys."""
-        if acquisition.held(self._clock.now()):
+        if acquisition.held(self.clock.now()):
             return None
         return QuorumUnreachable(acquisition.resource, (), self._core.nodes.quorum)
 

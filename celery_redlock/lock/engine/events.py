@@ -13,7 +13,7 @@ from celery_redlock import anchors
 from celery_redlock.errors import NodeError, abstention_cause
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import ServerInfo
@@ -107,15 +107,15 @@ class Events:
         """Reset in a forked child."""
         self._greeted: set[int] = set()  # nodes that this process has connected to before
 
-    def claiming(self, acquisition: Acquisition, key_lease: KeyLease) -> None:
+    def claiming(self, acquisition: Acquisition, lease: Lease) -> None:
         """Report that the acquire request for a key is about to be written."""
         if self.journal is not None:
-            self.journal.claiming(self._identity, self._clock.now(), acquisition, key_lease)
+            self.journal.claiming(self._identity, self._clock.now(), acquisition, lease)
 
-    def settled(self, key_lease: KeyLease) -> None:
+    def settled(self, lease: Lease) -> None:
         """Report that no node keeps a key any more, so that no release is due."""
         if self.journal is not None:
-            self.journal.settled(key_lease)
+            self.journal.settled(lease)
 
     def acquired(self, acquisition: Acquisition) -> None:
         """Report that a lock is acquired."""
@@ -155,7 +155,7 @@ class Events:
 
     def at_risk(self, acquisition: Acquisition, now: float) -> None:
         """Report that a lock was not renewed for two thirds of its ttl; called as `lost`."""
-        left = min(one.lease.remaining(now) for one in acquisition.key_leases)
+        left = min(one.remaining(now) for one in acquisition.leases)
         text = "%r is at risk: not renewed, lost in %.1f s"
         extra = {"event": "lock_at_risk", "resource": acquisition.resource, "remaining": left}
         logger.warning(text, acquisition.resource, left, extra=extra)

@@ -15,11 +15,9 @@ from hiredis import ReplyError
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.events import Events
-from celery_redlock.lock.engine.reentrancy import Reentrancy
 from celery_redlock.lock.engine.watchdog import Watchdog
-from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease
-from celery_redlock.lock.model.lease import HELD
+from celery_redlock.lock.model.acquisition import Acquisition, Hold
+from celery_redlock.lock.model.lease import HELD, Lease
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.guard import Core
 from celery_redlock.lock.server.outbox import DELIVERED_FOR, Outbox
@@ -48,11 +46,10 @@ class Releaser:
         events: Events,
         outbox: Outbox,
         watchdog: Watchdog[Acquisition],
-        reentrancy: Reentrancy,
     ) -> None:
         self.core, self.clock = core, core.clock
         self.events, self.outbox = events, outbox
-        self._watchdog, self._reentrancy = watchdog, reentrancy
+        self._watchdog = watchdog
         self.forget()
 
     def forget(self) -> None:
@@ -67,11 +64,11 @@ class Releaser:
 
         publish: whether to notify the waiters.
         """
-        self._reentrancy.exit(acquisition)
+        acquisition.unnest()
         releases = acquisition.releases
         if not releases:
             now, releases = self.clock.now(), []  # a new list: kept once it has all of them
-            for one in acquisition.key_leases:
+            for one in acquisition.leases:
                 releases.append(KeyRelease(self, acquisition, one, now, publish))
         acquisition.releases = releases  # kept: after an exception, the next call writes them again
         self._write_all(releases)
@@ -86,19 +83,18 @@ class Releaser:
         """
         now = self.clock.now()
         acquisition.releases = [
-            KeyRelease(self, acquisition, one, now, one.lease.state is HELD)
-            for one in acquisition.key_leases
+            KeyRelease(self, acquisition, one, now, one.state is HELD) for one in acquisition.leases
         ]
         self.release(acquisition)
 
     @uninterruptible
     def roll_back_last(self, acquisition: Acquisition) -> None:
         """Release the last key that was tried, which another client holds."""
-        key_lease = acquisition.key_leases[-1]
+        lease = acquisition.leases[-1]
         now = self.clock.now()
         is_published = False
-        self._write_all([KeyRelease(self, acquisition, key_lease, now, is_published)])
-        acquisition.key_leases.pop()
+        self._write_all([KeyRelease(self, acquisition, lease, now, is_published)])
+        acquisition.leases.pop()
 
     @uninterruptible
     def release_if_abandoned(self, acquisition: Acquisition) -> bool:
@@ -110,11 +106,19 @@ class Releaser:
         return True
 
     @uninterruptible
-    def release_if_unused(self, acquisition: Acquisition, user: object) -> None:
-        """Release an acquisition in any thread, unless another user relies on it."""
-        acquisition.part(user)
-        if not acquisition.users and acquisition.abandon():
-            self.release(acquisition)
+    def release_hold(self, hold: Hold, *, anywhere: bool = False) -> None:
+        """End a wait, and release what no other hold relies on. A second call has no effect.
+
+        anywhere: in any thread, even while the owner may acquire the same lock again.
+        """
+        try:
+            if hold.end_wait is not None:
+                hold.end_wait()
+        finally:
+            for acquisition in hold.acquisitions:
+                acquisition.remove_user(hold)
+                if not acquisition.users and (not anywhere or acquisition.abandon()):
+                    self.release(acquisition)
 
     def release_orphans(self, acquisition: Acquisition) -> None:
         """Release what a dead process held, and repeat that a little later.
@@ -138,7 +142,7 @@ class Releaser:
 
     def expect_late_grant(self, release: KeyRelease) -> None:
         """Keep a release, because a grant of its key may run after it."""
-        self._late_grants[release.key_lease.value] = release
+        self._late_grants[release.lease.value] = release
 
     @uninterruptible
     def _write_all(self, releases: Sequence[KeyRelease]) -> None:
@@ -161,11 +165,11 @@ class Releaser:
 
     def _write(self, release: KeyRelease) -> None:
         nodes = self.core.nodes
-        release.key_lease.lease.end()  # before the first byte leaves: from here on nothing is held
+        release.lease.end()  # before the first byte leaves: from here on nothing is held
         self._watchdog.unwatch(release.acquisition)
         nodes.broadcast(release.command(), self.clock.now())
         nodes.report_broken()  # reports of connections that broke with a grant in flight
-        if release.key_lease.asked_again:
+        if release.lease.asked_again:
             self.expect_late_grant(release)
         self._unwritten.pop(id(release), None)
 
@@ -205,7 +209,7 @@ class KeyRelease:
     """
 
     __slots__ = ("_ended_at", "_ends", "_heard", "_missing", "_publish", "_releaser",
-                 "_taken_away", "_unsettled", "_was_held", "acquisition", "key_lease", "made_at",
+                 "_taken_away", "_unsettled", "_was_held", "acquisition", "lease", "made_at",
                  "until")  # fmt: skip
     wanted = True
 
@@ -213,17 +217,16 @@ class KeyRelease:
         self,
         releaser: Releaser,
         acquisition: Acquisition,
-        key_lease: KeyLease,
+        lease: Lease,
         made_at: float,
         publish: bool,
     ) -> None:
         self._releaser = releaser
-        self.acquisition, self.key_lease, self.made_at = acquisition, key_lease, made_at
+        self.acquisition, self.lease, self.made_at = acquisition, lease, made_at
         # by then every node has dropped the key
         self.until = made_at + DELIVERED_FOR * acquisition.options.ttl
         self._publish = publish
         self._ended_at = acquisition.ended_at
-        lease = key_lease.lease
         self._was_held = lease.state is HELD
         self._ends = lease.ends  # the present deadlines: `Lease.end` makes a new list
         self._heard: set[int] = set()  # nodes whose first reply or error has come
@@ -236,7 +239,7 @@ class KeyRelease:
         releaser, marker = self._releaser, self.acquisition.options.marker
         ended_for = None if self._ended_at is None else releaser.clock.now() - self._ended_at
         requests = releaser.core.requests
-        request = requests.release(self.key_lease, marker, ended_for, publish=self._publish)
+        request = requests.release(self.lease, marker, ended_for, publish=self._publish)
         return Command(request, self, RELEASE)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
@@ -246,7 +249,7 @@ class KeyRelease:
             raise UnexpectedReplyError(reply)
         first = node not in self._heard
         self._heard.add(node)
-        if self.key_lease.asked_again:  # a lost acquire request may still run
+        if self.lease.asked_again:  # a lost acquire request may still run
             self._releaser.expect_late_grant(self)
         if reply == 1:
             self.settle(node)
@@ -262,7 +265,7 @@ class KeyRelease:
         """Report a loss if fewer than a quorum of nodes kept the lock until its release."""
         nodes, end = self._releaser.core.nodes, self._ends[node]
         if end > self.made_at:
-            keeps = self.key_lease.lease.keeps_its_promise(node, run_id)
+            keeps = self.lease.keeps_its_promise(node, run_id)
             if keeps or end <= self._releaser.clock.now():
                 return  # the node restarted and abstains, or its lease ended before the release
             self._taken_away = True
@@ -276,7 +279,7 @@ class KeyRelease:
         self._heard.add(node)
         if error.lost:
             self._releaser.expect_late_grant(self)  # the connection may have lost the grant, too
-        never_asked = node in self.key_lease.never_asked
+        never_asked = node in self.lease.never_asked
         if not never_asked and self._releaser.clock.now() < self.until:
             self._releaser.outbox.put(node, self)
         else:
@@ -286,4 +289,4 @@ class KeyRelease:
         """Record that a node needs no release any more; after the last node, report that."""
         self._unsettled &= ~(1 << node)
         if not self._unsettled:
-            self._releaser.events.settled(self.key_lease)
+            self._releaser.events.settled(self.lease)

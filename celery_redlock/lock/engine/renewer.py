@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.rounds import RenewRound
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease
+from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.server.guard import Core
 from celery_redlock.lock.server.requests import RENEW
 from celery_redlock.lock.transport.command import Command, Entry, RoundGroup
@@ -28,7 +28,7 @@ class Part:
     """
 
     owners: Sequence[Acquisition]
-    key_leases: Sequence[KeyLease]
+    leases: Sequence[Lease]
     lacking: Collection[int] = ()
 
 
@@ -78,19 +78,19 @@ class Renewer:
         """Add the request for one part to the entries of each node."""
         nodes = len(self._core.nodes.all)
         on_missing = functools.partial(self._on_missing, part.owners)
-        round_ = RenewRound(part.key_leases, nodes, self._clock, on_missing)
+        round_ = RenewRound(part.leases, nodes, self._clock, on_missing)
         group.add(round_)
         plain = self._entry(part, round_, sent)
         for own in entries:
             own.append(plain)
         for node in part.lacking:
-            (key_lease,) = part.key_leases
-            key_lease.reclaiming(node)
-            entries[node][-1] = self._entry(part, round_, sent, encode_text(key_lease.broken_key))
+            (lease,) = part.leases
+            lease.reclaiming(node)
+            entries[node][-1] = self._entry(part, round_, sent, encode_text(lease.broken_key))
         return part, round_
 
     def _entry(self, part: Part, round_: RenewRound, sent: float, note: bytes = b"") -> Entry:
-        request = self._core.requests.renew(part.key_leases, note)
+        request = self._core.requests.renew(part.leases, note)
         return Command(request, round_, RENEW), sent, request
 
     def _on_missing(self, owners: Sequence[Acquisition], number: int) -> None:
@@ -99,22 +99,22 @@ class Renewer:
         owner.reclaim_by(self._clock.now() + self._core.options.node_timeout)
         self._reschedule(owner)
 
-    def confirm_fencing_token(self, key_lease: KeyLease, token: int, until: float) -> bool:
+    def confirm_fencing_token(self, lease: Lease, token: int, until: float) -> bool:
         """Return whether a quorum of nodes has reached a token by the monotonic second `until`."""
-        fence = key_lease.fence
+        fence = lease.fence
         if fence is None:
             return True
         before = fence.token
         fence.choose(token)
         if not fence.usable:
             nodes, clock = self._core.nodes, self._clock
-            round_ = RenewRound([key_lease], len(nodes.all), clock, lambda number: None)
-            request = self._core.requests.renew([key_lease])
+            round_ = RenewRound([lease], len(nodes.all), clock, lambda number: None)
+            request = self._core.requests.renew([lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
             nodes.wait(round_, until)
         if not fence.usable:
             fence.token = before  # an outer holder keeps the token that a quorum has confirmed
-        return fence.usable and key_lease.lease.held(self._clock.now())
+        return fence.usable and lease.held(self._clock.now())
 
 
 def _in_parts(acquisitions: Sequence[Acquisition], now: float) -> Iterator[Part]:
@@ -124,17 +124,17 @@ def _in_parts(acquisitions: Sequence[Acquisition], now: float) -> Iterator[Part]
     step.
     """
     owners: list[Acquisition] = []
-    key_leases: list[KeyLease] = []
+    leases: list[Lease] = []
     for acquisition in acquisitions:
-        for key_lease in acquisition.key_leases:
-            lacking = key_lease.lease.to_reclaim(now)
+        for lease in acquisition.leases:
+            lacking = lease.to_reclaim(now)
             if lacking:
-                yield Part([acquisition], [key_lease], lacking)
+                yield Part([acquisition], [lease], lacking)
                 continue
             owners.append(acquisition)
-            key_leases.append(key_lease)
-            if len(key_leases) == RENEWED_AT_ONCE:
-                yield Part(owners, key_leases)
-                owners, key_leases = [], []
-    if key_leases:
-        yield Part(owners, key_leases)
+            leases.append(lease)
+            if len(leases) == RENEWED_AT_ONCE:
+                yield Part(owners, leases)
+                owners, leases = [], []
+    if leases:
+        yield Part(owners, leases)

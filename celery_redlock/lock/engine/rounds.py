@@ -9,10 +9,8 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.model.fencing import LAST_TOKEN
 from celery_redlock.lock.model.handoff import Place, free_in, place_of_quorum
-from celery_redlock.lock.model.key_lease import KeyLease
-from celery_redlock.lock.model.lease import ACQUIRING, HELD, expires_in
+from celery_redlock.lock.model.lease import ACQUIRING, HELD, LAST_TOKEN, Lease, expires_in
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.model.votes import (
     ABSTAINED,
@@ -45,20 +43,20 @@ class AcquireRound(Round):
     that a later send has superseded the run.
     """
 
-    __slots__ = ("_due", "_held_by", "_is_plain", "_key_lease", "_marker", "_resend", "abstaining",
+    __slots__ = ("_due", "_held_by", "_is_plain", "_lease", "_marker", "_resend", "abstaining",
                  "completed", "errors", "superseded", "tally")  # fmt: skip
 
     def __init__(
         self,
-        key_lease: KeyLease,
+        lease: Lease,
         nodes: int,
         resend: Callable[[int, Command, float | None], None],
         marker: CompletionMarker | None = None,
     ) -> None:
         self.decided, self.wake = False, None
-        self._key_lease, self._resend = key_lease, resend
+        self._lease, self._resend = lease, resend
         self._marker = marker if marker is not None and marker.asks_since is not None else None
-        self._is_plain = key_lease.fence is None and self._marker is None
+        self._is_plain = lease.fence is None and self._marker is None
         self.completed = self.superseded = False
         self.tally = Tally(nodes)
         self._due = (1 << nodes) - 1  # nodes whose vote is not counted yet, as bits
@@ -69,12 +67,12 @@ class AcquireRound(Round):
     @property
     def wanted(self) -> bool:
         """True also after a quorum has granted, but not once a release may have been written."""
-        state = self._key_lease.lease.state
+        state = self._lease.state
         return state is ACQUIRING or state is HELD
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count one node's vote. Raises UnexpectedReplyError."""
-        key_lease = self._key_lease
+        lease = self._lease
         is_granted = reply == 1 and type(reply) is int and self._is_plain
         vote = GRANTED if is_granted else self._vote(node, sent, reply)
         if vote is None:
@@ -82,8 +80,8 @@ class AcquireRound(Round):
             self.decide()
             return
         if vote is GRANTED:
-            key_lease.granted.add(node)
-            key_lease.lease.confirm(node, sent, run_id)
+            lease.granted.add(node)
+            lease.confirm(node, sent, run_id)
         if not self.decided:
             self._count(node, vote)
 
@@ -97,7 +95,7 @@ class AcquireRound(Round):
                 self.decide()
 
     def _has_counters(self) -> bool:
-        fence = self._key_lease.fence
+        fence = self._lease.fence
         return fence is None or not self.tally.reached or fence.has_quorum
 
     def _vote(self, node: int, sent: float, reply: Any) -> Vote | None:
@@ -113,15 +111,15 @@ class AcquireRound(Round):
             self._held_by[node] = HeldByOther(text_of(words[2]), expires_in, words[3] / 1000)
         elif vote is ABSTAINED:
             self.abstaining[node] = max(0, words[1]) / 1000
-        elif self._key_lease.fence is not None:
-            self._key_lease.fence.counted(node, words[1])
+        elif self._lease.fence is not None:
+            self._lease.fence.counted(node, words[1])
         return vote
 
     def _parsed(self, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and the items of a reply of lua/grant.lua; raises UnexpectedReplyError."""
         words: list[Any] = reply if type(reply) is list else []
         kinds = tuple(map(type, words))
-        asks, has_token = self._marker is not None, self._key_lease.fence is not None
+        asks, has_token = self._marker is not None, self._lease.fence is not None
         if asks:
             kinds = kinds[:-1] if kinds[-1:] == (int,) else ()
         if kinds == _REFUSAL and words[0] == 0:
@@ -149,24 +147,24 @@ class AcquireRound(Round):
 
     def withdraw_replaced(self, replaced_at: dict[int, float]) -> None:
         """Withdraw the votes of nodes whose server was replaced by another server for a while."""
-        for node in self._key_lease.replaced(replaced_at):
-            if node in self._key_lease.granted:
+        for node in self._lease.replaced(replaced_at):
+            if node in self._lease.granted:
                 self.tally.granted -= 1
                 self.tally.add(FAILED)
                 self.errors[node] = NodeError("", REPLACED)
-            self._key_lease.withdraw(node)
+            self._lease.withdraw(node)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Resend once if the connection broke, else count a failed vote."""
-        key_lease = self._key_lease
-        first = node not in key_lease.asked_again
+        lease = self._lease
+        first = node not in lease.asked_again
         if error.lost:
-            key_lease.asked_again.add(node)
+            lease.asked_again.add(node)
             if first and not self.decided:
-                self._resend(node, command, key_lease.sent if command.dated else None)
+                self._resend(node, command, lease.sent if command.dated else None)
                 return
         elif first:
-            key_lease.never_asked.add(node)
+            lease.never_asked.add(node)
         self.errors[node] = error
         if not self.decided:
             self._count(node, FAILED)
@@ -184,7 +182,7 @@ class AcquireRound(Round):
     def expires_in(self) -> float | None:
         """Return the seconds until a quorum of nodes is free without renewals; None if unknown."""
         waits = [math.inf] * self.tally.nodes
-        for node in self._key_lease.granted.copy():
+        for node in self._lease.granted.copy():
             waits[node] = 0.0
         for node, other in self._held_by.copy().items():
             waits[node] = other.expires_in
@@ -197,7 +195,7 @@ class AcquireRound(Round):
 
     def causes(self, nodes: Sequence[Node], *, time_is_up: bool) -> list[str]:
         """Return one text for each node that gave no vote. time_is_up: the node timeout is over."""
-        voted = {*self._key_lease.granted, *self._held_by} if time_is_up else None
+        voted = {*self._lease.granted, *self._held_by} if time_is_up else None
         return causes_of(nodes, self.errors, self.abstaining, voted)
 
 
@@ -209,23 +207,22 @@ class RenewRound(Round):
     number of a key after a node replied that the key does not have our value.
     """
 
-    __slots__ = ("_clock", "_doubted", "_due", "_key_leases", "_leases", "_on_missing", "_quorum",
+    __slots__ = ("_clock", "_doubted", "_due", "_leases", "_on_missing", "_quorum",
                  "_renewed", "_unsettled")  # fmt: skip
 
     def __init__(
         self,
-        key_leases: Sequence[KeyLease],
+        leases: Sequence[Lease],
         nodes: int,
         clock: Clock,
         on_missing: Callable[[int], object],
     ) -> None:
         self.decided, self.wake = False, None
-        self._key_leases, self._on_missing, self._clock = key_leases, on_missing, clock
-        self._leases = [one.lease for one in key_leases]
+        self._leases, self._on_missing, self._clock = leases, on_missing, clock
         self._renewed = 0  # nodes that replied without an error, as bits
         self._doubted: dict[int, int] = {}  # by number of a key: how many of these did not renew it
         self._quorum, self._due = quorum_of(nodes), (1 << nodes) - 1  # nodes still due, as bits
-        fences = [one.fence for one in key_leases if one.fence is not None]
+        fences = [one.fence for one in leases if one.fence is not None]
         self._unsettled = [fence for fence in fences if not fence.usable]
 
     @property
@@ -243,7 +240,7 @@ class RenewRound(Round):
         if self._all_confirmed:
             return []
         doubted, enough = self._doubted, self._renewed.bit_count() - self._quorum
-        return [i for i in range(len(self._key_leases)) if doubted.get(i, 0) > enough]
+        return [i for i in range(len(self._leases)) if doubted.get(i, 0) > enough]
 
     @property
     def _all_confirmed(self) -> bool:
@@ -267,28 +264,28 @@ class RenewRound(Round):
 
     def _check(self, reply: Any) -> None:
         """Raise UnexpectedReplyError unless each item is as in lua/renew.lua."""
-        if type(reply) is not list or len(reply) != len(self._key_leases):
+        if type(reply) is not list or len(reply) != len(self._leases):
             raise UnexpectedReplyError(reply)
         for number, word in enumerate(reply):
             if type(word) is int and -1 <= word <= 1:
                 continue
-            has_token = self._key_leases[number].fence is not None and type(word) is list
+            has_token = self._leases[number].fence is not None and type(word) is list
             if not has_token or [type(part) for part in word] != [int, int] or word[0] != 1:
                 raise UnexpectedReplyError(reply)
 
     def _look_closer(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
         """Handle a reply on one key that is no plain confirmation, or of a node on probation."""
-        one, now = self._key_leases[number], self._clock.now()
-        if type(word) is list and one.lease.renewed(node, sent, now, run_id):
+        one, now = self._leases[number], self._clock.now()
+        if type(word) is list and one.renewed(node, sent, now, run_id):
             # above LAST_TOKEN another program has changed the counter
             if one.fence is not None and word[1] <= LAST_TOKEN:
                 one.fence.counted(node, word[1])
             return
         self._doubted[number] = self._doubted.get(number, 0) + 1
         if word == 0:
-            one.lease.missing(node, now, run_id)
+            one.missing(node, now, run_id)
         elif word == -1:
-            one.lease.denied(node, now)
+            one.denied(node, now)
         if word in (0, -1):
             self._on_missing(number)
 

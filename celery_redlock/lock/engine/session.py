@@ -5,23 +5,25 @@ Each part gets here the other parts that it uses. No part uses the session.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import math
+import os
+from asyncio.events import _get_running_loop
 from collections.abc import Sequence
 from typing import Any
 
 from celery_redlock.errors import SettingsError
-from celery_redlock.lock.engine.acquirer import Acquirer, Failure
+from celery_redlock.lock.engine.acquirer import Acquirer
 from celery_redlock.lock.engine.callers import Callers
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.inbox import Inbox
-from celery_redlock.lock.engine.reentrancy import Reentrancy
 from celery_redlock.lock.engine.releaser import OrphanedKey, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.watchdog import Watchdog
-from celery_redlock.lock.model.acquisition import Acquisition, Owner
-from celery_redlock.lock.model.key_lease import LockKey
+from celery_redlock.lock.model.acquisition import Acquisition, Flow, Owner
+from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool
@@ -76,16 +78,21 @@ class Session:
         self.guard = RestartGuard(addresses, options.node_timeout, platform, options.guard, told)
         self.nodes = self.guard.nodes
         self.threads = ThreadPool(platform)
-        self.reentrancy = Reentrancy(platform)
         self.outbox = Outbox(self.nodes)
         core = Core(self.nodes, self.guard, Requests(options.prefix), options)
         drain_by = self.watchdog.run_maintenance_by
         self.new_inbox = functools.partial(Inbox, core, self.threads, drain_by, platform)
         self.callers = Callers(self.new_inbox, platform)
-        self.releaser = Releaser(core, self.events, self.outbox, self.watchdog, self.reentrancy)
+        self.releaser = Releaser(core, self.events, self.outbox, self.watchdog)
         self.renewer = Renewer(core, self.events, self.watchdog.reschedule)
         self.acquirer = Acquirer(
-            core, platform, self.events, self.releaser, self.renewer, self.check_distinct
+            core,
+            platform,
+            self.events,
+            self.watchdog,
+            self.releaser,
+            self.renewer,
+            self.check_distinct,
         )
 
     @property
@@ -101,12 +108,12 @@ class Session:
         self.events.forget()
         self.callers.forget()
         self.threads.forget()
-        self.reentrancy.forget()
         self.outbox.forget()
         self.releaser.forget()
         self._forget_own()
 
     def _forget_own(self) -> None:
+        self._flows = self.platform.new_local(Flow)
         self._hurried_at = -math.inf
         self._is_ending = self.is_closed = False
 
@@ -130,34 +137,10 @@ class Session:
 
     # called by a `Lock`
 
-    def new_acquisition(
-        self, options: LockOptions, keys: Sequence[LockKey], owner: Owner
-    ) -> Acquisition:
-        """Return a new acquisition without a request yet."""
-        return Acquisition(options, keys, owner)
-
-    def try_acquire(self, acquisition: Acquisition) -> Failure | None:
-        """Acquire without waiting for a release; return None, or the failure.
-
-        Raises the same errors as `Acquirer.try_acquire`.
-        """
-        started = self.clock.now()
-        failure = self.acquirer.try_acquire(acquisition)
-        if failure is None:
-            self._begin(acquisition, started)
-        return failure
-
-    def _begin(self, acquisition: Acquisition, started: float) -> None:
-        acquisition.acquired_at = started
-        acquisition.plan_renewals(started)
-        self.watchdog.watch(acquisition)
-        replaced_at = self.guard.replaced_at
-        if replaced_at:  # between the grant of the first key and now
-            for one in acquisition.key_leases:
-                for node in one.replaced(replaced_at):
-                    one.withdraw(node)
-        self.reentrancy.enter(acquisition)
-        self.events.acquired(acquisition)
+    def current_owner(self) -> Owner:
+        """Return the calling owner."""
+        task = None if _get_running_loop() is None else asyncio.current_task()
+        return os.getpid(), self._flows.get(in_task=task is not None), task
 
     def renew(self, acquisitions: Sequence[Acquisition], *, native: bool = False) -> bool:
         """Renew in one batch for each node, wait, and return whether a quorum confirmed all.
@@ -178,10 +161,10 @@ class Session:
         prefix = self.options.prefix
         keys = [LockKey(prefix, one.resource, one.permit, options.ttl) for one in orphans]
         named = [key for key in keys if key.resource in options.resources]
-        acquisition = Acquisition(options, named, self.reentrancy.current_owner())
+        acquisition = Acquisition(options, named, self.current_owner())
         acquisition.acquired_at = acquired_at
-        acquisition.key_leases = [
-            self.acquirer.new_key_lease(options, key, one.value)
+        acquisition.leases = [
+            self.acquirer.new_lease(options, key, one.value)
             for key, one in zip(keys, orphans, strict=True)
         ]
         if options.marker is not None:
@@ -261,8 +244,8 @@ class Session:
     def _node_replaced(self, node: int) -> None:
         # it is unknown since when the server was replaced, so its promises do not count
         for acquisition in self.watchdog.watched:
-            for key_lease in acquisition.key_leases:
-                key_lease.lease.withdraw(node)
+            for lease in acquisition.leases:
+                lease.withdraw(node)
             self.watchdog.reschedule(acquisition)
 
 

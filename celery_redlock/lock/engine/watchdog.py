@@ -78,8 +78,8 @@ class Watchdog(Generic[W]):
         if not self._started:
             self._start()
         self._watched[id(acquisition)] = acquisition
-        self._renewals.by(acquisition.renew_at)
-        self._deadlines.by(acquisition.deadline)
+        self._renewals.schedule_by(acquisition.renew_at)
+        self._deadlines.schedule_by(acquisition.deadline)
 
     @property
     def watched(self) -> list[W]:
@@ -92,8 +92,8 @@ class Watchdog(Generic[W]):
 
     def reschedule(self, acquisition: W) -> None:
         """Wake the threads in time, because the deadline or the next renewal has become earlier."""
-        self._renewals.by(acquisition.renew_at)
-        self._deadlines.by(acquisition.deadline)
+        self._renewals.schedule_by(acquisition.renew_at)
+        self._deadlines.schedule_by(acquisition.deadline)
 
     @property
     def is_started(self) -> bool:
@@ -115,14 +115,14 @@ class Watchdog(Generic[W]):
         for acquisition in list(self._watched.values()):
             if moment < acquisition.renew_at < math.inf:
                 acquisition.renew_at = moment
-        self._renewals.by(moment)
+        self._renewals.schedule_by(moment)
 
     def run_maintenance_by(self, moment: float) -> None:
         """Run maintenance by this monotonic second."""
         if not self._started:
             self._start()
         self._asked.append(moment)  # not compared here: two callers at once might lose the earlier
-        self._renewals.by(moment)
+        self._renewals.schedule_by(moment)
 
     def call_soon(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
         """Call users' code soon, in the second thread, where it delays neither I/O nor renewals."""
@@ -153,7 +153,7 @@ class Watchdog(Generic[W]):
         timer, failures = self._renewals, 0
         while not self._stopped and timer is self._renewals:
             now = self._clock.now()
-            timer.look(now)
+            timer.begin_pass(now)
             soonest = -math.inf
             try:
                 soonest = self._do_what_is_due(now)
@@ -165,7 +165,7 @@ class Watchdog(Generic[W]):
                 self._call_safely(logger.exception, text, see, exc_info=error, extra=extra)
                 timer.sleep(AFTER_ERROR.compute(failures))
                 failures = min(failures + 1, 16)
-            timer.rest(min(self._maintenance_at, soonest), self._clock.now())
+            timer.wait_until(min(self._maintenance_at, soonest), self._clock.now())
 
     def _do_what_is_due(self, now: float) -> float:
         """Return the monotonic second at which the next renewal is due."""
@@ -192,7 +192,7 @@ class Watchdog(Generic[W]):
         timer = self._deadlines
         while not self._stopped and timer is self._deadlines:
             now = self._clock.now()
-            timer.look(now)
+            timer.begin_pass(now)
             soonest = math.inf
             for acquisition in list(self._watched.values()):
                 moment = acquisition.deadline
@@ -207,7 +207,7 @@ class Watchdog(Generic[W]):
             now = self._clock.now()
             if self._renewals.is_late(now):  # otherwise C code may take the GIL before the renewal
                 self._platform.pause_keeping_gil(HEAD_START)
-            timer.rest(soonest, now)
+            timer.wait_until(soonest, now)
 
     def _call_safely(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
         """Call a function that writes the log or is users' code; log any exception."""

@@ -1,26 +1,39 @@
-"""What one acquire holds: all its keys or none. A record without clock and I/O.
+"""What one acquire holds, and who relies on it. Records without clock and I/O.
 
-An acquisition is renewed and released as a unit.
+`Acquisition`: all keys or none, each with its `Lease` (`lease.py`); renewed and released as a unit.
+`Hold`: one acquire that is not released yet. A nested one relies on acquisitions of outer ones, so
+an acquisition counts its holds, and `Flow` finds it for the same owner. Not here: the public object
+(`lock/lock.py`), and what acquires and releases (`lock/engine`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
 from celery_redlock.errors import LockLost, SettingsError
-from celery_redlock.lock.model.key_lease import KeyLease, LockKey
-from celery_redlock.lock.model.keys import is_of_run
-from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED
+from celery_redlock.label import is_of_run
+from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED, Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
 
 RENEWED_TOGETHER = 10  # renewals that are due within one tenth of a ttl go in one batch
-# the owner: process id, thread or greenlet (a `reentrancy.Flow`), and asyncio task
-Owner = tuple[int, Any, object]
+SPLIT_TRIES = 6  # tries while rivals that came at once share the nodes, and none has the lock
+LONGEST_SPLIT = 0.25  # seconds, the longest pause between these tries
 _numbers = itertools.count(1)
+
+
+class Flow:
+    """One thread or greenlet. held: acquisitions, by asyncio task (None outside) and resource."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[object, str], Acquisition] = {}
+
+
+Owner = tuple[int, Flow, object]  # process id, thread or greenlet, and asyncio task
 
 
 class Acquisition:
@@ -32,15 +45,15 @@ class Acquisition:
     """
 
     __slots__ = ("_at_risk_told", "_last_renewal", "_loss_told", "_reclaim_at", "_users",
-                 "abandoned", "acquired_at", "ended_at", "key_leases", "keys", "leeway", "number",
+                 "abandoned", "acquired_at", "ended_at", "keys", "leases", "leeway", "number",
                  "options", "owner", "releases", "renew_at", "was_split")  # fmt: skip
 
     def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
         self.options, self.keys, self.owner = options, keys, owner
         self.number = next(_numbers)  # unique in this process
-        self.key_leases: list[KeyLease] = []
+        self.leases: list[Lease] = []
         self.leeway = options.ttl / RENEWED_TOGETHER
-        self._users: list[ref[Any]] = []
+        self._users: list[ref[Hold]] = []
         self.abandoned = False  # True: its owner may not take it again
         self.renew_at = self._reclaim_at = math.inf
         self.acquired_at = 0.0
@@ -50,17 +63,17 @@ class Acquisition:
         self.releases: list[Any] = []  # of its keys, while they are written
         self.was_split = False  # it was refused, although no other client got a quorum either
 
-    # users: the holds of this process that rely on it
+    # its users: the holds that rely on it
 
-    def join(self, user: object) -> None:
-        """Add a user. The acquisition is released after the last user has left.
+    def add_user(self, user: Hold) -> None:
+        """Add a user. The acquisition is released after the last user is removed.
 
         The reference is weak: if an exception interrupted an acquire or a release, no code can
         release the acquisition. The watchdog must not renew it for ever then.
         """
         self._users.append(ref(user))
 
-    def part(self, user: object) -> None:
+    def remove_user(self, user: Hold) -> None:
         """Remove a user. A second call has no effect."""
         its = ref(user)
         if its in self._users:
@@ -79,13 +92,28 @@ class Acquisition:
         """Mark it as abandoned if it has no users; return whether it has none.
 
         The owner cannot take an abandoned acquisition again. This sets `abandoned` before it reads
-        `users`; a new user joins before it reads `abandoned`. At least one of them sees the other's
-        write.
+        `users`; a new user is added before it reads `abandoned`. At least one of them sees the
+        other's write.
         """
         self.abandoned = True
         if self.users:
             self.abandoned = False
         return self.abandoned
+
+    def nest(self) -> None:
+        """Let the owner acquire its resources again."""
+        _, flow, task = self.owner
+        for key in self.keys:
+            flow.held[task, key.resource] = self
+
+    def unnest(self) -> None:
+        """Undo `nest`. A second call has no effect."""
+        _, flow, task = self.owner
+        held = flow.held
+        for key in self.keys:
+            name = task, key.resource
+            if held.get(name) is self:
+                held.pop(name, None)
 
     # its state
 
@@ -96,22 +124,21 @@ class Acquisition:
 
     def held(self, now: float) -> bool:
         """Return whether every key is held at the monotonic second `now`, by arithmetic alone."""
-        for one in self.key_leases:
-            if not one.lease.held(now):
+        for one in self.leases:
+            if not one.held(now):
                 return False
-        return bool(self.key_leases)
+        return bool(self.leases)
 
     def lost(self, now: float) -> bool:
         """Return whether it was held and has ended without a release."""
-        leases = [one.lease for one in self.key_leases]
         return any(
-            lease.state is LOST or (lease.state is HELD and not lease.held(now)) for lease in leases
+            one.state is LOST or (one.state is HELD and not one.held(now)) for one in self.leases
         )
 
     @property
     def reason(self) -> str:
         """Why it is lost, as text."""
-        reasons = (one.lease.reason for one in self.key_leases if one.lease.reason)
+        reasons = (one.reason for one in self.leases if one.reason)
         return next(reasons, NOT_RENEWED)
 
     def held_for(self, now: float) -> float:
@@ -120,12 +147,12 @@ class Acquisition:
 
     def remaining(self, now: float) -> float:
         """Return the seconds of validity left without a renewal; 0.0 once it is over."""
-        return min((one.lease.remaining(now) for one in self.key_leases), default=0.0)
+        return min((one.remaining(now) for one in self.leases), default=0.0)
 
     @property
     def fencing_token(self) -> int:
         """The fencing token; before it is chosen, the greatest known counter; 0 without fencing."""
-        fences = [one.fence for one in self.key_leases if one.fence]
+        fences = [one.fence for one in self.leases if one.fence]
         return max((fence.token or fence.greatest for fence in fences), default=0)
 
     def check_covers(self, resource: str, options: LockOptions, now: float) -> None:
@@ -163,8 +190,7 @@ class Acquisition:
         if self._loss_told:
             return math.inf
         soonest, all_held = math.inf, True
-        for one in self.key_leases:
-            lease = one.lease
+        for lease in self.leases:
             if lease.state is LOST:
                 return -math.inf
             all_held = all_held and lease.state is HELD
@@ -177,14 +203,13 @@ class Acquisition:
 
         If one of several keys is lost, all of them are.
         """
-        leases = [one.lease for one in self.key_leases]
-        for lease in leases:
-            lease.expire(now)
-        lost = next((lease for lease in leases if lease.state is LOST), None)
+        for one in self.leases:
+            one.expire(now)
+        lost = next((one for one in self.leases if one.state is LOST), None)
         if lost is None:
             return None
-        for lease in leases:
-            lease.lose(lost.reason)
+        for one in self.leases:
+            one.lose(lost.reason)
         return lost.reason
 
     def mark_loss_told(self) -> bool:
@@ -194,7 +219,7 @@ class Acquisition:
 
     def mark_risk_told(self, now: float) -> bool:
         """Return True if it is at risk at `now`, but only once after each confirmed renewal."""
-        if self._at_risk_told or not any(one.lease.at_risk(now) for one in self.key_leases):
+        if self._at_risk_told or not any(one.at_risk(now) for one in self.leases):
             return False
         self._at_risk_told = True
         return True
@@ -229,7 +254,7 @@ class Acquisition:
 
     def reclaim_by(self, moment: float) -> None:
         """Renew by the monotonic second `moment` if a key may be reclaimed on a node by then."""
-        if any(one.lease.to_reclaim(moment) for one in self.key_leases):
+        if any(one.to_reclaim(moment) for one in self.leases):
             self._reclaim_at = moment
             self._schedule(min(moment, self.renew_at))
 
@@ -237,3 +262,60 @@ class Acquisition:
         if self._reclaim_at < moment:
             moment = self._reclaim_at
         self.renew_at = moment if moment <= self._last_renewal else math.inf
+
+
+class Hold:
+    """One acquire that is not released yet: its own acquisition, and outer ones that it relies on.
+
+    owner: the owner that acquires. client: the `Redlock`, kept alive while a thread may still
+    acquire. end_wait: ends the wait of the acquire, None while it does not wait. splits: number of
+    consecutive tries in which rivals shared the nodes. took: seconds that the last try took.
+    """
+
+    __slots__ = ("__weakref__", "acquisitions", "client", "end_wait", "owner", "splits", "took")
+
+    def __init__(self, owner: Owner, client: object) -> None:
+        self.owner, self.client = owner, client
+        self.acquisitions: list[Acquisition] = []
+        self.splits, self.took = 0, 0.0
+        self.end_wait: Callable[[], None] | None = None
+
+    def pause_of_split(self) -> float | None:
+        """Return the seconds until the next try if rivals share the nodes, else None.
+
+        The pause is random, from a range that doubles, so that soon only one rival tries. After
+        SPLIT_TRIES tries, the caller waits for the rivals as for any holder.
+        """
+        if not 0 < self.splits < SPLIT_TRIES:
+            return None
+        return random.uniform(0, min(LONGEST_SPLIT, self.took * 2**self.splits))  # noqa: S311
+
+    def add(self, acquisition: Acquisition) -> None:
+        """Begin to rely on an acquisition."""
+        if acquisition not in self.acquisitions:
+            self.acquisitions.append(acquisition)
+            acquisition.add_user(self)
+
+    def remove(self, acquisition: Acquisition) -> None:
+        """Stop relying on an acquisition that is over."""
+        self.acquisitions.remove(acquisition)
+        acquisition.remove_user(self)
+
+    def add_outer(self, options: LockOptions, now: float) -> dict[str, Acquisition]:
+        """Rely on acquisitions that the owner holds already; return them by resource.
+
+        Raises LockLost if one is lost, and SettingsError if one promises less than `options`.
+        """
+        _, flow, task = self.owner
+        found = {}
+        for resource in options.resources:
+            outer = flow.held.get((task, resource))
+            if outer is None:
+                continue
+            outer.check_covers(resource, options, now)
+            self.add(outer)
+            if outer.abandoned:  # its Lock was garbage collected, and it is being released
+                self.remove(outer)
+            else:
+                found[resource] = outer
+        return found

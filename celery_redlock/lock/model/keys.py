@@ -119,11 +119,6 @@ def label_of(value: str) -> str:
     return parts_of(value)[0]
 
 
-def is_of_run(label: str, run: str) -> bool:
-    """Return whether a label names this run as the holder. In it the worker follows the run."""
-    return label.startswith(f"{run} ")
-
-
 def parts_of(value: str) -> tuple[str, float | None, float | None]:
     """Return the holder's label in a value, since when it wants the lock, and its lease.
 

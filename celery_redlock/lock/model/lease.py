@@ -1,14 +1,26 @@
-"""For how long a lock is valid: arithmetic on one deadline for each node. Reads no clock."""
+"""One key of a lock, and what each node is known to keep of it: for how long a lock is valid.
+
+Arithmetic on one deadline for each node; reads no clock. Not here: what one acquire holds, all its
+keys or none (`acquisition.py`), and how the nodes are asked (`lock/engine`).
+"""
 
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Collection, Sequence
+
+from celery_redlock.lock.model.keys import broken_key, lock_key, waiting_key
+from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
 
 MARGIN = 0.002  # seconds by which a lease is shortened for the clocks' granularity, and at its end
 NOT_RENEWED = "no quorum of nodes renewed it in time"
 UNKNOWN = -math.inf  # the deadline of a node that is not known to keep our key
+GREATEST_TOKEN = 2**52  # the greatest fencing token that a client proposes
+LAST_TOKEN = 2**53  # Lua's numbers are doubles: adding 1 to this one changes nothing
+AHEAD = 86_400_000_000  # µs: by which a counter may be ahead of a client's clock on one node alone
+APART = 2**20  # by which a counter that is further ahead may exceed those of a quorum
 
 
 class State(enum.Enum):
@@ -51,6 +63,100 @@ def expires_in(waits: Sequence[float], quorum: int) -> float | None:
     return None if math.isinf(wait) else max(0.0, wait)
 
 
+def proposal(wall_us: int) -> int:
+    """Return the least token to ask for: the wall clock in microseconds, read after `sent`.
+
+    So tokens grow even after nodes have lost their counters, if the wall clocks are right.
+    """
+    return min(wall_us, GREATEST_TOKEN)
+
+
+class LockKey:
+    """One key that a lock may take, with the constant parts of its requests.
+
+    permit: number of the semaphore's permit; 0 for a plain lock. ttl: seconds.
+    """
+
+    __slots__ = ("name", "packed_name", "permit", "resource", "ttl", "ttl_ms", "waiting")
+
+    def __init__(self, prefix: str, resource: str, permit: int, ttl: float) -> None:
+        self.resource, self.permit, self.ttl = resource, permit, ttl
+        self.name = lock_key(prefix, resource, permit)
+        self.packed_name = encode_text(self.name)
+        self.waiting = encode_text(waiting_key(prefix, resource))
+        self.ttl_ms = _encode_ttl(ttl)
+
+
+@functools.lru_cache(maxsize=64)  # a program has few of them, and each lock asks
+def _encode_ttl(ttl: float) -> bytes:
+    return encode_bulk(b"%d" % math.ceil(ttl * 1000))
+
+
+class Fence:
+    """The fencing token of one key, and the known counters of the nodes.
+
+    Each node has its own counter. The token is the largest counter of a quorum. It may be used once
+    a quorum of nodes, asked for this key, has reached it. Every later holder of the key then asks
+    at least one of these nodes, so the later token is larger.
+
+    A counter that is far ahead of the clock and of a quorum was written by another program. It does
+    not count, as if the node had not answered: else one node could end the tokens of all others.
+    proposed: the least token that was asked for.
+    """
+
+    __slots__ = ("_counters", "_quorum", "proposed", "token")
+
+    def __init__(self, quorum: int) -> None:
+        self._quorum = quorum
+        self._counters: dict[int, int] = {}
+        self.token = self.proposed = 0
+
+    def counted(self, node: int, counter: int) -> None:
+        """Record a node's counter, from its reply to an acquire or a renewal."""
+        self._counters[node] = max(counter, self._counters.get(node, 0))
+
+    def withdraw(self, node: int) -> None:
+        """Forget the counter of a node whose vote does not count any more."""
+        self._counters.pop(node, None)
+
+    @property
+    def bound(self) -> int:
+        """The greatest plausible counter."""
+        counters = sorted(self._counters.copy().values(), reverse=True)
+        agreed = counters[self._quorum - 1] if len(counters) >= self._quorum else 0
+        return max(self.proposed + AHEAD, agreed + APART)
+
+    @property
+    def implausible(self) -> list[int]:
+        """The nodes whose counters do not count."""
+        bound = self.bound
+        return [node for node, counter in self._counters.copy().items() if counter > bound]
+
+    @property
+    def has_quorum(self) -> bool:
+        """Whether the counters of a quorum count, so that `greatest` may be a token."""
+        return len(self._counters) - len(self.implausible) >= self._quorum
+
+    @property
+    def greatest(self) -> int:
+        """The largest known counter that is plausible."""
+        bound = self.bound
+        counters = self._counters.copy()
+        return max((counter for counter in counters.values() if counter <= bound), default=0)
+
+    def choose(self, token: int) -> None:
+        """Set the token, unless it is greater already."""
+        self.token = max(self.token, token)
+
+    @property
+    def usable(self) -> bool:
+        """Whether a quorum of nodes has reached the token."""
+        token, bound = self.token, self.bound
+        counters = self._counters.copy()  # another thread may add a late counter meanwhile
+        reached = sum(token <= counter <= bound for counter in counters.values())
+        return token > 0 and reached >= self._quorum
+
+
 class Probation:
     """A node that renewed our key after its deadline, maybe by a reclaim: it is not counted yet.
 
@@ -65,48 +171,55 @@ class Probation:
 
 
 class Lease:
-    """What each node is known to keep of one key, from the request to the release or loss.
+    """All that is known of one key on each node, from its request to its release or loss.
 
-    nodes: number of nodes. ttl: seconds. drift: fraction. margin: the lease ends this many seconds
-    before its validity. guarded: whether restarted nodes abstain for a grace period, so that their
-    promises stay true. Times are arguments and never read here.
+    nodes: number of nodes. drift: fraction. margin: the lease ends this many seconds before its
+    validity. guarded: whether restarted nodes abstain for a grace period, so that their promises
+    stay true. fence: its fencing token. Times are arguments and never read here.
+    sent: monotonic seconds, read before the request was written. granted: indexes of nodes that
+    granted the key. never_asked: of nodes that the request certainly did not reach. asked_again: of
+    nodes where an older request may still run later.
     """
 
-    __slots__ = (
-        "_guarded",
-        "_quorum",
-        "_runs",
-        "_span",
-        "ends",
-        "margin",
-        "probation",
-        "reason",
-        "reclaims",
-        "state",
-        "ttl",
-        "valid_until",
-    )
+    __slots__ = ("_guarded", "_quorum", "_runs", "_span", "asked_again", "ends", "fence", "granted",
+                 "key", "margin", "never_asked", "packed_release", "packed_renewal", "packed_value",
+                 "probation", "reason", "reclaims", "sent", "state", "ttl", "valid_until",
+                 "value")  # fmt: skip
 
     def __init__(
         self,
+        key: LockKey,
+        value: str,
         nodes: int,
         quorum: int,
-        ttl: float,
         drift: float,
         margin: float = MARGIN,
         guarded: bool = False,
+        fence: Fence | None = None,
     ) -> None:
+        self.key, self.value, self.fence = key, value, fence
         self._quorum, self._guarded = quorum, guarded
-        self.ttl, self.margin = ttl, margin
-        self._span = lease_end(0.0, ttl, drift)  # seconds from a request to its deadline
+        self.ttl, self.margin = key.ttl, margin
+        self._span = lease_end(0.0, key.ttl, drift)  # seconds from a request to its deadline
+        self.sent = 0.0  # also of a repetition: an old fencing proposal must not get a newer lease
         self.ends = [UNKNOWN] * nodes
         self._runs = [""] * nodes  # the run id of the server behind each deadline
+        self.granted: set[int] = set()
+        self.never_asked: set[int] = set()
+        self.asked_again: set[int] = set()
         self.probation: dict[int, Probation] = {}
         # nodes without our key, and the monotonic second from which we may set it again
         self.reclaims: dict[int, float] = {}
         self.valid_until = UNKNOWN
         self.state = ACQUIRING
         self.reason = ""
+        self.packed_value = encode_text(value)
+        self.packed_release = self.packed_renewal = b""  # encoded once, at the first use
+
+    @property
+    def broken_key(self) -> str:
+        """The key that records on a node that an operator broke this lock."""
+        return broken_key(self.key.name, self.value)
 
     def confirm(self, node: int, sent: float, run_id: str = "") -> None:
         """Count a node that granted a request sent at `sent`. run_id: of its server."""
@@ -189,8 +302,18 @@ class Lease:
         self._stop_counting(node, "another token took its key")
         self.expire(now)
 
+    def replaced(self, replaced_at: dict[int, float]) -> list[int]:
+        """Return the nodes whose replacement was detected after they were asked for this key.
+
+        replaced_at: monotonic seconds of the detection, by node.
+        """
+        return [node for node, moment in replaced_at.copy().items() if moment >= self.sent]
+
     def withdraw(self, node: int) -> None:
         """Stop counting a node whose server was replaced by another server for a while."""
+        self.granted.discard(node)
+        if self.fence is not None:
+            self.fence.withdraw(node)
         if self.state is ACQUIRING or self.state is HELD:
             self._stop_counting(node, "another server has served under a node's address")
 
@@ -213,6 +336,11 @@ class Lease:
         if not self.reclaims:
             return ()
         return [node for node, since in self.reclaims.copy().items() if since <= now]
+
+    def reclaiming(self, node: int) -> None:
+        """Record that a reclaim, which may set the key, is about to be sent to a node."""
+        self.never_asked.discard(node)
+        self.asked_again.add(node)
 
     def begin(self, now: float) -> bool:
         """Turn a quorum of grants into a held lease; return False if it came too late."""

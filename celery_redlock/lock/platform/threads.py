@@ -168,20 +168,20 @@ class DeadlineTimer:
         self._signal.acquire()
         self._due = self._wanted = float("inf")
 
-    def by(self, moment: float) -> None:
+    def schedule_by(self, moment: float) -> None:
         """Make the thread wake at the monotonic second `moment` at the latest."""
         if moment < self._wanted:
             self._wanted = moment
         if moment < self._due:
             self.wake()
 
-    def look(self, now: float) -> None:
+    def begin_pass(self, now: float) -> None:
         """Begin a pass over the work: each request from now on wakes the thread."""
         self._due = float("inf")
         if self._wanted <= now:
             self._wanted = float("inf")
 
-    def rest(self, until: float, now: float) -> None:
+    def wait_until(self, until: float, now: float) -> None:
         """Sleep until `wake`, or until the earliest requested moment, `until` at the latest."""
         self._due = min(until, self._wanted)
         self.sleep(self._due - now)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 import redis
 
-from celery_redlock.lock.model.fencing import Fence, proposal
 from celery_redlock.lock.model.keys import (
     completion_key,
     fence_key,
@@ -21,6 +20,7 @@ from celery_redlock.lock.model.keys import (
     tenure_key,
     votes_channel,
 )
+from celery_redlock.lock.model.lease import Fence, proposal
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.server.error_hints import with_hint

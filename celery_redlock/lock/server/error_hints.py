@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from celery_redlock.errors import NodeError, abstention_cause, escaped
+from celery_redlock.errors import NodeError, abstention_cause
+from celery_redlock.label import escaped
 from celery_redlock.lock.transport.node import LONGEST_CAUSE, Node
 
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"

@@ -19,9 +19,15 @@ from celery_redlock.lock.model.options import ClientOptions, Guard
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Clock, Platform
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
-from celery_redlock.lock.server.handshake import ServerInfo, handshake, noted_keys, tenures_of
+from celery_redlock.lock.server.handshake import (
+    ServerInfo,
+    Tenure,
+    Tenures,
+    handshake,
+    noted_keys,
+    tenures_of,
+)
 from celery_redlock.lock.server.requests import GUARD, Requests
-from celery_redlock.lock.server.tenures import Tenure, Tenures
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Command
 from celery_redlock.lock.transport.connection import Connection
@@ -174,13 +180,13 @@ class RestartGuard:
     # the tenures; all in the turn of reading, except for calls from `keep_alive`
 
     def _let_in(self, index: int, info: ServerInfo, use: Callable[[], None]) -> None:
-        if info.told:
+        if info.sent_tenures:
             self._learn(index, info.tenure, info.others)
             if self._tenures.ended(index, info.tenure):
                 raise NodeError(self.nodes.all[index].name, REPLACED)
-        info.told_at = self._clock.now()
+        info.sent_at = self._clock.now()
         if info.wall is not None:
-            self.learn_time(index, info.wall, info.told_at)
+            self.learn_time(index, info.wall, info.sent_at)
         use()
         self._exchange_tenures()
 
@@ -219,11 +225,13 @@ class RestartGuard:
             server: ServerInfo = connection.peer
             told = self._tenures.told(node.index)
             # a node that could record nothing (read-only, or full) is asked again after `every`
-            has_news = server.told != told and self._tenures.has_news(node.index, server.tenure)
+            has_news = server.sent_tenures != told and self._tenures.has_news(
+                node.index, server.tenure
+            )
             is_told = server.tenure is None or not has_news
-            if is_told and (every is None or now - server.told_at <= every):
+            if is_told and (every is None or now - server.sent_at <= every):
                 continue
-            server.told, server.told_at = told, now
+            server.sent_tenures, server.sent_at = told, now
             keys = noted_keys(self._options.prefix, self._tenures, node.index)
             request = GUARD.call(keys, *server.arguments, *told)
             node.send([(Command(request, TenureReply(self._on_tenures), GUARD), now, request)])

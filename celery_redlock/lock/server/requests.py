@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from importlib.resources import files
 
-from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.keys import (
     completion_key,
     fence_key,
@@ -19,6 +18,7 @@ from celery_redlock.lock.model.keys import (
     lock_key,
     waiting_key,
 )
+from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.transport.command import Script
 from celery_redlock.lock.transport.encoding import encode_bulk, encode_command, encode_text
@@ -61,31 +61,31 @@ class Requests:
         last = b"*10\r\n" + RELEASE.by_digest + b"$1\r\n3\r\n%b%b%b%b"
         self._last, self._last_quietly = last + inbox + b"%b%b", last + _NOTHING + b"%b%b"
 
-    def acquire(self, key_lease: KeyLease, options: LockOptions, least: int | None) -> bytes:
+    def acquire(self, lease: Lease, options: LockOptions, least: int | None) -> bytes:
         """Return the request for a key. least: the proposed fencing token; None without fencing."""
-        key, value, marker = key_lease.key, key_lease.packed_value, options.marker
+        key, value, marker = lease.key, lease.packed_value, options.marker
         token = _NOTHING if least is None else _number(least)
         if marker is None or marker.asks_since is None:
             return self._acquire % (key.packed_name, value, key.ttl_ms, token)
         asked = encode_text(completion_key(self._prefix, marker.run))
         return self._asking % (key.packed_name, asked, value, key.ttl_ms, token)
 
-    def renew(self, key_leases: Sequence[KeyLease], note: bytes = b"") -> bytes:
+    def renew(self, leases: Sequence[Lease], note: bytes = b"") -> bytes:
         """Return the request that renews keys.
 
         note: for a reclaim of a single key, its encoded `broken_key`. The script then sets the key
         if it is missing.
         """
-        count = len(key_leases)
+        count = len(leases)
         names = count + 1 + bool(note)
         head = b"*%d\r\n%b%b" % (3 + names + 3 * count, RENEW.by_digest, _number(names))
-        keys = [one.key.packed_name for one in key_leases]
-        renewals = [one.packed_renewal or _renewal(one) for one in key_leases]
+        keys = [one.key.packed_name for one in leases]
+        renewals = [one.packed_renewal or _renewal(one) for one in leases]
         return b"".join((head, *keys, self._fence, note, *renewals))
 
     def release(
         self,
-        key_lease: KeyLease,
+        lease: Lease,
         marker: CompletionMarker | None = None,
         ended_for: float | None = None,
         *,
@@ -97,7 +97,7 @@ class Requests:
         expires, so its remaining ttl tells its age by the node's own clock. ended_for: seconds
         since the end; None if the run has not ended. publish: whether to notify the waiters.
         """
-        key, value = key_lease.key, key_lease.packed_value
+        key, value = lease.key, lease.packed_value
         if marker is not None and ended_for is not None:
             ended = encode_text(completion_key(self._prefix, marker.run))
             kept_ms = math.ceil(marker.kept_for * 1000)
@@ -106,9 +106,9 @@ class Requests:
             return (self._last if publish else self._last_quietly) % words
         if not publish:
             return self._release_quietly % (key.packed_name, key.waiting, value)
-        if not key_lease.packed_release:
-            key_lease.packed_release = self._release % (key.packed_name, key.waiting, value)
-        return key_lease.packed_release
+        if not lease.packed_release:
+            lease.packed_release = self._release % (key.packed_name, key.waiting, value)
+        return lease.packed_release
 
     def register(
         self, waiter: str, resource: str, since: float, limit: int = 0, passed: int = 0
@@ -138,7 +138,7 @@ class Requests:
         return encode_command("ZREM", waiting_key(self._prefix, resource), waiter)
 
 
-def _renewal(one: KeyLease) -> bytes:
+def _renewal(one: Lease) -> bytes:
     """Return the arguments of one key in a renewal. Kept, unless its fencing token may grow."""
     token = 0 if one.fence is None else one.fence.token
     words = one.packed_value + one.key.ttl_ms + (_number(token) if token else _NOTHING)

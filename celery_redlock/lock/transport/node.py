@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from redis.backoff import ExponentialBackoff
 
-from celery_redlock.errors import NodeError, escaped
+from celery_redlock.errors import NodeError
+from celery_redlock.label import escaped
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.platform.trylock import PAUSES, JobQueue

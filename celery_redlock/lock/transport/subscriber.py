@@ -54,10 +54,10 @@ class Subscriber:
     def resubscribe(self) -> None:
         """Subscribe to the channels that are wanted now. Never waits."""
         self._calls.append(None)
-        self._look()
+        self._ensure_running()
         self._wake()
 
-    def _look(self) -> None:
+    def _ensure_running(self) -> None:
         while self._calls and self._turn.run(self._start):
             pass  # again: a call may have come as the turn ended
 
@@ -87,7 +87,7 @@ class Subscriber:
                 self._drop()
                 pause = RECONNECT.compute(self._tries)
                 self._tries = min(self._tries + 1, 16)
-                self._rest(pause)
+                self._wait(pause)
             if idle and self._ends():
                 return
         self._drop()
@@ -106,7 +106,7 @@ class Subscriber:
                 self._running, over = False, True
 
         self._turn.run(end)  # refused if a caller asks for a channel just now
-        self._look()
+        self._ensure_running()
         if over and self._channels():  # who has just begun to wait has seen the old subscriptions
             self.resubscribe()
         return over
@@ -123,14 +123,14 @@ class Subscriber:
             self._reader = ReplyReader()
             self._pinged, self._spoke_at = False, self._clock.now()
         if self._connection is None:
-            return self._rest(LINGER)
+            return self._wait(LINGER)
         for channel in sorted(wanted - self.asked):  # one each: a user may have no right to one
             self._send("SUBSCRIBE", [channel])
         self._send("UNSUBSCRIBE", self.asked - wanted)
         self.asked = wanted
         if not self._channels() <= wanted:  # who wants another one since has seen the old ones
             return True
-        came = self._rest(self._timeout if self._pinged else LINGER)
+        came = self._wait(self._timeout if self._pinged else LINGER)
         data = receive(self._connection._sock)
         if data or wanted:
             self._see_there(heard=bool(data), came=came)
@@ -178,7 +178,7 @@ class Subscriber:
         elif kind == b"message" and reply[2]:  # an empty one would stand for a new subscription
             self._heard(channel, text_of(reply[2]))
 
-    def _rest(self, seconds: float) -> bool:
+    def _wait(self, seconds: float) -> bool:
         """Wait for bytes, a wake-up or the timeout; return False for the timeout."""
         waker, connection = self._waker, self._connection
         descriptors = [] if waker is None else [waker.descriptor]

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from celery_redlock.errors import escaped
+from celery_redlock.label import escaped
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.held_locks import LockReport, break_lock, look_at_locks
 from celery_redlock.lock.node_status import trust_nodes

@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from celery_redlock.errors import escaped
+from celery_redlock.label import escaped
 from celery_redlock.lock.held_locks import Sight, look_at_locks
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.operate.cli.node_views import NodesView, lock_table, unknown_lines

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from celery_redlock.errors import escaped
+from celery_redlock.label import escaped
 from celery_redlock.lock.platform.clock import SystemClock
 
 WIDE = 10_000  # columns if stdout is no terminal, so that no line of a pipe is cut

@@ -9,7 +9,7 @@ from typing import Any
 from celery.backends.base import DisabledBackend
 from celery.states import PENDING
 
-from celery_redlock.errors import describe_holder
+from celery_redlock.label import Holder
 from celery_redlock.lock.held_locks import Sight
 from celery_redlock.lock.node_status import in_iso
 from celery_redlock.lock.platform.clock import SystemClock
@@ -200,7 +200,7 @@ class TaskView:
             "",
             DEFERRED,
             (resource,),
-            holder=_holders_of([resource], sight) or describe_holder(holder),
+            holder=_holders_of([resource], sight) or str(Holder.of(holder)),
             next_try=info.get("next_try"),
         )
 
@@ -237,9 +237,5 @@ def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
 
 
 def _holders_of(resources: Sequence[str], sight: Sight) -> str:
-    holders = [
-        describe_holder(one.holder.label)
-        for one in sight.locks
-        if one.held and one.resource in resources
-    ]
+    holders = [str(one.holder) for one in sight.locks if one.held and one.resource in resources]
     return ", ".join(dict.fromkeys(holders))

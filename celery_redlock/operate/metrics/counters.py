@@ -12,8 +12,7 @@ from typing import Any
 from celery_redlock import signals
 from celery_redlock.lock.node_status import look_at_nodes
 from celery_redlock.operate.control import held_locks_of
-from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
-from celery_redlock.tasks.delivery.header import LockHeader
+from celery_redlock.tasks.delivery.delivery import Delivery, LockHeader, utc_now
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.waiting.room import waiters_of
 
@@ -49,7 +48,7 @@ class Metrics:
         self._connections = (
             (signals.lock_acquired, self._on_acquired),
             (signals.lock_deferred, _incrementing(self.deferred)),
-            (signals.lock_handed_off, self._on_handed_off),
+            (signals.lock_handed_off, _incrementing(self.handoffs, "step")),
             (signals.lock_skipped, _incrementing(self.skipped)),
             (signals.lock_released, self._on_released),
             (signals.lock_lost, _incrementing(self.lost)),
@@ -90,9 +89,6 @@ class Metrics:
         if named_at is not None and task.lock is not None and task.lock.resource == resource:
             self.handoff.labels(task.name).observe(max(0.0, utc_now().timestamp() - named_at))
 
-    def _on_handed_off(self, sender: Any = None, event: Any = None, **_: Any) -> None:
-        self.handoffs.labels(_task(sender), event.step).inc()
-
     def _on_released(self, sender: Any = None, event: Any = None, **_: Any) -> None:
         self.released.labels(_task(sender), event.by).inc()
         self.held.labels(_task(sender)).observe(event.held_for)
@@ -101,11 +97,14 @@ class Metrics:
         self.node_failed.labels(event.node).inc()
 
 
-def _incrementing(counter: Any) -> Callable[..., None]:
-    """Return a receiver that increments a counter for the task that sends the signal."""
+def _incrementing(counter: Any, *fields: str) -> Callable[..., None]:
+    """Return a receiver that increments a counter for the task that sends the signal.
 
-    def increment(sender: Any = None, **_: Any) -> None:
-        counter.labels(_task(sender)).inc()
+    fields: of the event, as more labels.
+    """
+
+    def increment(sender: Any = None, event: Any = None, **_: Any) -> None:
+        counter.labels(_task(sender), *(getattr(event, field) for field in fields)).inc()
 
     return increment
 
@@ -140,14 +139,11 @@ class StateCollector:
         yield _task_gauge("held", "Locks that this worker holds.", held)
         waiting = Counter(waiter.request.name for waiter in waiters_of(self._consumer))
         yield _task_gauge("waiting", "Messages that wait here for a lock.", waiting)
-        yield from self._node_gauges(redlock_of(app))
-
-    def _node_gauges(self, redlock: Any) -> Iterator[Any]:
         votes = _gauge("node_votes", "Whether a node votes: 1 or 0.", "node")
         latency = _gauge("node_latency_seconds", "A round trip to a node.", "node")
         text = "By how much a node's clock is ahead of the worker's."
         ahead = _gauge("node_clock_seconds", text, "node")
-        for node in look_at_nodes(redlock):
+        for node in look_at_nodes(redlock_of(app)):
             votes.add_metric([node.node], float(node.votes))
             if not node.error:
                 latency.add_metric([node.node], node.latency)

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from celery_redlock.label import run_of_label
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.key_lease import KeyLease
 from celery_redlock.lock.model.keys import label_of
+from celery_redlock.lock.model.lease import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +57,18 @@ class JournalEntry:
 
     @property
     def run_id(self) -> str:
-        """The id of the run that requested the key; in the label the worker's name follows it."""
-        return label_of(self.value).rpartition(" ")[0]
+        """The id of the run that requested the key."""
+        return run_of_label(label_of(self.value))
 
 
 def encode_entry(
-    session: bytes, requested_at: float, acquisition: Acquisition, key_lease: KeyLease
+    session: bytes, requested_at: float, acquisition: Acquisition, lease: Lease
 ) -> bytes:
     """Return the entry of one key, without its state."""
-    key, options = key_lease.key, acquisition.options
+    key, options = lease.key, acquisition.options
     resource = key.resource.encode("utf-8", "surrogatepass")
     task_name = getattr(options.sender, "name", "").encode("utf-8", "surrogatepass")
-    value = key_lease.value.encode("utf-8", "surrogatepass")
+    value = lease.value.encode("utf-8", "surrogatepass")
     head = _HEAD.pack(
         session, acquisition.number, requested_at, options.ttl,
         key.resource in options.resources, key.permit, len(resource), len(task_name), len(value),
@@ -109,7 +110,7 @@ class JournalSlot:
         self._memory = mmap.mmap(-1, SIZE) if memory is None else memory
         last = HEADER_SIZE + ENTRY_SIZE * (MAX_ENTRIES - 1)
         self._free = list(range(last, 0, -ENTRY_SIZE))  # the lowest offset is used first
-        self._offsets: dict[KeyLease, int] = {}  # of the entries, in the child
+        self._offsets: dict[Lease, int] = {}  # of the entries, in the child
         self._pid, self._has_warned = 0, False
 
     def sign(self, pid: int, start_time: int) -> None:
@@ -135,15 +136,15 @@ class JournalSlot:
         return bytes(self._memory[ENDED_AT : ENDED_AT + ENDED_SIZE]) == _digest(run_id)
 
     def claiming(
-        self, session: bytes, requested_at: float, acquisition: Acquisition, key_lease: KeyLease
+        self, session: bytes, requested_at: float, acquisition: Acquisition, lease: Lease
     ) -> None:
         """Write the entry before the acquire request leaves, so that no kill leaves it unknown."""
         if os.getpid() != self._pid:  # a fork outside of Python ran no hook: the slot is another's
             return
-        encoded = encode_entry(session, requested_at, acquisition, key_lease)
+        encoded = encode_entry(session, requested_at, acquisition, lease)
         if len(encoded) >= ENTRY_SIZE or not self._free:
             if not self._has_warned:
-                self._has_warned, resource = True, key_lease.key.resource
+                self._has_warned, resource = True, lease.key.resource
                 logger.warning(
                     "the parent process does not know of lock %r: its name is too long, or too "
                     "many locks are held at once; if this process is killed, the lock expires "
@@ -155,7 +156,7 @@ class JournalSlot:
         offset = self._free.pop()
         self._memory[offset + 1 : offset + 1 + len(encoded)] = encoded
         self._memory[offset] = CLAIMED  # last: a child killed before this leaves no entry
-        self._offsets[key_lease] = offset
+        self._offsets[lease] = offset
 
     def held(self, acquisition: Acquisition) -> None:
         """Mark the entries of an acquisition as held."""
@@ -166,14 +167,14 @@ class JournalSlot:
         self._set_state(acquisition, RELEASED)
 
     def _set_state(self, acquisition: Acquisition, state: int) -> None:
-        for key_lease in acquisition.key_leases:
-            offset = self._offsets.get(key_lease)
+        for lease in acquisition.leases:
+            offset = self._offsets.get(lease)
             if offset is not None:
                 self._memory[offset] = state
 
-    def settled(self, key_lease: KeyLease) -> None:
+    def settled(self, lease: Lease) -> None:
         """Free the place of an entry: no node keeps the key any more."""
-        offset = self._offsets.pop(key_lease, None)
+        offset = self._offsets.pop(lease, None)
         if offset is not None:
             self._memory[offset] = FREE
             self._free.append(offset)

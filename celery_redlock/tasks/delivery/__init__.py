@@ -1,7 +1,7 @@
 """One delivery of a message, in any process: what it is, what it carries, where it came from.
 
-Read `delivery.py` first: facts and questions, no I/O. `header.py` is what a message carries of its
-lock. `route.py` finds the queue of a message and the way back to it, and lets a worker's consumer
-say through which queue each delivery came. `republish.py` publishes a message again, whole, by
-`producer.py`. What becomes of a delivery is decided in `tasks/execution/`.
+Read `delivery.py` first: facts and questions, and what a message carries of its lock; no I/O.
+`route.py` finds the queue of a message and the way back to it, and lets a worker's consumer say
+through which queue each delivery came. `republish.py` publishes a message again, whole. What
+becomes of a delivery is decided in `tasks/execution/`.
 """

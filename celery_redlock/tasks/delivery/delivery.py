@@ -1,19 +1,28 @@
-"""One delivery of a message, in any process: what is known of it, and the questions it answers."""
+"""One delivery of a message, in any process: what is known of it, and the questions it answers.
+
+First `LockHeader`, the message header `redlock`: all that a message carries of its lock. Each part
+is absent until it is needed, so that a plain send with `lock=` carries its options and nothing
+else. A header that another program wrote, and a field with a wrong type or a number out of range,
+count as absent.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Mapping
-from datetime import datetime, timezone
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from celery.app.task import Context
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
+from celery_redlock.label import RunId
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.tasks.delivery.header import DEATHS, LockHeader
+from celery_redlock.lock.validation import MOST_PERMITS
+from celery_redlock.signals import LockDeferredEvent
 from celery_redlock.tasks.delivery.route import (
     CAME_BACK,
     QUEUE,
@@ -22,6 +31,200 @@ from celery_redlock.tasks.delivery.route import (
     queue_of,
 )
 from celery_redlock.tasks.reporting import StateReporter
+
+HEADER = "redlock"
+DEATHS = "x-death"  # RabbitMQ's header
+DELAY_QUEUES = "celery_delayed_"  # Source: kombu.transport.native_delayed_delivery: level_name
+CLOCKS_DIFFER = 1.0  # s: by which two processes may differ in what they know of the nodes' time
+LAST_MOMENT = 1e10  # s: in the year 2286; no number of a header is larger, so none overflows
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class Deferral:
+    """The last deferral of a message. `NEVER_DEFERRED` is that of a first try.
+
+    count: deferrals so far. since, at: seconds since 1970 at which its first and its last try were
+    refused, by the clocks of the lock nodes: those of two workers may be an hour apart. countdown:
+    seconds from `at` to its next try. resource: the one that refused, of all `resources` of its
+    lock. holder: the holder's label, "" if unknown. expires_in: seconds from `at` to the end of the
+    holder's lease, None if unknown. limit: the `limit` by which it asked. is_taken: False if no
+    quorum voted. why: for people. waits_for_release: the message has no budget and no callable to
+    ask, so it may wait for longer than its countdown.
+    A redelivery that waits for its first delivery has `at` and `countdown` alone. `holder` and
+    `expires_in` are for the worker that deferred the message, and not carried.
+    """
+
+    count: int = 0
+    since: float = 0.0
+    at: float = 0.0
+    countdown: float = 0.0
+    resource: str = ""
+    resources: tuple[str, ...] = ()
+    holder: str = ""
+    expires_in: float | None = None
+    limit: int = 1
+    is_taken: bool = True
+    why: str = ""
+    waits_for_release: bool = False
+
+    def waited(self, now: float) -> float:
+        """Return the seconds since the first try, 0.0 if there was none. now: as `since`."""
+        return max(0.0, now - self.since) if self.since else 0.0
+
+    def info(self, now: datetime) -> dict[str, Any]:
+        """Return what is stored and sent with DEFERRED. now: by the own clock, in UTC."""
+        return {
+            "resource": self.resource,
+            "holder": self.holder,
+            "deferrals": self.count,
+            "waited": self.waited(self.at),
+            "next_try": (now + timedelta(seconds=self.countdown)).isoformat(),
+        }
+
+    def event(self) -> LockDeferredEvent:
+        """Return the record of the signal lock_deferred."""
+        waited = self.waited(self.at)
+        return LockDeferredEvent(self.resource, self.holder, self.count, waited, self.countdown)
+
+
+NEVER_DEFERRED = Deferral()
+
+
+@dataclass(frozen=True)
+class LockHeader:
+    """What the message header `redlock` carries; immutable.
+
+    options: those of the call. id: the task that the header belongs to, for subtasks inherit the
+    headers of their parent. retries: the message's own count when it was republished. is_revoked: a
+    worker's main process was told so of this delivery. is_flagged: the broker has said that it is
+    not the first one. waits: how often a redelivery was republished while its first delivery held
+    the lock. origin: where the message was sent to first, and the queue that this copy of it goes
+    back to. unique: what ends the claim of a deduplicated send, as of `ClaimToken`. life: how
+    often RabbitMQ dead-lettered the message. Each life is a run of its own: a marker of the one
+    before, just ended, must not end it.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    id: str | None = None
+    retries: int = 0
+    is_revoked: bool = False
+    deferral: Deferral = NEVER_DEFERRED
+    is_flagged: bool = False
+    waits: int = 0
+    origin: Route | None = None
+    unique: Mapping[str, Any] | None = None
+    life: int = 0
+
+    @classmethod
+    def of(cls, request: Any) -> LockHeader:
+        """Return the header of a request, `NO_HEADER` if it has none of its own."""
+        if HEADER not in request.__dict__ and not request.headers:  # as most messages have none
+            return NO_HEADER
+        carried = request.__dict__.get(HEADER)
+        if carried is None and isinstance(request.headers, Mapping):  # a sender may write any type
+            carried = request.headers.get(HEADER)
+        header = _read(cls, carried) if isinstance(carried, Mapping) else NO_HEADER
+        if header.id not in (None, request.id):
+            header = NO_HEADER  # inherited from a parent
+        deaths = _deaths(request)
+        # `is_flagged` alone is no republication: `revoked` writes it, and no count of retries
+        was_republished = header.deferral.since > 0 or header.waits > 0
+        if was_republished and (header.retries != request.retries or deaths):
+            # a real retry takes the lock anew: what the run before it waited is not its own
+            header = LockHeader(header.options, header.id, unique=header.unique, life=header.life)
+        return replace(header, life=header.life + deaths) if deaths else header
+
+    def redelivered(self) -> LockHeader:
+        """Return the header of a delivery of which the broker says that it is not the first."""
+        return self if self.is_flagged else replace(self, is_flagged=True)
+
+    def revoked(self) -> LockHeader:
+        """Return the header of a delivery that was revoked; the run acts on it."""
+        return replace(self, is_revoked=True)
+
+    def deferred(self, request: Any, deferral: Deferral) -> LockHeader:
+        """Return the header of a message that is republished, or waits, for its lock."""
+        return replace(self, id=request.id, retries=request.retries, deferral=deferral)
+
+    def waiting_for_first_delivery(self, request: Any, now: float, countdown: float) -> LockHeader:
+        """Return the header of a redelivery that is republished; its own deferrals begin anew."""
+        again = replace(self, waits=self.waits + 1)
+        return again.deferred(request, Deferral(at=now, countdown=countdown))
+
+    def to_message(self) -> dict[str, Any]:
+        """Return a mapping that any serializer takes; parts that are absent are left out."""
+        carried = {"options": dict(self.options), "id": self.id, "retries": self.retries}
+        for name in ("is_revoked", "is_flagged", "waits", "unique", "life"):
+            if value := getattr(self, name):
+                carried[name] = value
+        for name in ("deferral", "origin"):
+            part = getattr(self, name)
+            if part is not None and part is not NEVER_DEFERRED:
+                carried[name] = {field: getattr(part, field) for field in _KINDS[type(part)]}
+        return carried
+
+
+NO_HEADER = LockHeader()
+
+
+def _deaths(request: Any) -> int:
+    """Return how often a message was dead-lettered since it was sent or republished.
+
+    Source: RabbitMQ, "Dead Letter Exchanges": `x-death` has an entry for each queue. It is younger
+    than the last republication, which leaves it out. RabbitMQ's delay adds entries of its own.
+    """
+    deaths = request.__dict__.get(DEATHS)
+    if not isinstance(deaths, (list, tuple)):
+        return 0
+    own = [death for death in deaths if isinstance(death, Mapping)
+           and not str(death.get("queue")).startswith(DELAY_QUEUES)]  # fmt: skip
+    counts = [death.get("count") for death in own]
+    return sum(count if _fits(count, _COUNT) and count else 1 for count in counts)
+
+
+_COUNT, _LIMIT = range(10**9), range(1, MOST_PERMITS + 1)
+# by part: the fields that a message carries, and their types, ranges or parts
+_KINDS: Mapping[type, Mapping[str, Any]] = {
+    Deferral: {
+        "count": _COUNT, "since": float, "at": float, "countdown": float, "resource": str,
+        "resources": tuple, "limit": _LIMIT, "is_taken": bool, "why": str,
+        "waits_for_release": bool,
+    },
+    Route: {"exchange": str, "routing_key": str, "queue": str},
+    LockHeader: {
+        "options": Mapping, "id": str, "retries": _COUNT, "is_revoked": bool, "is_flagged": bool,
+        "waits": _COUNT, "unique": Mapping, "life": _COUNT, "deferral": Deferral, "origin": Route,
+    },
+}  # fmt: skip
+
+
+def _read(kind: type[P], carried: Mapping[str, Any]) -> P:
+    """Return a part from its fields that have the right type and are in their range."""
+    fields: dict[str, Any] = {}
+    for name, field_kind in _KINDS[kind].items():
+        value = carried.get(name)
+        if field_kind in (Deferral, Route) and isinstance(value, Mapping):
+            fields[name] = _read(field_kind, value)
+        elif field_kind is tuple and isinstance(value, (list, tuple)):  # JSON makes lists of tuples
+            fields[name] = tuple(map(str, value))
+        elif _fits(value, field_kind):
+            fields[name] = value
+    return kind(**fields)
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Return whether a value is of a field's kind; a float stands for seconds, 0 or more."""
+    if isinstance(kind, range):
+        return type(value) is int and value in kind
+    return is_moment(value) if kind is float else isinstance(value, kind)
+
+
+def is_moment(value: object) -> bool:
+    """Return whether a value is a number of seconds from 0 on, or such a second since 1970."""
+    return type(value) in (int, float) and 0 <= value <= LAST_MOMENT  # type: ignore[operator]
+
 
 ARGUMENTS = "_redlock_arguments"  # the name on the request of the arguments as they came
 NESTED = "redlock_nested"  # the property of a delivery that has a header called "headers"
@@ -41,13 +244,18 @@ class Delivery:
 
     task, request: Celery's, the request as `Context`. header: what the message carries, with what
     the broker says of this delivery. acks_late: the message is acknowledged after the run.
+    received_at: monotonic seconds at which the run could have begun here: when the worker received
+    the message, or when its countdown was over; None if nobody noted it.
     In a worker's main process make a new one each time: Celery rewrites the request there.
     """
 
-    __slots__ = ("acks_late", "header", "request", "task")
+    __slots__ = ("_properties", "acks_late", "header", "received_at", "request", "task")
 
     def __init__(self, task: Any, request: Any) -> None:
         self.task, self.request = task, request
+        self._properties: Mapping[str, Any] = request.properties or {}
+        at = self._properties.get(RECEIVED)
+        self.received_at: float | None = at if isinstance(at, float) else None
         self.acks_late = bool(task.acks_late) and not request.is_eager
         self.header = LockHeader.of(request)
         if self.acks_late and (request.delivery_info or {}).get("redelivered"):
@@ -62,7 +270,11 @@ class Delivery:
     @property
     def run_id(self) -> RunId:
         """What tells the run of this delivery from all others, but from redeliveries."""
-        return RunId.of(self.task.name, self.request, self.header.life)
+        request, queue = self.request, ""
+        if (request.delivery_info or {}).get("exchange"):
+            queue = quote(self._properties.get(QUEUE) or "", safe="")
+        nesting, life = request.replaced_task_nesting or 0, self.header.life
+        return RunId(request.id, self.task.name, request.retries, nesting, queue, life)
 
     @property
     def reporter(self) -> StateReporter:
@@ -74,15 +286,11 @@ class Delivery:
         """Where the message came from."""
         origin = self.header.origin
         exchange = None if origin is None else origin.exchange
-        return Route.of(self.request.delivery_info, exchange, self._noted_queue)
-
-    @property
-    def _noted_queue(self) -> str | None:
-        return (self.request.properties or {}).get(QUEUE)
+        return Route.of(self.request.delivery_info, exchange, self._properties.get(QUEUE))
 
     def queue(self, known: dict[tuple[str | None, str], str]) -> str:
         """Return the name of the queue that the message came through; known: as of `queue_of`."""
-        return self._noted_queue or queue_of(self.task.app, self.route, known)
+        return self._properties.get(QUEUE) or queue_of(self.task.app, self.route, known)
 
     @property
     def is_redelivered(self) -> bool:
@@ -106,7 +314,7 @@ class Delivery:
             return False
         if (self.request.delivery_info or {}).get("exchange") != CAME_BACK:
             return False
-        return (self._noted_queue or origin.queue) != origin.queue
+        return (self._properties.get(QUEUE) or origin.queue) != origin.queue
 
     @property
     def cancelled(self) -> str | None:
@@ -147,21 +355,12 @@ class Delivery:
         return has_way_back(self.task.app, self.route)
 
     @property
-    def received_at(self) -> float | None:
-        """Monotonic seconds at which the run could have begun here; None if nobody noted it.
-
-        That is when the worker received the message, or when its countdown was over.
-        """
-        at = (self.request.properties or {}).get(RECEIVED)
-        return at if isinstance(at, float) else None
-
-    @property
     def named_at(self) -> float | None:
         """Seconds since 1970 at which a release was announced that let this message be dispatched.
 
         None if it was dispatched without a release.
         """
-        at = (self.request.properties or {}).get(NAMED_AT)
+        at = self._properties.get(NAMED_AT)
         return at if isinstance(at, float) else None
 
     @property
@@ -170,7 +369,7 @@ class Delivery:
 
         Not if it is to leave: it was evicted, as more messages wait than the worker has space for.
         """
-        return (self.request.properties or {}).get(HAS_ROOM) is True
+        return self._properties.get(HAS_ROOM) is True
 
     def log_extra(self, event: str, **more: Any) -> dict[str, Any]:
         """Return the fields of a log line of this run, for handlers that write them."""
@@ -180,50 +379,6 @@ class Delivery:
         return f"{self.task.name}[{self.request.id}]"
 
     __repr__ = __str__  # for log handlers that show the arguments of a record
-
-
-class RunId(NamedTuple):
-    """What tells one run from all others.
-
-    A retry is another run than the one before, and so is what a task is replaced by. Each copy of a
-    message that an exchange may have given to several queues is a run of its own, too.
-    nesting: how often the task was replaced. queue: of a copy, quoted; "" for a message to one
-    queue.
-    """
-
-    task_id: str
-    name: str
-    retries: int = 0
-    nesting: int = 0
-    queue: str = ""
-    life: int = 0
-
-    @classmethod
-    def of(cls, name: str, request: Any, life: int = 0) -> RunId:
-        """Return the id of a task's run. name: the task's; request: Celery's `Context`.
-
-        life: as of `LockHeader`.
-        """
-        queue = ""
-        if (request.delivery_info or {}).get("exchange"):
-            queue = quote((request.properties or {}).get(QUEUE) or "", safe="")
-        return cls(
-            request.id, name, request.retries, request.replaced_task_nesting or 0, queue, life
-        )
-
-    def __str__(self) -> str:
-        text = f"{self.task_id}:{self.name}:{self.retries}:{self.nesting}"
-        text = f"{text}+{self.life}" if self.life else text
-        return f"{text}@{self.queue}" if self.queue else text
-
-    @property
-    def of_all_copies(self) -> RunId:
-        """The id without its queue and its life, as the sender of the message knows it."""
-        return RunId(self.task_id, self.name, self.retries, self.nesting)
-
-    def label(self, hostname: str | None) -> str:
-        """Return what the nodes show of the lock's holder: the run, and the worker's name."""
-        return f"{self} {hostname}"
 
 
 def utc_now() -> datetime:

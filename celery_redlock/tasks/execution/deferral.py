@@ -18,7 +18,7 @@ from celery_redlock.errors import (
     describe_taken,
     summarize_causes,
 )
-from celery_redlock.tasks.delivery.header import Deferral
+from celery_redlock.tasks.delivery.delivery import Deferral
 from celery_redlock.tasks.settings.options import Backoff, TaskLockOptions
 
 STRATEGIES = ("defer", "skip", "fail")

@@ -1,4 +1,8 @@
-"""`LockedRun`: one execution of a task's body under its lock. Read this first."""
+"""`LockedRun`: one execution of a task's body under its lock. Read this first.
+
+`LockedRun.execute` is the way to the body; `release_after_run`, Celery's task_postrun, is the end.
+What becomes of a delivery that does not get its lock: `outcomes.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +11,40 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from celery import states as celery_states
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_redlock.errors import LONGEST_VALUE, LockLost, NotAcquired, SettingsError
+from celery_redlock.label import label_of_run
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
-from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.lock import Lock, loss_of, release_all
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.threads import uninterruptible
-from celery_redlock.lock.release import loss_of, release_all
 from celery_redlock.tasks.body import MonitoredBody
+from celery_redlock.tasks.children.forks import is_end_announced
 from celery_redlock.tasks.declaration import check_finished, config_of
-from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.delivery import HEADER, Delivery
 from celery_redlock.tasks.delivery.republish import NotRepublishedError
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution import outcomes
 from celery_redlock.tasks.execution.deferral import Refusal
-from celery_redlock.tasks.execution.redelivery import (
+from celery_redlock.tasks.execution.outcomes import (
+    CONTINUES,
     check_not_superseded,
     completion_marker,
     is_completed_elsewhere,
     is_held_by_own_run,
 )
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
-from celery_redlock.tasks.settings.keys import TaskCall
 from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.unique.claim import ClaimToken
+from celery_redlock.tasks.settings.task_config import TaskCall
+from celery_redlock.tasks.unique.claim import ClaimToken, end_claim
 
 logger = logging.getLogger(__name__)
 
-RUN = "_redlock_run"  # the name on the request under which its run is registered
+# the name on the request under which task_postrun, hooks and `task.lock` find its run
+RUN = "_redlock_run"
 OUTER_ERROR = "_redlock_outer_error"  # that of an error that was handled when the run began
 
 Body = Callable[..., Any]
@@ -101,7 +109,7 @@ class LockedRun:
             changed = config.overridden(queue, self.options)
             log_call_options(delivery, carried, changed)
         call = TaskCall(task, args, kwargs, queue)
-        self.resources = in_order(config.keys.resources(self.options, call))
+        self.resources = in_order(config.resources(self.options, call))
 
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
@@ -143,22 +151,24 @@ class LockedRun:
         """
         delivery = self.delivery
         marker = completion_marker(delivery, is_unique=self.token is not None)
-        label = delivery.run_id.label(delivery.request.hostname)
+        label = label_of_run(str(delivery.run_id), delivery.request.hostname)
         self.lock = lock_of(delivery.task, self.options, self.resources, label, marker=marker)
-        self.register()  # before the grant leaves, so that task_postrun finds the lock
+        registered = delivery.request.__dict__
+        registered[RUN] = self  # before the grant leaves, so that task_postrun finds the lock
         try:
             self._acquire(wait_in_slot)
             if self.token is not None:
-                self._begin()
+                check_not_superseded(delivery)
+                self._end_claim_at_start()
         except NotAcquired as refusal:
-            self.unregister()
-            release_all(self.lock)  # it may have been granted, and `_begin` failed
+            registered.pop(RUN, None)
+            release_all(self.lock)  # it may have been granted, and a node failed after that
             task, call = delivery.task, (tuple(self.args), dict(self.kwargs))
             at = time_of_nodes(task.app)
             found = Refusal(refusal, at, self.options, self.resources, task, *call)
             outcomes.end_refused(delivery, found, self.cancelled)
             self.unlocked = True
-            self.register()
+            registered[RUN] = self
             self._end_claim_at_start()
         except AlreadyCompletedError:
             self.release()
@@ -187,11 +197,6 @@ class LockedRun:
                 return
         self.lock.acquire()
 
-    def _begin(self) -> None:
-        """Do what a deduplicated send asks for between the grant and the body."""
-        check_not_superseded(self.delivery)
-        self._end_claim_at_start()
-
     def _end_claim_at_start(self) -> None:
         """End the claim of a send that lasts until the body starts, before the body reads anything.
 
@@ -203,8 +208,12 @@ class LockedRun:
     def _run_body(self, body: Body) -> Any:
         """Run the body, and release the lock if the message is acknowledged before the run."""
         delivery, completed = self.delivery, False
+        was_deferred = delivery.header.deferral.count > 0
         try:
-            self._report_started()
+            # taken over from `track_started` by `LockedTask.on_bound`
+            tracks = getattr(delivery.task, "_redlock_track_started", False)
+            if tracks or was_deferred or delivery.is_redelivered:  # a state before it is stored
+                delivery.reporter.started(was_deferred=was_deferred)
             # no further publication of the message is to run
             completed = delivery.may_have_run_elsewhere
             if self.unlocked:
@@ -214,15 +223,6 @@ class LockedRun:
             if not delivery.acks_late:
                 self.release(completed=completed)
 
-    def _report_started(self) -> None:
-        """Store STARTED if the task tracks it, or if a state of an earlier delivery is stored."""
-        delivery = self.delivery
-        was_deferred = delivery.header.deferral.count > 0
-        # taken over from `track_started` by `LockedTask.on_bound`
-        tracks = getattr(delivery.task, "_redlock_track_started", False)
-        if tracks or was_deferred or delivery.is_redelivered:
-            delivery.reporter.started(was_deferred=was_deferred)
-
     def _run_monitored(self, body: Body) -> Any:
         """Run a body that learns of its lock's loss, and does not succeed without its lock.
 
@@ -230,14 +230,19 @@ class LockedRun:
         Ignore or Reject no SUCCESS is stored. But if the message was delivered again meanwhile, and
         that delivery has ended, then its outcome stands and this one is discarded.
         """
-        aborts, acks_late = self.options.on_lost == "abort", self.delivery.acks_late
-        began = redlock_of(self.delivery.task.app).session.clock.now() if acks_late else 0.0
-        monitored = MonitoredBody(self.lock, abort=aborts, report=self._report_lock_lost)
+        delivery, aborts = self.delivery, self.options.on_lost == "abort"
+        acks_late = delivery.acks_late
+        began = redlock_of(delivery.task.app).session.clock.now() if acks_late else 0.0
+
+        def report(loss: LockLost) -> None:
+            delivery.reporter.lock_lost(loss)
+
+        monitored = MonitoredBody(self.lock, abort=aborts, report=report)
         try:
             try:
                 result = monitored.run(body, self.args, self.kwargs)
                 if result is not None:
-                    check_finished(self.delivery.task, result)
+                    check_finished(delivery.task, result)
             except Exception:
                 monitored.report_loss()
                 raise
@@ -249,13 +254,10 @@ class LockedRun:
             raise
         except Exception:
             is_lost = acks_late and loss_of(self.lock) is not None
-            if is_lost and is_completed_elsewhere(self.delivery, began):
-                outcomes.discard_redelivery(self.delivery)
+            if is_lost and is_completed_elsewhere(delivery, began):
+                outcomes.discard_redelivery(delivery)
             raise
         return result
-
-    def _report_lock_lost(self, lost: LockLost) -> None:
-        self.delivery.reporter.lock_lost(lost)
 
     def _ensure_held_to_the_end(self) -> None:
         """Raise LockLost, which says that the body had ended, if the lock is not held any more."""
@@ -264,23 +266,16 @@ class LockedRun:
         except LockLost as lost:
             raise LockLost(lost.resource, lost.reason, True) from None
 
-    def register(self) -> None:
-        """Let task_postrun, hooks and `task.lock` find this run."""
-        self.delivery.request.__dict__[RUN] = self
-
-    def unregister(self) -> None:
-        """Let nobody find this run any more."""
-        self.delivery.request.__dict__.pop(RUN, None)
-
     @uninterruptible
     def release(self, *, completed: bool = False) -> None:
         """Release the lock, if this run is registered.
 
         completed: the run is at its end, and its message does not come back, unless redelivered.
         """
-        if RUN in self.delivery.request.__dict__:
+        registered = self.delivery.request.__dict__
+        if RUN in registered:
             release_all(self.lock, ended=completed)
-            self.unregister()  # last: if this is cut before, task_postrun releases again
+            registered.pop(RUN, None)  # last: if this is cut before, task_postrun releases again
 
 
 def log_call_options(
@@ -352,3 +347,70 @@ def refuse_aio_pool(task: Any) -> None:
         "threads, gevent or solo, or lock_key=False"
     )
     raise SettingsError("worker", "pool", "celery_aio_pool", hint)
+
+
+def is_completed(state: str | None, outcome: object) -> bool:
+    """Return whether a run that ended like this is completed: its message does not come back.
+
+    state: the tracer's word, None if an exception passed it. outcome: the result or the error.
+    Source: celery.worker.request: Request.on_success, on_failure and on_retry acknowledge, or
+    reject without requeue. A MemoryError ends the worker with the message unacknowledged.
+    """
+    if state == celery_states.REJECTED:
+        return isinstance(outcome, Reject) and not outcome.requeue
+    if state == celery_states.FAILURE:
+        return not isinstance(outcome, MemoryError)
+    return state in (celery_states.SUCCESS, celery_states.RETRY, celery_states.IGNORED)
+
+
+def is_completed_before_hook(run: LockedRun | None, error: BaseException) -> bool:
+    """Return whether a run was completed before its hook raised an error, past Celery's tracer.
+
+    Source: celery.worker.request: Request.on_failure acknowledges or rejects the message whatever
+    comes out of the tracer, but for Reject with requeue, MemoryError, and what ends a process.
+    """
+    if run is None or not run.outcome_stored:
+        return False
+    if isinstance(error, Reject):
+        return not error.requeue
+    return isinstance(error, Exception) and not isinstance(error, MemoryError)
+
+
+@uninterruptible
+def release_after_run(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
+    """Release after the result, links and retry are stored or published: late acknowledgement.
+
+    Source: celery.app.trace sends task_postrun in a finally, with the request still in place, on
+    every way out of a run that the child itself can see. An exception that passes there meanwhile
+    is one of the result backend or of a link that could not be sent, and no end; or of a hook of
+    the user's, which comes after the end.
+    """
+    error = sys.exc_info()[1]  # nothing else before the `try`: an exception would leak the lock
+    try:
+        end_run(sender, retval, state, error)
+    except BaseException:  # cut, as by a soft time limit: nothing else releases the lock after this
+        end_run(sender, retval, state, error)
+        raise
+
+
+@uninterruptible
+def end_run(task: Any, retval: Any, state: str | None, error: BaseException | None) -> None:
+    """End a send's claim, mark the run as completed, and release its lock; twice does no harm.
+
+    error: the exception that passes Celery's tracer, or one that was handled around the run.
+    """
+    request = task.request
+    run: LockedRun | None = request.__dict__.get(RUN)
+    if run is None and HEADER not in request.__dict__:
+        return  # released already, and no claim to end
+    delivery = Delivery(task, request) if run is None else run.delivery
+    if error is None or error is request.__dict__.get(OUTER_ERROR):
+        completed = is_completed(state, retval)
+    else:
+        run_id = str(delivery.run_id)
+        completed = is_completed_before_hook(run, error) or is_end_announced(run_id)
+    goes_on = state == celery_states.RETRY or CONTINUES in request.__dict__
+    if completed and not goes_on and delivery.header.unique is not None:
+        end_claim(task.app, delivery.header)
+    if run is not None:
+        run.release(completed=completed)

@@ -22,14 +22,13 @@ from celery_redlock import signals
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.tasks.declaration import config_of
-from celery_redlock.tasks.delivery.delivery import Delivery
-from celery_redlock.tasks.delivery.header import Deferral
+from celery_redlock.tasks.delivery.delivery import Deferral, Delivery
 from celery_redlock.tasks.delivery.route import has_quorum_queues
 from celery_redlock.tasks.execution.deferral import Refusal, decide
 from celery_redlock.tasks.execution.outcomes import report
 from celery_redlock.tasks.per_app import settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StateReporter
-from celery_redlock.tasks.settings.keys import TaskCall
+from celery_redlock.tasks.settings.task_config import TaskCall
 from celery_redlock.tasks.waiting.room import WaitingRoom, room_of
 
 
@@ -78,7 +77,7 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
     if options.on_conflict != "defer" or options.wait > 0 or callable(options.key):
         return None
     args, kwargs = tuple(request.args), dict(request.kwargs)
-    resources = config.keys.resources(options, TaskCall(delivery.task, args, kwargs, queue))
+    resources = config.resources(options, TaskCall(delivery.task, args, kwargs, queue))
     error = room.refusal_of(request, in_order(resources), options.limit)  # as a run asks for them
     if error is None:
         return None

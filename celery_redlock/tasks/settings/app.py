@@ -115,18 +115,9 @@ class AppSettings:
     call_options: frozenset[str] | None = None
     nodes_from: str = "redlock_nodes"
 
-    @property
-    def built_in_ttl(self) -> float:
-        """The ttl in seconds if no level sets one."""
-        return min(DEFAULT_TTL, self.max_ttl)
-
     def may_carry(self, option: str) -> bool:
         """Return whether a message may set an option."""
         return self.call_options is None or option in self.call_options
-
-    def for_queue(self, queue: str) -> Mapping[str, Any]:
-        """Return the options of a queue: of its exact name, else of the first glob that matches."""
-        return self.queues.get(pattern_for(queue, self.queues) or "", {})
 
 
 def pattern_for(name: str, patterns: Iterable[str]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,6 +40,8 @@ LONGEST_DONE_TTL = 600.0  # seconds, by default: each completion marker takes me
 VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
 AMQP = ("", "amqp", "amqps", "pyamqp", "librabbitmq")  # schemes; "": Celery's default
 OTHER_BROKERS = 3600.0  # seconds: taken for a broker without a visibility timeout
+# settings whose checked value is the field of the same name
+_TAKEN_OVER = ("prefix", "node_timeout", "clock_drift", "max_ttl", "restart_guard", "metrics")
 
 
 def check_options(
@@ -70,7 +73,7 @@ def decides_key(options: Mapping[str, Any]) -> bool:
     return any(name in options for name in KEY_OPTIONS)
 
 
-def merged(*levels: Mapping[str, Any]) -> dict[str, Any]:
+def merge_levels(*levels: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of several levels as one; the nearest level comes last."""
     result: dict[str, Any] = {}
     for options in levels:
@@ -133,26 +136,23 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
     `config_from_object`; its prefix stands before the names that iteration gives.
     """
     check_known_names(conf, namespace)
-    nodes, nodes_from = _nodes(conf)
+    nodes, nodes_from = (), ""
+    with suppress(SettingsError):  # by the first send or run: an app may share its tasks alone
+        nodes, nodes_from = find_nodes(conf)
     if nodes_from:
         check_nodes("app", nodes_from, nodes)
     done_ttl, unacknowledged = _value(conf, "done_ttl"), visibility_timeout(conf) or OTHER_BROKERS
     if done_ttl is None:  # by then no other delivery of the run's message is expected
         done_ttl = min(unacknowledged + 60.0, LONGEST_DONE_TTL)
     bare = AppSettings(
+        **{name: _value(conf, name) for name in _TAKEN_OVER},
         nodes=tuple(nodes),
-        prefix=_value(conf, "prefix"),
-        node_timeout=_value(conf, "node_timeout"),
-        clock_drift=_value(conf, "clock_drift"),
-        max_ttl=_value(conf, "max_ttl"),
-        restart_guard=_value(conf, "restart_guard"),
         done_ttl=done_ttl,
         options={},
         queues={},
         tasks={},
         # so that a redelivery that waits asks again before the marker of the first one expires
         countdown_cap=min(unacknowledged / 4, done_ttl / 2),
-        metrics=_value(conf, "metrics"),
         call_options=_call_options(conf),
         nodes_from=nodes_from,
     )
@@ -162,7 +162,9 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
         if pattern.startswith(CELERY_PREFIX):
             hint = "Celery's own tasks are never locked: name tasks of your own or of others"
             raise OptionSource.at("app", f"tasks[{pattern!r}]").wrong(tasks[pattern], hint)
-    return replace(bare, options=_app_options(conf, bare), queues=queues, tasks=tasks)
+    given = {name: conf[f"redlock_{name}"] for name in OPTION if f"redlock_{name}" in conf}
+    options = check_options(given, bare, partial(OptionSource.at, "app"), travels=False)
+    return replace(bare, options=options, queues=queues, tasks=tasks)
 
 
 def _value(conf: Mapping[str, Any], name: str) -> Any:
@@ -200,13 +202,6 @@ def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> 
             raise OptionSource("app", str(written)).wrong(conf[written], hint)
 
 
-def _app_options(conf: Mapping[str, Any], app: AppSettings) -> Mapping[str, Any]:
-    missing = object()
-    given = {name: conf.get(f"redlock_{name}", missing) for name in OPTION}
-    given = {name: value for name, value in given.items() if value is not missing}
-    return check_options(given, app, partial(OptionSource.at, "app"), travels=False)
-
-
 def _by_pattern(
     level: str, conf: Mapping[str, Any], app: AppSettings, *, travels: bool
 ) -> Mapping[str, Mapping[str, Any]]:
@@ -227,14 +222,6 @@ def _by_pattern(
     return result
 
 
-def _nodes(conf: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the nodes to use and the name of the setting that names them, else () and ""."""
-    try:
-        return find_nodes(conf)
-    except SettingsError:  # by the first send or run: an app may lock nothing, and share its tasks
-        return (), ""
-
-
 def find_nodes(conf: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the nodes to use, unchecked, and the name of the setting that names them.
 
@@ -243,14 +230,14 @@ def find_nodes(conf: Mapping[str, Any]) -> tuple[Any, str]:
     given = _value(conf, "nodes")
     if given is not None:
         return given, "redlock_nodes"
-    of_broker = one_redis(_url(conf, "broker_url"))
+    broker_redis = one_redis(_url(conf, "broker_url"))
     for name in ("broker_write_url", "broker_url", "result_backend"):
         url = one_redis(_url(conf, name))
         if url is not None and conf.get("broker_use_ssl"):
             hint = "broker_use_ssl is set, which nodes do not take over: name them with rediss://"
             raise SettingsError("app", "redlock_nodes", "None", hint)
         if url is not None:  # Celery sets broker_write_url to broker_url by default
-            return [url], "broker_url" if url == of_broker else name
+            return [url], "broker_url" if url == broker_redis else name
     hint = (
         "neither the broker nor the result backend is one Redis: name the lock's own nodes, "
         'as redlock_nodes = ["redis://a", "redis://b", "redis://c"]'

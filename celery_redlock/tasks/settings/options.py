@@ -158,18 +158,6 @@ def _bool(source: OptionSource, value: Any, app: AppSettings) -> bool:
     return value
 
 
-def _ttl(source: OptionSource, value: Any, app: AppSettings) -> float:
-    return check_ttl(source.level, source.name, value, app.node_timeout, app.max_ttl)
-
-
-def _wait(source: OptionSource, value: Any, app: AppSettings) -> float:
-    return check_wait(source.level, source.name, value, most=LONGEST_WAIT)
-
-
-def _limit(source: OptionSource, value: Any, app: AppSettings) -> int:
-    return check_limit(source.level, source.name, value)
-
-
 def check_backoff(source: OptionSource, value: Any, app: AppSettings) -> Backoff:
     """Return the value of an option `backoff`, also from a message; raises SettingsError."""
     if isinstance(value, Mapping):
@@ -186,17 +174,22 @@ def check_backoff(source: OptionSource, value: Any, app: AppSettings) -> Backoff
 OPTION: Mapping[str, Setting] = {
     "key": Setting(check_key, None),
     "args": Setting(check_args, None),
-    "ttl": Setting(_ttl, DEFAULT_TTL),
+    "ttl": Setting(
+        lambda at, value, app: check_ttl(at.level, at.name, value, app.node_timeout, app.max_ttl),
+        DEFAULT_TTL,
+    ),
     "renew": Setting(_bool, True),
     "max_hold": Setting(seconds_or_none, None),
-    "wait": Setting(_wait, 0.0),
+    "wait": Setting(
+        lambda at, value, _: check_wait(at.level, at.name, value, most=LONGEST_WAIT), 0.0
+    ),
     "on_conflict": Setting(_one_of("defer", "skip", "fail", or_callable=True), "defer"),
     "backoff": Setting(check_backoff, Backoff()),
     "max_wait": Setting(seconds_or_none, None),
     "on_give_up": Setting(_one_of("fail", "skip"), "fail"),
     "on_lost": Setting(_one_of("abort", "warn"), "abort"),
     "on_unreachable": Setting(_one_of("defer", "fail", "run"), "defer"),
-    "limit": Setting(_limit, 1),
+    "limit": Setting(lambda at, value, _: check_limit(at.level, at.name, value), 1),
     "fencing": Setting(_bool, False),
     "unique_for": Setting(seconds_or_none, None),
     "unique_until": Setting(_one_of("started", "finished", "expired"), "finished"),
@@ -207,4 +200,4 @@ BUILT_IN: Mapping[str, Any] = {name: option.default for name, option in OPTION.i
 
 def built_in(app: AppSettings) -> dict[str, Any]:
     """Return the options that hold if no level sets them; a small max_ttl lowers the ttl."""
-    return {**BUILT_IN, "ttl": app.built_in_ttl}
+    return {**BUILT_IN, "ttl": min(DEFAULT_TTL, app.max_ttl)}

@@ -1,29 +1,37 @@
-"""The configuration of one task's lock: compiled once, then asked at each send and run."""
+"""The configuration of one task's lock: compiled and checked once, then asked for each call.
+
+`options_for` merges the levels of options, and `resources` makes the keys of a call. Not here: the
+checks of one level (`levels.py`), the text of a key (`templates.py`), and how a declaration is read
+(`tasks/declaration.py`).
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from celery_redlock.errors import SettingsError
+from celery_redlock.errors import ArgumentsError, SettingsError
+from celery_redlock.lock.model.keys import in_order
+from celery_redlock.lock.validation import MOST_BYTES, check_permits, is_too_long
 from celery_redlock.tasks.settings.app import (
     AppSettings,
     OptionSource,
     SourceOf,
+    did_you_mean,
     pattern_for,
 )
-from celery_redlock.tasks.settings.keys import TaskKeys
 from celery_redlock.tasks.settings.levels import (
     KEY_OPTIONS,
     check_built_in,
     check_options,
     check_together,
     decides_key,
-    merged,
+    merge_levels,
     option_meant,
 )
 from celery_redlock.tasks.settings.options import (
@@ -33,36 +41,53 @@ from celery_redlock.tasks.settings.options import (
     TaskLockOptions,
     built_in,
 )
-from celery_redlock.tasks.settings.templates import names_queue
+from celery_redlock.tasks.settings.templates import (
+    TEMPLATE_NAMES,
+    Field,
+    canonical,
+    compiled,
+    digest,
+    fields_of,
+    fill,
+    formattable,
+    names_queue,
+    templates_of,
+    unstable,
+)
 
+ANY_ARGUMENTS = "any-arguments"  # instead of a digest, if no argument is part of the key
+_TOO_LONG = f"a resource has at most {MOST_BYTES} bytes"
 _CALL: SourceOf = partial(OptionSource.at, "call")
 _FIELDS = tuple(one.name for one in fields(TaskLockOptions))
+
+
+class TaskCall(NamedTuple):
+    """One call of a task, from which its resources are made. task: for a key that is a callable."""
+
+    task: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    queue: str
 
 
 @dataclass(frozen=True)
 class TaskLockConfig:
     """The configuration of one task's lock. `compile_config` makes it and checks it.
 
-    options: of the task itself, checked. keys: how its keys are made. queues: a cache for callers,
-    from exchange and routing key to the queue's name.
+    options: of the task itself, checked. signature: of its function, without self. source: from an
+    option's name to its source at the task's own level. queues: a cache for callers, from exchange
+    and routing key to the queue's name.
     """
 
     task_name: str
     app: AppSettings
     options: Mapping[str, Any]
-    keys: TaskKeys
+    signature: inspect.Signature
+    source: SourceOf
     queues: dict[tuple[str | None, str], str] = field(
         default_factory=dict, compare=False, repr=False
     )
     _by_queue: dict[str, TaskLockOptions] = field(default_factory=dict, compare=False, repr=False)
-    _inherited: dict[str, Mapping[str, Any]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-
-    @property
-    def signature(self) -> inspect.Signature:
-        """The signature of the task's function, without self."""
-        return self.keys.signature
 
     @functools.cached_property
     def may_be_unique(self) -> bool:
@@ -73,20 +98,17 @@ class TaskLockConfig:
     @functools.cached_property
     def may_lock(self) -> bool:
         """Whether a run takes a lock, unless its queue or its call says otherwise."""
-        return self._of_task.get("key") is not False
+        return self.task_options.get("key") is not False
 
     def may_name_queue(self, call: Mapping[str, Any]) -> bool:
         """Return whether a key depends on the queue. call: the options of a call, unchecked yet."""
-        return self._names_queue or names_queue(call.get("key"))
+        levels = (self.app.options, self.options, call)
+        return any(names_queue(level.get("key")) for level in levels)
 
     @functools.cached_property
-    def _names_queue(self) -> bool:
-        return any(names_queue(level.get("key")) for level in (self.app.options, self.options))
-
-    @functools.cached_property
-    def _of_task(self) -> Mapping[str, Any]:
+    def task_options(self) -> Mapping[str, Any]:
         """The options of app and task, which hold in every queue."""
-        return merged(self.app.options, self.options)
+        return merge_levels(self.app.options, self.options)
 
     def options_for(self, queue: str, call: Mapping[str, Any] | None = None) -> TaskLockOptions:
         """Return the options in force in a queue.
@@ -115,7 +137,7 @@ class TaskLockConfig:
         changed = {name: getattr(options, name) for name in (*KEY_OPTIONS, "limit")}
         return {name: value for name, value in changed.items() if value != getattr(usual, name)}
 
-    def _levels(
+    def levels(
         self, queue: str, call: Mapping[str, Any]
     ) -> Iterator[tuple[Mapping[str, Any], SourceOf]]:
         """Give the options of each level with their sources; the nearest level comes last."""
@@ -124,16 +146,12 @@ class TaskLockConfig:
         pattern = pattern_for(queue, self.app.queues)
         if pattern is not None:
             yield self.app.queues[pattern], partial(OptionSource.at, "queues", of=pattern)
-        yield self.options, self.keys.source
+        yield self.options, self.source
         yield call, _CALL
 
     def _merge(self, queue: str, call: Mapping[str, Any]) -> TaskLockOptions:
         """Return the options of all levels as one. call: checked."""
-        inherited = self._inherited.get(queue)
-        if inherited is None:
-            levels = [options for options, _ in self._levels(queue, {})]
-            inherited = self._inherited[queue] = merged(*levels)
-        whole = merged(inherited, call)
+        whole = merge_levels(*(options for options, _ in self.levels(queue, call)))
         check_together(f"task {self.task_name!r} in queue {queue!r}", whole)
         check_built_in(self.app, whole)
         return TaskLockOptions(**whole)
@@ -144,12 +162,12 @@ class TaskLockConfig:
         """Return the options in force in a queue, each with its source; as `options_for`."""
         checked_call = self.check_call(call or {})
         sources: dict[str, OptionSource] = {}
-        for options, source_of in self._levels(queue, checked_call):
-            for name in filter(options.__contains__, KEY_OPTIONS):
+        for level, source_of in self.levels(queue, checked_call):
+            for name in filter(level.__contains__, KEY_OPTIONS):
                 sources.update(dict.fromkeys(KEY_OPTIONS, source_of(name)))
-            sources.update((name, source_of(name)) for name in options)
-        merged_options = self._merge(queue, checked_call)
-        values = [OptionValue(n, getattr(merged_options, n), sources[n]) for n in _FIELDS]
+            sources.update((name, source_of(name)) for name in level)
+        options = self._merge(queue, checked_call)
+        values = [OptionValue(name, getattr(options, name), sources[name]) for name in _FIELDS]
         return EffectiveOptions(self.task_name, queue, tuple(values))
 
     def check_call(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,9 +180,178 @@ class TaskLockConfig:
             if not self.app.may_carry(name):
                 hint = "is not in redlock_call_options, so no call may set it: set it at the task"
                 raise _CALL(name).wrong(options[name], hint)
-        self.keys.check(valid, _CALL)
-        check_together("call", merged(self._of_task, valid))
+        self.check_level(valid, _CALL)
+        check_together("call", merge_levels(self.task_options, valid))
         return valid
+
+    def check_level(self, options: Mapping[str, Any], source_of: SourceOf) -> None:
+        """Raise SettingsError if a level's `key` or `args` names an argument that does not exist.
+
+        options: of one level, checked one by one. source_of: from an option's name to its source
+        at that level.
+        """
+        if not decides_key(options):
+            return
+        key, args = options.get("key"), options.get("args")
+        if args is not None:
+            self._check_names(args, source_of("args"))
+            self._check_defaults(None, args)
+            return
+        source, parameters = source_of("key"), tuple(self.signature.parameters)
+        known = (*parameters, *TEMPLATE_NAMES)
+        unknown = [one.name for one in _fields_of(key) if one.name not in known]
+        if unknown:
+            written = list(key) if isinstance(key, tuple) else key
+            raise source.wrong(written, self._no_such(unknown[0], known))
+        if not callable(key) and key is not False:
+            self._check_defaults(key, parameters)
+
+    def _check_names(self, args: tuple[str, ...], source: OptionSource) -> None:
+        parameters = self.signature.parameters
+        unknown = [name for name in args if name not in parameters]
+        if unknown:
+            raise source.wrong(list(args), self._no_such(unknown[0], parameters))
+
+    def _no_such(self, name: str, known: Iterable[str]) -> str:
+        return f"{self.task_name} has no argument {name!r}{did_you_mean(name, known)}"
+
+    def _check_defaults(self, key: Any, names: tuple[str, ...]) -> None:
+        """Raise SettingsError if an argument's default would make another key each time.
+
+        names: the arguments of the digest. None is no error, nor is a default without the item
+        that a template names: a call may give another value.
+        """
+        parameters, templated = self.signature.parameters, _fields_of(key)
+        defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+        is_digest = "digest" not in parameters and any(one.name == "digest" for one in templated)
+        checked: list[tuple[str, Any, Callable[[Any], Any]]] = []
+        if is_digest or not templates_of(key):
+            checked = [(name, defaults[name], canonical) for name in names if name in defaults]
+        for one in templated:
+            with suppress(LookupError, TypeError):
+                checked.append((one.written, one.find(defaults), formattable))
+        for name, value, check in checked:
+            try:
+                check(value)
+            except TypeError as error:
+                raise unstable(self.task_name, f"default of {name!r}", value, error) from None
+
+    def resources(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
+        """Return the resources that a call locks, all or none; () if it takes no lock.
+
+        Raises SettingsError if the key cannot be made, ArgumentsError if the arguments do not fit
+        the function.
+        """
+        key = options.key
+        if key is None:
+            return (self._own_resource(options, call),)
+        if key is False:
+            return ()
+        if callable(key):
+            return self._called(options, call)
+        arguments = self._bind(call.args, call.kwargs)
+        return tuple(self._filled(text, arguments, call.queue) for text in templates_of(key))
+
+    def _own_resource(self, options: TaskLockOptions, call: TaskCall) -> str:
+        """Return the resource of this task alone, made from all arguments or those in `args`."""
+        arguments = self._bind(call.args, call.kwargs)
+        if options.args is None:
+            return f"{self.task_name}:{digest(arguments, self.task_name)}"
+        if not options.args:
+            return f"{self.task_name}:{ANY_ARGUMENTS}"
+        chosen = {name: value for name, value in arguments.items() if name in options.args}
+        if len(chosen) < len(options.args):
+            # a queue's names cannot be checked against every task when the app finalizes
+            pattern = pattern_for(call.queue, self.app.queues) or call.queue
+            self._check_names(options.args, OptionSource.at("queues", "args", pattern))
+        return f"{self.task_name}:{digest(chosen, self.task_name)}"
+
+    def shapes(self, options: TaskLockOptions, queue: str) -> tuple[str, ...]:
+        """Return the resources of any call, with {} for each argument; () if they are not known.
+
+        Tasks with the same shape may lock the same resource. A key without a template begins with
+        the task's name, so no other task has it.
+        """
+        blank = dict.fromkeys(self.signature.parameters, "{}")
+        known = {"task": self.task_name, "queue": queue, "digest": "{digest}", **blank}
+        return tuple(
+            "".join(part if isinstance(part, str) else known.get(part.name, "") for part in parts)
+            for parts in map(compiled, templates_of(options.key))
+        )
+
+    def _called(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
+        """Return the resources that a key's callable returns."""
+        source, key = self.source("key"), options.key
+        try:
+            returned = key(call.task, tuple(call.args), dict(call.kwargs))
+        except Exception as error:
+            hint = f"the callable raised {type(error).__name__}: {error}"
+            raise source.wrong(key, hint) from error
+        found = returned if isinstance(returned, (list, tuple)) else [returned]
+        if not found or not all(isinstance(resource, str) and resource for resource in found):
+            got = f"got {type(returned).__name__}"
+            raise source.wrong(key, f"must return a text or a list of texts, not empty; {got}")
+        if any(map(is_too_long, found)):
+            raise source.wrong(key, f"{_TOO_LONG}; a callable returned more")
+        found = in_order(found)
+        check_permits(source.level, limit=options.limit, fencing=options.fencing, resources=found)
+        return found
+
+    def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
+        try:
+            text = fill(template, arguments, self.task_name, queue)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            hint = f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
+            raise self.source("key").wrong(template, hint) from error
+        if not text:
+            raise self.source("key").wrong(template, "gives an empty text for these arguments")
+        if is_too_long(text):
+            raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
+        return text
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return every argument by its name, defaults included, in the signature's order.
+
+        Raises ArgumentsError if they do not fit the function.
+        """
+        binder = self._binder
+        try:
+            return binder(*args, **kwargs)
+        except TypeError as error:  # not retried: Celery publishes no retry that does not fit
+            why = str(error).removeprefix(f"{binder.__qualname__}() ")
+            raise self._misfit(why, args, kwargs) from None
+
+    @functools.cached_property
+    def _binder(self) -> Callable[..., dict[str, Any]]:
+        """A function with these parameters that returns its arguments by name."""
+        parameters = self.signature.parameters.values()
+        bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
+        shown = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)
+        # as `namedtuple` does: Python binds, at a tenth of the cost of `Signature.bind`
+        source = f"lambda {str(inspect.Signature(bare))[1:-1]}: {{{shown}}}"
+        binder: Any = eval(source, {})  # noqa: S307 - a signature has names and nothing else
+        given = [p for p in parameters if p.default is not p.empty]
+        binder.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
+        binder.__defaults__ = tuple(p.default for p in given if p.kind is not p.KEYWORD_ONLY)
+        return binder  # type: ignore[no-any-return]
+
+    def _misfit(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentsError:
+        """Return the error for arguments that do not fit the function; it shows none of them."""
+        bare = [p.replace(annotation=p.empty) for p in self.signature.parameters.values()]
+        named = f", {', '.join(sorted(map(str, kwargs)))} by name" if kwargs else ""
+        hint = (
+            f"do not fit {self.task_name}{inspect.Signature(bare)}: {why}. A send and lock_for "
+            "give all that a run takes. If the message was sent for another version of the task, "
+            "let a worker of that version run it, or let the function take both: give a new "
+            "argument a default, and keep an old argument while messages have it"
+        )
+        level = f"task {self.task_name!r}"
+        return ArgumentsError(level, "arguments", f"({len(args)} by position{named})", hint)
+
+
+def _fields_of(key: Any) -> list[Field]:
+    """Return the fields of all templates of a key."""
+    return [one for text in templates_of(key) for one in fields_of(compiled(text))]
 
 
 def compile_config(
@@ -172,25 +359,22 @@ def compile_config(
     task_name: str,
     attributes: Mapping[str, Any],
     signature: inspect.Signature,
-    others: Sequence[str] = (),
 ) -> TaskLockConfig:
     """Return the configuration of a task; raises SettingsError.
 
     attributes: its lock_* attributes by their full names, functions unbound.
-    others: names of lock_* attributes that are methods or properties, and so no options.
     """
     options = {}
     for written, value in attributes.items():
         name = written.removeprefix("lock_")
         if name in OPTION:
             options[name] = value
-        elif not callable(value) and written not in others:
+        elif not callable(value) and not isinstance(value, (property, classmethod)):
             hint = f"is not an option{option_meant(written, 'lock_')}"
             raise SettingsError(f"task {task_name!r}", written, repr(value), hint)
     source = partial(OptionSource.at, "task", of=task_name)
     options = check_options(options, app, source, travels=False)
-    keys = TaskKeys(task_name, app, signature, source)
-    return _check_config(TaskLockConfig(task_name, app, options, keys))
+    return _check_config(TaskLockConfig(task_name, app, options, signature, source))
 
 
 def compile_adopted_config(
@@ -204,8 +388,7 @@ def compile_adopted_config(
         hint = "came after the settings had been read: set it before the app finalizes"
         raise OptionSource.at("app", f"tasks[{pattern!r}]").wrong("...", hint)
     source = partial(OptionSource.at, "tasks", of=pattern)
-    keys = TaskKeys(task_name, app, signature, source)
-    return _check_config(TaskLockConfig(task_name, app, app.tasks[pattern], keys))
+    return _check_config(TaskLockConfig(task_name, app, app.tasks[pattern], signature, source))
 
 
 def _check_config(config: TaskLockConfig) -> TaskLockConfig:
@@ -213,16 +396,17 @@ def _check_config(config: TaskLockConfig) -> TaskLockConfig:
 
     Raises SettingsError.
     """
-    app, options, keys = config.app, config.options, config.keys
+    app, options = config.app, config.options
     if decides_key(options):
-        keys.check(options, keys.source)
+        config.check_level(options, config.source)
     elif decides_key(app.options) or not any(map(decides_key, app.queues.values())):
-        keys.check({"key": None, **app.options}, partial(OptionSource.at, "app"))
-    check_together(f"task {config.task_name!r}", merged(app.options, options))
-    of_all_queues = app.for_queue("")  # the options of a glob that matches every name
-    check_built_in(app, merged(built_in(app), app.options, of_all_queues, options))
+        config.check_level({"key": None, **app.options}, partial(OptionSource.at, "app"))
+    check_together(f"task {config.task_name!r}", config.task_options)
+    # in the queue without a name hold the options of a glob that matches every name
+    levels = [level for level, _ in config.levels("", {})]
+    check_built_in(app, merge_levels(*levels))
     unique_for = options.get("unique_for")
     if options.get("key") is False and unique_for is not None:
         hint = "deduplicates by the lock's key, and key=False makes none: name a key"
-        raise keys.source("unique_for").wrong(unique_for, hint)
+        raise config.source("unique_for").wrong(unique_for, hint)
     return config

@@ -1,7 +1,8 @@
 """The claim of a unique send on its key, and the token of it that the message carries.
 
 Not here: what the nodes are asked and reply (`rounds.py`), and how the token gets into the message
-(`send.py`).
+(`send.py`). The claim ends with the run (`tasks/execution/run.py`), or here, if a message starts no
+run.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import logging
 import math
 import random
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from celery.app.task import Context
+
 from celery_redlock.errors import QuorumUnreachable
+from celery_redlock.label import RunId
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.platform.threads import uninterruptible
@@ -22,8 +27,8 @@ from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.encoding import encode_command
 from celery_redlock.lock.validation import LONGEST
-from celery_redlock.tasks.delivery.delivery import RunId
-from celery_redlock.tasks.delivery.header import is_moment
+from celery_redlock.tasks.delivery.delivery import HEADER, LockHeader, is_moment
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.rounds import (
     SENDING,
@@ -306,3 +311,48 @@ class ClaimToken:
         release = ClaimRelease(session, self.name, self.token, expires_in)
         release.send()
         return release
+
+
+@uninterruptible
+def end_claim(app: Any, header: LockHeader) -> None:
+    """End the claim that a message's send has made; nothing happens if there is none."""
+    token = ClaimToken.of(header.unique)
+    if token is not None:
+        token.release_at_end(redlock_of(app).session)
+
+
+def end_claim_of_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
+    """End the claim of a revoked or expired message, in the worker's main process."""
+    if HEADER in request.__dict__:
+        end_claim(sender.app, LockHeader.of(request))
+
+
+def end_claim_of_unread(sender: Any = None, message: Any = None, **_: Any) -> None:
+    """End the claim of a message that starts no run: its task is unknown, or its body is wrong.
+
+    Source: celery.worker.consumer: Consumer.on_unknown_task, on_invalid_task, on_unknown_message
+    have rejected it by then, each without requeue. sender: the consumer.
+    """
+    headers = message.headers
+    if isinstance(headers, Mapping) and HEADER in headers:
+        end_claim(sender.app, LockHeader.of(Context(headers)))
+
+
+_received: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def note_claim(request: Any = None, **_: Any) -> None:
+    """Keep the request of a message that has a claim, for as long as Celery itself keeps it."""
+    if HEADER in request.request_dict and LockHeader.of(request._context).unique is not None:
+        _received[request.id] = request
+
+
+def end_claim_of_killed(sender: Any = None, task_id: Any = None, **_: Any) -> None:
+    """End the claim of a run whose process is gone; its message does not come back.
+
+    Source: celery.worker.request: Request.on_failure sends this in the worker's main process if the
+    child could not, and does not send it if it hands the message back.
+    """
+    request = _received.get(task_id)
+    if request is not None:
+        end_claim(sender.app, LockHeader.of(request._context))

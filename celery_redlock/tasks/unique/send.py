@@ -15,10 +15,10 @@ from celery.utils import uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_redlock.errors import DuplicateTask, SettingsError
+from celery_redlock.label import RunId
 from celery_redlock.lock.model.keys import name_of_all
 from celery_redlock.lock.validation import check_resources
-from celery_redlock.tasks.delivery.delivery import RunId, utc_now
-from celery_redlock.tasks.delivery.header import HEADER
+from celery_redlock.tasks.delivery.delivery import HEADER, utc_now
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import OptionSource
 from celery_redlock.tasks.settings.levels import check_options

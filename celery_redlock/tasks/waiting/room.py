@@ -32,12 +32,18 @@ from celery import bootsteps
 from celery.worker import state
 
 from celery_redlock.errors import LockTaken, RedlockError
+from celery_redlock.label import label_of_run
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.keys import votes_channel
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.tasks.delivery.delivery import RECEIVED, utc_now
-from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, Deferral, LockHeader
+from celery_redlock.tasks.delivery.delivery import (
+    NEVER_DEFERRED,
+    RECEIVED,
+    Deferral,
+    LockHeader,
+    utc_now,
+)
 from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
 from celery_redlock.tasks.per_app import (
     leave_redlock,
@@ -230,7 +236,8 @@ class WaitingRoom(bootsteps.StartStopStep):
             if run is not None:
                 if run.id == request.id:
                     return None  # this message, delivered once more: DEFERRED would hide its run
-                return LockTaken(resource, run.delivery.run_id.label(run.hostname), None)
+                holder = label_of_run(str(run.delivery.run_id), run.hostname)
+                return LockTaken(resource, holder, None)
             now = self._clock.now()
             at, known = self._refusals.get(QueueKey(queue.resource, limit), NEVER_REFUSED)
             expires_in = known.expires_in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER
+from celery_redlock.tasks.delivery.delivery import CLOCKS_DIFFER
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "a fencing token is used before a quorum of nodes knows it",
-        "lock.model.fencing:Fence.usable",
+        "lock.model.lease:Fence.usable",
         "return token > 0 and reached >= self._quorum",
         "return token > 0",
         (f"{UNIT}/test_lease.py",),
@@ -86,7 +86,7 @@ MUTANTS = (
     ),
     Mutant(
         "all tries of a client have one token, so that a late release frees a later lock",
-        "lock.engine.acquirer:Acquirer.new_key_lease",
+        "lock.engine.acquirer:Acquirer.new_lease",
         "value_of(token, since_ms, label, options.ttl)",
         'value_of("0" * 32, 0, label, options.ttl)',
         (f"{CONTRACT}/test_redlock.py",),
@@ -112,13 +112,13 @@ MUTANTS = (
         "a release goes only to the nodes that had granted by then",
         "lock.engine.releaser:Releaser._write",
         "nodes.broadcast(release.command(), self.clock.now())",
-        "[nodes.send_to(node, release.command()) for node in release.key_lease.granted]",
+        "[nodes.send_to(node, release.command()) for node in release.lease.granted]",
         (f"{SIMULATION}/test_properties.py::test_a_release_frees_every_node",),
     ),
     Mutant(
         "a lock counts as held while its release is on its way",
         "lock.engine.releaser:Releaser._write",
-        "release.key_lease.lease.end()",
+        "release.lease.end()",
         "pass",
         (f"{SIMULATION}/test_mutants.py::test_the_shipped_code_stands_the_same_interleaving",),
     ),
@@ -180,17 +180,17 @@ MUTANTS = (
     Mutant(
         "a try for several that fails keeps those that it won",
         "lock.engine.acquirer:Acquirer.try_acquire",
-        "            self._releaser.roll_back(acquisition)\n",
-        "            pass\n",
+        "        self._releaser.roll_back(acquisition)\n",
+        "",
         (f"{CONTRACT}/test_several.py",),
         "all_or_none",
     ),
     Mutant(
         "several locks count as held while one of them is",
         "lock.model.acquisition:Acquisition.held",
-        "            if not one.lease.held(now):\n                return False\n"
-        "        return bool(self.key_leases)",
-        "            if one.lease.held(now):\n                return True\n        return False",
+        "            if not one.held(now):\n                return False\n"
+        "        return bool(self.leases)",
+        "            if one.held(now):\n                return True\n        return False",
         (f"{CONTRACT}/test_several.py",),
         "one_of_them_lost_is_all_lost",
     ),
@@ -212,9 +212,9 @@ MUTANTS = (
     ),
     Mutant(
         "the release of a nested acquire frees the lock around it",
-        "lock.hold:Hold.release",
-        "if not acquisition.users:",
-        "if True:",
+        "lock.engine.releaser:Releaser.release_hold",
+        "if not acquisition.users and",
+        "if",
         (f"{CONTRACT}/test_several.py",),
         "taken_again_and_free_after_the_last_release",
     ),
@@ -245,14 +245,14 @@ MUTANTS = (
     Mutant(
         "a cancelled acquire keeps its lock",
         "lock.lock:Lock.acquire_async",
-        "            runner.then(lambda: hold.release_anywhere(session.releaser))\n",
+        "            runner.then(lambda: session.releaser.release_hold(hold, anywhere=True))\n",
         "",
         (f"{CONTRACT}/test_async.py",),
         "TestCancelled",
     ),
     Mutant(
         "two asyncio tasks of a thread are one owner",
-        "lock.engine.reentrancy:Reentrancy.current_owner",
+        "lock.engine.session:Session.current_owner",
         "task = None if _get_running_loop() is None else asyncio.current_task()",
         "task = None",
         (f"{CONTRACT}/test_async.py",),
@@ -357,17 +357,17 @@ MUTANTS = (
     Mutant(
         "the parent of a killed child does not know what the child asked for last",
         "lock.engine.acquirer:Acquirer._lock_key",
-        """        self._events.claiming(acquisition, key_lease)
+        """        self.events.claiming(acquisition, lease)
         nodes = self._core.nodes
         marker = acquisition.options.marker
-        round_ = AcquireRound(key_lease, len(nodes.all), nodes.send_to, marker)
-        failure = self._run(round_, key_lease, acquisition.options)
+        round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, marker)
+        failure = self._run(round_, lease, acquisition.options)
 """,
         """        nodes = self._core.nodes
         marker = acquisition.options.marker
-        round_ = AcquireRound(key_lease, len(nodes.all), nodes.send_to, marker)
-        failure = self._run(round_, key_lease, acquisition.options)
-        self._events.claiming(acquisition, key_lease)
+        round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, marker)
+        failure = self._run(round_, lease, acquisition.options)
+        self.events.claiming(acquisition, lease)
 """,
         (f"{CONTRACT}/test_left_behind.py",),
         "a_claim_is_told_of_before",
@@ -411,7 +411,7 @@ MUTANTS = (
     ),
     Mutant(
         "what one node says of two others stops both",
-        "lock.server.tenures:Tenures._counts",
+        "lock.server.handshake:Tenures._counts",
         "return len(doubted) <= len(self._own) - self._quorum",
         "return True",
         (f"{CONTRACT}/test_restart_guard.py::TestForgedTenures",),

@@ -7,7 +7,7 @@ from tests.mutants.mutant import CONTRACT, INTEGRATION, UNIT, Mutant
 MUTANTS = (
     Mutant(
         "a retry after a deferral forgets the claim of its send",
-        "tasks.delivery.header:LockHeader.of",
+        "tasks.delivery.delivery:LockHeader.of",
         "header.id, unique=header.unique, life=header.life)",
         "header.id, life=header.life)",
         (
@@ -17,7 +17,7 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery that waits forgets the claim of its send",
-        "tasks.delivery.header:LockHeader.waiting_for_first_delivery",
+        "tasks.delivery.delivery:LockHeader.waiting_for_first_delivery",
         "waits=self.waits + 1)",
         "waits=self.waits + 1, unique=None)",
         (
@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery stores REVOKED over its first delivery, which a later send replaces",
-        "tasks.execution.redelivery:completion_marker",
+        "tasks.execution.outcomes:completion_marker",
         "heeds_later=not delivery.is_redelivered,",
         "heeds_later=True,",
         (
@@ -168,7 +168,7 @@ MUTANTS = (
     ),
     Mutant(
         "a redelivery runs although a later send has replaced it",
-        "tasks.execution.redelivery:check_not_superseded",
+        "tasks.execution.outcomes:check_not_superseded",
         "if not (run.queue or run.life or delivery.is_redelivered) or run.retries:",
         "if not run.queue or run.retries:",
         (
