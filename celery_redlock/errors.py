@@ -73,7 +73,6 @@ class RedlockError(Exception):
         return anchors.see(self._text(), self._anchor)
 
     def _text(self) -> str:
-        """Return what happened, and what to do."""
         return super().__str__()
 
 

@@ -74,12 +74,10 @@ def label_of_run(run: str, worker: str | None) -> str:
 
 
 def run_of_label(label: str) -> str:
-    """Return the id of the run that a label names."""
     return label.rpartition(" ")[0]
 
 
 def is_of_run(label: str, run: str) -> bool:
-    """Return whether a label names this run as the holder."""
     return label.startswith(f"{run} ")
 
 

@@ -109,5 +109,4 @@ SIGNALS = {  # of the records that the lock's floor makes
 
 
 def send(sender: Any, event: Any) -> None:
-    """Send the signal of a record of the lock's floor."""
     SIGNALS[type(event)].send(sender, event=event)

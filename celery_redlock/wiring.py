@@ -4,7 +4,7 @@ Read this to learn when Celery calls which part. An import of the package connec
 two hooks of `celery_redlock_entry`. A process gets `RECEIVERS` when a locked task is bound to an
 app, and a worker gets `PREPARATIONS` and `STEPS` if its app locks tasks. Elsewhere only these
 connect anything, on demand:
-- `operate/metrics/counters.py`: receivers of the public signals, if `redlock_metrics` is set.
+- `operate/metrics.py`: receivers of the public signals, if `redlock_metrics` is set.
 - `operate/tracing.py`: receivers of the public signals, if the process has imported OpenTelemetry.
 - `lock/client.py`, `tasks/children/forks.py`: fork hooks of the operating system's, not Celery's.
 """
@@ -26,8 +26,7 @@ import celery_redlock_entry
 from celery_redlock import compatibility, signals
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.events import Events
-from celery_redlock.operate import control, lints, tracing
-from celery_redlock.operate.metrics import exporter
+from celery_redlock.operate import control, lints, metrics, tracing
 from celery_redlock.tasks import per_app, startup, task, wrapping
 from celery_redlock.tasks.body import notify_bodies
 from celery_redlock.tasks.children import forks, reaper
@@ -56,7 +55,7 @@ STEPS: tuple[tuple[str, type[Any]], ...] = (
 PREPARATIONS: tuple[Callable[..., object], ...] = (
     per_app.note_worker,
     forks.expect_children,
-    exporter.prepare_metrics,
+    metrics.prepare_metrics,
     wrapping.keep_tracebacks,  # not of prefork alone
 )
 RECEIVERS = (
@@ -66,9 +65,9 @@ RECEIVERS = (
     Receiver(celery_signals.worker_ready, compatibility.warn_if_newer),
     Receiver(celery_signals.worker_ready, startup.report_nodes),
     Receiver(celery_signals.worker_ready, lints.report_lints),
-    Receiver(celery_signals.worker_ready, exporter.serve_metrics),
+    Receiver(celery_signals.worker_ready, metrics.serve_metrics),
     Receiver(celery_signals.worker_shutdown, reaper.stop_watching),
-    Receiver(celery_signals.worker_shutdown, exporter.close_metrics),
+    Receiver(celery_signals.worker_shutdown, metrics.close_metrics),
     # the same, for each message
     Receiver(celery_signals.task_received, untried.defer_untried),  # before `admit_received`
     Receiver(celery_signals.task_received, room.admit_received),

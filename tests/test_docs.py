@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 from sphinx.search.en import SearchEnglish
 
 from celery_redlock.operate.cli.group import redlock as redlock_command
-from celery_redlock.operate.metrics.counters import Metrics
+from celery_redlock.operate.metrics import Metrics
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import made_once
 from tests.integration.flower.browser import browser

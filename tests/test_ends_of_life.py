@@ -1,4 +1,4 @@
-"""The page on final states shows the tables that the matrix measures."""
+"""The page on crashes shows the tables that the matrix measures."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ USES = {
     "metrics": (
         "-c",
         "from prometheus_client import CollectorRegistry, generate_latest as show\n"
-        "from celery_redlock.operate.metrics.counters import Metrics\n"
+        "from celery_redlock.operate.metrics import Metrics\n"
         "made = Metrics(registry := CollectorRegistry())\n"
         "made.lost.labels('shop.take').inc()\n"
         "assert b'redlock_lost_total{task=\"shop.take\"} 1.0' in show(registry)",

@@ -48,6 +48,20 @@ def test_the_public_names_are_those_on_the_list() -> None:
     assert now == LIST.read_text().splitlines(), "run `python -m tests.test_public_api` to accept"
 
 
+def test_each_public_name_says_what_it_means() -> None:
+    things = [(name, getattr(module, name)) for module in MODULES for name in module.__all__]
+    things = [(name, one) for name, one in things if inspect.isclass(one) or inspect.isroutine(one)]
+    for name, one in [*things]:
+        parts = vars(one).items() if inspect.isclass(one) else ()
+        things += [
+            (f"{name}.{part}", value)
+            for part, value in parts
+            if not part.startswith("_")
+            if isinstance(value, property) or inspect.isfunction(value)
+        ]
+    assert not [name for name, one in things if not one.__doc__]
+
+
 if __name__ == "__main__":
     lines = [line for module in MODULES for line in described(module)]
     LIST.write_text("\n".join(lines) + "\n")

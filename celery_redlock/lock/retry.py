@@ -234,7 +234,7 @@ class Attempts:
             # the try released the others that it had got, which wakes those that wait for them
             callers.move(caller, refusal.resource)
         elif refusal is not None:
-            callers.inbox.register_again(caller.resource)
+            callers.inbox.changed(caller.resource, anew=True)
         return refusal
 
     def _pause(self, caller: Caller, failure: Failure, tries: int) -> float:

@@ -25,39 +25,28 @@ ASKED_AT_ONCE = 500  # sets
 
 @dataclass(frozen=True)
 class WaitingProcess:
-    """A process that waits for a resource, as the nodes know it. Its fields are those of the JSON.
-
-    rank: how many processes are before it. name: that of the worker; if a caller with `wait`
-    registered it, of the machine. pid: None if another program wrote the name. waiter: its name on
-    the nodes, new in each process. since: when its first caller or message began to wait, in ISO
-    8601. nodes: those that have it registered. listens: whether it is connected to any node; a
-    process that is gone is not.
-    """
+    """A process that waits for a resource, as the nodes know it. The JSON has the same fields."""
 
     resource: str
-    rank: int
-    name: str
-    pid: int | None
-    waiter: str
-    since: str | None
-    nodes: tuple[str, ...]
-    listens: bool
+    rank: int  # how many processes are before it
+    name: str  # of the worker; if a caller with `wait` registered it, of the machine
+    pid: int | None  # None if another program wrote the name
+    waiter: str  # its name on the nodes, new in each process
+    since: str | None  # when its first caller or message began to wait, in ISO 8601
+    nodes: tuple[str, ...]  # that have it registered
+    listens: bool  # whether it is connected to any node; a process that is gone is not
 
 
 @dataclass(frozen=True)
 class WaitingSight:
-    """The waiting processes on the nodes that answer, by resource and in order.
-
-    wrong_type: by resource, the nodes on which a key of another program has the name of the set of
-    waiters. failing: by node, the cause of its failure. asked: the number of nodes. needed: how
-    many must answer.
-    """
+    """The waiting processes on the nodes that answer, by resource and in order."""
 
     processes: tuple[WaitingProcess, ...]
+    # by resource: the nodes on which a key of another program has the name of the set of waiters
     wrong_type: Mapping[str, tuple[str, ...]]
-    failing: Mapping[str, str]
-    asked: int = field(repr=False)
-    needed: int = field(repr=False)
+    failing: Mapping[str, str]  # by node, the cause
+    asked: int = field(repr=False)  # the number of nodes
+    needed: int = field(repr=False)  # how many must answer
 
     @property
     def is_known(self) -> bool:
@@ -124,7 +113,6 @@ def _in_order(
 
 
 def _name_of(waiter: str) -> tuple[str, int | None]:
-    """Return the name of a process, and its process id."""
     parts = waiter.rsplit(":", 2)  # as engine/inbox.py: Inbox.forget
     if len(parts) != 3 or not parts[1].isdecimal() or len(parts[1]) > MOST_DIGITS:
         return waiter, None
@@ -140,31 +128,23 @@ def _agreed(since: Iterable[float]) -> float:
 def _sets(
     connection: Any, names: Sequence[Any]
 ) -> Iterator[tuple[Any, Mapping[Any, float] | None]]:
-    """Yield the name of each set, and since when each of its members waits.
-
-    None for a key of another type.
-    """
+    """Yield the name of each set, and since when each member waits; None for another type."""
     for first in range(0, len(names), ASKED_AT_ONCE):
         part = names[first : first + ASKED_AT_ONCE]
         connection.send_packed_command(
             connection.pack_commands([("ZRANGE", name, "0", "-1", "WITHSCORES") for name in part])
         )
         for name in part:
-            yield name, _scores(connection)
-
-
-def _scores(connection: Any) -> Mapping[Any, float] | None:
-    try:
-        reply = connection.read_response()
-    except redis.ResponseError as error:
-        if not str(error).startswith("WRONGTYPE"):
-            raise
-        return None
-    words = read_list(reply, len(reply) if isinstance(reply, list) else -1)
-    return {
-        waiter: float(read_text(score))
-        for waiter, score in zip(words[::2], words[1::2], strict=True)
-    }
+            try:
+                reply = connection.read_response()
+            except redis.ResponseError as error:
+                if not str(error).startswith("WRONGTYPE"):
+                    raise
+                yield name, None
+                continue
+            words = read_list(reply, len(reply) if isinstance(reply, list) else -1)
+            scores = zip(words[::2], words[1::2], strict=True)
+            yield name, {waiter: float(read_text(score)) for waiter, score in scores}
 
 
 def _listening(connection: Any, prefix: str, waiters: Sequence[Any]) -> set[Any] | None:

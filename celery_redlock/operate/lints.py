@@ -39,11 +39,6 @@ logger = logging.getLogger(__name__)
 
 ERROR, WARNING, ADVICE = "error", "warning", "advice"
 DEFAULT_PREFETCH = 4  # Celery's default of worker_prefetch_multiplier
-# For the broker and the result backend, the setting that may hold their `global_keyprefix`.
-TRANSPORT_OPTIONS = {
-    "broker_url": "broker_transport_options",
-    "result_backend": "result_backend_transport_options",
-}
 _NAMED = 5  # the most tasks that one lint names
 _reported: weakref.WeakSet[Any] = weakref.WeakSet()  # apps whose worker has logged its lints
 
@@ -182,7 +177,6 @@ def _all(app: Any) -> Iterator[Lint]:
 
 
 def _locking(app: Any) -> list[LockedTask]:
-    """Return the tasks of an app that take a lock."""
     return [one for one in locked_tasks(app) if config_of(one).options.get("key") is not False]
 
 
@@ -278,28 +272,28 @@ def _entries(app: Any) -> Iterator[Lint]:
 def _prefixes(app: Any) -> Iterator[Lint]:
     """Give a `global_keyprefix` that keeps deployments apart on a Redis, as lock keys lack it."""
     conf, settings = app.conf, settings_of(app)
-    given = {
-        name: str(prefix)
-        for name, options in TRANSPORT_OPTIONS.items()
+    places = (
+        ("broker_url", conf.broker_write_url or conf.broker_url, "broker_transport_options"),
+        ("result_backend", conf.result_backend, "result_backend_transport_options"),
+    )
+    given = [
+        (name, url, options, str(prefix))
+        for name, url, options in places
         if (prefix := (conf.get(options) or {}).get("global_keyprefix"))
-    }
+    ]
     if settings.prefix != DEFAULT_PREFIX or not given:
         return
-    urls = {
-        "broker_url": conf.broker_write_url or conf.broker_url,
-        "result_backend": conf.result_backend,
-    }
     nodes = {parse_address(node, "app", "nodes").server for node in settings.nodes}
     shared = [
-        name
-        for name in given
-        if (url := one_redis(urls[name])) and parse_address(url, "app", name).server in nodes
+        one
+        for one in given
+        if (url := one_redis(one[1])) and parse_address(url, "app", one[0]).server in nodes
     ]
-    name = next(iter(shared or given))
-    own = f"{given[name].strip(':-_./{}') or 'own'}-{settings.prefix}"
+    _, _, options, prefix = (shared or given)[0]
+    own = f"{prefix.strip(':-_./{}') or 'own'}-{settings.prefix}"
     which = "uses this Redis" if shared else "names these redlock_nodes"
     hint = (
-        f"lock keys do not carry {TRANSPORT_OPTIONS[name]}'s global_keyprefix={given[name]!r}: "
+        f"lock keys do not carry {options}'s global_keyprefix={prefix!r}: "
         f"another deployment that {which} shares these locks. Set redlock_prefix={own!r}"
     )
     level = WARNING if shared else ADVICE
@@ -428,6 +422,5 @@ def _memory(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return task names as a text, the first few of many."""
     more = len(names) - _NAMED
     return ", ".join(sorted(names)[:_NAMED]) + (f" and {more} more" if more > 0 else "")

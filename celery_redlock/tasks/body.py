@@ -105,16 +105,12 @@ class MonitoredBody:
         while frame is not None:
             if frame.f_code is code and frame.f_locals["self"] is self:
                 return called
-            if _is_uninterruptible(frame):
+            on_top, module = frame.f_code, f"{frame.f_globals.get('__name__', '')}."
+            is_release = is_uninterruptible(on_top) or on_top.co_name == "__del__"
+            if is_release or module.startswith(_PREFIXES):
                 return False
             frame, called = frame.f_back, True
         return False
-
-
-def _is_uninterruptible(frame: FrameType) -> bool:
-    code, module = frame.f_code, f"{frame.f_globals.get('__name__', '')}."
-    releases = is_uninterruptible(code) or code.co_name == "__del__"
-    return releases or module.startswith(_PREFIXES)
 
 
 def notify_bodies() -> None:
@@ -223,7 +219,6 @@ class GreenletInterrupter(Interrupter):
 
 
 def current_interrupter() -> Interrupter:
-    """Return the interrupter for the thread or greenlet that calls this."""
     monkey = sys.modules.get("gevent.monkey")
     if monkey is not None and monkey.is_module_patched("threading"):
         gevent = sys.modules["gevent"]

@@ -59,7 +59,10 @@ def config_of(task: Any) -> TaskLockConfig:
 
 
 def _compile(task: Any) -> TaskLockConfig:
-    settings, bodies = settings_of(task.app), bodies_of(task)
+    settings = settings_of(task.app)
+    # looked up on the class: the wrapper of autoretry on the instance may hide them
+    wrappers = (inspect.getattr_static(type(task), name) for name in ("run", "__call__"))
+    bodies = [bound_to(task, one.redlock_body) for one in wrappers if is_wrapper(one)]
     signature = signature_of(bodies[0])
     pattern = type(task).__dict__.get(ENTRY)
     if pattern is None:
@@ -86,15 +89,6 @@ def bound_to(task: Any, attribute: Any) -> Any:
 def is_wrapper(body: Any) -> bool:
     """Return whether this is a wrapper, and no body that `functools.wraps` made look like one."""
     return getattr(body, "redlock_wrapper", None) is body
-
-
-def bodies_of(task: Any) -> list[Body]:
-    """Return a task's own `run` and `__call__`, as far as it has them, bound.
-
-    They are looked up on the class: the wrapper of autoretry on the instance may hide them.
-    """
-    found = (inspect.getattr_static(type(task), name) for name in ("run", "__call__"))
-    return [bound_to(task, one.redlock_body) for one in found if is_wrapper(one)]
 
 
 def is_async(function: Any) -> bool:

@@ -195,8 +195,8 @@ class StateReporter:
 
         Source: celery.app.task.Context has a class-level False, which is nobody's option.
         """
-        of_call = self._request.__dict__.get("ignore_result")
-        return bool(self._task.ignore_result if of_call is None else of_call)
+        call_option = self._request.__dict__.get("ignore_result")
+        return bool(self._task.ignore_result if call_option is None else call_option)
 
     @property
     def stores(self) -> bool:
@@ -294,12 +294,11 @@ class StateReporter:
 
     def skipped(self, resource: str, reason: str) -> None:
         """Store REVOKED, so that callers, chains and chords end, and send SKIPPED."""
-        if self._request.is_eager:
-            if self.stores_errors:
-                self._store_revoked(reason)
-            return
-        self._store_revoked(reason)
-        self._send("task-skipped", resource=resource, reason=reason, result=reason)
+        is_eager = self._request.is_eager
+        if not is_eager or self.stores_errors:
+            self._store_revoked(reason)
+        if not is_eager:
+            self._send("task-skipped", resource=resource, reason=reason, result=reason)
 
     def revoked(self, reason: str) -> None:
         """Store REVOKED, and report it as Celery does in the main process.
@@ -327,7 +326,6 @@ class StateReporter:
         )
 
     def message_lost(self, error: Exception) -> None:
-        """Store FAILURE for a message that no process has any more."""
         request, store = self._request, self.stores_errors
         mark = self._task.backend.mark_as_failure
         self._attempt(lambda: mark(request.id, error, request=request, store_result=store))
@@ -357,7 +355,6 @@ class StateReporter:
     def _attempt(
         self, report: Callable[[], object], let_through: tuple[type[Exception], ...] = ()
     ) -> None:
-        """Store or send; an error of the backend or the broker is logged."""
         try:
             report()
         except let_through:

@@ -59,7 +59,9 @@ def check_app(app: Any) -> None:
 
     The settings of an app that locks no task are not looked at: another library may have them.
     """
-    AdoptingRegistry.of(app).check_all()
+    registry = AdoptingRegistry.of(app)
+    for name, task in registry.items():
+        registry.check(name, task)
     if locks_tasks(app):
         settings_of(app)
         for task in locked_tasks(app):
@@ -81,7 +83,6 @@ def must_lock(app: Any) -> bool:
 
 
 def locked_tasks(app: Any) -> list[LockedTask]:
-    """Return an app's LockedTasks, without Celery's own tasks."""
     own = (task for name, task in app.tasks.items() if not name.startswith(CELERY_PREFIX))
     return [task for task in own if isinstance(task, LockedTask)]
 
@@ -91,7 +92,7 @@ class AdoptingRegistry(TaskRegistry):
 
     Celery adds a task here before it binds it: with the app, as a shared task, or when a module is
     imported late. What is wrong with a task is raised when it is added, but not while the app
-    finalizes: see `check_all`.
+    finalizes: see `check_app`.
     """
 
     @classmethod
@@ -114,11 +115,6 @@ class AdoptingRegistry(TaskRegistry):
         if self.app in per_app.checked:
             self.check(name, task)
         super().__setitem__(name, task)
-
-    def check_all(self) -> None:
-        """Raise SettingsError for the first task that is wrong."""
-        for name, task in self.items():
-            self.check(name, task)
 
     def pattern_for(self, name: str) -> str | None:
         """Return the entry of `redlock_tasks` for a task's name, None if there is none."""
@@ -214,27 +210,15 @@ class RefuseToStart(bootsteps.Step):
         check_app(worker.app)
         if must_lock(worker.app):
             find_nodes(worker.app.conf)
-        if is_of_eventlet(worker.pool_cls):
-            _refuse_eventlet(worker.app)
-
-
-def _refuse_eventlet(app: Any) -> None:
-    """Raise SettingsError if an app has locked tasks.
-
-    Under eventlet a body that does not yield blocks every thread, so renewals would be late.
-    """
-    locked = sorted(task.name for task in locked_tasks(app) if config_of(task).may_lock)
-    if locked:
-        hint = (
-            f"eventlet cannot run locked tasks ({', '.join(locked)}): start the worker with "
-            "-P gevent, or with prefork, threads or solo"
-        )
-        raise SettingsError("worker", "worker_pool", "eventlet", hint)
-
-
-def is_of_eventlet(pool: type) -> bool:
-    """Return whether a pool's class is Celery's eventlet pool or a subclass of it."""
-    return any(cls.__module__ == "celery.concurrency.eventlet" for cls in pool.__mro__)
+        if any(cls.__module__ == "celery.concurrency.eventlet" for cls in worker.pool_cls.__mro__):
+            # a body that does not yield blocks every thread there, so renewals would be late
+            locked = [task.name for task in locked_tasks(worker.app) if config_of(task).may_lock]
+            if locked:
+                hint = (
+                    f"eventlet cannot run locked tasks ({', '.join(sorted(locked))}): start the "
+                    "worker with -P gevent, or with prefork, threads or solo"
+                )
+                raise SettingsError("worker", "worker_pool", "eventlet", hint)
 
 
 def connect_child(**_: Any) -> None:

@@ -50,7 +50,6 @@ class LockedTask(Task):
     dont_autoretry_for = (NotAcquired, SettingsError)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Wrap the class's own `run`, `__call__` and hooks."""
         super().__init_subclass__(**kwargs)
         cls._wrap()
 
@@ -257,7 +256,6 @@ class _CombinedRequest:
 
 
 def check_declaration(task: LockedTask) -> None:
-    """Raise SettingsError if a task is declared wrongly."""
     if task.Strategy != DEFAULT_STRATEGY:
         hint = "runs bodies by itself, so no lock would be taken: use Celery's default"
         raise SettingsError(f"task {task.name!r}", "Strategy", repr(task.Strategy), hint)

@@ -160,7 +160,6 @@ class Request(celery.worker.request.Request):
         task_revoked.send(self.task, request=self._context, **how)
 
     def reject(self, requeue: bool = False) -> None:
-        """Hand the message back, or drop it."""
         self.is_handed_back = self.is_handed_back or requeue
         super().reject(requeue)
 

@@ -50,7 +50,8 @@ def wrap_run(body: Any) -> Body:
             or RUN in request.__dict__
             or self.name.startswith(CELERY_PREFIX)
         ):
-            refuse_map(self, request)
+            if request.called_directly:
+                refuse_map(self)
             return call(*args, **kwargs)
         try:
             return LockedRun(Delivery(self, request), args, kwargs).execute(call)
@@ -85,10 +86,8 @@ def wrap_hook(hook: Any) -> Body:
     return call
 
 
-def refuse_map(task: Any, request: Any) -> None:
+def refuse_map(task: Any) -> None:
     """Raise RedlockError if chunks, map or starmap calls this body: it would take no lock."""
-    if not request.called_directly:
-        return
     caller = get_current_worker_task()
     if caller is not None and caller.name in _CALLS_BODIES:
         raise RedlockError(

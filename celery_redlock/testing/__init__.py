@@ -1,18 +1,23 @@
 """Support for tests of locked tasks: fake nodes with a clock, embedded servers, worker processes.
 
-Read `node.py` first: a `FakeNode` is a lock node without a server. `node_thread.py` answers for the
-node, by the shipped scripts (`model.py`, `server.lua`) and by a clock that a test moves
-(`clock.py`). `holders.py`: hold a lock, lose a lock, check that it was released. `unlocked.py`: no
-locks at all. `servers.py`: real servers and workers, which `reaper.py` kills if the test run dies.
+Read `node.py` first: a `FakeNode` is a lock node without a server. It answers by the shipped
+scripts (`model.py`, `server.lua`), and by a clock that a test moves. `holders.py`: hold a lock,
+lose a lock, check that it was released, or run without any lock. `servers.py`: real servers and
+workers, which `reaper.py` kills if the test run dies.
 Not here: the fixtures; pytest finds them in `pytest_celery_redlock`, beside the package. Needs the
 extra `celery_redlock[testing]`; no other folder imports this one. Examples: docs/how-to/test.md.
 """
 
-from celery_redlock.testing.clock import VirtualClock
-from celery_redlock.testing.holders import assert_released, hold, lose, trust_nodes, use_nodes
-from celery_redlock.testing.node import FakeNode, fake_nodes
+from celery_redlock.testing.holders import (
+    assert_released,
+    hold,
+    locking_off,
+    lose,
+    trust_nodes,
+    use_nodes,
+)
+from celery_redlock.testing.node import FakeNode, VirtualClock, fake_nodes
 from celery_redlock.testing.servers import EmbeddedNode, WorkerProcess, embedded_nodes
-from celery_redlock.testing.unlocked import locking_off
 
 __all__ = [
     "EmbeddedNode",

@@ -1,29 +1,42 @@
-"""Hold a lock as another owner, take a lock away from its holder, check that it was released."""
+"""Hold a lock as another owner, lose a lock, check that it was released, switch locking off.
+
+No setting and no environment variable switches locking off, only `locking_off` in the test's own
+process. A process that is forked or started there locks, and so does a worker's run of a message.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import redis
 from celery import current_app
+from celery._state import _task_stack
 
+from celery_redlock.errors import RedlockError
 from celery_redlock.lock.client import Redlock, sessions
+from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.held_locks import LockReport, Sight, break_lock, look_at_locks
 from celery_redlock.lock.lock import Lock
-from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.acquisition import Acquisition, Hold, Owner
+from celery_redlock.lock.model.lease import LockKey
+from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.tasks.per_app import forget, redlock_of
-
-__all__ = ["assert_released", "default_target", "hold", "lose", "trust_nodes", "use_nodes"]
+from celery_redlock.tasks.unique.claim import Claim
 
 POLL_INTERVAL = 0.02  # seconds between two checks of a condition
 _targets: list[Any] = []  # of `default_target`, the innermost last
+_tokens = itertools.count(1)  # of `Unlocked`
 
 
 def trust_nodes(nodes: Sequence[Any], prefix: str = "redlock") -> None:
@@ -132,7 +145,6 @@ def assert_released(*resources: str, on: Any = None, within: float = 5.0) -> Non
 
 
 def describe(lock: LockReport, nodes: int) -> str:
-    """Return a text with a lock's holder, nodes and time of acquire."""
     permit = f" (permit {lock.permit})" if lock.permit else ""
     since = "since an unknown time"
     if lock.since is not None:
@@ -144,7 +156,6 @@ def describe(lock: LockReport, nodes: int) -> str:
 
 
 def addresses_of(nodes: Sequence[Any]) -> list[Any]:
-    """Return these nodes as values that `redlock_nodes` takes."""
     return [getattr(node, "url", node) for node in nodes]
 
 
@@ -186,12 +197,8 @@ def _holders_of(lock: LockReport) -> list[tuple[Session, Acquisition]]:
         for session in sessions()
         for acquisition in session.watchdog.watched
         for one in acquisition.leases
-        if one.value.encode("utf-8", "surrogatepass") == _bytes(lock.value)
+        if one.value == text_of(lock.value)
     ]
-
-
-def _bytes(value: Any) -> bytes:
-    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 
 def _eventually(is_true: Callable[[], bool], within: float) -> bool:
@@ -203,3 +210,76 @@ def _eventually(is_true: Callable[[], bool], within: float) -> bool:
             return False
         time.sleep(POLL_INTERVAL)
     return True
+
+
+class Unlocked(Acquisition):
+    """An acquisition while locking is off: no node has it, and it is held until its release."""
+
+    __slots__ = ("_token",)
+
+    def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
+        super().__init__(options, keys, owner)
+        self._token = next(_tokens)
+
+    def held(self, now: float) -> bool:
+        """Return True; it is not asked after its release."""
+        return True
+
+    def lost(self, now: float) -> bool:
+        return False
+
+    def remaining(self, now: float) -> float:
+        return self.options.ttl
+
+    @property
+    def fencing_token(self) -> int:
+        """A number greater than the token of every earlier acquisition of this class."""
+        return self._token
+
+    def begin_renewal(self, now: float) -> bool:
+        """Return False: there is nothing to renew."""
+        return False
+
+
+@contextlib.contextmanager
+def locking_off() -> Iterator[None]:
+    """Run locked bodies in this process without locks: no node is asked, no acquire waits or fails.
+
+    `apply`, eager calls, `lock_for` and `Redlock.lock` take no lock, and `self.lock` and
+    `current_lock()` say that it is held. A send is not deduplicated. A worker's run of a message is
+    still locked. Raises RedlockError inside such a run.
+    """
+    if in_worker():
+        raise RedlockError("locking_off() is for tests: a run in a worker is always locked")
+    pid, locking_acquire, claiming_send = os.getpid(), Acquirer.try_acquire, Claim.send
+
+    def is_off() -> bool:
+        return os.getpid() == pid and not in_worker()
+
+    def try_acquire(
+        acquirer: Acquirer, hold: Hold, options: LockOptions, keys: Sequence[LockKey]
+    ) -> Failure | None:
+        if not is_off():
+            return locking_acquire(acquirer, hold, options, keys)
+        acquisition = Unlocked(options, keys, hold.owner)
+        hold.add(acquisition)
+        acquisition.acquired_at = acquirer.clock.now()
+        acquisition.nest()
+        acquirer.events.acquired(acquisition)
+        return None
+
+    def send(claim: Claim, publish: Any) -> Any:
+        return publish(None) if is_off() else claiming_send(claim, publish)
+
+    # by name: a test fails if a send is deduplicated by a method of another name
+    with (
+        mock.patch.object(Acquirer, "try_acquire", try_acquire),
+        mock.patch.object(Claim, "send", send),
+    ):
+        yield
+
+
+def in_worker() -> bool:
+    """Return whether this code is part of a worker's run of a message."""
+    requests = [task.request for task in _task_stack.stack]
+    return any(not (request.called_directly or request.is_eager) for request in requests)

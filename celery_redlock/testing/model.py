@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,10 @@ Scripts = Mapping[bytes, tuple[str, Any]]  # by digest: the name and the Lua fun
 class Engine:
     """The Lua that all servers of one process share, because making one is slow.
 
-    publish: called with a channel and a message; returns the number of subscribers. subscribers:
-    called with a channel; returns their number.
+    server: the one whose command is run; its subscribers hear what a script publishes.
     """
+
+    server: Any
 
     def __init__(self) -> None:
         try:
@@ -49,38 +51,23 @@ class Engine:
                 'pip install "celery_redlock[testing]", or use embedded nodes'
             ) from None
         lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)
-        self.publish: Callable[[bytes, bytes], int] = lambda channel, message: 0
-        self.subscribers: Callable[[bytes], int] = lambda channel: 0
         functions = lua.globals()
-        functions[b"publish"] = lambda channel, message: self.publish(channel, message)
-        functions[b"subscribers"] = lambda channel: self.subscribers(channel)
+        functions[b"publish"] = lambda channel, message: self.server.publish(channel, message)
+        functions[b"subscribers"] = lambda channel: len(self.server.subscribers(channel))
         lua.execute((Path(__file__).parent / "server.lua").read_bytes())
         self.run: Callable[..., bytes] = functions[b"run"]
         self.call: Callable[..., bytes | None] = functions[b"call"]
-        self.peek: Callable[[Any, int, bytes], bytes | None] = functions[b"peek"]
         self.look: Callable[[Any, int, bytes], tuple[bytes | None, int]] = functions[b"look"]
-        self.put: Callable[[Any, int, bytes, bytes, int], None] = functions[b"put"]
-        self.drop: Callable[[Any, int, bytes], None] = functions[b"drop"]
         self.copy: Callable[[Any], Any] = functions[b"copy"]
         self.names: Callable[[Any, int], bytes] = functions[b"names"]
         self.empty: Callable[[], Any] = lua.table
-        self._compile = lua.eval(b"function(text) return assert(loadstring(text)) end")
-
-    def compile(self, source: bytes) -> Any:
-        """Return a script as a Lua function."""
-        return self._compile(source)
+        make = lua.eval(b"function(text) return assert(loadstring(text)) end")
+        self.compiled: Callable[[bytes], Any] = functools.lru_cache(maxsize=64)(make)
 
 
 @functools.lru_cache(maxsize=1)
 def engine() -> Engine:
-    """Return the Lua of this process."""
     return Engine()
-
-
-@functools.lru_cache(maxsize=64)
-def compiled(source: bytes) -> Any:
-    """Return a script as a Lua function; each script is compiled once."""
-    return engine().compile(source)
 
 
 @functools.lru_cache(maxsize=16)
@@ -89,12 +76,12 @@ def digest_of(script: Script) -> bytes:
     return script.by_digest.split(b"\r\n")[3]
 
 
-def library(texts: Mapping[Script, bytes] | None = None) -> dict[bytes, tuple[str, Any]]:
+def library(texts: Mapping[Script, bytes] | None = None) -> Scripts:
     """Return the names and the Lua functions of the shipped scripts, by digest.
 
     texts: replacements for some scripts, which run under the shipped digests.
     """
-    changed = texts or {}
+    changed, compiled = texts or {}, engine().compiled
     return {
         digest_of(script): (script.name, compiled(changed.get(script, script.source)))
         for script in SCRIPTS
@@ -104,7 +91,8 @@ def library(texts: Mapping[Script, bytes] | None = None) -> dict[bytes, tuple[st
 class Server:
     """One server: its keys and its replies. A subclass gives the time.
 
-    scripts: by digest, what a client can load. run_id: as in INFO, new at each start.
+    scripts: by digest, what a client can load. run_id: as in INFO, new at each start. ears: the
+    channels of each subscriber, which hears of a message by its `published(channel, message)`.
     """
 
     run_id = ""
@@ -112,7 +100,8 @@ class Server:
     def __init__(self, scripts: Scripts) -> None:
         self.store: Any = engine().empty()
         self._scripts = scripts
-        self._loaded: dict[bytes, tuple[str, Any]] = {}
+        self._loaded: dict[bytes, tuple[str, Any]] = {}  # by digest, for EVALSHA
+        self.ears: dict[Any, set[bytes]] = {}
         self._engine = engine()
 
     @property
@@ -125,78 +114,77 @@ class Server:
         """Seconds since the start, by the server's own clock."""
         raise NotImplementedError
 
-    def published(self, channel: bytes, message: bytes) -> int:
+    def publish(self, channel: bytes, message: bytes) -> int:
         """Send a message to the subscribers of a channel; return how many there are."""
-        return 0
+        heard = self.subscribers(channel)
+        for ear in heard:
+            ear.published(channel, message)
+        return len(heard)
 
-    def subscribers(self, channel: bytes) -> int:
-        """Return how many subscribers a channel has."""
-        return 0
+    def subscribers(self, channel: bytes) -> list[Any]:
+        return [ear for ear, channels in self.ears.items() if channel in channels]
 
     # the keys
 
     def holder(self, key: bytes) -> bytes | None:
-        """Return the value of a key, None if there is no such key."""
-        return self._engine.peek(self.store, self.wall_ms, key) or None
+        return self.look(key)[0]
 
     def put(self, key: bytes, value: bytes, seconds: float) -> None:
         """Set a key that expires after this many seconds of the server's clock."""
-        self._engine.put(self.store, self.wall_ms, key, value, int(seconds * 1000))
+        self._call(b"SET", key, value, b"PX", b"%d" % (seconds * 1000))
 
     def drop(self, key: bytes) -> None:
-        """Delete a key."""
-        self._engine.drop(self.store, self.wall_ms, key)
+        self._call(b"DEL", key)
 
     def look(self, key: bytes) -> tuple[bytes | None, int]:
         """Return the value of a key and its PTTL: ms, -1 without expiry, -2 without the key."""
-        value, ms = self._engine.look(self.store, self.wall_ms, key)
-        return value or None, ms
+        return self._engine.look(self.store, self.wall_ms, key)
 
     def keys(self) -> list[bytes]:
-        """Return the names of all keys."""
         return self._engine.names(self.store, self.wall_ms).split(b"\n")
 
     # the commands
 
     def execute(self, words: list[bytes]) -> tuple[str, bytes]:
         """Run one command; return the name of its script, "" if it has none, and the reply."""
-        verb = words[0]
-        if verb == b"EVALSHA":
-            script = self._loaded.get(words[1])
-            if script is None:
-                return "", NOSCRIPT
-            return script[0], self._run(script[1], words)
-        if verb == b"EVAL":
-            known = self._by_source(words[1])
-            return ("", FOREIGN_SCRIPT) if known is None else (known[0], self._run(known[1], words))
-        return "", self._answer(verb.upper(), words)
+        if words[0] == b"EVALSHA":
+            script, missing = self._loaded.get(words[1]), NOSCRIPT
+        elif words[0] == b"EVAL":
+            script, missing = self._load(words[1]), FOREIGN_SCRIPT
+        else:
+            return "", self._answer(words[0].upper(), words)
+        return ("", missing) if script is None else self._run(script, words)
 
-    def _by_source(self, source: bytes) -> tuple[str, Any] | None:
-        for script in SCRIPTS:
-            if script.source == source:
-                digest = digest_of(script)
-                self._loaded[digest] = self._scripts[digest]
-                return self._loaded[digest]
-        return None
+    def _load(self, source: bytes) -> tuple[str, Any] | None:
+        """Keep a script for EVALSHA and return it; None for one that is not the package's."""
+        digest = hashlib.sha1(source).hexdigest().encode()  # noqa: S324 - as the server names it
+        if digest in self._scripts:
+            self._loaded[digest] = self._scripts[digest]
+        return self._scripts.get(digest)
 
-    def _run(self, body: Any, words: list[bytes]) -> bytes:
-        engine = self._engine
-        engine.publish, engine.subscribers = self.published, self.subscribers
-        return engine.run(body, self.store, self.wall_ms, *words[2:])
+    def _run(self, script: tuple[str, Any], words: list[bytes]) -> tuple[str, bytes]:
+        self._engine.server, (name, body) = self, script
+        return name, self._engine.run(body, self.store, self.wall_ms, *words[2:])
 
     def _answer(self, verb: bytes, words: list[bytes]) -> bytes:
         if verb == b"PING":
             return b"+PONG\r\n"
         if verb == b"SCRIPT":
-            return FOREIGN_SCRIPT if self._by_source(words[-1]) is None else b"$2\r\nok\r\n"
+            return FOREIGN_SCRIPT if self._load(words[-1]) is None else b"$2\r\nok\r\n"
         if verb == b"INFO":
             return encode_bulk(self._info())
         if verb in (b"SCAN", b"KEYS"):
             return self._names(verb, words)
-        engine = self._engine
-        engine.publish, engine.subscribers = self.published, self.subscribers
-        reply = engine.call(self.store, self.wall_ms, verb, *words[1:])
-        return unknown_command(verb) if reply is None else reply
+        return self._call(verb, *words[1:])
+
+    def _call(self, verb: bytes, *words: bytes) -> bytes:
+        """Run a plain command; the model lacks most of them."""
+        self._engine.server = self
+        reply = self._engine.call(self.store, self.wall_ms, verb, *words)
+        if reply is None:
+            name = verb.decode(errors="replace")
+            return f"-ERR unknown command '{name}': this node is a fake\r\n".encode()
+        return reply
 
     def _info(self) -> bytes:
         facts = {
@@ -221,12 +209,6 @@ class Server:
         found = [encode_bulk(name) for name in self.keys() if name and matches(name, pattern)]
         listed = b"*%d\r\n%b" % (len(found), b"".join(found))
         return listed if verb == b"KEYS" else b"*2\r\n$1\r\n0\r\n" + listed
-
-
-def unknown_command(verb: bytes) -> bytes:
-    """Return the error reply to a command that the model lacks."""
-    name = verb.decode(errors="replace")
-    return f"-ERR unknown command '{name}': this node is a fake\r\n".encode()
 
 
 def matches(name: bytes, pattern: bytes) -> bool:

@@ -1,19 +1,43 @@
 """Lock nodes without a server: threads of this process, with a clock that a test moves.
 
-Every lock on them in this process uses their clock.
+A `FakeNode` is what a test starts and kills, a `FakeServer` one life of it: it runs the shipped
+scripts (`model.py`) behind a TCP port, so a lock on it uses the whole package. Every lock on the
+nodes in this process uses their `VirtualClock`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import datetime as dt
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import hiredis
 from redis import Redis
 
-from celery_redlock.lock.platform.clock import Platform, install_platform, uninstall_platform
-from celery_redlock.testing.clock import VirtualClock
-from celery_redlock.testing.node_thread import NodeThread
+from celery_redlock.lock.client import sessions
+from celery_redlock.lock.platform.clock import (
+    Platform,
+    SystemClock,
+    install_platform,
+    uninstall_platform,
+)
+from celery_redlock.lock.platform.threads import Waker, new_mutex, original, start_thread
+from celery_redlock.lock.transport.encoding import encode_bulk
+from celery_redlock.testing.model import Server, library
 from celery_redlock.testing.servers import claim_port
+
+MIN_JUMP = 0.001  # seconds: a smaller difference is the noise between two clocks
+CLOCK_INTERVAL = 0.01  # seconds between two checks of the clock for a jump
+SEND_TIMEOUT = 1.0  # seconds for a client that does not read
+CONNECTION_SETUP = (b"SELECT", b"AUTH", b"CLIENT")  # a client's first commands
+_lua_mutex = new_mutex()  # all nodes share one Lua engine
 
 
 class FakeNode:
@@ -29,36 +53,36 @@ class FakeNode:
         self.clock = clock or VirtualClock()
         self._claim = claim_port()
         self.port = int(self._claim.getsockname()[1])
-        self._thread: NodeThread | None = None
-        self._server = f"127.0.0.1:{self.port}"
+        self._server: FakeServer | None = None
+        self._address = f"127.0.0.1:{self.port}"
 
     @property
     def url(self) -> str:
         """The URL that `redlock_nodes` takes."""
-        return f"redis://{self._server}/0"
+        return f"redis://{self._address}/0"
 
     def start(self) -> FakeNode:
         """Start the node, empty; do nothing if it is up."""
-        if self._thread is None:
-            install_platform(self._server, Platform(self.clock))
-            self._thread = NodeThread(self.port, self.clock)
+        if self._server is None:
+            install_platform(self._address, Platform(self.clock))
+            self._server = FakeServer(self.port, self.clock)
         return self
 
     def kill(self) -> None:
         """End the node with its keys and connections; do nothing if it is down."""
-        if self._thread is not None:
-            self._thread.stop()
-            self._thread = None
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
 
     def pause(self) -> None:
         """Freeze the node: connections stay open, and no request is answered."""
-        if self._thread is not None:
-            self._thread.set_paused(True)
+        if self._server is not None:
+            self._server.set_paused(True)
 
     def resume(self) -> None:
         """Let a paused node answer again."""
-        if self._thread is not None:
-            self._thread.set_paused(False)
+        if self._server is not None:
+            self._server.set_paused(False)
 
     def advance(self, seconds: float) -> None:
         """Let the node's clock jump ahead, also for its lock holders and nodes that share it."""
@@ -73,7 +97,7 @@ class FakeNode:
 
     def __exit__(self, *exc_info: object) -> None:
         self.kill()
-        uninstall_platform(self._server)
+        uninstall_platform(self._address)
         self._claim.close()
 
 
@@ -83,3 +107,264 @@ def fake_nodes(count: int = 3) -> Iterator[list[FakeNode]]:
     clock = VirtualClock()
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(FakeNode(clock)) for _ in range(count)]
+
+
+class ClientConnection:
+    """A client's connection to a fake node."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.settimeout(SEND_TIMEOUT)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connected
+        self.reader = hiredis.Reader()
+
+    def published(self, channel: bytes, message: bytes) -> None:
+        """Write a message; if the client is gone, its next read closes the connection."""
+        with contextlib.suppress(OSError):
+            words = b"".join(map(encode_bulk, (b"message", channel, message)))
+            self.socket.sendall(b"*3\r\n" + words)
+
+    def close(self) -> None:
+        """Close the connection, even if a forked child has a copy of the descriptor."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+class FakeServer(Server):
+    """One life of a fake node: a thread that listens on its port and answers, until `stop`."""
+
+    def __init__(self, port: int, clock: VirtualClock) -> None:
+        super().__init__(library())
+        self.run_id = os.urandom(20).hex()
+        self._clock, self._started = clock, clock.now()
+        self._connections: dict[int, ClientConnection] = {}  # by file descriptor
+        self._waker, self._running = Waker(), new_mutex()
+        self._stopping = self._paused = False
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind(("127.0.0.1", port))
+        self._listener.listen(64)
+        self._running.acquire()
+        start_thread(self._serve)
+
+    @property
+    def wall_ms(self) -> int:
+        """Milliseconds since 1970, by the node's own clock."""
+        return self._clock.node_ms()
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since the start."""
+        return self._clock.now() - self._started
+
+    def set_paused(self, paused: bool) -> None:
+        self._paused = paused
+        self._waker.wake()
+
+    def stop(self) -> None:
+        """Close all connections; return once the thread has done so."""
+        self._stopping = True
+        self._waker.wake()
+        self._running.acquire()
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping:
+                for descriptor in self._ready():
+                    self._handle(descriptor)
+                self._clock.tell()
+        finally:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            for connection in self._connections.values():
+                connection.close()
+            self._running.release()
+
+    def _ready(self) -> list[int]:
+        """Return the descriptors with data to read; wait at most `CLOCK_INTERVAL` for some."""
+        poll = original("select", "poll")()
+        poll.register(self._waker.descriptor, select.POLLIN)
+        sockets = () if self._paused else (self._listener.fileno(), *self._connections)
+        for descriptor in sockets:
+            poll.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poll.poll(int(CLOCK_INTERVAL * 1000))]
+        self._waker.clear()
+        return [descriptor for descriptor in ready if descriptor != self._waker.descriptor]
+
+    def _handle(self, descriptor: int) -> None:
+        """Accept a connection, or answer the requests that have arrived on one."""
+        if descriptor == self._listener.fileno():
+            accepted = ClientConnection(self._listener.accept()[0])
+            self._connections[accepted.socket.fileno()] = accepted
+            return
+        connection = self._connections[descriptor]
+        with contextlib.suppress(OSError, hiredis.ProtocolError):
+            if data := connection.socket.recv(65536):
+                connection.reader.feed(data)
+                replies = []
+                while (words := connection.reader.gets()) is not False:
+                    replies.append(self._reply_to(connection, words))
+                connection.socket.sendall(b"".join(replies))
+                return
+        # the client has closed the connection, or its data are no requests
+        self.ears.pop(connection, None)
+        self._connections.pop(descriptor).close()
+
+    def _reply_to(self, connection: ClientConnection, words: list[bytes]) -> bytes:
+        verb, channels = words[0].upper(), self.ears.setdefault(connection, set())
+        if verb in (b"SUBSCRIBE", b"UNSUBSCRIBE"):
+            change = channels.add if verb == b"SUBSCRIBE" else channels.discard
+            reply = b""
+            for channel in words[1:]:
+                change(channel)
+                told = encode_bulk(verb.lower()) + encode_bulk(channel)
+                reply += b"*3\r\n%b:%d\r\n" % (told, len(channels))
+            return reply
+        if verb == b"PING" and channels:
+            return b"*2\r\n" + encode_bulk(b"pong") + encode_bulk(b"".join(words[1:]))
+        if verb in CONNECTION_SETUP:
+            return b"+OK\r\n"
+        with _lua_mutex:
+            return self.execute(words)[1]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The last reading of a virtual clock. All times in seconds.
+
+    real: the machine's monotonic clock. wall: since 1970, as freezegun or time-machine sets it.
+    freezes: how many freezes of these tools are active. ahead: the sum of all jumps so far.
+    exit_wall: the last wall reading inside the freeze that ended last, None if none has ended.
+    """
+
+    real: float
+    wall: float
+    freezes: int = 0
+    ahead: float = 0.0
+    exit_wall: float | None = None
+
+    def jump(self, real: float, wall: float, freezes: int) -> float:
+        """Return by how many seconds the clock has jumped ahead since this sample.
+
+        The end of a freeze is no jump. A new freeze that lies before the machine's time counts from
+        the last time of the freeze before it: two freezes in a row are time that passes.
+        """
+        gained = self.gained(real, wall)
+        if freezes < self.freezes:
+            return 0.0
+        if freezes > self.freezes and gained < 0 and self.exit_wall is not None:
+            return max(0.0, wall - self.exit_wall)
+        return max(0.0, gained)
+
+    def gained(self, real: float, wall: float) -> float:
+        """Return by how many seconds the wall clock has gained on the machine's."""
+        return (wall - self.wall) - (real - self.real)
+
+
+class VirtualClock:
+    """The time of fake nodes, and of every lock on them in this process.
+
+    It runs at the machine's rate and never stops, so a waiting thread does not hang. `advance`
+    makes it jump ahead, and so do freezegun (`freezer.tick(31)`, `move_to`) and time-machine
+    (`traveller.shift(31)`, `move_to`) if they move the time ahead. A freeze, its end, or a clock
+    that is set back has no effect. A jump acts like a suspended machine: a lease that ended during
+    the jump is lost.
+    """
+
+    resolution = 0.0
+
+    def __init__(self) -> None:
+        self._machine = SystemClock()
+        self._last = Sample(*self._read())
+        self._epoch = self._last.wall - self._last.real
+        self._mutex = new_mutex()
+        self._jumps = self._announced = 0
+
+    def now(self) -> float:
+        """Return monotonic seconds. Never blocks, because a signal handler may call it."""
+        last = self._last
+        real, wall, freezes = self._read()
+        if freezes == last.freezes and abs(last.gained(real, wall)) < MIN_JUMP:
+            return real + last.ahead  # no tool has moved, frozen or released the clock
+        jump = last.jump(real, wall, freezes)
+        if self._mutex.acquire(False):
+            if self._last is last:  # else another thread has just recorded the same jump
+                exit_wall = last.wall if freezes < last.freezes else last.exit_wall
+                self._last = Sample(real, wall, freezes, last.ahead + jump, exit_wall)
+                self._jumps += jump > 0
+            self._mutex.release()
+        return real + last.ahead + jump
+
+    def _read(self) -> tuple[float, float, int]:
+        """Return the machine's monotonic seconds, the wall clock and the freezes of one moment."""
+        for _ in range(5):
+            before, freezes = self._machine.now(), active_freezes()
+            wall = wall_clock()
+            after = self._machine.now()
+            if after - before < MIN_JUMP / 2 and active_freezes() == freezes:
+                break  # else the thread was suspended between the readings
+        return after, wall, freezes
+
+    def wall_us(self) -> int:
+        """Return microseconds since 1970, as freezegun or time-machine sets them."""
+        return int(wall_clock() * 1e6)
+
+    def node_ms(self) -> int:
+        """Return the nodes' milliseconds since 1970, which are never set back."""
+        return int((self._epoch + self.now()) * 1000)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for this many seconds of the machine's time."""
+        self._machine.sleep(seconds)
+
+    def advance(self, seconds: float) -> None:
+        """Jump ahead, for all nodes with this clock and for every lock on them."""
+        self.now()
+        with self._mutex:
+            self._last = replace(self._last, ahead=self._last.ahead + seconds)
+            self._jumps += 1
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake the watchdogs and waiters that use this clock if it jumped since the last call."""
+        self.now()
+        jumps = self._jumps
+        if self._announced == jumps:
+            return
+        with contextlib.suppress(RuntimeError):  # a new session in the loop: the next call retries
+            for session in sessions():
+                if session.clock is self:
+                    session.watchdog.look()
+                    session.callers.on_listening()
+            self._announced = jumps
+
+
+def _freezegun_clocks() -> Sequence[Any]:
+    """Return the clocks of freezegun's active freezes, the innermost last.
+
+    Its fakes of `time` do not work here: below a threading.Thread, freezegun chooses by the modules
+    on the stack and returns the real time.
+    """
+    return getattr(sys.modules.get("freezegun.api"), "freeze_factories", ())
+
+
+def active_freezes() -> int:
+    """Return how many freezes of freezegun and time-machine are active."""
+    machine = sys.modules.get("time_machine")
+    is_travelling = machine is not None and machine.escape_hatch.is_travelling()
+    return len(_freezegun_clocks()) + is_travelling
+
+
+def wall_clock() -> float:
+    """Return seconds since 1970, as freezegun or time-machine sets them.
+
+    Source: time-machine moves CLOCK_REALTIME, freezegun does not; neither moves CLOCK_BOOTTIME.
+    """
+    for factory in _freezegun_clocks()[-1:]:
+        # a factory with auto_tick_seconds moves at each call, and the kit's calls must not move it
+        ticks = hasattr(factory, "step_width")
+        frozen: dt.datetime = factory.time_to_freeze if ticks else factory()
+        return frozen.replace(tzinfo=dt.timezone.utc).timestamp()
+    return time.clock_gettime(time.CLOCK_REALTIME)

@@ -17,8 +17,6 @@ import threading
 from collections.abc import Iterable
 from typing import IO, cast
 
-__all__ = ["forget", "watch"]
-
 _mutex = threading.Lock()
 _reapers: dict[int, subprocess.Popen[bytes]] = {}  # by pid: a forked child starts its own
 

@@ -357,25 +357,11 @@ function call(of, at, name, ...)
   return encoded(reply)
 end
 
--- The others read and change the keys of one node from outside.
-function peek(of, at, key)
+-- The others read the keys of one node from outside, or copy them.
+function look(of, at, key)
   store, now = of, at
   local entry = live(key)
-  return entry and type(entry[1]) == 'string' and entry[1] or false
-end
-
-function look(of, at, key)
-  return peek(of, at, key), commands.PTTL(key)
-end
-
-function put(of, at, key, value, ms)
-  store, now = of, at
-  commands.SET(key, value, 'PX', ms)
-end
-
-function drop(of, at, key)
-  store, now = of, at
-  commands.DEL(key)
+  return entry and type(entry[1]) == 'string' and entry[1] or nil, commands.PTTL(key)
 end
 
 function copy(of)

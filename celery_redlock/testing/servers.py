@@ -15,12 +15,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from redis import Redis
 
 from celery_redlock.testing import reaper
-
-__all__ = ["EmbeddedNode", "WorkerProcess", "embedded_nodes"]
 
 
 def claim_port(*, bus: bool = False) -> socket.socket:
@@ -57,6 +56,17 @@ def _embedded_binary() -> str:
     return str(get_binary_path())
 
 
+def _spawn(command: Sequence[str], log: Path, **more: Any) -> subprocess.Popen[bytes]:
+    """Start a program in a process group of its own, which ends at the latest with this process."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(  # noqa: S603 - our own command line
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+            start_new_session=True, **more,
+        )  # fmt: skip
+    reaper.watch(process.pid)
+    return process
+
+
 class EmbeddedNode:
     """A Valkey server on a free loopback port, without persistence.
 
@@ -73,6 +83,7 @@ class EmbeddedNode:
         self.port = int(self._claim.getsockname()[1])
         self._temporary = tempfile.TemporaryDirectory(prefix="node-")
         self.folder = Path(self._temporary.name)
+        self._log = self.folder / "log"
         settings = {"bind": "127.0.0.1", "save": "", "appendonly": "no", **config}
         pairs = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
         options = [word for name, value in pairs for word in (name, *(value.split() or [""]))]
@@ -97,12 +108,7 @@ class EmbeddedNode:
 
         timeout: seconds. Raises RuntimeError with the server's log if it does not answer by then.
         """
-        with self._log_path.open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own command line
-                self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
-        reaper.watch(self._process.pid)
+        self._process = _spawn(self.command, self._log)
         end = time.monotonic() + timeout
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -111,13 +117,9 @@ class EmbeddedNode:
             time.sleep(0.01)
         return self
 
-    @property
-    def _log_path(self) -> Path:
-        return self.folder / "log"
-
     def log(self) -> str:
         """Return what the server has written so far."""
-        return self._log_path.read_text() if self._log_path.exists() else ""
+        return self._log.read_text() if self._log.exists() else ""
 
     def _answers(self) -> bool:
         """Return whether the server answers, even if only to ask for a password."""
@@ -223,12 +225,7 @@ class WorkerProcess:
 
     def launch(self) -> None:
         """Start the worker; return at once. Several can start in parallel: see `wait_ready`."""
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own command line
-                self._command, cwd=self._cwd, env=self._env, stdout=log, stderr=log,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        reaper.watch(self._process.pid)
+        self._process = _spawn(self._command, self.log, cwd=self._cwd, env=self._env)
 
     def wait_ready(self, timeout: float = 120.0) -> WorkerProcess:
         """Return when the launched worker reports that it is ready.

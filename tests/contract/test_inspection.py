@@ -18,7 +18,7 @@ from celery_redlock.lock.node_status import look_at_nodes, missing_rights, trust
 from celery_redlock.lock.server.requests import RENEW
 from celery_redlock.lock.transport.encoding import text_of
 from celery_redlock.lock.waiting_processes import look_at_waiting
-from celery_redlock.operate.cli.render import as_data
+from celery_redlock.operate.cli.group import as_data
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import TTL, eventually, is_free, settle
 

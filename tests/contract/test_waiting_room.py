@@ -41,8 +41,8 @@ from celery_redlock.tasks.delivery.delivery import (
     utc_now,
 )
 from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.waiting.queues import WaitingTimes
 from celery_redlock.tasks.waiting.room import WaitingRoom, admit_received
-from celery_redlock.tasks.waiting.times import WaitingTimes
 from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR
 from tests.conftest import PATIENCE, eventually, settle

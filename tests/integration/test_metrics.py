@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from celery_redlock import LockLost, SettingsError, signals
 from celery_redlock.lock.model.keys import lock_key, waiting_key
-from celery_redlock.operate.metrics.counters import Metrics
+from celery_redlock.operate.metrics import Metrics
 from celery_redlock.tasks.delivery.delivery import NAMED_AT
 from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
@@ -180,7 +180,7 @@ import logging, os, signal, threading, time
 from celery import Celery
 from celery.signals import worker_init
 from celery_redlock import LockedTask, NodeError, Redlock
-from celery_redlock.operate.metrics import exporter
+from celery_redlock.operate import metrics
 from celery_redlock.signals import node_failed
 
 app = Celery("counts", broker="memory://")
@@ -193,7 +193,7 @@ class Worker:
 Worker.app = app
 worker_init.send(sender=Worker)
 app.finalize()
-assert exporter._exporter is not None
+assert metrics._exporter is not None
 
 logging.disable()
 redlock = Redlock(["redis://127.0.0.1:1"])

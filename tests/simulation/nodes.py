@@ -57,7 +57,6 @@ class Node(Server):
         self.name = f"node{index}"
         self.rate, self.offset = rate, offset
         self.links: dict[Link, None] = {}  # in the order in which they came
-        self.ears: dict[Any, set[bytes]] = {}  # subscribers: the channels of each
         self.stopped_until = 0.0  # real s: frozen, with its connections open
         self.down = False
         self.silent_until = -math.inf  # real s: it lost memory and must not vote before
@@ -100,29 +99,13 @@ class Node(Server):
             self.was_free = self.holder(words[3]) is None
         return super().execute(words)
 
-    def published(self, channel: bytes, message: bytes) -> int:
-        """Hand a message to the subscribers of a channel."""
-        heard = self._subscribed(channel)
-        for ear in heard:
-            ear.published(channel, message)
-        return len(heard)
-
-    def subscribers(self, channel: bytes) -> int:
-        """Return how many subscribers a channel has."""
-        return len(self._subscribed(channel))
-
-    def _subscribed(self, channel: bytes) -> list[Any]:
-        return [ear for ear, channels in self.ears.items() if channel in channels]
-
     # what befalls it
 
     def trusted(self, prefix: str) -> None:
         """Know all scripts, and an operator's word: it votes at once."""
         self._loaded.update(self._scripts)
         names = [name.encode() for name in (*guard_keys(prefix), tenure_key(prefix))]
-        self._run(
-            self._scripts[digest_of(TRUST)][1], [b"", b"", b"3", *names, self.run_id.encode()]
-        )
+        self._run(self._scripts[digest_of(TRUST)], [b"", b"", b"3", *names, self.run_id.encode()])
 
     def tenure(self, prefix: str) -> bytes:
         """Return its own tenure as it noted it."""

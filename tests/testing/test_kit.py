@@ -42,7 +42,7 @@ from celery_redlock.testing import (
     trust_nodes,
     use_nodes,
 )
-from celery_redlock.testing.clock import Sample
+from celery_redlock.testing.node import Sample
 from tests.conftest import eventually
 
 PATIENT = 7.0  # s for one node: no stall of a busy machine is what is told here

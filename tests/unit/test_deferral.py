@@ -39,6 +39,7 @@ from celery_redlock.tasks.delivery.republish import NotRepublishedError, QueueGo
 from celery_redlock.tasks.delivery.route import (
     Route,
     delay_options,
+    is_kept_by_broker,
     send_options,
     supported_countdown,
 )
@@ -251,7 +252,8 @@ def test_what_ends_a_deferred_run_comes_through_to_the_main_process_as_it_was(
 
 def test_a_broker_without_delays_of_its_own_takes_any_countdown() -> None:
     app = Celery("t", broker="memory://", set_as_default=False)
-    assert supported_countdown(app, 0.05, Route("celery", "celery")) == 0.05
+    assert not is_kept_by_broker(app, Route("celery", "celery"))
+    assert supported_countdown(0.05, is_kept=False) == 0.05
     home = send_options(app, Route("celery", "celery", queue="celery"))
     assert (home["exchange"], home["routing_key"]) == ("", "celery")
     assert home["declare"] == [app.amqp.queues["celery"]]
@@ -270,13 +272,13 @@ def quorum_app() -> Celery:
 
 
 def test_a_quorum_queue_takes_whole_seconds_from_one_upwards(quorum_app: Celery) -> None:
-    here = Route("tasks", "celery")
-    assert [supported_countdown(quorum_app, s, here) for s in (0.05, 1.0, 1.2)] == [1.0, 1.0, 2.0]
+    assert is_kept_by_broker(quorum_app, Route("tasks", "celery"))
+    assert [supported_countdown(s, is_kept=True) for s in (0.05, 1.0, 1.2)] == [1.0, 1.0, 2.0]
 
 
 def test_what_rabbitmq_would_not_bring_back_waits_in_the_worker(quorum_app: Celery) -> None:
     for where in (Route("direct", "direct"), Route("", "celery"), Route("tasks", "nobody")):
-        assert supported_countdown(quorum_app, 0.05, where) == 0.05
+        assert not is_kept_by_broker(quorum_app, where)
         options = send_options(quorum_app, where)
         assert (options["exchange"], options["routing_key"]) == (where.exchange, where.routing_key)
         assert send_options(quorum_app, replace(where, queue="celery"))["routing_key"] == "celery"
@@ -342,7 +344,7 @@ def delivery_of(header: LockHeader) -> Delivery:
 
 
 def test_a_message_that_the_broker_redelivers_asks_for_any_marker_from_then_on() -> None:
-    header = LockHeader().redelivered()
+    header = LockHeader(is_flagged=True)
     for known in (header, deferred(header), waiting(LockHeader())):
         assert ran_since(delivery_of(known)) == -math.inf
 
@@ -386,7 +388,7 @@ def test_a_redelivery_that_waits_has_deferrals_of_its_own() -> None:
 
 
 def test_a_revoked_message_stays_so_in_every_worker_but_for_a_retry() -> None:
-    header = waiting(LockHeader().redelivered().revoked())
+    header = waiting(LockHeader(is_flagged=True, is_revoked=True))
     assert LockHeader.of(request(header.to_message())).is_revoked
     assert not LockHeader.of(request(header.to_message(), retries=1)).is_revoked
 

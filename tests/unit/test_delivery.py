@@ -49,8 +49,8 @@ def test_a_first_delivery_without_a_header_that_acknowledges_early_has_no_other(
     assert plain.cancelled is None
     assert not plain.may_have_run_elsewhere
     assert not plain.is_redelivered
-    assert completion_marker(plain, is_unique=False) is None
-    assert completion_marker(delivery_of(acks_late=True), is_unique=False) is not None
+    assert completion_marker(plain, 60.0, is_unique=False) is None
+    assert completion_marker(delivery_of(acks_late=True), 60.0, is_unique=False) is not None
 
 
 def test_a_header_of_an_eager_call_is_among_the_others() -> None:
@@ -77,7 +77,7 @@ def test_only_a_task_that_acknowledges_late_heeds_the_brokers_redelivered_flag(
         (DEFERRED, PAST, False, None),
         (DEFERRED.revoked(), None, True, "revoked"),
         (DEFERRED.revoked(), PAST, True, "revoked"),
-        (LockHeader().redelivered(), PAST, True, "expired"),
+        (LockHeader(is_flagged=True), PAST, True, "expired"),
     ],
 )
 def test_a_message_that_may_have_run_elsewhere_says_why_it_is_not_to_run(

@@ -17,9 +17,8 @@ from celery_redlock.lock.model.handoff import LADDER, TURN, Step
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
-from celery_redlock.tasks.waiting.queues import QueueKey, Waiter
+from celery_redlock.tasks.waiting.queues import QueueKey, WaitingMessage, WaitingTimes
 from celery_redlock.tasks.waiting.successor import Successor
-from celery_redlock.tasks.waiting.times import WaitingTimes
 
 TIMES = WaitingTimes()
 PREFETCH = 4  # of the worker, without waiting messages
@@ -87,13 +86,13 @@ class Heads:
 
     def __init__(self) -> None:
         self.changed: list[str] = []
-        self.due: Callable[[Waiter], object] = str
+        self.due: Callable[[WaitingMessage], object] = str
 
-    def on_head(self, resource: str, first: Waiter | None) -> None:
+    def on_head(self, resource: str, first: WaitingMessage | None) -> None:
         said = "" if first is None else f"{first.request.id} is first on "
         self.changed.append(f"{said}{resource}")
 
-    def on_due(self, waiter: Waiter) -> None:
+    def on_due(self, waiter: WaitingMessage) -> None:
         self.due(waiter)
 
 
@@ -141,7 +140,7 @@ class Worker:
     def admit(
         self, id_: str, since: int, resource: str = "a", countdown: float = 100.0,
         *, waits: bool = True,
-    ) -> Waiter:  # fmt: skip
+    ) -> WaitingMessage:  # fmt: skip
         """Let a message wait, as Celery's strategy does."""
         message, now = (
             Message(
@@ -154,7 +153,7 @@ class Worker:
             self.clock.time,
         )
         eta, deadline = now + countdown, now + DEADLINE
-        waiter = Waiter(message, since, QueueKey(resource, 1), eta, deadline, waits)
+        waiter = WaitingMessage(message, since, QueueKey(resource, 1), eta, deadline, waits)
         self.dispatcher.add(waiter)
         self.qos.increment_eventually()
         entry = self.timer.call_after(countdown, self.dispatcher.on_eta, (message,))
@@ -189,7 +188,7 @@ def test_a_release_dispatches_the_head_and_the_next_one_tries_a_moment_after_its
 def test_a_head_goes_on_though_the_news_of_it_fails() -> None:
     """As that starts threads, which a system may refuse."""
 
-    def fail(resource: str, first: Waiter | None = None) -> None:
+    def fail(resource: str, first: WaitingMessage | None = None) -> None:
         raise RuntimeError("can't start new thread")
 
     worker = Worker()
@@ -246,7 +245,7 @@ def test_celery_can_cancel_the_timer_of_a_message_that_waits_past_its_eta() -> N
 def test_a_head_that_is_due_looks_first_and_may_wait_on() -> None:
     worker, looks = Worker(), list[float]()
 
-    def look(head: Waiter) -> None:
+    def look(head: WaitingMessage) -> None:
         looks.append(worker.clock.time)
         worker.dispatcher.postpone(head, 20.0)
 
@@ -358,7 +357,7 @@ def test_cancelled_messages_are_dispatched_and_leave_the_others_where_they_are()
     for number in range(4):
         worker.admit(f"{number}", number)
     worker.revoked |= {"0", "2"}
-    worker.dispatcher.dispatch_cancelled()
+    worker.dispatcher.sweep()
     assert worker.ids == ["0", "2"]
     assert [waiter.request.id for waiter in worker.dispatcher.waiting()] == ["1", "3"]
 
@@ -379,7 +378,7 @@ def test_above_the_capacity_the_last_ones_are_dispatched_one_by_one() -> None:
 def test_the_prefetch_is_taken_back_for_the_messages_above_the_capacity_alone(
     room_for: int, counts: list[int]
 ) -> None:
-    worker, waiting, numbers = Worker(capacity=room_for), list[Waiter](), itertools.count()
+    worker, waiting, numbers = Worker(capacity=room_for), list[WaitingMessage](), itertools.count()
     for count in counts:
         while len(waiting) < count:
             number = next(numbers)
@@ -425,7 +424,7 @@ def test_every_message_goes_on_exactly_once_and_in_time_with_or_without_a_releas
             worker.dispatcher.dispatch(waiter)
         elif then == "sweeps":
             worker.revoked.add(id_)
-            worker.dispatcher.dispatch_cancelled()
+            worker.dispatcher.sweep()
         elif then:
             before = [w.request.id for w in worker.dispatcher.queues.heads(then[-1])]
             count = len(worker.applied)

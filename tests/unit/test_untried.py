@@ -25,8 +25,8 @@ from celery_redlock.signals import LockDeferredEvent, lock_deferred
 from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, LockHeader, utc_now
 from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.execution.untried import defer_untried
+from celery_redlock.tasks.waiting.queues import WaitingTimes
 from celery_redlock.tasks.waiting.room import WaitingRoom
-from celery_redlock.tasks.waiting.times import WaitingTimes
 from tests.conftest import eventually
 
 REMEMBERED = WaitingTimes().remember_refusal

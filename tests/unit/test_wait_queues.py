@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from celery_redlock.tasks.waiting.queues import (
+    MessageQueues,
     QueueKey,
     QuorumHistory,
-    Waiter,
-    WaitQueues,
+    WaitingMessage,
+    WaitingTimes,
     priority_order,
 )
-from celery_redlock.tasks.waiting.times import WaitingTimes
 
 TIMES = WaitingTimes()
 RETRY_NEXT_AFTER, AT_MOST = TIMES.retry_next_after, TIMES.retry_next_at_most  # s
@@ -30,13 +30,15 @@ class Message:
 
 def waiter(
     since: float, resource: str = "a", limit: int = 1, deadline: float = LATER, priority: int = 0
-) -> Waiter:
+) -> WaitingMessage:
     queue = QueueKey(resource, limit)
-    return Waiter(Message(), since, queue, 0.0, deadline, waits_for_release=True, priority=priority)
+    return WaitingMessage(
+        Message(), since, queue, 0.0, deadline, waits_for_release=True, priority=priority
+    )
 
 
-def queued(*sinces: float) -> tuple[WaitQueues, Sequence[Waiter]]:
-    queues, waiters = WaitQueues(TIMES), [waiter(since) for since in sinces]
+def queued(*sinces: float) -> tuple[MessageQueues, Sequence[WaitingMessage]]:
+    queues, waiters = MessageQueues(TIMES), [waiter(since) for since in sinces]
     for each in waiters:
         queues.add(each)
     return queues, waiters
@@ -59,7 +61,7 @@ def test_nonsense_is_the_priority_of_a_message_without_one(nonsense: object) -> 
 def test_waiters_are_in_order_of_priority_and_then_of_first_deferral(
     messages: list[tuple[int, int]],
 ) -> None:
-    queues = WaitQueues(TIMES)
+    queues = MessageQueues(TIMES)
     for priority, since in messages:
         queues.add(waiter(since, priority=priority))
     assert queues.last_of_longest() is queues.on("a")[-1]
@@ -71,7 +73,7 @@ def test_waiters_are_in_order_of_priority_and_then_of_first_deferral(
 
 
 def test_a_dispatched_head_that_is_back_is_where_its_priority_and_first_deferral_put_it() -> None:
-    queues = WaitQueues(TIMES)
+    queues = MessageQueues(TIMES)
     urgent, later, plain = (waiter(since, priority=p) for since, p in ((5, 1), (6, 1), (1, 2)))
     for each in (plain, later, urgent):
         queues.add(each)
@@ -83,7 +85,7 @@ def test_a_dispatched_head_that_is_back_is_where_its_priority_and_first_deferral
 
 
 def test_while_an_urgent_head_tries_an_earlier_message_of_lower_priority_holds_back() -> None:
-    queues, urgent, plain = WaitQueues(TIMES), waiter(5, priority=1), waiter(1, priority=2)
+    queues, urgent, plain = MessageQueues(TIMES), waiter(5, priority=1), waiter(1, priority=2)
     queues.add(urgent)
     queues.remove(urgent, 100.0)
     queues.add(plain)
@@ -166,25 +168,25 @@ def test_a_postponed_head_looks_at_its_new_time_and_at_its_deadline_at_the_lates
 
 def test_a_queue_has_a_message_while_one_of_its_limit_waits() -> None:
     queues, (one,) = queued(1)
-    assert queues.has(QueueKey("a", 1))
-    assert not queues.has(QueueKey("a", 2))
-    assert not queues.has(QueueKey("b", 1))
+    assert queues.head(QueueKey("a", 1)) is one
+    assert queues.head(QueueKey("a", 2)) is None
+    assert queues.head(QueueKey("b", 1)) is None
     queues.remove(one, 0.0)
-    assert not queues.has(QueueKey("a", 1))
+    assert queues.head(QueueKey("a", 1)) is None
 
 
 def test_the_head_of_each_queue_is_known_and_nobody_that_has_left() -> None:
     queues, (first, second) = queued(1, 2)
-    assert (queues.is_head(first), queues.is_head(second)) == (True, False)
+    assert queues.head(QueueKey("a", 1)) is first
     queues.remove(first, 0.0)
-    assert (queues.is_head(first), queues.is_head(second)) == (False, True)
+    assert queues.head(QueueKey("a", 1)) is second
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=30))
 def test_an_eviction_keeps_the_order_of_those_that_stay(
     messages: list[tuple[int, str, bool]],
 ) -> None:
-    queues = WaitQueues(TIMES)
+    queues = MessageQueues(TIMES)
     for since, resource, waits in messages:
         each = waiter(since, resource)
         each.waits_for_release = waits
@@ -205,8 +207,8 @@ class Queues(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.here = 0.0, list[Waiter]()
-        self.queues = WaitQueues(TIMES)
+        self.now, self.here = 0.0, list[WaitingMessage]()
+        self.queues = MessageQueues(TIMES)
 
     @rule(seconds=st.floats(0.0, 40.0))
     def advance(self, seconds: float) -> None:
@@ -249,7 +251,7 @@ class Queues(RuleBasedStateMachine):
     def forget_empty(self) -> None:
         self.queues.forget_empty(self.now)
 
-    def queue_of(self, one: Waiter) -> list[Waiter]:
+    def queue_of(self, one: WaitingMessage) -> list[WaitingMessage]:
         return sorted(each for each in self.here if each.queue == one.queue)
 
     @invariant()

@@ -6,7 +6,7 @@ Not here: what the nodes know of them (`inbox.py`), and when a caller looks (`lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from celery_redlock.lock.engine.inbox import Inbox, Line
 from celery_redlock.lock.model.handoff import FALLBACK, LOOK, TURN, Step
@@ -114,10 +114,7 @@ class Callers:
                 following.plan(Step(LOOK), following.looked_at)
             following.wake_up()
         caller.was_first = False
-        if following is not None and acquired:  # another process may have taken this one for dead
-            self.inbox.register_again(caller.resource)
-        else:
-            self.inbox.changed(caller.resource)
+        self.inbox.changed(caller.resource, anew=following is not None and acquired)
 
     def _remove(self, caller: Caller) -> None:
         line = self._lines.get(caller.resource, {})
@@ -148,10 +145,8 @@ class Callers:
 
     def first_of(self, caller: Caller) -> Caller | None:
         """Return the first caller that waits for the same lock."""
-        for one in self.line(caller.resource):
-            if one.limit == caller.limit:
-                return one
-        return None
+        same = (one for one in self.line(caller.resource) if one.limit == caller.limit)
+        return next(same, None)
 
     @property
     def count(self) -> int:
@@ -178,21 +173,24 @@ class Callers:
 
     def on_step(self, resource: str, step: Step, due: float) -> None:
         """Let the first caller of each limit act; each release of a permit is for another one."""
-        told = set()
-        for caller in self.line(resource):
-            if caller.limit not in told and (caller.limit == 1 or caller.due > due):
-                told.add(caller.limit)
-                # what one node alone says makes nobody look all the time
-                soonest = caller.looked_at + LOOK_AGAIN if step.why == FALLBACK else due
-                caller.plan(step, max(due, soonest))
+        line = self.line(resource)
+        for caller in _firsts(one for one in line if one.limit == 1 or one.due > due):
+            # what one node alone says makes nobody look all the time
+            soonest = caller.looked_at + LOOK_AGAIN if step.why == FALLBACK else due
+            caller.plan(step, max(due, soonest))
 
     def on_listening(self) -> None:
         """Let the first caller of each limit ask, once a second: a node may open often."""
         now = self._clock.now()
         for resource in self.resources():
             self.inbox.changed(resource)  # before, a release would have taken this process for dead
-            told = set()
-            for caller in self.line(resource):
-                if caller.limit not in told:
-                    told.add(caller.limit)
-                    caller.plan(Step(LOOK), max(now, caller.looked_at + LONGEST_SPIN))
+            for caller in _firsts(self.line(resource)):
+                caller.plan(Step(LOOK), max(now, caller.looked_at + LONGEST_SPIN))
+
+
+def _firsts(callers: Iterable[Caller]) -> list[Caller]:
+    """Return the first caller of each limit."""
+    by_limit: dict[int, Caller] = {}
+    for caller in callers:
+        by_limit.setdefault(caller.limit, caller)
+    return list(by_limit.values())

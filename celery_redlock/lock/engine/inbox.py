@@ -36,7 +36,7 @@ from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.subscriber import Subscriber
 
 Report = Callable[[Place | None], object]
-Question = tuple[float, int, tuple[Report, ...]]  # since, passed, and reports of its reply
+Question = tuple[int, Report]  # passed, and what is told of the reply
 OnMessage = Callable[[str, str, int], object]
 
 
@@ -88,22 +88,25 @@ class Inbox:
         self._subscribers: dict[None, list[Subscriber]] = {}
         self._registered: dict[str, float] = {}  # by resource: since when, as the nodes know it
         self._struck_at: dict[int, float] = {}  # monotonic seconds, by node
-        # by resource and limit: the one in flight, and the next one
+        # by resource and limit: those in flight as one, and those that came meanwhile
         self._questions: dict[tuple[str, int], list[Question]] = {}
         self._counting = self._platform.new_mutex()
         self._namings = Namings(quorum_of(len(self._core.nodes.all)))
 
     # what the nodes know
 
-    def changed(self, resource: str) -> None:
-        """Let the nodes know since when the first one waits, or that nobody does. Never waits."""
+    def changed(self, resource: str, *, anew: bool = False) -> None:
+        """Let the nodes know since when the first one waits, or that nobody does. Never waits.
+
+        anew: also if they knew it, as another process may have taken this one for dead.
+        """
         since, known = self._line.since(resource), self._registered.get(resource)
         if since is None:
             if known is not None:
                 self._unregister(resource)
             return
         self.listen()
-        if known is None:
+        if known is None or anew:
             if self.is_listening:  # before, a release would take this process for dead
                 self._write(self._register(resource, since), REGISTER)
         elif known != since:
@@ -130,22 +133,17 @@ class Inbox:
         if now - self._struck_at.get(node, -math.inf) < TURN:
             return  # each release names this process again
         self._struck_at[node] = now
-        request = self._core.requests.unregister(self.name, resource)
-        self._core.nodes.send_to(node, Command(request, IGNORE_REPLY))
-        self._drain_by(now + self._core.nodes.timeout)
+        self._write(self._core.requests.unregister(self.name, resource), node=node)
         if resource in self._line.resources():  # somebody has begun to wait meanwhile
             self._line.on_listening()
 
-    def register_again(self, resource: str) -> None:
-        """Register anew: another process may have taken this one for dead. Never waits."""
-        since = self._line.since(resource)
-        if since is not None and self.is_listening:
-            self._write(self._register(resource, since), REGISTER)
-
-    def _write(self, request: bytes, script: Any = None) -> None:
-        nodes = self._core.nodes
+    def _write(self, request: bytes, script: Any = None, node: int | None = None) -> None:
+        nodes, command = self._core.nodes, Command(request, IGNORE_REPLY, script)
         now = nodes.clock.now()
-        nodes.broadcast(Command(request, IGNORE_REPLY, script), now)
+        if node is None:
+            nodes.broadcast(command, now)
+        else:
+            nodes.send_to(node, command)
         self._drain_by(now + nodes.timeout)
 
     def leave(self) -> None:
@@ -176,39 +174,41 @@ class Inbox:
         One question for each resource and limit is in flight: those that come meanwhile follow as
         one, so that a flood of messages makes no flood of questions.
         """
-        since = self._line.since(resource)
-        if since is None or limit > MOST_ASKED:
+        if limit > MOST_ASKED:
             report(None)
             return
         asked = resource, limit
         with self._counting:
             questions = self._questions.setdefault(asked, [])
             is_in_flight = bool(questions)
-            reports: tuple[Report, ...] = questions[1][2] if questions[1:] else ()
-            question = since, passed, (*reports, report)
-            questions[1:] = [question]
+            questions.append((passed, report))
         if not is_in_flight:
-            self._ask(asked, question)
+            self._ask(asked)
 
-    def _ask(self, asked: tuple[str, int], question: Question) -> None:
-        since, passed, reports = question
+    def _ask(self, asked: tuple[str, int]) -> None:
+        """Ask what has come since the last question; then report, and go on."""
+        resource, limit = asked
+        with self._counting:
+            questions = self._questions[asked].copy()
 
-        def wait() -> None:
-            self._core.nodes.wait(round_, until, native=True)
-
-        def on_place() -> None:
+        def on_place(place: Place | None) -> None:
             with self._counting:
-                following = self._questions.pop(asked, [])[1:]
+                following = self._questions.pop(asked, [])[len(questions) :]
                 if following:
                     self._questions[asked] = following
             if following:
-                self._ask(asked, following[0])
-            for report in reports:
-                report(round_.place)
+                self._ask(asked)
+            for _, report in questions:
+                report(place)
 
+        since = self._line.since(resource)
+        if since is None:
+            on_place(None)
+            return
         try:
-            round_, until = self._send(*asked, since, passed)
-            self._threads.add(WorkItem(wait, on_place))
+            round_, until = self._send(resource, limit, since, questions[-1][0])
+            wait = functools.partial(self._core.nodes.wait, round_, until, native=True)
+            self._threads.add(WorkItem(wait, lambda: on_place(round_.place)))
         except BaseException:  # for example, no thread can be started: later questions are asked
             with self._counting:
                 self._questions.pop(asked, None)
@@ -266,8 +266,7 @@ class Inbox:
         if not message:
             for resource, since in list(self._registered.items()):  # it may have forgotten them
                 request = self._core.requests.register(self.name, resource, since)
-                self._core.nodes.send_to(node, Command(request, IGNORE_REPLY, REGISTER))
-            self._drain_by(self._platform.clock.now() + self._core.nodes.timeout)
+                self._write(request, REGISTER, node)
             self._line.on_listening()
             return
         named = Named.parse(message, self._core.options.prefix)

@@ -26,14 +26,11 @@ _NAMED = re.compile(r"(?P<rank>[0-9]{1,2}) (?P<release>[^ ]{0,100}) (?P<waiting>
 
 @dataclass(frozen=True)
 class Named:
-    """One node's message: a release names this process.
+    """One node's message: a release names this process."""
 
-    rank: 0 for the first. release: the same text from every node. resource: what is released.
-    """
-
-    rank: int
-    release: str
-    resource: str
+    rank: int  # 0 for the first
+    release: str  # the same text from every node
+    resource: str  # what is released
 
     @classmethod
     def parse(cls, message: str, prefix: str) -> Named | None:
@@ -57,40 +54,32 @@ class Namings:
         self._ranks: dict[str, dict[int, int] | None] = {}
 
     def turns(self, named: Named, node: int) -> int | None:
-        """Count one node's message; return the turns to wait from now on, None if nothing changes.
+        """Count one node's message; return the turns to wait from now on, None if nothing changed.
 
         If the nodes differ, it waits one turn more than the lowest rank says: another process may
         be named first elsewhere. A process that one node alone names first waits one turn, in case
         that no process is named first by a majority.
         """
         by_node = self._ranks.pop(named.release, {})
+        self._ranks[named.release] = by_node  # as the most recent one
+        if len(self._ranks) > RELEASES:
+            del self._ranks[next(iter(self._ranks))]
         if by_node is None or node in by_node:
-            self._remember(named.release, by_node)
             return None
         by_node[node] = named.rank
         ranks = list(by_node.values())
-        is_decided = len(ranks) >= self._majority
-        self._remember(named.release, None if is_decided else by_node)
-        if is_decided:
+        if len(ranks) >= self._majority:
+            self._ranks[named.release] = None
             return ranks[0] if len(set(ranks)) == 1 else min(ranks) + 1
         return 1 if named.rank == 0 and ranks.count(0) == 1 else None
 
-    def _remember(self, release: str, ranks: dict[int, int] | None) -> None:
-        self._ranks[release] = ranks
-        if len(self._ranks) > RELEASES:
-            del self._ranks[next(iter(self._ranks))]
-
 
 class Place(NamedTuple):
-    """How a process stands among those that wait for a lock.
+    """How a process stands among those that wait for a lock."""
 
-    rank: how many are before it, -1 if a node keeps none. free: how many permits are free now.
-    free_in: seconds until one is free for it; 0 now, inf if none expires.
-    """
-
-    rank: int
-    free: int
-    free_in: float
+    rank: int  # how many are before it, -1 if a node keeps none
+    free: int  # how many permits are free now
+    free_in: float  # seconds until one is free for it; 0 now, inf if none expires
 
 
 def place_of_quorum(places: Collection[Place], quorum: int) -> Place | None:
@@ -113,17 +102,12 @@ def free_in(ms: int) -> float:
 
 
 class Step(NamedTuple):
-    """Why one that waits may act.
+    """Why one that waits may act."""
 
-    why: a step of `LockHandedOffEvent`, or LOOK. passed: how many before it have had their turn.
-    named_at: monotonic seconds of the release's message, None without one. unless: id of a message;
-    if its run succeeds, this step is not needed.
-    """
-
-    why: str
-    passed: int = 0
-    named_at: float | None = None
-    unless: str = ""
+    why: str  # a step of `LockHandedOffEvent`, or LOOK
+    passed: int = 0  # how many before it have had their turn
+    named_at: float | None = None  # monotonic seconds of the release's message
+    unless: str = ""  # id of a message; if its run succeeds, this step is not needed
 
 
 class AskAgain(NamedTuple):

@@ -87,12 +87,8 @@ class Tally:
 
 
 class HeldByOther(NamedTuple):
-    """A node's reply that another client holds the lock.
+    """A node's reply that another client holds the lock."""
 
-    value: the key's value on the node. expires_in: seconds, inf if the key never expires. wall:
-    seconds since 1970 by the node's clock.
-    """
-
-    value: str
-    expires_in: float
-    wall: float
+    value: str  # of the key, on the node
+    expires_in: float  # seconds, inf if the key never expires
+    wall: float  # seconds since 1970 by the node's clock

@@ -1,37 +1,40 @@
-"""The command group `celery redlock`, and how its commands get the app."""
+"""The command group `celery redlock`, and what its commands share: the app, and how they print.
+
+What they print is in `views.py`: its tables are a `Table` here, its records become JSON by
+`as_data`.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import click
 
 import celery_redlock_entry
 from celery_redlock.errors import SettingsError
-from celery_redlock.lock.client import Redlock
-from celery_redlock.operate.cli.render import command_error
-from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.label import escaped
 from celery_redlock.tasks.startup import install
 
 T = TypeVar("T")
-DEADLINE = 5.0  # seconds in which the broker or the result backend must answer a command
-UNKNOWN = 2  # exit status if too few nodes answer for anything to be known
+ANSWER_TIMEOUT = 5.0  # seconds in which the broker or the result backend must answer a command
+EXIT_UNKNOWN = 2  # exit status if too few nodes answer for anything to be known
+WIDE = 10_000  # columns if stdout is no terminal, so that no line of a pipe is cut
+GAP = "  "  # between two columns
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
 def named(_: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Return the name that an argument or option gives; refuses an empty one."""
     if value is not None and not value.strip():
         raise click.BadParameter("the name is empty.", param=param)
-    return value
-
-
-def finite(_: click.Context, param: click.Parameter, value: float) -> float:
-    """Return the number that an option gives; refuses NaN, which passes each range."""
-    if not math.isfinite(value):
-        raise click.BadParameter("give a finite number.", param=param)
     return value
 
 
@@ -39,7 +42,6 @@ class RedlockGroup(click.Group):
     """Commands that print a SettingsError as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
         try:
             return super().invoke(ctx)
         except SettingsError as error:
@@ -62,11 +64,6 @@ def app_from(ctx: click.Context) -> Any:
     return app
 
 
-def redlock_from(ctx: click.Context) -> Redlock:
-    """Return the `Redlock` of that app."""
-    return redlock_of(app_from(ctx))
-
-
 def within_deadline(ask: Callable[[], T]) -> tuple[T | None, str]:
     """Call the broker or the result backend; return its answer and "", else None and the cause.
 
@@ -83,5 +80,100 @@ def within_deadline(ask: Callable[[], T]) -> tuple[T | None, str]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(DEADLINE)
-    return answers[0] if answers else (None, f"no answer within {DEADLINE:g} s")
+    thread.join(ANSWER_TIMEOUT)
+    return answers[0] if answers else (None, f"no answer within {ANSWER_TIMEOUT:g} s")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text.
+
+    none: the line that is printed if there are no rows. expanded: one cell a line in any case, as
+    the expanded display of psql.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    none: str
+    expanded: bool = False
+
+    def lines(self, width: int, height: int | None = None) -> list[str]:
+        """Return the table in at most this many columns.
+
+        A wider table has one cell a line, so that no cell is cut. With a height, the most lines of
+        the table, long cells are cut instead.
+        """
+        if not self.rows:
+            return [self.none]
+        shown = self.rows
+        if height is not None and len(shown) >= height:
+            shown = shown[: height - 2]
+        rows = [self.heads, *([escaped(cell) for cell in row] for row in shown)]
+        widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+        room = width - len(GAP) * (len(widths) - 1)
+        if height is None and (self.expanded or sum(widths) > room):
+            return [*self._one_cell_a_line(rows[1:])]
+        while sum(widths) > room:
+            widths[widths.index(max(widths))] -= 1
+        head, *lines = [_in_columns(row, widths) for row in rows]
+        if len(shown) < len(self.rows):
+            lines.append(f"... and {len(self.rows) - len(shown)} more")
+        return [click.style(head, bold=True), *lines]
+
+    def _one_cell_a_line(self, rows: Sequence[Sequence[str]]) -> Iterator[str]:
+        width = max(map(len, self.heads))
+        for number, row in enumerate(rows):
+            if number:
+                yield ""
+            for head, cell in zip(self.heads, row, strict=False):
+                if cell:
+                    yield click.style(head, bold=True) + " " * (width - len(head)) + GAP + cell
+
+
+def _in_columns(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = (
+        f"{cell if len(cell) <= width else cell[: width - 1] + '~':<{width}}"
+        for cell, width in zip(cells, widths, strict=False)
+    )
+    return GAP.join(padded).rstrip()
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in its two largest units."""
+    if math.isinf(seconds):
+        return "for ever"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    for unit, size, lesser, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part} {lesser}"
+    return f"{whole // 60} min {whole % 60} s"
+
+
+def print_all(*shown: str | Table, err: bool = False) -> None:
+    """Print lines and tables, one below the other. err: to stderr."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
+    for one in shown:
+        for line in [escaped(one)] if isinstance(one, str) else one.lines(width):
+            click.echo(line, err=err)
+
+
+def as_data(shown: Any) -> Any:
+    """Return records for JSON: each field that their repr shows, and None for infinity."""
+    if is_dataclass(shown):
+        return {one.name: as_data(getattr(shown, one.name)) for one in fields(shown) if one.repr}
+    if isinstance(shown, Mapping):
+        return {key: as_data(one) for key, one in shown.items()}
+    if isinstance(shown, (list, tuple)):
+        return [as_data(one) for one in shown]
+    return None if isinstance(shown, float) and math.isinf(shown) else shown
+
+
+def print_json(data: Any) -> None:
+    click.echo(json.dumps(data, indent=2, default=str))
+
+
+def command_error(text: str) -> click.ClickException:
+    """Return the error that ends a command with this line and exit status 1."""
+    return click.ClickException(escaped(text))

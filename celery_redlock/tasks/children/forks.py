@@ -55,7 +55,6 @@ class ChildProcess:
         return now not in (0, self._start_time) and self._start_time != 0
 
     def close(self) -> None:
-        """Close the descriptor."""
         descriptor, self.descriptor = self.descriptor, -1  # first: a fork may copy this moment
         if descriptor >= 0:
             os.close(descriptor)
@@ -102,7 +101,6 @@ class Children:
         self._forks: dict[int, tuple[JournalSlot | None, bool]] = {}
 
     def before_fork(self) -> None:
-        """Make a slot for the child that is about to be forked."""
         has_mutex, made = self.sending.acquire(True, FORK_WAIT), None
         unwatched = [slot for slot in self.slots if slot not in self.watched]
         if len(unwatched) >= MAX_UNWATCHED:
@@ -149,12 +147,10 @@ class ForkingProcess:
         self.slot: JournalSlot | None = None
 
     def before_fork(self) -> None:
-        """Prepare for a fork."""
         if self.children is not None:
             self.children.before_fork()
 
     def after_fork_in_parent(self) -> None:
-        """Go on after a fork."""
         if self.children is not None:
             self.children.after_fork()
 

@@ -57,14 +57,12 @@ class JournalEntry:
 
     @property
     def run_id(self) -> str:
-        """The id of the run that requested the key."""
         return run_of_label(label_of(self.value))
 
 
 def encode_entry(
     session: bytes, requested_at: float, acquisition: Acquisition, lease: Lease
 ) -> bytes:
-    """Return the entry of one key, without its state."""
     key, options = lease.key, acquisition.options
     resource = key.resource.encode("utf-8", "surrogatepass")
     task_name = getattr(options.sender, "name", "").encode("utf-8", "surrogatepass")
@@ -159,11 +157,9 @@ class JournalSlot:
         self._offsets[lease] = offset
 
     def held(self, acquisition: Acquisition) -> None:
-        """Mark the entries of an acquisition as held."""
         self._set_state(acquisition, HELD)
 
     def released(self, acquisition: Acquisition) -> None:
-        """Mark the entries of an acquisition as released."""
         self._set_state(acquisition, RELEASED)
 
     def _set_state(self, acquisition: Acquisition, state: int) -> None:
@@ -180,7 +176,6 @@ class JournalSlot:
             self._free.append(offset)
 
     def read(self) -> Iterator[JournalEntry]:
-        """Yield the entries."""
         for offset in range(HEADER_SIZE, SIZE, ENTRY_SIZE):
             state = self._memory[offset]
             if state != FREE:
@@ -189,5 +184,4 @@ class JournalSlot:
                     yield entry
 
     def close(self) -> None:
-        """Unmap the memory from this process."""
         self._memory.close()

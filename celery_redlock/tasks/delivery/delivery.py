@@ -8,7 +8,6 @@ count as absent.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -84,7 +83,6 @@ class Deferral:
         }
 
     def event(self) -> LockDeferredEvent:
-        """Return the record of the signal lock_deferred."""
         waited = self.waited(self.at)
         return LockDeferredEvent(self.resource, self.holder, self.count, waited, self.countdown)
 
@@ -135,10 +133,6 @@ class LockHeader:
             # a real retry takes the lock anew: what the run before it waited is not its own
             header = LockHeader(header.options, header.id, unique=header.unique, life=header.life)
         return replace(header, life=header.life + deaths) if deaths else header
-
-    def redelivered(self) -> LockHeader:
-        """Return the header of a delivery of which the broker says that it is not the first."""
-        return self if self.is_flagged else replace(self, is_flagged=True)
 
     def revoked(self) -> LockHeader:
         """Return the header of a delivery that was revoked; the run acts on it."""
@@ -201,7 +195,6 @@ _KINDS: Mapping[type, Mapping[str, Any]] = {
 
 
 def _read(kind: type[P], carried: Mapping[str, Any]) -> P:
-    """Return a part from its fields that have the right type and are in their range."""
     fields: dict[str, Any] = {}
     for name, field_kind in _KINDS[kind].items():
         value = carried.get(name)
@@ -243,29 +236,33 @@ class Delivery:
     """One delivery of a message: facts and questions; immutable, and without I/O.
 
     task, request: Celery's, the request as `Context`. header: what the message carries, with what
-    the broker says of this delivery. acks_late: the message is acknowledged after the run.
+    the broker says of this delivery; another one for a message that goes on in its slot.
+    acks_late: the message is acknowledged after the run.
+    is_redelivered: this is not the first delivery, as far as anybody has said.
+    may_have_run_elsewhere: another delivery of this message may be running, or have run.
     received_at: monotonic seconds at which the run could have begun here: when the worker received
     the message, or when its countdown was over; None if nobody noted it.
     In a worker's main process make a new one each time: Celery rewrites the request there.
     """
 
-    __slots__ = ("_properties", "acks_late", "header", "received_at", "request", "task")
+    __slots__ = (
+        "_properties", "acks_late", "header", "is_redelivered", "may_have_run_elsewhere",
+        "received_at", "request", "task",
+    )  # fmt: skip
 
-    def __init__(self, task: Any, request: Any) -> None:
+    def __init__(self, task: Any, request: Any, header: LockHeader | None = None) -> None:
         self.task, self.request = task, request
         self._properties: Mapping[str, Any] = request.properties or {}
         at = self._properties.get(RECEIVED)
         self.received_at: float | None = at if isinstance(at, float) else None
         self.acks_late = bool(task.acks_late) and not request.is_eager
-        self.header = LockHeader.of(request)
-        if self.acks_late and (request.delivery_info or {}).get("redelivered"):
-            self.header = self.header.redelivered()
-
-    def going_on(self, header: LockHeader) -> Delivery:
-        """Return a delivery that goes on in its slot as if the message had come back."""
-        copied = copy.copy(self)
-        copied.header = header
-        return copied
+        header = LockHeader.of(request) if header is None else header
+        is_flagged = self.acks_late and (request.delivery_info or {}).get("redelivered")
+        if is_flagged and not header.is_flagged:
+            header = replace(header, is_flagged=True)
+        self.header = header
+        self.is_redelivered = header.is_flagged or header.waits > 0
+        self.may_have_run_elsewhere = self.is_redelivered or header.deferral.since > 0
 
     @property
     def run_id(self) -> RunId:
@@ -278,12 +275,10 @@ class Delivery:
 
     @property
     def reporter(self) -> StateReporter:
-        """What stores the run's states and sends its events."""
         return StateReporter(self.task, self.request)
 
     @property
     def route(self) -> Route:
-        """Where the message came from."""
         origin = self.header.origin
         exchange = None if origin is None else origin.exchange
         return Route.of(self.request.delivery_info, exchange, self._properties.get(QUEUE))
@@ -291,16 +286,6 @@ class Delivery:
     def queue(self, known: dict[tuple[str | None, str], str]) -> str:
         """Return the name of the queue that the message came through; known: as of `queue_of`."""
         return self._properties.get(QUEUE) or queue_of(self.task.app, self.route, known)
-
-    @property
-    def is_redelivered(self) -> bool:
-        """Whether this is not the first delivery of its message, as far as anybody has said."""
-        return self.header.is_flagged or self.header.waits > 0
-
-    @property
-    def may_have_run_elsewhere(self) -> bool:
-        """Whether another delivery of this message may be running, or have run."""
-        return self.is_redelivered or self.header.deferral.since > 0
 
     @property
     def is_for_another_queue(self) -> bool:
@@ -382,7 +367,6 @@ class Delivery:
 
 
 def utc_now() -> datetime:
-    """Return the wall clock's time in UTC."""
     return datetime.now(timezone.utc)
 
 

@@ -89,15 +89,9 @@ def republish(
     unacknowledged message along, only this process still has it: raises NotRepublishedError.
     """
     send = functools.partial(publish, delivery, header, countdown, at_head=at_head)
-    if delivery.task.acks_late:
-        _republish_or_requeue(delivery, header, send)
-    else:
+    if not delivery.task.acks_late:
         _republish_early(delivery, header, send)
-
-
-def _republish_or_requeue(
-    delivery: Delivery, header: LockHeader, send: Callable[..., object]
-) -> None:
+        return
     try:
         send()
     except QueueGoneError as error:

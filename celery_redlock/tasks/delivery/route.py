@@ -124,13 +124,13 @@ def queue_of(
 
 
 def queue_of_send(
-    task: Any, args: Any, kwargs: Any, of_call: Mapping[str, Any] | None = None
+    task: Any, args: Any, kwargs: Any, call_options: Mapping[str, Any] | None = None
 ) -> str:
     """Return the name of the queue that a send of these arguments goes to.
 
-    of_call: Celery's options of the send; None: the task's own routing.
+    call_options: Celery's options of the send; None: the task's own routing.
     """
-    options = {**task._get_exec_options(), **(of_call or {})}
+    options = {**task._get_exec_options(), **(call_options or {})}
     if options.get("routing_key") and not options.get("queue"):
         return queue_of(task.app, Route.of(options))
     options = task.app.amqp.router.route(options, task.name, args, kwargs, task)
@@ -204,14 +204,12 @@ def has_way_back(app: Any, address: Route) -> bool:
     return not is_fanned_out or (address.queue is not None and driver_of(app) == "amqp")
 
 
-def supported_countdown(app: Any, countdown: float, address: Route) -> float:
+def supported_countdown(countdown: float, *, is_kept: bool) -> float:
     """Return a countdown, s, as the broker can keep it.
 
-    RabbitMQ's quorum queues keep delayed messages themselves, in whole seconds from 1 upwards.
+    is_kept: RabbitMQ keeps the message itself, in whole seconds from 1 upwards.
     """
-    if is_kept_by_broker(app, address):
-        return float(max(1, -int(-countdown // 1)))
-    return countdown
+    return float(max(1, -int(-countdown // 1))) if is_kept else countdown
 
 
 def delay_options(address: Route, countdown: float) -> dict[str, Any]:

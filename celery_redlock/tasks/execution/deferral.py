@@ -159,7 +159,6 @@ def with_history(refusal: Refusal, before: Deferral) -> NotAcquired:
 
 
 def describe_refusal(error: NotAcquired) -> str:
-    """Return in few words why a lock was not acquired."""
     if isinstance(error, QuorumUnreachable):
         return f"no quorum of {error.quorum} nodes ({summarize_causes(error.causes)})"
     return describe_taken(error) if isinstance(error, LockTaken) else "not acquired"

@@ -16,7 +16,7 @@ import random
 from dataclasses import replace
 from typing import NoReturn
 
-from celery.exceptions import Ignore, SoftTimeLimitExceeded
+from celery.exceptions import Ignore
 
 from celery_redlock import signals
 from celery_redlock.errors import LockTaken, NotAcquired, RedlockError
@@ -61,7 +61,7 @@ class WaitInSlot:
     """
 
     def __init__(self, error: NotRepublishedError, before: WaitInSlot | None) -> None:
-        self._error, self._pause = error, FIRST_PAUSE
+        self.error, self._pause = error, FIRST_PAUSE
         if before is not None:
             self._pause = min(LONGEST_PAUSE, 2 * before._pause)
 
@@ -70,17 +70,12 @@ class WaitInSlot:
 
         Raises RedlockError if its queue stays away: only that of a worker comes back.
         """
-        reason = self._error.reason
-        if self._error.is_gone and self._pause == LONGEST_PAUSE:
-            raise RedlockError(f"cannot be deferred: {reason}") from self._error
+        reason = self.error.reason
+        if self.error.is_gone and self._pause == LONGEST_PAUSE:
+            raise RedlockError(f"cannot be deferred: {reason}") from self.error
         text = "cannot republish %s: %s; it waits in its slot, and tries again soon"
         logger.warning(text, delivery, reason, extra=delivery.log_extra("republish_failed"))
         return self._pause
-
-    def report_lost(self, delivery: Delivery, end: BaseException) -> None:
-        """Store FAILURE, as the worker ends and nobody else has the message."""
-        lost = f"republished nowhere: {type(end).__name__}, and {self._error.reason}"
-        delivery.reporter.message_lost(RedlockError(lost))
 
 
 def end_refused(delivery: Delivery, refusal: Refusal, cancelled: str | None) -> None:
@@ -92,16 +87,18 @@ def end_refused(delivery: Delivery, refusal: Refusal, cancelled: str | None) -> 
     Raises Ignore, Requeue, or the error that ends the run as FAILURE.
     """
     cancelled = cancelled or ("expired" if delivery.expires_in < 0 else None)
-    is_taken = isinstance(refusal.error, LockTaken)
+    error = refusal.error
+    is_taken = isinstance(error, LockTaken)
     may_wait = is_taken or refusal.options.on_unreachable == "defer" or cancelled is not None
-    if may_wait and is_to_wait_for_first_delivery(delivery, refusal.error):
-        wait_for_first_delivery(delivery, refusal.error)
+    # if no quorum votes, nobody knows whether the first delivery of a redelivery runs or is done
+    is_own = is_held_by_own_run(delivery, error) if is_taken else delivery.is_redelivered
+    if may_wait and is_own and delivery.can_republish:
+        wait_for_first_delivery(delivery, error)
     if cancelled is not None:
         end_cancelled(delivery, cancelled)
     before, cap = delivery.header.deferral, settings_of(delivery.task.app).countdown_cap
     decision = decide(refusal, before, cap, random.uniform)
     _end_if_completed_meanwhile(delivery, refusal)
-    error = refusal.error
     if decision == "run":
         extra = delivery.log_extra("run_unlocked", resource=error.resource)
         logger.error("%s runs WITHOUT its lock: %s", delivery.task.name, error, extra=extra)
@@ -152,9 +149,17 @@ def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
     A message that stays in its worker is not published: at the tail of the broker's queue no
     release would reach it. One that was acknowledged before its run goes to the queue's head, if
     the broker has one to publish to.
+
+    It stays unless it has been here for long: a broker delivers a message anew that stays
+    unacknowledged. And it goes with quorum queues: Celery cannot raise the prefetch, so a message
+    that stays would keep out others.
     """
-    request, stays = delivery.request, stays_in_worker(delivery)
-    deferral = report(delivery, refusal, deferral, delivery.reporter)
+    request, app, came = delivery.request, delivery.task.app, delivery.received_at
+    stays = False
+    if delivery.acks_late and delivery.has_room and came is not None:
+        is_new = clock.now() - came < settings_of(app).countdown_cap / 2
+        stays = is_new and not has_quorum_queues(app)
+    deferral = report(delivery, refusal, deferral, delivery.reporter, stays=stays)
     if not stays:
         header = delivery.header.deferred(request, deferral)
         republish(delivery, header, deferral.countdown, at_head=delivery.has_room)
@@ -163,29 +168,25 @@ def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
     raise Deferred(deferral, stays)
 
 
-def stays_in_worker(delivery: Delivery) -> bool:
-    """Return whether the worker's main process takes a refused message back, unacknowledged.
-
-    Not if it has been here for long: a broker delivers a message anew that stays unacknowledged.
-    And not with quorum queues: Celery cannot raise the prefetch, so it would keep out others.
-    """
-    if not (delivery.acks_late and delivery.has_room) or delivery.received_at is None:
-        return False
-    here_for = clock.now() - delivery.received_at
-    app = delivery.task.app
-    return here_for < settings_of(app).countdown_cap / 2 and not has_quorum_queues(app)
-
-
 def report(
-    delivery: Delivery, refusal: Refusal, deferral: Deferral, reporter: StateReporter
+    delivery: Delivery,
+    refusal: Refusal,
+    deferral: Deferral,
+    reporter: StateReporter,
+    *,
+    stays: bool,
 ) -> Deferral:
     """Log a deferral, store DEFERRED, and send its event; return what the message is to carry.
 
-    That has a countdown as the broker can keep it.
+    stays: in its worker; otherwise its countdown is one that the broker can keep.
     """
-    countdown = supported_countdown(delivery.task.app, deferral.countdown, delivery.route)
-    deferral = replace(deferral, countdown=countdown)
-    info, waits = deferral.info(utc_now()), _describe_wait(delivery, refusal, deferral)
+    is_kept = False
+    if not stays:
+        app, route = delivery.task.app, delivery.route
+        is_kept = is_kept_by_broker(app, route)
+        countdown = supported_countdown(deferral.countdown, is_kept=is_kept)
+        deferral = replace(deferral, countdown=countdown)
+    info, waits = deferral.info(utc_now()), _describe_wait(delivery, refusal, deferral, is_kept)
     text, verb = "Task %s deferred: lock %r %s %s; it %s", "is" if deferral.is_taken else "has"
     extra = delivery.log_extra("run_deferred", **info)
     logger.info(text, delivery, deferral.resource, verb, deferral.why, waits, extra=extra)
@@ -193,13 +194,13 @@ def report(
     return deferral
 
 
-def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> str:
+def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral, is_kept: bool) -> str:
     """Return in few words what ends the wait of a message.
 
-    A message that RabbitMQ keeps back hears of no release.
+    is_kept: RabbitMQ keeps it back, so that it hears of no release.
     """
     error, countdown = refusal.error, deferral.countdown
-    if not isinstance(error, LockTaken) or is_kept_by_broker(delivery.task.app, delivery.route):
+    if not isinstance(error, LockTaken) or is_kept:
         return f"tries again in {countdown:.2f} s"
     if not deferral.waits_for_release or delivery.request.expires is not None:
         return f"waits for a release, for {countdown:.2f} s at most"
@@ -233,7 +234,8 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     task, request = delivery.task, delivery.request
     tries, cap = delivery.header.waits, settings_of(task.app).countdown_cap
     countdown = countdown_of(OF_REDELIVERIES, tries, refusal, cap, random.uniform)
-    countdown = supported_countdown(task.app, countdown, delivery.route)
+    is_kept = is_kept_by_broker(task.app, delivery.route)
+    countdown = supported_countdown(countdown, is_kept=is_kept)
     first = "another delivery of its message"
     reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
     why = f"waits: whether it runs already, by {first}, is not known yet ({reason})"
@@ -282,25 +284,15 @@ def end_cancelled(delivery: Delivery, reason: str) -> NoReturn:
     raise Ignore(reason)
 
 
-def end_interrupted(delivery: Delivery, error: BaseException) -> None:
-    """Republish a redelivered message that a soft time limit interrupts before its body.
-
-    The first delivery may run by now, and FAILURE would be stored over its state. Returns for any
-    other error, which ends the run.
-    """
-    if not isinstance(error, SoftTimeLimitExceeded):
-        return
-    if delivery.is_redelivered and delivery.can_republish:
-        wait_for_first_delivery(delivery, error)
-
-
 LATER_MARKED = 1.0  # s: for which a run may go on after its result is stored
 
 
-def completion_marker(delivery: Delivery, *, is_unique: bool) -> CompletionMarker | None:
+def completion_marker(
+    delivery: Delivery, kept_for: float, *, is_unique: bool
+) -> CompletionMarker | None:
     """Return the marker of a run that may be delivered again; None for one that may not.
 
-    is_unique: the message is one of a deduplicated send.
+    kept_for: seconds. is_unique: the message is one of a deduplicated send.
     A task that acknowledges early may run twice if its message was republished and the broker's
     reply was lost: it was published twice. Each copy of a broadcast message is to run, though all
     of them have one task id.
@@ -316,8 +308,8 @@ def completion_marker(delivery: Delivery, *, is_unique: bool) -> CompletionMarke
         here_for = clock.now() - came
         # later: an id may be sent again once its result is stored, just before its run is marked
         since = redlock_of(app).session.clock.now() - here_for + LATER_MARKED
-    run, kept_for = str(delivery.run_id), settings_of(app).done_ttl
     is_redelivered = may_return and delivery.is_redelivered
+    run = str(delivery.run_id)
     marker = CompletionMarker(run, kept_for, since, is_redelivered=is_redelivered)
     if not is_unique:
         return marker
@@ -369,35 +361,16 @@ def read_markers(session: Session, run: str) -> list[float]:
 
 
 def is_completed_since(delivery: Delivery, since: float) -> bool:
-    """Return whether a node knows that the run was completed after that, in monotonic seconds."""
+    """Return whether a node knows that the run was completed after that, in monotonic seconds.
+
+    False if no node can tell.
+    """
     session = redlock_of(delivery.task.app).session
     ages = read_markers(session, str(delivery.run_id))
     now = session.clock.now()
     return any(age > 0 and now - age >= since for age in ages)
 
 
-def is_completed_elsewhere(delivery: Delivery, began: float) -> bool:
-    """Return whether another delivery came to its end since the body of this one began.
-
-    began: monotonic seconds. False if no node can tell, and if no final state is stored: this body
-    may have stored a state of its own over it, and then a final one is to be stored again.
-    """
-    if not is_completed_since(delivery, began):
-        return False
-    return delivery.reporter.has_final_state_if_wanted()
-
-
 def is_held_by_own_run(delivery: Delivery, refusal: NotAcquired) -> bool:
     """Return whether the holder is this very run, by another delivery of its message."""
     return isinstance(refusal, LockTaken) and is_of_run(refusal.holder, str(delivery.run_id))
-
-
-def is_to_wait_for_first_delivery(delivery: Delivery, refusal: NotAcquired) -> bool:
-    """Return whether a message is to wait for its own first delivery, which may run or be done.
-
-    If no quorum votes, that is not known of a redelivery, so it waits.
-    """
-    is_unknown = not isinstance(refusal, LockTaken) and delivery.is_redelivered
-    if not (is_unknown or is_held_by_own_run(delivery, refusal)):
-        return False
-    return delivery.can_republish

@@ -14,7 +14,7 @@ from typing import Any
 from celery import states as celery_states
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
-from celery_redlock.errors import LONGEST_VALUE, LockLost, NotAcquired, SettingsError
+from celery_redlock.errors import LONGEST_VALUE, LockLost, NotAcquired, RedlockError, SettingsError
 from celery_redlock.label import label_of_run
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
 from celery_redlock.lock.lock import Lock, loss_of, release_all
@@ -33,7 +33,6 @@ from celery_redlock.tasks.execution.outcomes import (
     CONTINUES,
     check_not_superseded,
     completion_marker,
-    is_completed_elsewhere,
     is_held_by_own_run,
 )
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
@@ -59,8 +58,8 @@ class LockedRun:
     """
 
     __slots__ = (
-        "args", "cancelled", "delivery", "kwargs", "lock", "options", "outcome_stored", "resources",
-        "token", "unlocked",
+        "args", "cancelled", "delivery", "done_ttl", "kwargs", "lock", "options", "outcome_stored",
+        "resources", "token", "unlocked",
     )  # fmt: skip
 
     lock: Lock
@@ -95,19 +94,21 @@ class LockedRun:
         return self._run_body(body) if self.resources else body(*self.args, **self.kwargs)
 
     def _resolve_options(self) -> None:
-        """Look up the options in force and the resources. Raises SettingsError."""
         delivery, args, kwargs = self.delivery, self.args, self.kwargs
         task = delivery.task
         config = config_of(task)
+        self.done_ttl = config.app.done_ttl
         if delivery.request.is_eager:
             queue = queue_of_send(task, args, kwargs)
         else:
             queue = delivery.queue(config.queues)
-        carried = config.heeded(delivery.header.options)
-        self.options = config.options_for(queue, carried)
-        if delivery.header.options:
-            changed = config.overridden(queue, self.options)
-            log_call_options(delivery, carried, changed)
+        carried = delivery.header.options
+        if carried:
+            heeded = config.heeded(carried)
+            self.options = config.options_for(queue, heeded)
+            log_call_options(delivery, heeded, config.overridden(queue, self.options))
+        else:
+            self.options = config.options_for(queue)
         call = TaskCall(task, args, kwargs, queue)
         self.resources = in_order(config.resources(self.options, call))
 
@@ -133,15 +134,18 @@ class LockedRun:
                     is_over = True
                 except NotRepublishedError as error:
                     slot = outcomes.WaitInSlot(error, slot)
-                    self.delivery = self.delivery.going_on(error.header)
+                    # it goes on in its slot as if the message had come back
+                    delivery = self.delivery
+                    self.delivery = Delivery(delivery.task, delivery.request, error.header)
                 except SoftTimeLimitExceeded:
                     if slot is None:
                         raise
         except Exception:
             raise
         except BaseException as end:  # the worker stops, or this greenlet is killed
-            if slot is not None:
-                slot.report_lost(self.delivery, end)
+            if slot is not None:  # nobody else has the message
+                lost = f"republished nowhere: {type(end).__name__}, and {slot.error.reason}"
+                self.delivery.reporter.message_lost(RedlockError(lost))
             raise
 
     def _try_to_acquire(self, wait_in_slot: float) -> None:
@@ -150,7 +154,7 @@ class LockedRun:
         wait_in_slot: seconds, of a message that the broker did not take back.
         """
         delivery = self.delivery
-        marker = completion_marker(delivery, is_unique=self.token is not None)
+        marker = completion_marker(delivery, self.done_ttl, is_unique=self.token is not None)
         label = label_of_run(str(delivery.run_id), delivery.request.hostname)
         self.lock = lock_of(delivery.task, self.options, self.resources, label, marker=marker)
         registered = delivery.request.__dict__
@@ -176,9 +180,14 @@ class LockedRun:
         except SupersededError as newer:
             self.release()
             outcomes.end_superseded(delivery, str(newer))
-        except BaseException as error:
+        except SoftTimeLimitExceeded as error:
             self.release()
-            outcomes.end_interrupted(delivery, error)
+            if delivery.is_redelivered and delivery.can_republish:
+                # the first delivery may run by now, and FAILURE would be stored over its state
+                outcomes.wait_for_first_delivery(delivery, error)
+            raise
+        except BaseException:
+            self.release()
             raise
 
     def _acquire(self, wait_in_slot: float) -> None:
@@ -233,11 +242,9 @@ class LockedRun:
         delivery, aborts = self.delivery, self.options.on_lost == "abort"
         acks_late = delivery.acks_late
         began = redlock_of(delivery.task.app).session.clock.now() if acks_late else 0.0
-
-        def report(loss: LockLost) -> None:
-            delivery.reporter.lock_lost(loss)
-
-        monitored = MonitoredBody(self.lock, abort=aborts, report=report)
+        monitored = MonitoredBody(
+            self.lock, abort=aborts, report=lambda loss: delivery.reporter.lock_lost(loss)
+        )
         try:
             try:
                 result = monitored.run(body, self.args, self.kwargs)
@@ -254,7 +261,9 @@ class LockedRun:
             raise
         except Exception:
             is_lost = acks_late and loss_of(self.lock) is not None
-            if is_lost and is_completed_elsewhere(delivery, began):
+            is_done = is_lost and outcomes.is_completed_since(delivery, began)
+            # if none is stored, this body stored a state of its own over it: a final one follows
+            if is_done and delivery.reporter.has_final_state_if_wanted():
                 outcomes.discard_redelivery(delivery)
             raise
         return result

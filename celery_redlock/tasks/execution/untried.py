@@ -42,7 +42,13 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
     if room is None or request.eta is not None or not room.may_refuse(request.name):
         return  # most messages
     delivery: Delivery | None = getattr(request, "delivery", None)
-    if delivery is None or not _is_eligible(sender, delivery):
+    if delivery is None:
+        return
+    header = delivery.header
+    if header.unique is not None or header.deferral.at or delivery.may_have_run_elsewhere:
+        return
+    # Source of the first: celery.worker.consumer.tasks: Tasks.qos_global
+    if has_quorum_queues(sender.app) or not delivery.can_republish:
         return
     try:
         refusal = _known_refusal(room, delivery, request)
@@ -51,22 +57,12 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
     if refusal is None:
         return
     cap = settings_of(sender.app).countdown_cap
-    decision = decide(refusal, delivery.header.deferral, cap, random.uniform)
+    decision = decide(refusal, header.deferral, cap, random.uniform)
     if isinstance(decision, Deferral):
         reporter = StateReporter(delivery.task, delivery.request, request.send_event, room.states)
-        deferral = report(delivery, refusal, decision, reporter)
+        deferral = report(delivery, refusal, decision, reporter, stays=True)
         signals.lock_deferred.send(delivery.task, event=deferral.event())
         request.carry(deferral)
-
-
-def _is_eligible(consumer: Any, delivery: Delivery) -> bool:
-    """Return whether nothing but the lock decides what becomes of a message."""
-    header = delivery.header
-    if header.unique is not None or header.deferral.at:
-        return False
-    if has_quorum_queues(consumer.app):  # Source: celery.worker.consumer.tasks: Tasks.qos_global
-        return False
-    return not delivery.may_have_run_elsewhere and delivery.can_republish
 
 
 def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refusal | None:

@@ -52,7 +52,6 @@ class OptionSource:
         return self.level if self.level == "built-in" else f"{self.level}: {self.name}"
 
     def wrong(self, value: object, hint: str) -> SettingsError:
-        """Return the error for a wrong value that is set here."""
         shown = "..." if "://" in repr(value) else repr(value)  # a URL may hold a password
         return SettingsError(self.level, self.name, shown, hint)
 
@@ -116,7 +115,6 @@ class AppSettings:
     nodes_from: str = "redlock_nodes"
 
     def may_carry(self, option: str) -> bool:
-        """Return whether a message may set an option."""
         return self.call_options is None or option in self.call_options
 
 
@@ -132,7 +130,6 @@ def pattern_for(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def is_glob(pattern: str) -> bool:
-    """Return whether a pattern is a glob and not a plain name."""
     return any(sign in pattern for sign in "*?[")
 
 

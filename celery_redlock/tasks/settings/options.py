@@ -196,8 +196,3 @@ OPTION: Mapping[str, Setting] = {
     "on_duplicate": Setting(_one_of("existing", "fail", "replace"), "existing"),
 }
 BUILT_IN: Mapping[str, Any] = {name: option.default for name, option in OPTION.items()}
-
-
-def built_in(app: AppSettings) -> dict[str, Any]:
-    """Return the options that hold if no level sets them; a small max_ttl lowers the ttl."""
-    return {**BUILT_IN, "ttl": min(DEFAULT_TTL, app.max_ttl)}

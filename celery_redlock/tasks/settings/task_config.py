@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -19,6 +20,7 @@ from celery_redlock.errors import ArgumentsError, SettingsError
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import MOST_BYTES, check_permits, is_too_long
 from celery_redlock.tasks.settings.app import (
+    DEFAULT_TTL,
     AppSettings,
     OptionSource,
     SourceOf,
@@ -35,11 +37,11 @@ from celery_redlock.tasks.settings.levels import (
     option_meant,
 )
 from celery_redlock.tasks.settings.options import (
+    BUILT_IN,
     OPTION,
     EffectiveOptions,
     OptionValue,
     TaskLockOptions,
-    built_in,
 )
 from celery_redlock.tasks.settings.templates import (
     TEMPLATE_NAMES,
@@ -50,13 +52,13 @@ from celery_redlock.tasks.settings.templates import (
     fields_of,
     fill,
     formattable,
-    names_queue,
     templates_of,
     unstable,
 )
 
 ANY_ARGUMENTS = "any-arguments"  # instead of a digest, if no argument is part of the key
 _TOO_LONG = f"a resource has at most {MOST_BYTES} bytes"
+_NAMES_QUEUE = re.compile(r"\{queue[}!:\[]")
 _CALL: SourceOf = partial(OptionSource.at, "call")
 _FIELDS = tuple(one.name for one in fields(TaskLockOptions))
 
@@ -102,8 +104,8 @@ class TaskLockConfig:
 
     def may_name_queue(self, call: Mapping[str, Any]) -> bool:
         """Return whether a key depends on the queue. call: the options of a call, unchecked yet."""
-        levels = (self.app.options, self.options, call)
-        return any(names_queue(level.get("key")) for level in levels)
+        keys = [level.get("key") for level in (self.app.options, self.options, call)]
+        return any(not callable(key) and _NAMES_QUEUE.search(repr(key)) for key in keys)
 
     @functools.cached_property
     def task_options(self) -> Mapping[str, Any]:
@@ -141,7 +143,9 @@ class TaskLockConfig:
         self, queue: str, call: Mapping[str, Any]
     ) -> Iterator[tuple[Mapping[str, Any], SourceOf]]:
         """Give the options of each level with their sources; the nearest level comes last."""
-        yield built_in(self.app), partial(OptionSource.at, "built-in")
+        # a small max_ttl lowers the ttl
+        built_in = {**BUILT_IN, "ttl": min(DEFAULT_TTL, self.app.max_ttl)}
+        yield built_in, partial(OptionSource.at, "built-in")
         yield self.app.options, partial(OptionSource.at, "app")
         pattern = pattern_for(queue, self.app.queues)
         if pattern is not None:
@@ -243,18 +247,24 @@ class TaskLockConfig:
         the function.
         """
         key = options.key
-        if key is None:
-            return (self._own_resource(options, call),)
         if key is False:
             return ()
         if callable(key):
             return self._called(options, call)
-        arguments = self._bind(call.args, call.kwargs)
-        return tuple(self._filled(text, arguments, call.queue) for text in templates_of(key))
+        binder = self._binder
+        try:
+            arguments = binder(*call.args, **call.kwargs)
+        except TypeError as error:  # not retried: Celery publishes no retry that does not fit
+            why = str(error).removeprefix(f"{binder.__qualname__}() ")
+            raise self._misfit(why, call.args, call.kwargs) from None
+        if key is None:
+            return (self._own_resource(options, arguments, call.queue),)
+        return self._filled(templates_of(key), arguments, call.queue)
 
-    def _own_resource(self, options: TaskLockOptions, call: TaskCall) -> str:
+    def _own_resource(
+        self, options: TaskLockOptions, arguments: Mapping[str, Any], queue: str
+    ) -> str:
         """Return the resource of this task alone, made from all arguments or those in `args`."""
-        arguments = self._bind(call.args, call.kwargs)
         if options.args is None:
             return f"{self.task_name}:{digest(arguments, self.task_name)}"
         if not options.args:
@@ -262,7 +272,7 @@ class TaskLockConfig:
         chosen = {name: value for name, value in arguments.items() if name in options.args}
         if len(chosen) < len(options.args):
             # a queue's names cannot be checked against every task when the app finalizes
-            pattern = pattern_for(call.queue, self.app.queues) or call.queue
+            pattern = pattern_for(queue, self.app.queues) or queue
             self._check_names(options.args, OptionSource.at("queues", "args", pattern))
         return f"{self.task_name}:{digest(chosen, self.task_name)}"
 
@@ -280,7 +290,6 @@ class TaskLockConfig:
         )
 
     def _called(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
-        """Return the resources that a key's callable returns."""
         source, key = self.source("key"), options.key
         try:
             returned = key(call.task, tuple(call.args), dict(call.kwargs))
@@ -297,33 +306,31 @@ class TaskLockConfig:
         check_permits(source.level, limit=options.limit, fencing=options.fencing, resources=found)
         return found
 
-    def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
-        try:
-            text = fill(template, arguments, self.task_name, queue)
-        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            hint = f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
-            raise self.source("key").wrong(template, hint) from error
-        if not text:
-            raise self.source("key").wrong(template, "gives an empty text for these arguments")
-        if is_too_long(text):
-            raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
-        return text
-
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return every argument by its name, defaults included, in the signature's order.
-
-        Raises ArgumentsError if they do not fit the function.
-        """
-        binder = self._binder
-        try:
-            return binder(*args, **kwargs)
-        except TypeError as error:  # not retried: Celery publishes no retry that does not fit
-            why = str(error).removeprefix(f"{binder.__qualname__}() ")
-            raise self._misfit(why, args, kwargs) from None
+    def _filled(
+        self, templates: Iterable[str], arguments: Mapping[str, Any], queue: str
+    ) -> tuple[str, ...]:
+        texts: list[str] = []
+        for template in templates:
+            try:
+                text = fill(template, arguments, self.task_name, queue)
+            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+                hint = (
+                    f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
+                )
+                raise self.source("key").wrong(template, hint) from error
+            if not text:
+                raise self.source("key").wrong(template, "gives an empty text for these arguments")
+            if is_too_long(text):
+                raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
+            texts.append(text)
+        return tuple(texts)
 
     @functools.cached_property
     def _binder(self) -> Callable[..., dict[str, Any]]:
-        """A function with these parameters that returns its arguments by name."""
+        """A function with these parameters that returns its arguments by name.
+
+        Defaults are included, in the signature's order.
+        """
         parameters = self.signature.parameters.values()
         bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
         shown = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)
@@ -350,7 +357,6 @@ class TaskLockConfig:
 
 
 def _fields_of(key: Any) -> list[Field]:
-    """Return the fields of all templates of a key."""
     return [one for text in templates_of(key) for one in fields_of(compiled(text))]
 
 

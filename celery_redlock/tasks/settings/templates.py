@@ -21,12 +21,11 @@ from celery_redlock.tasks.settings.app import OptionSource
 
 _NATIVE = (bool, int, float, str, bytes)
 _CONTAINERS = (list, tuple, set, frozenset, Mapping)
-_DATES = (dt.datetime, dt.date, dt.time)  # a datetime is a date, too
+_DATES: tuple[Any, ...] = (dt.datetime, dt.date, dt.time)  # a datetime is a date, too
 _BY_TEXT = (*_DATES, decimal.Decimal, uuid.UUID, dt.timedelta)
 _SHOWN = (*_NATIVE, *_BY_TEXT)
 TEMPLATE_NAMES = ("task", "queue", "digest")  # beside the arguments, whose names win
 
-_QUEUE = re.compile(r"\{queue[}!:\[]")
 _FIELD = re.compile(r"([^.\[\]]+)((?:\[[^\[\]]+\])*)")
 _ITEM = re.compile(r"\[([^\[\]]+)\]")
 _CONVERSIONS: Mapping[str | None, Callable[[Any], str] | None] = {
@@ -81,11 +80,6 @@ def templates_of(key: Any) -> tuple[str, ...]:
     return key if isinstance(key, tuple) else ()
 
 
-def names_queue(key: Any) -> bool:
-    """Return whether a key, as a level sets it, may depend on the queue."""
-    return not callable(key) and _QUEUE.search(repr(key)) is not None
-
-
 class Field(NamedTuple):
     """A field of a template, as {options[sku]!r:>9}.
 
@@ -117,8 +111,9 @@ class Field(NamedTuple):
         if isinstance(value, decimal.Decimal) and abs(value.adjusted()) > _WIDEST_DECIMAL:
             raise ValueError(f"a number has at most {_WIDEST_DECIMAL} digits")
         form = ""
-        if self.form:
-            form = _filled(self.form, known)
+        for part in self.form:
+            form += part if isinstance(part, str) else part.fill(known)
+        if form:
             _check_format(form)  # again, for an argument may be a part of it
         return format(value, form)
 
@@ -154,7 +149,6 @@ def compiled(template: str, depth: int = 2) -> Template:
 
 
 def fields_of(template: Template) -> Iterator[Field]:
-    """Give the fields of a template, also those in formats."""
     for part in template:
         if isinstance(part, Field):
             yield part
@@ -170,12 +164,8 @@ def fill(template: str, arguments: Mapping[str, Any], task: str, queue: str) -> 
     parts, known = compiled(template), {"task": task, "queue": queue, **arguments}
     if "digest" in template and any(one.name == "digest" for one in fields_of(parts)):
         known.setdefault("digest", digest(arguments, task))
-    return _filled(parts, known)
-
-
-def _filled(template: Template, known: Mapping[str, Any]) -> str:
     text = ""
-    for part in template:
+    for part in parts:
         text += part if isinstance(part, str) else part.fill(known)
     return text
 
@@ -292,12 +282,9 @@ def reduced(value: Any) -> Any:
 
 def _of_own_kind(value: Any) -> Any:
     """Return a value of a class that derives from a date's or number's as one of that class."""
-    if isinstance(value, dt.datetime):
-        return dt.datetime.fromisoformat(dt.datetime.isoformat(value))
-    if isinstance(value, dt.date):
-        return dt.date.fromisoformat(dt.date.isoformat(value))
-    if isinstance(value, dt.time):
-        return dt.time.fromisoformat(dt.time.isoformat(value))
+    for kind in _DATES:
+        if isinstance(value, kind):
+            return kind.fromisoformat(kind.isoformat(value))
     if isinstance(value, uuid.UUID):
         return uuid.UUID(int=value.int)
     if isinstance(value, decimal.Decimal):
@@ -308,6 +295,5 @@ def _of_own_kind(value: Any) -> Any:
 
 
 def json_key(key: Any) -> Any:
-    """Return a dict's key as JSON writes it."""
     key = reduced(key)
     return json.dumps(key) if key is None or isinstance(key, (bool, int, float)) else key

@@ -271,7 +271,6 @@ class ClaimToken:
         return one if is_moment(one.kept_for) and is_moment(one.ends_at) else None
 
     def to_message(self) -> dict[str, Any]:
-        """Return a mapping that any serializer takes."""
         return {name: value for name, value in vars(self).items() if value}
 
     def mark_superseded(self, session: Session, task_name: str) -> None:

@@ -56,7 +56,6 @@ class EarlierSend:
 
     @property
     def task_id(self) -> str:
-        """The id of its task."""
         return self.run_id.partition(":")[0]
 
     @classmethod
@@ -143,7 +142,6 @@ class ClaimRound(Round):
 
     @property
     def reached(self) -> bool:
-        """Whether a quorum has the new value."""
         return len(self.changed) >= self._nodes.quorum
 
     @property

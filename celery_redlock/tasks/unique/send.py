@@ -77,8 +77,8 @@ def send_claimed(
     would release the key.
     """
     countdown = seconds_until(app, options.get("eta") or options.get("countdown") or 0.0)
-    of_task = getattr(app._tasks.get(task_name), "expires", None)
-    expires = options.get("expires", of_task)
+    task_expires = getattr(app._tasks.get(task_name), "expires", None)
+    expires = options.get("expires", task_expires)
     unique_for = lock_options.unique_for or 0.0
     if expires is not None:
         unique_for = max(0.0, min(unique_for, seconds_until(app, expires)))
@@ -130,7 +130,6 @@ def unique_name(task_name: str, resources: tuple[str, ...]) -> str:
 
 
 def add_token(options: dict[str, Any], token: ClaimToken) -> None:
-    """Put the token of a claim into the headers of its send."""
     headers = options.get("headers") or {}
     header = {**header_of_send(headers, options["task_id"]), "unique": token.to_message()}
     options["headers"] = {**headers, HEADER: header}
@@ -144,11 +143,11 @@ def header_of_send(headers: Mapping[str, Any] | None, task_id: object) -> Mappin
     return header
 
 
-def options_to_message(of_call: Mapping[str, Any]) -> dict[str, Any]:
+def options_to_message(call_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a call as values that any serializer takes."""
     return {
         name: value.to_message() if isinstance(value, Backoff) else value
-        for name, value in of_call.items()
+        for name, value in call_options.items()
     }
 
 
@@ -173,16 +172,18 @@ def carry_options(
             _prepare_signatures(value)
 
 
-def _put_options(name: str, of_call: Any, headers: dict[str, Any]) -> None:
-    if not isinstance(of_call, Mapping):
-        of_call = {"lock": repr(of_call)}  # no option has this name, so the run refuses it
-    if of_call.get("unique_for") is not None:
+def _put_options(name: str, call_options: Any, headers: dict[str, Any]) -> None:
+    if not isinstance(call_options, Mapping):
+        call_options = {
+            "lock": repr(call_options)
+        }  # no option has this name, so the run refuses it
+    if call_options.get("unique_for") is not None:
         logger.warning(
             "sending %s without deduplication: a send by name knows no key; use send_unique",
             name, extra={"event": "sent_without_check", "task": name},
         )  # fmt: skip
     header = header_of_send(headers, headers.get("id"))
-    headers[HEADER] = {**header, "options": options_to_message(of_call)}
+    headers[HEADER] = {**header, "options": options_to_message(call_options)}
 
 
 def _prepare_signatures(value: Any) -> None:
@@ -197,9 +198,9 @@ def _prepare_signatures(value: Any) -> None:
         return
     if not isinstance(value, Mapping) or not isinstance(value.get("options"), Mapping):
         return
-    options, of_call = value["options"], value["options"].get("lock")
-    if isinstance(of_call, Mapping):
-        options["lock"] = options_to_message(of_call)
+    options, call_options = value["options"], value["options"].get("lock")
+    if isinstance(call_options, Mapping):
+        options["lock"] = options_to_message(call_options)
     inner = value.get("kwargs") if value.get("subtask_type") else None
     for part in (*options.values(), *(inner or {}).values(), *(value.get("args") or ())):
         _prepare_signatures(part)

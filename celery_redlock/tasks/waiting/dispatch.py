@@ -22,8 +22,12 @@ from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.tasks.delivery.delivery import HAS_ROOM, utc_now
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.loop import EventLoop
-from celery_redlock.tasks.waiting.queues import QueueKey, Waiter, WaitQueues
-from celery_redlock.tasks.waiting.times import WaitingTimes
+from celery_redlock.tasks.waiting.queues import (
+    MessageQueues,
+    QueueKey,
+    WaitingMessage,
+    WaitingTimes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +37,7 @@ ETA_PRIORITY = 6  # of an entry in the timer. Source: celery.worker.strategy, fo
 class Dispatcher:
     """The queues of one worker, the timers of their waiters, and the way to Celery.
 
-    `dispatch` is for a release, `on_eta` for the end of a countdown. Both give a message to Celery
+    `dispatch` gives a message to Celery before its time, `on_eta` at the end of its countdown; both
     once. on_head: called with a resource that has another head, or none, and with the first of a
     queue that was empty. on_due: called with a head that is to try by itself. states: stores those
     of the messages. mutex: of `queues`; a greenlet that has it may give way to others. capacity:
@@ -46,8 +50,8 @@ class Dispatcher:
         loop: EventLoop,
         clock: Clock,
         times: WaitingTimes,
-        on_head: Callable[[str, Waiter | None], object],
-        on_due: Callable[[Waiter], object],
+        on_head: Callable[[str, WaitingMessage | None], object],
+        on_due: Callable[[WaitingMessage], object],
     ) -> None:
         self._consumer, self._loop, self._clock, self._times = consumer, loop, clock, times
         self._on_head, self._on_due = on_head, on_due
@@ -64,29 +68,26 @@ class Dispatcher:
         self.states.forget()
         self._loop.cancel(self._eviction)
         self._eviction = None
-        self.queues = WaitQueues(self._times)
+        self.queues = MessageQueues(self._times)
         self._above = 0  # how many more messages wait than the capacity allows
         self._dispatched: weakref.WeakSet[Any] = weakref.WeakSet()  # requests
-        self._in_buckets: dict[Any, list[QueueKey]] = {}  # by request, which waits for its rate
-        self._dispatched_of: set[QueueKey] = set()  # of all these requests
-        self._runs: dict[
-            str, Any
-        ] = {}  # by resource: the last request that went to the pool for it
+        self._in_buckets: dict[QueueKey, Any] = {}  # by queue: the request that waits for its rate
+        self._runs: dict[str, Any] = {}  # by resource: its last request that went to the pool
 
-    def waiting(self) -> list[Waiter]:
+    def waiting(self) -> list[WaitingMessage]:
         """Return the waiters by priority, then by first deferral; called by any thread."""
         with self.mutex:
             return sorted(self.queues.all())
 
-    def add(self, waiter: Waiter) -> None:
+    def add(self, waiter: WaitingMessage) -> None:
         """Queue a message."""
         with self.mutex:
-            first = None if self.queues.has(waiter.queue) else waiter
+            first = waiter if self.queues.head(waiter.queue) is None else None
             displaced = self.queues.add(waiter)
             if displaced is not None:
                 self._arm(displaced)
             self._update_prefetch()
-            is_head = self.queues.is_head(waiter)
+            is_head = self.queues.head(waiter.queue) is waiter
         if is_head:
             self._on_head(waiter.queue.resource, first)
 
@@ -105,7 +106,7 @@ class Dispatcher:
         request._eta_timer_entry = entry
         getattr(state, "task_scheduled", str)(request)
 
-    def heads_to_run(self, resource: str) -> list[Waiter]:
+    def heads_to_run(self, resource: str) -> list[WaitingMessage]:
         """Return the head of each queue of a resource that is to run.
 
         A cancelled message would take no lock, so no release would follow for those behind it: each
@@ -114,34 +115,18 @@ class Dispatcher:
         while True:
             with self.mutex:
                 heads = self.queues.heads(resource)
-            if not self._dispatch_cancelled(heads):
-                return [head for head in heads if not self.has_dispatched(head.queue)]
+            if not self.dispatch_cancelled(heads):
+                return [head for head in heads if not self.awaits_rate(head.queue)]
 
-    def dispatch_cancelled(self) -> None:
-        """Dispatch all cancelled messages, for Celery to end them."""
-        with self.mutex:
-            waiters = self.queues.all()
-        self._dispatch_cancelled(waiters)
-
-    def _dispatch_cancelled(self, waiters: list[Waiter]) -> bool:
-        """Return whether there was any."""
+    def dispatch_cancelled(self, waiters: list[WaitingMessage]) -> bool:
+        """Dispatch cancelled messages, for Celery to end them; return whether there was any."""
         revoked = self._consumer.controller.state.revoked
         cancelled = [waiter for waiter in waiters if is_cancelled(waiter.request, revoked)]
         for waiter in cancelled:
-            self.dispatch_now(waiter)
+            self.dispatch(waiter)
         return bool(cancelled)
 
-    def dispatch(self, waiter: Waiter, *, is_named: bool = False) -> None:
-        """Give a message to Celery before its time, and survive what Celery raises there.
-
-        is_named: a release names this worker. Without that a message waits on while a run of this
-        worker has its lock, or is about to ask for it.
-        Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
-        """
-        if not self.holds_back(waiter, is_named=is_named):
-            self.dispatch_now(waiter, is_named=is_named)
-
-    def holds_back(self, waiter: Waiter, *, is_named: bool) -> bool:
+    def holds_back(self, waiter: WaitingMessage, *, is_named: bool) -> bool:
         """Let a message wait on that a run of this worker is before; return whether it does.
 
         Not if the run began a while ago: it has asked for the lock since, and has none any more if
@@ -158,12 +143,15 @@ class Dispatcher:
         self.postpone(waiter, waiter.pause if began is None else TURN)
         return True
 
-    def dispatch_now(self, waiter: Waiter, *, is_named: bool = False) -> None:
-        """Do what `dispatch` does, for a message that nothing holds back."""
+    def dispatch(self, waiter: WaitingMessage, *, is_named: bool = False) -> None:
+        """Give a message to Celery before its time, and survive what Celery raises there.
+
+        is_named: a release names this worker.
+        Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
+        """
         request = waiter.request
         try:
-            celerys = getattr(request, "_eta_timer_entry", None)  # before 5.7 Celery's own stays
-            self._loop.cancel(celerys if waiter.timer_entry is None else waiter.timer_entry)
+            self._cancel_timer(waiter)
             self._apply(request, waiter, is_named=is_named)
         except Exception:
             extra = {"event": "dispatch_failed", "task": request.name, "task_id": request.id}
@@ -180,15 +168,16 @@ class Dispatcher:
 
         Of a lock with more permits than one the next message may run as well.
         """
-        self._in_buckets[request] = [queue for queue in queues if queue.limit == 1]
-        self._dispatched_of.update(self._in_buckets[request])
+        self._in_buckets.update((queue, request) for queue in queues if queue.limit == 1)
 
     def _note_left_bucket(self, request: Any) -> None:
-        self._dispatched_of.difference_update(self._in_buckets.pop(request, ()))
+        for queue, one in list(self._in_buckets.items()):  # another thread may note one
+            if one is request:
+                self._in_buckets.pop(queue, None)
 
-    def has_dispatched(self, queue: QueueKey) -> bool:
+    def awaits_rate(self, queue: QueueKey) -> bool:
         """Return whether a message of a queue waits for its rate: the next one would be refused."""
-        return queue in self._dispatched_of
+        return queue in self._in_buckets
 
     @property
     def has_slots(self) -> bool:
@@ -209,8 +198,12 @@ class Dispatcher:
         request = self._runs.get(resource)
         return request if request in state.reserved_requests else None
 
-    def forget_ended_runs(self) -> None:
-        """Forget the runs that are in the pool no more."""
+    def sweep(self) -> None:
+        """Dispatch cancelled messages; forget ended runs, and resources without messages."""
+        with self.mutex:
+            self.queues.forget_empty(self._clock.now() - self._times.unsubscribe_after)
+            waiters = self.queues.all()
+        self.dispatch_cancelled(waiters)
         for resource, run in list(self._runs.items()):  # another thread may note one
             if run not in state.reserved_requests:
                 self._runs.pop(resource, None)
@@ -220,10 +213,6 @@ class Dispatcher:
         self._note_left_bucket(request)
         self._leave_bucket(request)
 
-    def on_limited_eta(self, request: Any, bucket: Any, tokens: int) -> None:
-        """Do what `on_eta` does, for a message of a task that had a rate limit as it came."""
-        self.on_eta(request)
-
     def has_succeeded(self, id_: str) -> bool:
         """Return whether the run of a message has ended with success in this worker.
 
@@ -231,8 +220,11 @@ class Dispatcher:
         """
         return id_ in self._consumer.controller.state.successful_requests
 
-    def on_eta(self, request: Any) -> None:
-        """Give a message to Celery at the end of its countdown, unless it waits for a release."""
+    def on_eta(self, request: Any, *_limit: Any) -> None:
+        """Give a message to Celery at the end of its countdown, unless it waits for a release.
+
+        _limit: the bucket and the tokens, of a message whose task had a rate limit as it came.
+        """
         with self.mutex:
             waiter = self.queues.of(request)
             if waiter is not None:
@@ -254,7 +246,7 @@ class Dispatcher:
         else:
             self._apply(request, waiter)
 
-    def postpone(self, waiter: Waiter, seconds: float) -> None:
+    def postpone(self, waiter: WaitingMessage, seconds: float) -> None:
         """Let a waiter look again later whether its lock is free, at its deadline at the latest.
 
         For waiters that wait for a release: nothing but Celery's timer ends the wait of others.
@@ -264,7 +256,9 @@ class Dispatcher:
                 waiter.eta, waiter.is_postponed = self._clock.now() + seconds, True
                 self._arm(waiter)
 
-    def _apply(self, request: Any, waiter: Waiter | None, *, is_named: bool = False) -> None:
+    def _apply(
+        self, request: Any, waiter: WaitingMessage | None, *, is_named: bool = False
+    ) -> None:
         """Give a message to Celery, once: outside the mutex, as a solo pool runs its body here.
 
         waiter: None for a message that does not wait here.
@@ -279,7 +273,7 @@ class Dispatcher:
                     self.note_in_bucket(request, [waiter.queue])
                 elif waiter.queue.limit == 1 and waiter.queue.resource:
                     self.note_run(request, [waiter.queue.resource])
-                was_head = self.queues.is_head(waiter)
+                was_head = self.queues.head(waiter.queue) is waiter
                 following = self.queues.remove(waiter, self._clock.now(), is_named=is_named)
                 if following is not None:
                     self._arm(following)
@@ -291,7 +285,9 @@ class Dispatcher:
 
     def _pass_on(self, request: Any) -> None:
         """Let Celery run a message; first its DEFERRED is stored, else it could stay for ever."""
-        again = functools.partial(self._loop.call_soon, self._pass_on_later, request)
+        # in the timer, which survives errors
+        later = self._loop.call_after, 0.0, self._pass_on, request
+        again = functools.partial(self._loop.call_soon, *later)
         if request not in self._dispatched or not self.states.withdraw(str(request.id), again):
             return  # the room was closed, or a result backend is slow
         bucket = self.bucket_of(request.name)
@@ -304,21 +300,21 @@ class Dispatcher:
         with self.mutex:  # after: Celery lowers its prefetch there, and never adds at its limit
             self._update_prefetch()
 
-    def _pass_on_later(self, request: Any) -> None:
-        self._loop.call_after(0.0, self._pass_on, request)  # whose errors the timer survives
-
-    def _arm(self, waiter: Waiter) -> None:
+    def _arm(self, waiter: WaitingMessage) -> None:
         """Set the timer for a waiter's own try, if its ETA has passed; before, Celery's is set."""
         seconds = self.queues.retry_in(waiter, self._clock.now())
         if seconds is None:
             return
         request = waiter.request
-        celerys = getattr(request, "_eta_timer_entry", None)  # else it outlives the connection
-        self._loop.cancel(celerys if waiter.timer_entry is None else waiter.timer_entry)
+        self._cancel_timer(waiter)  # else it outlives the connection
         entry = self._loop.call_after(seconds, self._on_retry, request, priority=ETA_PRIORITY)
         waiter.timer_entry = entry
         if hasattr(request, "_eta_timer_entry"):  # so that Celery 5.7 cancels it
             request._eta_timer_entry = entry
+
+    def _cancel_timer(self, waiter: WaitingMessage) -> None:
+        celerys = getattr(waiter.request, "_eta_timer_entry", None)  # before 5.7 its own stays
+        self._loop.cancel(celerys if waiter.timer_entry is None else waiter.timer_entry)
 
     def _update_prefetch(self) -> None:
         """Take back what Celery adds to its prefetch for messages above the capacity.
@@ -346,7 +342,7 @@ class Dispatcher:
             last = self.queues.last_of_longest() if self._above else None
         if last is not None:  # outside: a solo pool runs its body here
             last.request.request_dict["properties"][HAS_ROOM] = False
-            self.dispatch_now(last)
+            self.dispatch(last)
 
 
 def is_cancelled(request: Any, revoked: Container[str]) -> bool:

@@ -1,8 +1,8 @@
-"""Deferred messages in the order in which they try: one queue for each resource and limit. Pure.
+"""Deferred messages in the order in which they try, and how long a worker waits for what. Pure.
 
 The broker's own order of priorities goes first, then the first deferral.
 
-A resource that is taken to a lock of one limit may be free to another, so each limit has a queue.
+Each resource and limit has a queue: what is taken to a lock of one limit may be free to another.
 So has each task with a `rate_limit`, whose head may wait for its rate while others run.
 Only the head of a queue tries again by itself. The waiters behind it cost memory and no commands
 until they are the head, or until their deadline, before the broker takes them for lost.
@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from celery_redlock.tasks.waiting.times import WaitingTimes
+from celery_redlock.tasks.delivery.delivery import CLOCKS_DIFFER
 
 WITHOUT_QUORUM = ""  # instead of a resource: of messages for which no quorum voted
 # the sign of a priority in the order of a broker; others have no priorities
@@ -34,59 +34,67 @@ def priority_order(priority: object, driver: str) -> int:
     return PRIORITY_SIGNS.get(driver, 0) * priority if isinstance(priority, int) else 0
 
 
-class QueueKey(NamedTuple):
-    """A queue: the resource that messages wait for, and the limit of the lock refused.
+@dataclass(frozen=True)
+class WaitingTimes:
+    """The times of a waiting room, in seconds."""
 
-    task: the name of a task with a rate limit, "" for all other tasks.
-    """
+    # the next waiter tries so long after the head was dispatched, if no release names this worker
+    # meanwhile; or after twice the time that the last head waited to be named
+    retry_next_after: float = 0.5
+    retry_next_at_most: float = 5.0
+    sweep_interval: float = 1.0  # between two checks for expired and revoked messages
+    unsubscribe_after: float = 30.0  # that a resource without waiters keeps the subscription
+    imminent: float = 1.0  # before its ETA no waiter is dispatched for what it may have missed
+    eviction_interval: float = 0.025  # between two messages that leave for others of the queue
+    clocks_differ: float = CLOCKS_DIFFER  # at the most, between the wall clocks of two workers
+    refresh_after: float = 10.0  # between two looks of all heads, which register them, too
+    longest_pause: float = 30.0  # between two looks of a head whether its lock is free
+    after_lease: float = 0.25  # over which heads spread their looks after the end of a lease
+    remember_refusal: float = 1.0  # for which those after a refused message wait without a try
+    asks_within: float = 1.0  # from its begin, until a run has asked for its lock
+
+
+class QueueKey(NamedTuple):
+    """A queue: the resource that messages wait for, and the limit of the lock refused."""
 
     resource: str
     limit: int
-    task: str = ""
+    task: str = ""  # the name of a task with a rate limit
 
 
 @dataclass(eq=False, slots=True)
-class Waiter:
-    """One message that waits in a worker's memory.
+class WaitingMessage:
+    """One message that waits in a worker's memory. Times are in monotonic seconds."""
 
-    request: Celery's, of the message. since: of its first deferral, in seconds since 1970; 0 if the
-    message does not say. eta: monotonic seconds, the end of its countdown. deadline: monotonic
-    seconds, when it tries at the latest. waits_for_release: it may wait for a release past its ETA.
-    pause: seconds after which it looks again whether its lock is free, if nothing was announced.
-    is_postponed: its ETA is a later one than Celery has set a timer for. timer_entry: the room's
-    own entry in the worker's timer; None while there is none but Celery's. came_at: monotonic
-    seconds. priority: of `priority_order`.
-    """
-
-    request: Any
-    since: float
+    request: Any  # Celery's
+    since: float  # of its first deferral, in seconds since 1970; 0 if the message does not say
     queue: QueueKey
-    eta: float
-    deadline: float
-    waits_for_release: bool
-    pause: float = FIRST_PAUSE
-    is_postponed: bool = False
-    timer_entry: Any = None
+    eta: float  # the end of its countdown
+    deadline: float  # when it tries at the latest
+    waits_for_release: bool  # it may wait for a release past its ETA
+    pause: float = FIRST_PAUSE  # after which it looks again, in seconds, if nothing was announced
+    is_postponed: bool = False  # its ETA is a later one than Celery has set a timer for
+    timer_entry: Any = None  # the room's own, in the worker's timer; else Celery's is there
     came_at: float = -math.inf
-    priority: int = 0
+    priority: int = 0  # of `priority_order`
 
-    def __lt__(self, other: Waiter) -> bool:
+    def __lt__(self, other: WaitingMessage) -> bool:
         mine, its = ((w.priority, w.since, id(w.request)) for w in (self, other))
         return mine < its
 
 
-class WaitQueue:
+class MessageQueue:
     """The waiters of one resource and limit, in order of priority, then of first deferral."""
 
     __slots__ = ("_head_left_at", "_head_left_since", "_interval", "waiters")
 
     def __init__(self) -> None:
-        self.waiters: list[Waiter] = []
+        self.waiters: list[WaitingMessage] = []
         self._interval = 0.0  # seconds that the last head waited to be named; 0: unknown
         # when the head was dispatched to try, and its first deferral
         self._head_left_at, self._head_left_since = -math.inf, -math.inf
 
-    def add(self, waiter: Waiter) -> Waiter | None:
+    def add(self, waiter: WaitingMessage) -> WaitingMessage | None:
         """Queue a waiter; return the head that it displaced, if any."""
         bisect.insort(self.waiters, waiter)
         if self.waiters[0] is not waiter:
@@ -95,7 +103,9 @@ class WaitQueue:
             self._head_left_at, self._head_left_since = -math.inf, -math.inf
         return self.waiters[1] if len(self.waiters) > 1 else None
 
-    def remove(self, waiter: Waiter, now: float, *, is_named: bool) -> Waiter | None:
+    def remove(
+        self, waiter: WaitingMessage, now: float, *, is_named: bool
+    ) -> WaitingMessage | None:
         """Remove a waiter; return the next head if the waiter was the head.
 
         is_named: a release named this worker, so the next one will as well.
@@ -109,7 +119,7 @@ class WaitQueue:
         self._head_left_at, self._head_left_since = now, waiter.since
         return self.waiters[0] if self.waiters else None
 
-    def turn_of(self, waiter: Waiter, times: WaitingTimes) -> float:
+    def turn_of(self, waiter: WaitingMessage, times: WaitingTimes) -> float:
         """Return the monotonic second from which a waiter may try by itself; inf: not the head.
 
         The head may try at once. If a head before it has just been dispatched, it may try only
@@ -122,7 +132,7 @@ class WaitQueue:
         return self._head_left_at + max(times.retry_next_after, usual)
 
 
-class WaitQueues:
+class MessageQueues:
     """All messages that wait in one worker.
 
     A resource is remembered for a while without waiters: how often its releases name this worker,
@@ -131,57 +141,55 @@ class WaitQueues:
 
     def __init__(self, times: WaitingTimes) -> None:
         self._times = times
-        self._queues: dict[str, dict[QueueKey, WaitQueue]] = {}  # by resource
+        self._queues: dict[str, dict[QueueKey, MessageQueue]] = {}  # by resource
         self._emptied_at: dict[str, float] = {}  # monotonic seconds, of resources without waiters
-        self._by_request: dict[Any, Waiter] = {}
+        self._by_request: dict[Any, WaitingMessage] = {}
         self.waiting_for_release = 0  # how many waiters may wait past their ETA
 
     def resources(self) -> set[str]:
         """Return the resources that are waited for; called by any thread."""
         return set(self._queues)
 
-    def of(self, request: Any) -> Waiter | None:
+    def of(self, request: Any) -> WaitingMessage | None:
         """Return the waiter of a request."""
         return self._by_request.get(request)
 
-    def all(self) -> list[Waiter]:
+    def all(self) -> list[WaitingMessage]:
         """Return all waiters."""
         return list(self._by_request.values())
 
-    def heads(self, resource: str) -> list[Waiter]:
+    def heads(self, resource: str) -> list[WaitingMessage]:
         """Return the head of each queue of a resource."""
-        return [queue.waiters[0] for queue in self._of_resource(resource) if queue.waiters]
+        queues = list(self._queues.get(resource, {}).values())
+        return [queue.waiters[0] for queue in queues if queue.waiters]
 
-    def on(self, resource: str) -> list[Waiter]:
+    def on(self, resource: str) -> list[WaitingMessage]:
         """Return all waiters of a resource."""
-        return [waiter for queue in self._of_resource(resource) for waiter in queue.waiters]
+        queues = list(self._queues.get(resource, {}).values())
+        return [waiter for queue in queues for waiter in queue.waiters]
 
-    def _of_resource(self, resource: str) -> list[WaitQueue]:
-        return list(self._queues.get(resource, {}).values())
-
-    def add(self, waiter: Waiter) -> Waiter | None:
-        """Queue a waiter; return the head that it displaced, if any."""
+    def add(self, waiter: WaitingMessage) -> WaitingMessage | None:
+        """Do what that of `MessageQueue` does."""
         self._by_request[waiter.request] = waiter
         self.waiting_for_release += waiter.waits_for_release
         resource = waiter.queue.resource
         self._emptied_at.pop(resource, None)
-        queue = self._queues.setdefault(resource, {}).setdefault(waiter.queue, WaitQueue())
+        queue = self._queues.setdefault(resource, {}).setdefault(waiter.queue, MessageQueue())
         return queue.add(waiter)
 
-    def remove(self, waiter: Waiter, now: float, *, is_named: bool = False) -> Waiter | None:
-        """Remove a waiter; return the next head if the waiter was the head.
-
-        is_named: a release named this worker, so the next one will as well.
-        """
+    def remove(
+        self, waiter: WaitingMessage, now: float, *, is_named: bool = False
+    ) -> WaitingMessage | None:
+        """Do what that of `MessageQueue` does."""
         del self._by_request[waiter.request]
         self.waiting_for_release -= waiter.waits_for_release
         resource = waiter.queue.resource
         following = self._queues[resource][waiter.queue].remove(waiter, now, is_named=is_named)
-        if not any(queue.waiters for queue in self._of_resource(resource)):
+        if not self.heads(resource):
             self._emptied_at[resource] = now
         return following
 
-    def retry_in(self, waiter: Waiter, now: float) -> float | None:
+    def retry_in(self, waiter: WaitingMessage, now: float) -> float | None:
         """Return the seconds after which a waiter is to try without a release; 0: now.
 
         None if that is at its ETA, for which Celery has set a timer. A waiter behind the head tries
@@ -192,22 +200,12 @@ class WaitQueues:
         turn = self._queues[waiter.queue.resource][waiter.queue].turn_of(waiter, self._times)
         return max(0.0, min(max(turn, waiter.eta), waiter.deadline) - now)
 
-    def has(self, key: QueueKey) -> bool:
-        """Return whether a message waits in this queue."""
+    def head(self, key: QueueKey) -> WaitingMessage | None:
+        """Return the head of a queue; None if no message waits in it."""
         queue = self._queues.get(key.resource, {}).get(key)
-        return queue is not None and bool(queue.waiters)
+        return queue.waiters[0] if queue is not None and queue.waiters else None
 
-    def is_head(self, waiter: Waiter) -> bool:
-        """Return whether a waiter is still here, and the head of its queue."""
-        return self.of(waiter.request) is waiter and waiter in self.heads(waiter.queue.resource)
-
-    def head_of(self, waiter: Waiter) -> Waiter | None:
-        """Return the head of a waiter's queue; None if the waiter is not here any more."""
-        if self.of(waiter.request) is not waiter:
-            return None
-        return self._queues[waiter.queue.resource][waiter.queue].waiters[0]
-
-    def last_of_longest(self) -> Waiter | None:
+    def last_of_longest(self) -> WaitingMessage | None:
         """Return the waiter that is dispatched last: of the longest queue, if it may be evicted."""
         queues = [queue for by_key in self._queues.values() for queue in by_key.values()]
         for queue in sorted(queues, key=lambda queue: len(queue.waiters), reverse=True):

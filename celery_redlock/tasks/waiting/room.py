@@ -58,11 +58,11 @@ from celery_redlock.tasks.waiting.queues import (
     WITHOUT_QUORUM,
     QueueKey,
     QuorumHistory,
-    Waiter,
+    WaitingMessage,
+    WaitingTimes,
     priority_order,
 )
 from celery_redlock.tasks.waiting.successor import Successor
-from celery_redlock.tasks.waiting.times import WaitingTimes
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +95,9 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._loop = EventLoop(parent, platform)
         self._successor = Successor(parent, self._loop, platform.clock, times)
         self._dispatcher = self._successor.dispatcher
-        self.states = self._dispatcher.states
+        self.states, self.waiting = self._dispatcher.states, self._dispatcher.waiting
         parent.apply_eta_task = self._dispatcher.on_eta
-        parent._limit_post_eta = self._dispatcher.on_limited_eta
+        parent._limit_post_eta = self._dispatcher.on_eta
         parent._limit_move_to_pool = self._dispatcher.on_token
         parent.connection_for_read = functools.partial(_closing_twice, parent.connection_for_read)
         self._redlock: Redlock | None = None
@@ -163,10 +163,6 @@ class WaitingRoom(bootsteps.StartStopStep):
         if not any(rooms_of(parent.app)):
             leave_redlock(parent.app)
 
-    def waiting(self) -> list[Waiter]:
-        """Return the waiters by priority, then by first deferral; called by any thread."""
-        return self._dispatcher.waiting()
-
     def admit(self, request: Any, deferral: Deferral) -> None:
         """Queue a message whose countdown is about to begin."""
         inbox = self._connect()
@@ -231,7 +227,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         queues = [self._queue_of(resource, limit, request.name) for resource in resources]
         for resource, queue in zip(resources, queues, strict=True):
             with self._dispatcher.mutex:
-                waits = self._dispatcher.queues.has(queue) or self._dispatcher.has_dispatched(queue)
+                head = self._dispatcher.queues.head(queue)
+                waits = head is not None or self._dispatcher.awaits_rate(queue)
             run = self._dispatcher.run_of(resource) if limit == 1 else None
             if run is not None:
                 if run.id == request.id:
@@ -259,7 +256,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         has_rate = bool(task_name) and self._dispatcher.bucket_of(task_name) is not None
         return QueueKey(resource, limit, task_name if has_rate else "")
 
-    def _waiter_of(self, request: Any, deferral: Deferral) -> Waiter:
+    def _waiter_of(self, request: Any, deferral: Deferral) -> WaitingMessage:
         settings, now = settings_of(self._consumer.app), self._clock.now()
         received = request.request_dict["properties"].get(RECEIVED, now)
         queue = QueueKey(WITHOUT_QUORUM, 1)
@@ -267,7 +264,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             resource = deferral.resource or deferral.resources[0]  # a sender may leave it out
             queue = self._queue_of(resource, deferral.limit, request.name)
         priority = request.request_dict["properties"].get("priority")
-        return Waiter(
+        return WaitingMessage(
             request,
             since=deferral.since,
             queue=queue,
@@ -285,20 +282,19 @@ class WaitingRoom(bootsteps.StartStopStep):
             self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
             session = self._redlock.session
             self._votes, self._quorum = votes_channel(session.options.prefix), session.nodes.quorum
-            self.inbox = self._successor.use(session, self._channels, self._on_vote)
+            host = str(getattr(self._consumer, "hostname", ""))
+            on_vote = functools.partial(self._loop.call_soon, self._on_vote)
+            self.inbox = session.new_inbox(self._successor, host, self._channels, on_vote)
+            self._successor.inbox = self.inbox
         return self.inbox
 
     def _channels(self) -> set[str]:
         """Return the channels to hear beside the inbox; called by any thread."""
         return {self._votes} if WITHOUT_QUORUM in self._dispatcher.queues.resources() else set()
 
-    def _on_vote(self, channel: str, message: str, node: int) -> None:
-        """Take a node's message that nodes vote again; in the subscribers' threads."""
-        self._loop.call_soon(self._on_quorum, message, node)
-
     # in the event loop
 
-    def _on_quorum(self, message: str, node: int) -> None:
+    def _on_vote(self, channel: str, message: str, node: int) -> None:
         """Dispatch all messages that wait for a quorum, as there may be one again.
 
         message: of an operator's `trust`, the same from each node once all of them have done it. A
@@ -322,17 +318,13 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def _sweep(self) -> None:
         """Forget what nobody waits for any more, and dispatch expired and revoked messages."""
-        with self._dispatcher.mutex:
-            before = self._clock.now() - self._times.unsubscribe_after
-            self._dispatcher.queues.forget_empty(before)
+        self._dispatcher.sweep()
         if self.inbox is not None:
             self.inbox.listen()  # a subscriber that ended just as its channel was wanted again
         old = self._clock.now() - self._times.remember_refusal
         for queue, (at, _) in list(self._refusals.items()):  # another thread may add one
-            if at < old and not self._dispatcher.queues.has(queue):
+            if at < old and self._dispatcher.queues.head(queue) is None:
                 self._refusals.pop(queue, None)
-        self._dispatcher.dispatch_cancelled()
-        self._dispatcher.forget_ended_runs()
         self._successor.look_again_if_due()
 
 
@@ -357,7 +349,7 @@ def _closing_twice(connect: Callable[..., Any], heartbeat: float | None = None) 
 _rooms: weakref.WeakKeyDictionary[Any, WaitingRoom] = weakref.WeakKeyDictionary()
 
 
-def waiters_of(consumer: Any) -> list[Waiter]:
+def waiters_of(consumer: Any) -> list[WaitingMessage]:
     """Return who waits in the worker of a consumer, in order."""
     room = _rooms.get(consumer)
     return [] if room is None else room.waiting()

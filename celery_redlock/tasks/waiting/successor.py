@@ -15,11 +15,10 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
-from celery_redlock.lock.engine.inbox import Inbox, OnMessage
-from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.handoff import (
     FALLBACK,
     LOOK,
@@ -35,8 +34,7 @@ from celery_redlock.signals import HANDOFF_STEPS, LockHandedOffEvent, lock_hande
 from celery_redlock.tasks.delivery.delivery import NAMED_AT, utc_now
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
-from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, Waiter
-from celery_redlock.tasks.waiting.times import WaitingTimes
+from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, WaitingMessage, WaitingTimes
 
 NAMED_AT_MOST = 3  # workers, by one release: as in lua/announce.lua
 NAMED = HANDOFF_STEPS[0]
@@ -46,24 +44,18 @@ class Successor:
     """The heads of one worker's queues, as the `Line` of an inbox: each is dispatched in its turn.
 
     `on_step` and `on_listening` are called in the subscribers' threads, everything else in the
-    worker's event loop. Nothing is registered before `use`.
+    worker's event loop.
     """
 
-    inbox: Inbox | None = None
+    inbox: Inbox | None = None  # of the room, which makes it for the first message
 
     def __init__(self, consumer: Any, loop: EventLoop, clock: Clock, times: WaitingTimes) -> None:
         self._loop, self._clock, self._times = loop, clock, times
-        self._host = str(getattr(consumer, "hostname", ""))
         # by resource: when its turn comes, in monotonic seconds, the step, and the timer's entry
         self._turns: dict[str, tuple[float, Step, Any]] = {}
         self._refreshed_at = self._looked_at = self._clock.now()
         self._opened_at = -math.inf  # when the inbox opened on a node, and all heads asked
         self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self.on_head, self.on_due)
-
-    def use(self, session: Session, channels: Callable[[], set[str]], on_other: OnMessage) -> Inbox:
-        """Use the nodes of a session from now on; return the inbox. Others: as of `Inbox`."""
-        self.inbox = session.new_inbox(self, self._host, channels, on_other)
-        return self.inbox
 
     def forget(self) -> None:
         """Forget all waiters, and let the nodes forget them."""
@@ -100,11 +92,10 @@ class Successor:
 
     def _on_listening(self) -> None:
         now = self._clock.now()
+        self._refreshed_at = -math.inf  # unless it asks now, the next sweep does
         if now - self._opened_at > self._times.sweep_interval:
             self._opened_at = now
             self.look_again()
-        else:
-            self._refreshed_at = -math.inf  # the next sweep asks
 
     def _on_step(self, resource: str, step: Step, due: float) -> None:
         heads = self.dispatcher.heads_to_run(resource)
@@ -147,14 +138,14 @@ class Successor:
         for head in self.dispatcher.heads_to_run(resource):
             self.ask(head, step)
 
-    def on_due(self, waiter: Waiter) -> None:
+    def on_due(self, waiter: WaitingMessage) -> None:
         """Ask for a head whose countdown is over; also a dead holder announces nothing."""
         self.dispatcher.postpone(waiter, waiter.pause)  # in case that no reply comes
         self.ask(waiter, Step(FALLBACK))
 
-    def ask(self, head: Waiter, step: Step) -> None:
+    def ask(self, head: WaitingMessage, step: Step) -> None:
         """Register a head, and ask the nodes how it stands."""
-        if self.dispatcher.has_dispatched(head.queue):
+        if self.dispatcher.awaits_rate(head.queue):
             return
         if self.inbox is None:
             self._dispatch(head, step)
@@ -162,10 +153,11 @@ class Successor:
         report = functools.partial(self._loop.call_soon, self._on_place, head, step)
         self.inbox.ask(head.queue.resource, head.queue.limit, step.passed, report)
 
-    def _on_place(self, asker: Waiter, step: Step, place: Place | None) -> None:
+    def _on_place(self, asker: WaitingMessage, step: Step, place: Place | None) -> None:
         """Dispatch a head if its lock is free and it is its turn, else let it wait on."""
         with self.dispatcher.mutex:  # an earlier message may have come since the question
-            head = self.dispatcher.queues.head_of(asker)
+            queues = self.dispatcher.queues
+            head = queues.head(asker.queue) if queues.of(asker.request) is asker else None
         if head is None:
             return
         is_over = head.eta <= self._clock.now() or head.is_postponed
@@ -184,7 +176,7 @@ class Successor:
         else:
             self._dispatch(head, step)
 
-    def _wait_on(self, head: Waiter, place: Place) -> None:
+    def _wait_on(self, head: WaitingMessage, place: Place) -> None:
         """Let a head wait until the holder's lease ends, or for its next look.
 
         The more workers are before it, the longer: they look as well.
@@ -195,7 +187,7 @@ class Successor:
         head.pause = min(2 * head.pause, self._times.longest_pause)
         self.dispatcher.postpone(head, min(pause, after_lease))
 
-    def _dispatch(self, head: Waiter, step: Step) -> None:
+    def _dispatch(self, head: WaitingMessage, step: Step) -> None:
         if self.dispatcher.holds_back(head, is_named=step.named_at is not None):
             return
         if step.named_at is not None:
@@ -205,7 +197,7 @@ class Successor:
             self._tell(head, step.why)
         resource, id_ = head.queue.resource, str(head.request.id)
         unless = "" if self.dispatcher.has_succeeded(id_) else id_  # "": that was an earlier one
-        self.dispatcher.dispatch_now(head, is_named=step.named_at is not None)
+        self.dispatcher.dispatch(head, is_named=step.named_at is not None)
         if resource == WITHOUT_QUORUM:
             return
         # it may be refused another lock before, and then no release of this one follows
@@ -215,13 +207,13 @@ class Successor:
         if heads and not self.dispatcher.has_succeeded(unless):
             self._ask_after(self._times.retry_next_after, resource, Step(FALLBACK, unless=unless))
 
-    def _tell(self, head: Waiter, step: str) -> None:
+    def _tell(self, head: WaitingMessage, step: str) -> None:
         event = LockHandedOffEvent(head.queue.resource, step)
         lock_handed_off.send(getattr(head.request, "task", None), event=event)
 
     # the registrations
 
-    def on_head(self, resource: str, first: Waiter | None = None) -> None:
+    def on_head(self, resource: str, first: WaitingMessage | None = None) -> None:
         """Let the nodes know since when the head of a resource waits; ask for the first one.
 
         While the inbox is closed nothing is asked yet: `look_again` does, as it opens.

@@ -1,6 +1,7 @@
 """Every end that a run can have, and what must be true after it.
 
-One table, which the matrix measures, its tests check and `docs/reference/final-states.md` shows.
+One table, which the matrix measures, its tests check and the page
+`docs/explanation/crashes-and-shutdown.md` shows.
 States are those that Celery leaves, right or not; whose lock is free, when and by whom is ours.
 """
 

@@ -1,4 +1,4 @@
-"""The tables as `docs/reference/final-states.md` shows them, made of what is expected."""
+"""The tables as `docs/explanation/crashes-and-shutdown.md` shows them, made of what is expected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.integration.matrix.ends import ENDS, NOBODY, POOLS, RUN, After, End, Pair
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "final-states.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "explanation" / "crashes-and-shutdown.md"
 BEGIN = "<!-- the tables: python -m tests.integration.matrix --page -->"
 END = "<!-- their end -->"
 # each heading of the page, and the beginnings of the names of its ends
@@ -27,7 +27,7 @@ CAUSES = {
 
 def tables() -> str:
     """Return a heading and a table in Markdown for each cause of an end."""
-    return "\n\n".join(f"## {cause}\n\n{_table(ends_of(cause))}" for cause in CAUSES)
+    return "\n\n".join(f"### {cause}\n\n{_table(ends_of(cause))}" for cause in CAUSES)
 
 
 def ends_of(cause: str) -> list[End]:

@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         "who was struck out though it lives is registered late",
         "lock.retry:Attempts._act",
-        "callers.inbox.register_again(caller.resource)",
+        "callers.inbox.changed(caller.resource, anew=True)",
         "pass",
         (SIMULATED,),
         "struck_out",
@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         "two permits that are free at once wake one thread",
         "lock.engine.callers:Callers.on_step",
-        " and (caller.limit == 1 or caller.due > due)",
+        " if one.limit == 1 or one.due > due",
         "",
         (f"{UNIT}/test_wakeup.py", SIMULATED),
         "permits",

@@ -1,0 +1,278 @@
+"""Metrics for Prometheus: what is counted, what is measured at a scrape, and how it is served.
+
+Without the setting `redlock_metrics`, none of this is connected. Counters and histograms are fed by
+receivers of the public signals, gauges are read anew at each scrape. A worker's main process
+answers the scrapes for all its children.
+
+Not here: spans (`operate/tracing.py`), and the queries behind the gauges (`operate/control.py`,
+`lock/node_status.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Any
+
+from billiard.process import current_process
+
+from celery_redlock import signals
+from celery_redlock.lock.node_status import look_at_nodes
+from celery_redlock.operate.control import held_locks_of
+from celery_redlock.tasks.children.forks import forks_children
+from celery_redlock.tasks.delivery.delivery import Delivery, LockHeader, utc_now
+from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
+from celery_redlock.tasks.startup import locked_tasks
+from celery_redlock.tasks.waiting.room import waiters_of
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+# seconds: from one round trip, over backoffs, to long jobs
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
+
+
+class Metrics:
+    """All counters and histograms. registry: theirs; None if each process writes to files."""
+
+    def __init__(self, registry: Any) -> None:
+        from prometheus_client import Counter, Histogram
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(f"redlock_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str) -> Any:
+            return Histogram(
+                f"redlock_{name}_seconds", text, ("task",), registry=registry, buckets=BUCKETS
+            )
+
+        self.acquired = counter("acquired", "Locks that were acquired.", "task")
+        self.deferred = counter("deferred", "Messages that were deferred.", "task")
+        self.skipped = counter("skipped", "Runs that were skipped.", "task")
+        self.released = counter("released", "Locks that were released.", "task", "by")
+        self.lost = counter("lost", "Locks that were lost in use.", "task")
+        self.extended = counter("extended", "Renewals that a quorum confirmed.", "task")
+        self.handoffs = counter("handoffs", "Steps of hand-offs in this worker.", "task", "step")
+        self.node_failed = counter("node_failed", "Times that a node stopped answering.", "node")
+        self.waited = histogram("wait", "Seconds from a message's first try to its lock.")
+        self.held = histogram("hold", "Seconds from a lock's grant to its release.")
+        self.handoff = histogram("handoff", "Seconds from a release's message to the next lock.")
+        self._connections = (
+            (signals.lock_acquired, self._on_acquired),
+            (signals.lock_deferred, _incrementing(self.deferred)),
+            (signals.lock_handed_off, _incrementing(self.handoffs, "step")),
+            (signals.lock_skipped, _incrementing(self.skipped)),
+            (signals.lock_released, self._on_released),
+            (signals.lock_lost, _incrementing(self.lost)),
+            (signals.lock_extended, _incrementing(self.extended)),
+            (signals.node_failed, self._on_node_failed),
+        )
+        for signal, receiver in self._connections:
+            signal.connect(receiver, weak=False)
+
+    def initialize(self, tasks: Iterable[str], nodes: Iterable[str]) -> None:
+        """Export all counters as 0: Prometheus sees no increase if a counter first appears as 1."""
+        for task in tasks:
+            for counter in (self.acquired, self.deferred, self.skipped, self.lost, self.extended):
+                counter.labels(task)
+            for by in ("holder", "parent"):
+                self.released.labels(task, by)
+            for step in signals.HANDOFF_STEPS:
+                self.handoffs.labels(task, step)
+        for node in nodes:
+            self.node_failed.labels(node)
+
+    def close(self) -> None:
+        for signal, receiver in self._connections:
+            signal.disconnect(receiver)
+
+    def _on_acquired(self, sender: Any = None, event: Any = None, **_: Any) -> None:
+        self.acquired.labels(_task(sender)).inc()
+        request = getattr(sender, "request", None)
+        if request is not None and not request.called_directly:
+            deferral = LockHeader.of(request).deferral
+            self.waited.labels(_task(sender)).observe(deferral.waited(time_of_nodes(sender.app)))
+            self._observe_handoff(sender, event.resource)
+
+    def _observe_handoff(self, task: Any, resource: str) -> None:
+        named_at = Delivery(task, task.request).named_at
+        # a body may take other locks in its task's name, long after the release
+        if named_at is not None and task.lock is not None and task.lock.resource == resource:
+            self.handoff.labels(task.name).observe(max(0.0, utc_now().timestamp() - named_at))
+
+    def _on_released(self, sender: Any = None, event: Any = None, **_: Any) -> None:
+        self.released.labels(_task(sender), event.by).inc()
+        self.held.labels(_task(sender)).observe(event.held_for)
+
+    def _on_node_failed(self, event: Any = None, **_: Any) -> None:
+        self.node_failed.labels(event.node).inc()
+
+
+def _incrementing(counter: Any, *fields: str) -> Callable[..., None]:
+    """Return a receiver that increments a counter for the task that sends the signal.
+
+    fields: of the event, as more labels.
+    """
+
+    def increment(sender: Any = None, event: Any = None, **_: Any) -> None:
+        counter.labels(_task(sender), *(getattr(event, field) for field in fields)).inc()
+
+    return increment
+
+
+def _task(sender: Any) -> str:
+    return str(getattr(sender, "name", ""))  # the sender of a lock without a task is its Redlock
+
+
+def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    gauge = GaugeMetricFamily(f"redlock_{name}", text, labels=[label])
+    for one, value in values.items():
+        gauge.add_metric([one], value)
+    return gauge
+
+
+class StateCollector:
+    """A collector of prometheus_client: locks held, messages waiting, and the nodes' status."""
+
+    def __init__(self, consumer: Any) -> None:
+        self._consumer = consumer
+
+    def collect(self) -> Iterator[Any]:
+        app = self._consumer.app
+        held = Counter(lock.holder.task for lock in held_locks_of(app))
+        yield _gauge("held", "Locks that this worker holds.", "task", held)
+        waiting = Counter(waiter.request.name for waiter in waiters_of(self._consumer))
+        yield _gauge("waiting", "Messages that wait here for a lock.", "task", waiting)
+        nodes = look_at_nodes(redlock_of(app))
+        votes = {node.node: float(node.votes) for node in nodes}
+        yield _gauge("node_votes", "Whether a node votes: 1 or 0.", "node", votes)
+        latency = {node.node: node.latency for node in nodes if not node.error}
+        yield _gauge("node_latency_seconds", "A round trip to a node.", "node", latency)
+        ahead = {node.node: node.clock for node in nodes if not node.error}
+        text = "By how much a node's clock is ahead of the worker's."
+        yield _gauge("node_clock_seconds", text, "node", ahead)
+
+
+class ValueFactory:
+    """Makes prometheus_client's values: those of this package in one file for each pool index.
+
+    A child that replaces another one continues its file, so the number of files stays that of the
+    pool's processes. others: the factory for the values of all other metrics.
+    Source: prometheus_client.metrics looks `values.ValueClass` up for each new set of labels.
+    """
+
+    def __init__(self, others: Any) -> None:
+        from prometheus_client.values import MultiProcessValue
+
+        self._main, self._others = os.getpid(), others
+        self._ours = MultiProcessValue(self._process_identifier)
+
+    def _process_identifier(self) -> str:
+        """Return the part of the file's name that no other live process uses."""
+        index = getattr(current_process(), "index", None)
+        is_own_child = index is not None and os.getppid() == self._main
+        # the child of a child has its parent's index, but would overwrite its parent's file
+        process = f"child-{index}" if is_own_child else str(os.getpid())
+        return f"redlock-{self._main}-{process}"
+
+    def __call__(self, kind: str, metric: str, *rest: Any, **named: Any) -> Any:
+        make = self._ours if metric.startswith("redlock_") else self._others
+        return make(kind, metric, *rest, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._others, name)
+
+
+class Exporter:
+    """The metrics of one worker's main process, from before the fork to its end.
+
+    address: host and port to serve on. forks: whether the pool forks; then each process writes its
+    values to files, and the main process reads all of them.
+    """
+
+    def __init__(self, address: tuple[str, int], *, forks: bool) -> None:
+        self._address, self._forks = address, forks
+        self._stack, self._is_serving = ExitStack(), False
+        if forks and DIRECTORY not in os.environ:
+            directory = tempfile.mkdtemp(prefix="celery-redlock-metrics-")
+            self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            self._stack.callback(os.environ.pop, DIRECTORY, None)
+            os.environ[DIRECTORY] = directory
+        from prometheus_client import CollectorRegistry, values
+
+        if self._forks:
+            self._stack.callback(setattr, values, "ValueClass", values.ValueClass)
+            values.ValueClass = ValueFactory(values.ValueClass)
+        self.registry = CollectorRegistry()
+        self._metrics = Metrics(None if self._forks else self.registry)
+        self._stack.callback(self._metrics.close)
+
+    def serve(self, consumer: Any) -> None:
+        """Begin to answer scrapes, after the pool has forked: no fork may copy the server's thread.
+
+        A second call does nothing: a consumer that reconnects to its broker is ready again.
+        """
+        from prometheus_client import start_http_server
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        if self._is_serving:
+            return
+        self._is_serving = True
+        app = consumer.app
+        own = [task.name for task in locked_tasks(app)]
+        nodes = [node.name for node in redlock_of(app).session.nodes.all]
+        self._metrics.initialize(own, nodes)
+        if self._forks:
+            MultiProcessCollector(self.registry)
+        self.registry.register(StateCollector(consumer))
+        host, port = self._address
+        try:
+            server, thread = start_http_server(port, host, self.registry)
+        except OSError as error:
+            text, fields = "cannot serve metrics on %s:%d: %s", {"event": "metrics_not_served"}
+            logger.warning(text, host, port, error, extra=fields)
+            return
+        self._stack.callback(thread.join)
+        self._stack.callback(server.server_close)
+        self._stack.callback(server.shutdown)
+        text, fields = "metrics are served on http://%s:%d/metrics", {"event": "metrics_served"}
+        logger.info(text, host, server.server_port, extra=fields)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+_exporter: Exporter | None = None  # in a worker's main process
+
+
+def prepare_metrics(sender: Any = None, **_: Any) -> None:
+    """Count from now on if `redlock_metrics` is set; called before the pool forks.
+
+    A lint reports a missing prometheus_client: there is no log yet in which an error raised here
+    could be seen.
+    """
+    global _exporter
+    address = settings_of(sender.app).metrics
+    if address is not None and _exporter is None and find_spec("prometheus_client"):
+        _exporter = Exporter(address, forks=forks_children(sender))
+
+
+def serve_metrics(sender: Any = None, **_: Any) -> None:
+    """Answer scrapes from now on; called after the pool has forked."""
+    if _exporter is not None:
+        _exporter.serve(sender)
+
+
+def close_metrics(**_: Any) -> None:
+    global _exporter
+    exporter, _exporter = _exporter, None
+    if exporter is not None:
+        exporter.close()
