@@ -5,7 +5,7 @@ none, one round for each key) and `model/lease.py` (for how long a lock is valid
 
 - `client.py`: `Redlock`, its settings, `trust`. `validation.py`: checks of settings and arguments.
 - `retry.py`: the tries of one acquire.
-- `node_status.py`, `held_locks.py`, `waiting_processes.py`: queries of operators.
+- `node_status.py`, `inspection.py`: queries of operators about nodes, locks and waiters.
 - `engine/`: acquires, renews, releases; the watchdog; who waits; the reports of events.
 - `server/`: the Lua scripts, the restart guard, what a server's errors mean.
 - `model/`: options, names on the nodes, votes, leases, fencing tokens. No clock, no I/O.

@@ -69,10 +69,10 @@ class Redlock:
         self.max_ttl = check_seconds(level, "max_ttl", max_ttl)
         self.restart_guard = check_guard(level, "restart_guard", restart_guard)
         addresses = check_nodes(level, "nodes", nodes)
-        word = self.restart_guard
-        if word == "auto":
-            word = "strict" if len(addresses) > 1 else "off"
-        guard = Guard(word, self.prefix, grace_period(self.max_ttl))
+        mode = self.restart_guard
+        if mode == "auto":
+            mode = "strict" if len(addresses) > 1 else "off"
+        guard = Guard(mode, self.prefix, grace_period(self.max_ttl))
         options = ClientOptions(self.prefix, self.node_timeout, self.clock_drift, guard)
         self.session = Session(self, options, addresses, platform_for(addresses))
         self._dropped = weakref.finalize(self, _end_dropped, self.session)

@@ -19,7 +19,7 @@ from celery_redlock.lock.server import admin
 from celery_redlock.lock.server.admin import reply_of
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.encoding import (
+from celery_redlock.lock.transport.command import (
     encode_command,
     encoded,
     read_list,
@@ -85,7 +85,7 @@ def exchange_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     return _differing(redlock, {nodes.all[index].name: text for index, text in noted.items()})
 
 
-def look_at_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
+def read_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     """Return the nodes by shared settings that differ from this client's. Writes nothing.
 
     Unlike a client's connection, this query does not begin the grace period of an unused node.
@@ -128,7 +128,7 @@ def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> Mapping[str
 def shared_settings_of(redlock: Redlock) -> str:
     """Return the settings that all clients of a prefix must share, as text. Times in seconds."""
     options, nodes = redlock.session.options, len(redlock.session.nodes.all)
-    return f"max_ttl={redlock.max_ttl:g} restart_guard={options.guard.word} nodes={nodes}"
+    return f"max_ttl={redlock.max_ttl:g} restart_guard={options.guard.mode} nodes={nodes}"
 
 
 def _connect(redlock: Redlock) -> Collection[int]:
@@ -163,7 +163,7 @@ class NodeStatus:
     votes: bool = False
 
 
-def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
+def read_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
     """Return the status of each node, in the order of the setting."""
     clock, guard = redlock.session.clock, redlock.session.options.guard
     keys = [encoded(key) for key in guard_keys(redlock.prefix)]
@@ -189,7 +189,7 @@ def look_at_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
             policy=facts.get("maxmemory_policy", ""),
             silent_for=silent_for,
             knows_us=knows_us,
-            votes=may_vote and (knows_us or guard.word == "off"),
+            votes=may_vote and (knows_us or guard.mode == "off"),
         )
 
     found, failing = ask_each(redlock, look)
@@ -231,7 +231,6 @@ def in_iso(seconds: float | None) -> str | None:
 
 
 def addresses_of(redlock: Redlock) -> list[Address]:
-    """Return the addresses of the nodes of a `Redlock`."""
     return [node.address for node in redlock.session.nodes.all]
 
 

@@ -13,7 +13,7 @@ from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.transport.address import parse_address, redact_url
-from celery_redlock.lock.transport.encoding import encoded
+from celery_redlock.lock.transport.command import encoded
 
 RESTART_GUARDS = ("auto", "strict", "off")
 LONGEST = 366 * 86_400.0  # seconds; no clock, timer or node counts wrong up to there
@@ -28,7 +28,6 @@ def is_number(value: object) -> bool:
 
 
 def is_too_long(resource: str) -> bool:
-    """Return whether a resource's name has more than `MOST_BYTES`."""
     return len(resource) > MOST_BYTES // 4 and len(encoded(resource)) > MOST_BYTES
 
 
@@ -56,7 +55,6 @@ def check_ttl(level: str, name: str, ttl: object, node_timeout: float, max_ttl: 
 
 
 def check_prefix(level: str, name: str, prefix: object) -> str:
-    """Return a prefix that is valid as a hash tag; raises SettingsError."""
     if not isinstance(prefix, str) or not prefix or "{" in prefix or "}" in prefix:
         hint = "must be a text, not empty, without { and }"
         raise SettingsError(level, name, repr(prefix), hint)
@@ -64,7 +62,6 @@ def check_prefix(level: str, name: str, prefix: object) -> str:
 
 
 def check_drift(level: str, name: str, drift: object) -> float:
-    """Return a fraction by which clocks may differ in speed; raises SettingsError."""
     if not is_number(drift) or not 0 <= drift < 0.5:  # type: ignore[operator]
         hint = "must be a fraction from 0 to below 0.5; 0.01 allows for 1 %"
         raise SettingsError(level, name, repr(drift), hint)
@@ -72,7 +69,6 @@ def check_drift(level: str, name: str, drift: object) -> float:
 
 
 def check_guard(level: str, name: str, guard: object) -> str:
-    """Return a valid value of restart_guard; raises SettingsError."""
     if guard not in RESTART_GUARDS:
         hint = f"must be one of {', '.join(map(repr, RESTART_GUARDS))}"
         if guard == "on":
@@ -123,7 +119,6 @@ def check_wait(level: str, name: str, wait: object, *, most: float = LONGEST) ->
 
 
 def check_limit(level: str, name: str, limit: object) -> int:
-    """Return a number of permits, from 1 to `MOST_PERMITS`; raises SettingsError."""
     if type(limit) is not int or not 1 <= limit <= MOST_PERMITS:
         raise SettingsError(
             level, name, repr(limit), f"must be a whole number from 1 to {MOST_PERMITS}"

@@ -23,7 +23,7 @@ from typing import Any
 from billiard.process import current_process
 
 from celery_redlock import signals
-from celery_redlock.lock.node_status import look_at_nodes
+from celery_redlock.lock.node_status import read_nodes
 from celery_redlock.operate.control import held_locks_of
 from celery_redlock.tasks.children.forks import forks_children
 from celery_redlock.tasks.delivery.delivery import Delivery, LockHeader, utc_now
@@ -151,7 +151,7 @@ class StateCollector:
         yield _gauge("held", "Locks that this worker holds.", "task", held)
         waiting = Counter(waiter.request.name for waiter in waiters_of(self._consumer))
         yield _gauge("waiting", "Messages that wait here for a lock.", "task", waiting)
-        nodes = look_at_nodes(redlock_of(app))
+        nodes = read_nodes(redlock_of(app))
         votes = {node.node: float(node.votes) for node in nodes}
         yield _gauge("node_votes", "Whether a node votes: 1 or 0.", "node", votes)
         latency = {node.node: node.latency for node in nodes if not node.error}

@@ -96,7 +96,7 @@ def leave_redlock(app: Any) -> None:
     redlock = _redlocks.get(app)
     if redlock is None or threading.current_thread() is threading.main_thread():
         return
-    if not redlock.session.watchdog.watches:
+    if not redlock.session.watchdog.watched:
         _redlocks.pop(app, None)  # another worker may end at the same time
 
 

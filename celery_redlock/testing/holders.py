@@ -24,13 +24,13 @@ from celery_redlock.errors import RedlockError
 from celery_redlock.lock.client import Redlock, sessions
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.held_locks import LockReport, Sight, break_lock, look_at_locks
+from celery_redlock.lock.inspection import LockList, LockReport, break_lock, list_locks
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.acquisition import Acquisition, Hold, Owner
 from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.transport.encoding import text_of
+from celery_redlock.lock.transport.command import text_of
 from celery_redlock.tasks.per_app import forget, redlock_of
 from celery_redlock.tasks.unique.claim import Claim
 
@@ -110,7 +110,7 @@ def lose(resource: str | Lock, *, on: Any = None, within: float = 5.0) -> None:
     """
     names = resource._options.resources if isinstance(resource, Lock) else (resource,)
     with _redlock_on(on) as redlock:
-        held = [lock for name in names for lock in look_at_locks(redlock, name).locks]
+        held = [lock for name in names for lock in list_locks(redlock, name).locks]
         if not held:
             raise AssertionError(f"nobody holds {', '.join(names)!r}, so it cannot be lost")
         holders = [holder for lock in held for holder in _holders_of(lock)]
@@ -129,10 +129,10 @@ def assert_released(*resources: str, on: Any = None, within: float = 5.0) -> Non
     Raises AssertionError, which names each lock, its holder, its nodes and the time of its acquire.
     """
     with _redlock_on(on) as redlock:
-        found: list[Sight] = []
+        found: list[LockList] = []
 
         def is_free() -> bool:
-            found[:] = [look_at_locks(redlock, name) for name in resources or (None,)]
+            found[:] = [list_locks(redlock, name) for name in resources or (None,)]
             return not any(sight.locks or sight.failing for sight in found)
 
         if _eventually(is_free, within):

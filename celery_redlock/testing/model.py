@@ -23,8 +23,7 @@ from celery_redlock.lock.server.requests import (
     RENEW,
     TRUST,
 )
-from celery_redlock.lock.transport.command import Script
-from celery_redlock.lock.transport.encoding import encode_bulk
+from celery_redlock.lock.transport.command import Script, encode_bulk
 from celery_redlock.tasks.unique.rounds import UNIQUE
 
 SCRIPTS = (GRANT, RENEW, RELEASE, REGISTER, GUARD, TRUST, BREAK, UNIQUE, MARKER)

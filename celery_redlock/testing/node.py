@@ -29,7 +29,7 @@ from celery_redlock.lock.platform.clock import (
     uninstall_platform,
 )
 from celery_redlock.lock.platform.threads import Waker, new_mutex, original, start_thread
-from celery_redlock.lock.transport.encoding import encode_bulk
+from celery_redlock.lock.transport.command import encode_bulk
 from celery_redlock.testing.model import Server, library
 from celery_redlock.testing.servers import claim_port
 
@@ -336,7 +336,7 @@ class VirtualClock:
         with contextlib.suppress(RuntimeError):  # a new session in the loop: the next call retries
             for session in sessions():
                 if session.clock is self:
-                    session.watchdog.look()
+                    session.watchdog.wake()
                     session.callers.on_listening()
             self._announced = jumps
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import hiredis
 
-from celery_redlock.lock.transport.command import Script
-from celery_redlock.lock.transport.encoding import encode_bulk
+from celery_redlock.lock.transport.command import Script, encode_bulk
 from celery_redlock.testing import EmbeddedNode
 
 

@@ -23,7 +23,7 @@ from redis.client import PubSub
 from celery_redlock import Redlock
 from celery_redlock.lock.engine.callers import Caller
 from celery_redlock.lock.engine.inbox import Inbox
-from celery_redlock.lock.held_locks import break_lock, look_at_locks
+from celery_redlock.lock.inspection import break_lock, list_locks
 from celery_redlock.lock.model.handoff import MOST_TURNS, Place
 from celery_redlock.lock.model.keys import inbox_channel, lock_key, waiting_key
 from celery_redlock.lock.platform.clock import SystemClock
@@ -35,8 +35,7 @@ from celery_redlock.lock.server.requests import (
     REGISTERED_FOR,
     RELEASE,
 )
-from celery_redlock.lock.transport.command import Script
-from celery_redlock.lock.transport.encoding import text_of
+from celery_redlock.lock.transport.command import Script, text_of
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, NODE_TIMEOUT, eventually, hearing, settle
 from tests.contract.contention import PROCESSES
@@ -467,7 +466,7 @@ class TestRegistered:
         settle(rival)
         (name,) = waiting(client)
         ears.listen(f"{INBOX}{name}")
-        (standing,) = look_at_locks(redlock, "r").locks
+        (standing,) = list_locks(redlock, "r").locks
         break_lock(redlock, standing)
         assert taking.result(FREED)
         assert (name, f"0 {text_of(standing.value).partition(':')[0]} {WAITING}") in ears.heard()

@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 
 from celery_redlock import Lock, Redlock
-from celery_redlock.lock.held_locks import LockReport, break_lock, look_at_locks
+from celery_redlock.lock.inspection import LockReport, break_lock, list_locks, list_waiting
 from celery_redlock.lock.model.keys import broken_key, fence_key, lock_key
-from celery_redlock.lock.node_status import look_at_nodes, missing_rights, trust_nodes
+from celery_redlock.lock.node_status import missing_rights, read_nodes, trust_nodes
 from celery_redlock.lock.server.requests import RENEW
-from celery_redlock.lock.transport.encoding import text_of
-from celery_redlock.lock.waiting_processes import look_at_waiting
+from celery_redlock.lock.transport.command import text_of
 from celery_redlock.operate.cli.group import as_data
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import TTL, eventually, is_free, settle
 
 
 def only(redlock: Redlock, resource: str | None = None) -> LockReport:
-    (found,) = look_at_locks(redlock, resource).locks
+    (found,) = list_locks(redlock, resource).locks
     return found
 
 
@@ -45,7 +44,7 @@ def test_a_lock_is_shown_with_holder_time_and_votes(
     assert before - 0.01 <= datetime.fromisoformat(found.since).timestamp() <= time.time()
     assert sorted(found.votes) == sorted(names(nodes))
     assert 10 < found.valid_for <= 30
-    assert not look_at_locks(redlock).locks
+    assert not list_locks(redlock).locks
 
 
 def test_neither_token_nor_key_is_in_what_a_person_may_print(redlock: Redlock) -> None:
@@ -62,7 +61,7 @@ def test_any_resource_is_found_by_its_name_and_no_other(redlock: Redlock, resour
     with redlock.lock(resource), redlock.lock("abc"), redlock.lock("a"):
         settle(redlock)
         assert only(redlock, resource).resource == resource
-        assert len(look_at_locks(redlock).locks) == 3
+        assert len(list_locks(redlock).locks) == 3
         done, failing = break_lock(redlock, only(redlock, resource))
         assert (list(done.values()), failing) == ([True] * 3, {})
 
@@ -75,7 +74,7 @@ def test_each_permit_is_shown(redlock: Redlock, nodes: list[EmbeddedNode]) -> No
         for holder in holders:
             settle(holder)
         assert all(lock.held for lock in held)
-        assert [lock.permit for lock in look_at_locks(redlock, "r").locks] == [0, 1, 2]
+        assert [lock.permit for lock in list_locks(redlock, "r").locks] == [0, 1, 2]
 
 
 def test_a_rest_on_fewer_nodes_than_a_quorum_is_not_shown_as_held(
@@ -102,16 +101,16 @@ def test_a_strangers_key_is_shown_as_what_it_is(
 def test_a_node_that_is_away_is_named_with_its_cause(mortal_nodes: list[EmbeddedNode]) -> None:
     with Redlock([node.url for node in mortal_nodes]) as redlock, redlock.lock("r", wait=60):
         mortal_nodes[1].kill()
-        sight = look_at_locks(redlock)
+        sight = list_locks(redlock)
         assert list(sight.failing) == names(mortal_nodes)[1:2]
         assert "refused" in sight.failing[names(mortal_nodes)[1]]
-        assert [node.votes for node in look_at_nodes(redlock)] == [True, False, True]
+        assert [node.votes for node in read_nodes(redlock)] == [True, False, True]
 
 
 def test_a_node_says_what_it_is(redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
     nodes[2].client().replicaof("127.0.0.1", nodes[0].port)
     try:
-        first, _, last = look_at_nodes(redlock)
+        first, _, last = read_nodes(redlock)
     finally:
         nodes[2].client().replicaof("NO", "ONE")
     assert (first.role, last.role) == ("master", "slave")
@@ -127,12 +126,12 @@ def test_a_new_node_is_shown_as_one_that_will_not_vote_until_it_is_trusted(
 ) -> None:
     mortal_nodes[0].client().flushall()
     with Redlock([node.url for node in mortal_nodes]) as redlock:
-        assert [node.votes for node in look_at_nodes(redlock)] == [False, True, True]
+        assert [node.votes for node in read_nodes(redlock)] == [False, True, True]
         with Redlock([node.url for node in mortal_nodes], restart_guard="off") as unguarded:
-            assert look_at_nodes(unguarded)[0].votes
+            assert read_nodes(unguarded)[0].votes
         told, failing = trust_nodes(redlock, names(mortal_nodes)[:1])
         assert (dict(told), dict(failing)) == ({names(mortal_nodes)[0]: ""}, {})
-        assert all(node.votes for node in look_at_nodes(redlock))
+        assert all(node.votes for node in read_nodes(redlock))
 
 
 def see_lost(lock: Lock) -> None:
@@ -206,16 +205,16 @@ def test_the_rights_that_the_page_names_are_enough_for_locks_and_for_looking_at_
         node.client().execute_command("ACL", "SETUSER", "locks", "on", ">secret", *words.split())
         url = f"redis://locks:secret@127.0.0.1:{node.port}/0"
         with Redlock([url], restart_guard="off", node_timeout=7.0) as redlock:
-            (status,) = look_at_nodes(redlock)
+            (status,) = read_nodes(redlock)
             assert status.error == ""
             trust_nodes(redlock, [status.node])
             with redlock.lock("r", wait=60, fencing=True):
-                sight = look_at_locks(redlock)
+                sight = list_locks(redlock)
                 assert [lock.resource for lock in sight.locks] == ["r"]
                 gone, failing = break_lock(redlock, sight.locks[0])
                 assert (list(gone.values()), failing) == ([True], {})
             assert is_handed_on(url)
-            assert look_at_waiting(redlock).failing == {}
+            assert list_waiting(redlock).failing == {}
             assert missing_rights(redlock) == {}
         assert node.client().execute_command("ACL", "LOG") == []  # also of what a script was denied
 
@@ -260,6 +259,6 @@ def is_handed_on(url: str) -> bool:
     ):
         lock = holder.lock("handed", wait=60).acquire()
         waits = pool.submit(lambda: other.lock("handed", wait=60).try_acquire())
-        eventually(lambda: look_at_waiting(other).processes)
+        eventually(lambda: list_waiting(other).processes)
         lock.release()
         return waits.result(60)

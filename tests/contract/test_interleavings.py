@@ -19,8 +19,7 @@ import pytest
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.model.lease import Fence, Lease, LockKey
-from celery_redlock.lock.transport.command import PING, Command
-from celery_redlock.lock.transport.encoding import encode_text
+from celery_redlock.lock.transport.command import PING, Command, encode_text
 from celery_redlock.signals import LockLostEvent, lock_lost
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
-from celery_redlock.lock.held_locks import look_at_locks
+from celery_redlock.lock.inspection import list_locks
 from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.keys import completion_key
-from celery_redlock.lock.node_status import ask_nodes, look_at_nodes, look_at_shared_settings
+from celery_redlock.lock.node_status import ask_nodes, read_nodes, read_shared_settings
 from celery_redlock.lock.server.requests import GRANT, MARKER, RELEASE, RENEW
 from celery_redlock.tasks.execution.outcomes import read_markers
 from celery_redlock.tasks.unique.claim import ClaimToken
@@ -258,7 +258,7 @@ class TestQuestions:
         with three.lock("r", wait=60):
             for command in (b"SCAN", b"MGET", b"PTTL", b"TIME", b"GET"):
                 lies.lie(command, reply)
-                sight, status = look_at_locks(three), look_at_nodes(three)
+                sight, status = list_locks(three), read_nodes(three)
                 lies.answers.clear()
                 if command in (b"SCAN", b"MGET"):
                     (cause,) = sight.failing.values()
@@ -268,7 +268,7 @@ class TestQuestions:
             lies.lie(b"PTTL", reply)
             lies.lie(b"GET", reply)
             assert ask_nodes(three).quorum == 2
-            look_at_shared_settings(three)
+            read_shared_settings(three)
 
 
 def test_a_lock_that_others_hold_is_taken_whatever_the_third_says(

@@ -32,8 +32,7 @@ from celery_redlock.lock.server.requests import (
     TRUST,
     Requests,
 )
-from celery_redlock.lock.transport.command import Script
-from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
+from celery_redlock.lock.transport.command import Script, encode_bulk, encode_text
 from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR
 

@@ -28,7 +28,7 @@ import redis
 from redis.sentinel import Sentinel
 
 from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
-from celery_redlock.lock.node_status import ask_nodes, look_at_nodes
+from celery_redlock.lock.node_status import ask_nodes, read_nodes
 from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
 from celery_redlock.lock.server.requests import GRANT
 from celery_redlock.lock.transport.connection import CONNECT_BUDGET
@@ -707,7 +707,7 @@ def texts_of(made: Redlock, caplog: pytest.LogCaptureFixture) -> str:
     """Return all that is said of the one node of a client: errors, log and commands."""
     cause = cause_with("", made, made.session.nodes.all[0].name)
     eventually(lambda: "gives no vote" in caplog.text)
-    return "\n".join([cause, caplog.text, look_at_nodes(made)[0].error, *ask_nodes(made).failing])
+    return "\n".join([cause, caplog.text, read_nodes(made)[0].error, *ask_nodes(made).failing])
 
 
 class TestPasswords:

@@ -36,8 +36,7 @@ from celery_redlock.lock.server.requests import (
     RENEW,
     TRUST,
 )
-from celery_redlock.lock.transport.command import Script
-from celery_redlock.lock.transport.encoding import encode_command
+from celery_redlock.lock.transport.command import Script, encode_command
 from celery_redlock.tasks.unique.rounds import UNIQUE
 from celery_redlock.testing import EmbeddedNode
 from tests.simulation.nodes import Node, library

@@ -13,9 +13,9 @@ from datetime import datetime
 import pytest
 
 from celery_redlock import Redlock
+from celery_redlock.lock.inspection import WaitingProcess, list_waiting
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.server.requests import Requests
-from celery_redlock.lock.waiting_processes import WaitingProcess, look_at_waiting
 from celery_redlock.testing import EmbeddedNode
 from tests import conftest
 from tests.conftest import FREED, eventually, settle, write
@@ -46,7 +46,7 @@ def moment(since: str | None) -> float:
 
 
 def waiters(redlock: Redlock) -> list[str]:
-    return [one.waiter for one in look_at_waiting(redlock).processes]
+    return [one.waiter for one in list_waiting(redlock).processes]
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def see_registered(redlock: Redlock, pid: int) -> WaitingProcess:
     """Return what is shown of a process once every node has it registered."""
 
     def shown() -> WaitingProcess | None:
-        found = [one for one in look_at_waiting(redlock).processes if one.pid == pid]
+        found = [one for one in list_waiting(redlock).processes if one.pid == pid]
         return found[0] if found and len(found[0].nodes) == 3 else None
 
     found = eventually(shown)
@@ -78,7 +78,7 @@ def test_processes_are_shown_in_the_order_in_which_they_began_to_wait(
     register(redlock, ("celery@web2:7:aa", began), ("celery@web1:7:bb", began - 60))
     register(redlock, ("cron:8:cc", began - 30))
     register(redlock, ("cron:8:cc", began - 90), resource="other")
-    sight = look_at_waiting(redlock)
+    sight = list_waiting(redlock)
     shown = [(one.resource, one.rank, one.name, one.pid) for one in sight.processes]
     assert shown == [
         ("other", 0, "cron", 8),
@@ -93,13 +93,13 @@ def test_processes_are_shown_in_the_order_in_which_they_began_to_wait(
 
 def test_without_waiters_nobody_is_shown(redlock: Redlock) -> None:
     with redlock.lock("r"):
-        assert look_at_waiting(redlock).processes == ()
+        assert list_waiting(redlock).processes == ()
 
 
 @pytest.mark.parametrize("resource", ["a*", "a#3", "[x]", "späť:\\", "a#1\n", "file:\udcff"])
 def test_a_resource_of_any_name_is_shown_by_its_name(redlock: Redlock, resource: str) -> None:
     register(redlock, ("celery@web1:7:aa", 1.0), resource=resource)
-    assert [one.resource for one in look_at_waiting(redlock).processes] == [resource]
+    assert [one.resource for one in list_waiting(redlock).processes] == [resource]
 
 
 def test_more_resources_than_are_asked_for_at_once_are_all_shown(redlock: Redlock) -> None:
@@ -107,14 +107,14 @@ def test_more_resources_than_are_asked_for_at_once_are_all_shown(redlock: Redloc
     for resource in resources:
         conftest.register(redlock, "celery@web1:7:aa", resource, 1.0)
     settle(redlock)
-    assert [one.resource for one in look_at_waiting(redlock).processes] == resources
+    assert [one.resource for one in list_waiting(redlock).processes] == resources
 
 
 def test_a_process_that_left_is_not_shown_and_others_are(redlock: Redlock) -> None:
     register(redlock, ("celery@web1:7:aa", 1.0), ("celery@web2:7:bb", 2.0))
     write(redlock, Requests("redlock").unregister("celery@web1:7:aa", "r"))
     settle(redlock)
-    (left,) = look_at_waiting(redlock).processes
+    (left,) = list_waiting(redlock).processes
     assert (left.waiter, left.rank) == ("celery@web2:7:bb", 0)
 
 
@@ -125,7 +125,7 @@ def test_nodes_that_differ_are_shown_as_most_of_them_say(
     register(redlock, ("celery@web1:7:aa", 20.0), ("celery@web2:7:bb", 30.0))
     nodes[0].client().zadd(key, {"celery@web2:7:bb": 10.0})  # it lacks the last write
     nodes[2].client().zrem(key, "celery@web1:7:aa")
-    first, second = look_at_waiting(redlock).processes
+    first, second = list_waiting(redlock).processes
     assert (first.name, first.nodes) == ("celery@web1", tuple(names(nodes)[:2]))
     assert (second.name, moment(second.since), len(second.nodes)) == ("celery@web2", 30.0, 3)
 
@@ -140,8 +140,8 @@ def test_a_killed_process_is_shown_until_a_release_passes_it_over(
         inbox = f"{{redlock}}:handoff:{before.waiter}"
         for node in nodes:  # a node learns of the closed connection a little later
             eventually(lambda node=node: not node.client().pubsub_numsub(inbox)[0][1])
-        assert look_at_waiting(redlock).processes == (replace(before, listens=False),)
-    eventually(lambda: not look_at_waiting(redlock).processes, within=FREED)
+        assert list_waiting(redlock).processes == (replace(before, listens=False),)
+    eventually(lambda: not list_waiting(redlock).processes, within=FREED)
 
 
 def test_a_registration_is_shown_until_it_expires(
@@ -151,7 +151,7 @@ def test_a_registration_is_shown_until_it_expires(
     for node in nodes:
         assert 0 < node.client().pttl(waiting_key("redlock", "r")) <= 60_000
         node.client().pexpire(waiting_key("redlock", "r"), 1)
-    eventually(lambda: not look_at_waiting(redlock).processes)
+    eventually(lambda: not list_waiting(redlock).processes)
 
 
 def test_a_strangers_key_hides_no_other_waiters(
@@ -162,7 +162,7 @@ def test_a_strangers_key_hides_no_other_waiters(
     for node in nodes[:2]:
         node.client().delete(waiting_key("redlock", "wrong"))
         node.client().hset(waiting_key("redlock", "wrong"), "a", "b")
-    sight = look_at_waiting(redlock)
+    sight = list_waiting(redlock)
     assert [(one.resource, len(one.nodes)) for one in sight.processes] == [("r", 3), ("wrong", 1)]
     assert dict(sight.wrong_type) == {"wrong": tuple(names(nodes)[:2])}
     assert dict(sight.failing) == {}
@@ -173,5 +173,5 @@ def test_what_a_stranger_wrote_into_the_set_is_shown_as_it_stands(
 ) -> None:
     strange = {"by hand": float("inf"), b"a:b:\xff": float("-inf"), "a:-1:b": 0.0}
     nodes[0].client().zadd(waiting_key("redlock", "r"), strange)
-    shown = [(one.name, one.pid) for one in look_at_waiting(redlock).processes]
+    shown = [(one.name, one.pid) for one in list_waiting(redlock).processes]
     assert shown == [("a:b:\ufffd", None), ("a:-1:b", None), ("by hand", None)]

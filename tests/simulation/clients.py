@@ -22,7 +22,7 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.server.handshake import KEPT_MS, ServerInfo, tenure_of
 from celery_redlock.lock.transport.address import Address as ShippedAddress
-from celery_redlock.lock.transport.encoding import encode_words
+from celery_redlock.lock.transport.command import encode_words
 from tests.conftest import Journal
 from tests.simulation.network import Link, Path
 from tests.simulation.nodes import Node
@@ -136,7 +136,7 @@ class Process:
         run_id, wall = servers[node].run_id, servers[node].wall_ms / 1000
         arguments = guard.arguments(run_id)
         info = ServerInfo(run_id, encode_words(arguments), arguments, wall=wall)
-        if guard.word != "off":
+        if guard.mode != "off":
             servers.insert(0, servers.pop(node))  # its own tenure is named first
             texts = [server.tenure(guard.prefix).decode() for server in servers]
             info.tenure, *info.others = map(tenure_of, texts)

@@ -444,14 +444,14 @@ def a_restart_takes_the_lock() -> Iterator[None]:
 @mutant("lost_truly", steps="a_release_after_the_keys")
 def a_release_that_is_late() -> Iterator[None]:
     """Keys that end while their release is on its way count as taken away."""
-    look = KeyRelease._look_closer
+    check = KeyRelease._check_loss
 
     def whenever(self: KeyRelease, node: int, run_id: str) -> None:
         ends, self._ends = self._ends, [math.inf for _ in self._ends]
-        look(self, node, run_id)
+        check(self, node, run_id)
         self._ends = ends
 
-    with patched(KeyRelease, _look_closer=whenever):
+    with patched(KeyRelease, _check_loss=whenever):
         yield
 
 

@@ -25,8 +25,7 @@ from celery_redlock.lock.model.handoff import (
 )
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.model.votes import quorum_of
-from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, UnexpectedReplyError
 
 NAMED = 3  # of lua/announce.lua
 

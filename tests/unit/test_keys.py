@@ -14,7 +14,7 @@ from celery_redlock.lock.model.keys import (
     waiting_key,
 )
 from celery_redlock.lock.platform.clock import new_token
-from celery_redlock.lock.transport.encoding import decoded, encoded
+from celery_redlock.lock.transport.command import encoded, text_of
 
 # any text at all: with lone surrogates, as of a file name that is no UTF-8; and what looks alike
 any_text = st.text(
@@ -52,14 +52,14 @@ def test_two_claims_never_share_a_key_whatever_their_text(
 @given(any_text)
 @example("\ud83d\ude00")  # a pair of surrogates is not the sign that it would mean in UTF-16
 def test_a_name_comes_back_out_of_its_keys(name: str) -> None:
-    waiting = decoded(encoded(waiting_key("p", name)))
+    waiting = text_of(encoded(waiting_key("p", name)))
     assert Named.parse(f"0 r {waiting}", "p") == Named(0, "r", name)
-    assert resource_of("p", decoded(encoded(lock_key("p", name, 3)))) == (name, 3)
+    assert resource_of("p", text_of(encoded(lock_key("p", name, 3)))) == (name, 3)
 
 
 @given(st.binary())
 def test_what_a_stranger_wrote_is_some_text(name: bytes) -> None:
-    assert isinstance(decoded(name), str)
+    assert isinstance(text_of(name), str)
 
 
 @pytest.mark.parametrize("digits", ["0", "01", "1" * 5000])

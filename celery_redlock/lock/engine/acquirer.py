@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from celery_redlock.errors import LockTaken, NodeError, QuorumUnreachable, RedlockError
+from celery_redlock.label import is_of_run
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
@@ -66,7 +67,7 @@ class Acquirer:
         self._releaser, self._renewer = releaser, renewer
         self._check_distinct = check_distinct
         self._margin = MARGIN + self.clock.resolution
-        self._guarded = core.options.guard.word != "off"
+        self._guarded = core.options.guard.mode != "off"
         nodes = core.nodes
         self._counts = len(nodes.all), nodes.quorum, core.options.clock_drift
 
@@ -84,8 +85,10 @@ class Acquirer:
         failure = self._lock_keys(acquisition)
         if failure is None and options.fencing:
             failure = self.confirm_fencing_token([acquisition])
-        if failure is None and len(acquisition.leases) > 1:
-            failure = self._expired_while_acquiring(acquisition)
+        several = len(acquisition.leases) > 1
+        if failure is None and several and not acquisition.held(self.clock.now()):
+            # the first keys expired during the rounds for later keys
+            failure = QuorumUnreachable(acquisition.resource, (), self._core.nodes.quorum)
         if failure is None:
             self._begin(acquisition, started)
             return None
@@ -132,20 +135,22 @@ class Acquirer:
         holds that key.
         """
         options, prefix = acquisition.options, self._core.options.prefix
+        marker = options.marker
         first, soonest = random.randrange(options.limit), None  # noqa: S311 - no secret
-        if acquisition.is_redelivery:
+        if marker is not None and marker.is_redelivered:
             first = 0
         for permit in chain(range(first, options.limit), range(first)):
             key = LockKey(prefix, acquisition.keys[0].resource, permit, options.ttl)
             failure = self._lock_key(acquisition, key)
-            if not isinstance(failure, LockTaken) or acquisition.is_own_run(failure.holder):
+            if not isinstance(failure, LockTaken):
                 return failure
+            if marker is not None and is_of_run(failure.holder, marker.run):
+                return failure  # the holder is this same run, in another delivery of its message
             soonest = _sooner(soonest, failure)
             self._releaser.roll_back_last(acquisition)
         return soonest
 
     def _lock_key(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
-        """Make one round for one key."""
         lease = self.new_lease(acquisition.options, key)
         acquisition.leases.append(lease)  # before the request leaves, so it gets released
         self.events.claiming(acquisition, lease)
@@ -170,7 +175,6 @@ class Acquirer:
         return Lease(key, value, nodes, quorum, drift, self._margin, self._guarded, fence)
 
     def _run(self, round_: AcquireRound, lease: Lease, options: LockOptions) -> Failure | None:
-        """Write one request to every node and wait for the votes."""
         core, clock = self._core, self.clock
         nodes = core.nodes
         sent = lease.sent = clock.now()
@@ -236,12 +240,6 @@ class Acquirer:
                 causes = causes_of(core.nodes.all)
                 return QuorumUnreachable(lease.key.resource, causes, core.nodes.quorum)
         return None
-
-    def _expired_while_acquiring(self, acquisition: Acquisition) -> Failure | None:
-        """Return a failure if the first keys expired during the rounds for later keys."""
-        if acquisition.held(self.clock.now()):
-            return None
-        return QuorumUnreachable(acquisition.resource, (), self._core.nodes.quorum)
 
 
 @functools.lru_cache(maxsize=1)

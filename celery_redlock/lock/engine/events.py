@@ -104,7 +104,6 @@ class Events:
         self.forget()
 
     def forget(self) -> None:
-        """Reset in a forked child."""
         self._greeted: set[int] = set()  # nodes that this process has connected to before
 
     def claiming(self, acquisition: Acquisition, lease: Lease) -> None:
@@ -118,7 +117,6 @@ class Events:
             self.journal.settled(lease)
 
     def acquired(self, acquisition: Acquisition) -> None:
-        """Report that a lock is acquired."""
         if self.journal is not None:
             self.journal.held(acquisition)
         if self.wants(LockAcquiredEvent):
@@ -126,11 +124,10 @@ class Events:
             self._send(acquisition, LockAcquiredEvent(acquisition.resource, ttl, token))
 
     def released(self, acquisition: Acquisition, by: str = "holder") -> None:
-        """Report that a lock is released."""
         if self.journal is not None:
             self.journal.released(acquisition)
         if self.wants(LockReleasedEvent):
-            held_for = acquisition.held_for(self._clock.now())
+            held_for = self._clock.now() - acquisition.acquired_at
             self._send(acquisition, LockReleasedEvent(acquisition.resource, held_for, by))
 
     def _send(self, acquisition: Acquisition, record: Any) -> None:
@@ -138,7 +135,6 @@ class Events:
         self.send(self._client() if sender is None else sender, record)
 
     def extended(self, acquisitions: Iterable[Acquisition]) -> None:
-        """Report that a quorum renewed some locks."""
         for acquisition in acquisitions if self.wants(LockExtendedEvent) else ():
             self._watchdog.call_soon(self._send_extended, acquisition)
 
@@ -148,7 +144,6 @@ class Events:
             self._send(acquisition, LockExtendedEvent(acquisition.resource, remaining))
 
     def abandoned(self, acquisition: Acquisition) -> None:
-        """Report that a lock was released because its `Lock` was garbage collected."""
         text = "released %r: its Lock was garbage collected without a release"
         extra = {"event": "lock_abandoned", "resource": acquisition.resource}
         self._watchdog.call_soon(logger.warning, text, acquisition.resource, extra=extra)
@@ -197,7 +192,6 @@ class Events:
                 self.send(self._client(), record)
 
     def node_connected(self, node: Node, greeting: ServerInfo) -> None:
-        """Log a node that abstains, or that may evict keys."""
         if greeting.abstains_for > 0:
             is_new = node.index not in self._greeted and not self.tells_of_new_nodes
             level = logging.DEBUG if is_new else logging.WARNING

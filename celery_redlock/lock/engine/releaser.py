@@ -1,7 +1,8 @@
 """Releases acquisitions: writes to every node, and delivers to nodes that did not answer later.
 
-A release is written without waiting. Once begun, it cannot be lost: if an exception interrupts it,
-the watchdog's thread continues it.
+`Releaser` decides what to release, `KeyRelease` is the release of one key, and the `Outbox` keeps
+commands until their nodes are back. A release is written without waiting. Once begun, it cannot be
+lost: if an exception interrupts it, the watchdog's thread continues it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hiredis import ReplyError
 
@@ -20,10 +21,58 @@ from celery_redlock.lock.model.acquisition import Acquisition, Hold
 from celery_redlock.lock.model.lease import HELD, Lease
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.guard import Core
-from celery_redlock.lock.server.outbox import DELIVERED_FOR, Outbox
 from celery_redlock.lock.server.requests import RELEASE
-from celery_redlock.lock.transport.command import Command
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError
+from celery_redlock.lock.transport.command import Command, UnexpectedReplyError
+from celery_redlock.lock.transport.nodes import Nodes
+
+DELIVERED_FOR = 1.5  # ttls: by then every node has dropped our key, with or without a release
+
+
+class OutboxItem(Protocol):
+    """A command that is still to be sent to a node."""
+
+    @property
+    def until(self) -> float:
+        """The monotonic second after which the item is dropped."""
+
+    def command(self) -> Command:
+        """Return the command to send."""
+
+    def settle(self, node: int) -> None:
+        """Take note that a node does not need the item any more."""
+
+
+class Outbox:
+    """Delivers items to nodes once the nodes are connected."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self.forget()
+
+    def forget(self) -> None:
+        """Reset in a forked child: the items stay with the parent."""
+        self._items: list[dict[int, OutboxItem]] = [{} for _ in self._nodes.all]
+
+    def put(self, node: int, item: OutboxItem) -> None:
+        """Keep an item for a node. A second call with the same item has no effect."""
+        self._items[node][id(item)] = item
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._items)
+
+    def flush(self, now: float) -> None:
+        for node, items in zip(self._nodes.all, self._items, strict=True):
+            for key, item in list(items.items()):
+                if item.until <= now:
+                    items.pop(key, None)
+                    item.settle(node.index)
+                elif node.connection is not None:
+                    items.pop(key, None)
+                    self._nodes.send_to(node.index, item.command())
+            if items:
+                node.connect()
+
 
 REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
 
@@ -41,11 +90,7 @@ class Releaser:
     """Releases acquisitions of one `Redlock`, even if exceptions interrupt their owners."""
 
     def __init__(
-        self,
-        core: Core,
-        events: Events,
-        outbox: Outbox,
-        watchdog: Watchdog[Acquisition],
+        self, core: Core, events: Events, outbox: Outbox, watchdog: Watchdog[Acquisition]
     ) -> None:
         self.core, self.clock = core, core.clock
         self.events, self.outbox = events, outbox
@@ -259,9 +304,9 @@ class KeyRelease:
         else:
             self.settle(node)
         if first and reply == 0 and self._was_held:
-            self._look_closer(node, run_id)
+            self._check_loss(node, run_id)
 
-    def _look_closer(self, node: int, run_id: str) -> None:
+    def _check_loss(self, node: int, run_id: str) -> None:
         """Report a loss if fewer than a quorum of nodes kept the lock until its release."""
         nodes, end = self._releaser.core.nodes, self._ends[node]
         if end > self.made_at:

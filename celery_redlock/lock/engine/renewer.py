@@ -12,8 +12,7 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.server.guard import Core
 from celery_redlock.lock.server.requests import RENEW
-from celery_redlock.lock.transport.command import Command, Entry, RoundGroup
-from celery_redlock.lock.transport.encoding import encode_text
+from celery_redlock.lock.transport.command import Command, Entry, RoundGroup, encode_text
 
 SHORTEST_RENEWAL = 0.05  # least seconds between tries to renew a lock that could not be renewed
 RENEWED_AT_ONCE = 100  # keys in one request: a node serves no other client meanwhile
@@ -75,7 +74,6 @@ class Renewer:
     def _write(
         self, part: Part, group: RoundGroup, entries: Sequence[list[Entry]], sent: float
     ) -> tuple[Part, RenewRound]:
-        """Add the request for one part to the entries of each node."""
         nodes = len(self._core.nodes.all)
         on_missing = functools.partial(self._on_missing, part.owners)
         round_ = RenewRound(part.leases, nodes, self._clock, on_missing)
@@ -85,7 +83,8 @@ class Renewer:
             own.append(plain)
         for node in part.lacking:
             (lease,) = part.leases
-            lease.reclaiming(node)
+            lease.never_asked.discard(node)  # the reclaim, about to be sent, may set the key
+            lease.asked_again.add(node)
             entries[node][-1] = self._entry(part, round_, sent, encode_text(lease.broken_key))
         return part, round_
 

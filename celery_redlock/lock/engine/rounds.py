@@ -25,8 +25,7 @@ from celery_redlock.lock.model.votes import (
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.server.error_hints import causes_of, strip_args
 from celery_redlock.lock.server.guard import REPLACED
-from celery_redlock.lock.transport.command import Command, Round
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
+from celery_redlock.lock.transport.command import Command, Round, UnexpectedReplyError, text_of
 from celery_redlock.lock.transport.node import Node
 
 _REFUSAL, _NUMBERS = (int, int, bytes, int), (int, int)  # kinds of replies of lua/grant.lua
@@ -146,7 +145,6 @@ class AcquireRound(Round):
         return age_ms > 0 and sent - age_ms / 1000 >= marker.asks_since
 
     def withdraw_replaced(self, replaced_at: dict[int, float]) -> None:
-        """Withdraw the votes of nodes whose server was replaced by another server for a while."""
         for node in self._lease.replaced(replaced_at):
             if node in self._lease.granted:
                 self.tally.granted -= 1
@@ -211,11 +209,7 @@ class RenewRound(Round):
                  "_renewed", "_unsettled")  # fmt: skip
 
     def __init__(
-        self,
-        leases: Sequence[Lease],
-        nodes: int,
-        clock: Clock,
-        on_missing: Callable[[int], object],
+        self, leases: Sequence[Lease], nodes: int, clock: Clock, on_missing: Callable[[int], object]
     ) -> None:
         self.decided, self.wake = False, None
         self._leases, self._on_missing, self._clock = leases, on_missing, clock
@@ -236,7 +230,6 @@ class RenewRound(Round):
 
     @property
     def unconfirmed(self) -> list[int]:
-        """The numbers of the keys that no quorum confirmed."""
         if self._all_confirmed:
             return []
         doubted, enough = self._doubted, self._renewed.bit_count() - self._quorum
@@ -258,7 +251,7 @@ class RenewRound(Round):
             for number, (lease, word) in enumerate(zip(self._leases, reply, strict=True)):
                 # reads the clock each time: a thread that was stopped here must not revive a lease
                 if word != 1 or not lease.renewed(node, sent, now(), run_id):
-                    self._look_closer(number, node, sent, word, run_id)
+                    self._on_unconfirmed(number, node, sent, word, run_id)
             self._renewed |= 1 << node
         self._heard(node)
 
@@ -273,7 +266,7 @@ class RenewRound(Round):
             if not has_token or [type(part) for part in word] != [int, int] or word[0] != 1:
                 raise UnexpectedReplyError(reply)
 
-    def _look_closer(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
+    def _on_unconfirmed(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
         """Handle a reply on one key that is no plain confirmation, or of a node on probation."""
         one, now = self._leases[number], self._clock.now()
         if type(word) is list and one.renewed(node, sent, now, run_id):

@@ -19,7 +19,7 @@ from celery_redlock.lock.engine.acquirer import Acquirer
 from celery_redlock.lock.engine.callers import Callers
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.engine.inbox import Inbox
-from celery_redlock.lock.engine.releaser import OrphanedKey, Releaser
+from celery_redlock.lock.engine.releaser import OrphanedKey, Outbox, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition, Flow, Owner
@@ -29,11 +29,10 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool
 from celery_redlock.lock.server.guard import Core, NodeCallbacks, RestartGuard
 from celery_redlock.lock.server.handshake import ServerInfo
-from celery_redlock.lock.server.outbox import Outbox
 from celery_redlock.lock.server.requests import Requests
 from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.command import encoded
 from celery_redlock.lock.transport.connection import connect_budget
-from celery_redlock.lock.transport.encoding import encoded
 from celery_redlock.lock.transport.node import LONGEST_RECONNECT, Node
 
 EXCHANGED_EVERY = 1 / 3  # of a grace period: how often nodes get the tenures of other nodes
@@ -52,11 +51,7 @@ class Session:
     warns = True
 
     def __init__(
-        self,
-        client: Any,
-        options: ClientOptions,
-        addresses: Sequence[Address],
-        platform: Platform,
+        self, client: Any, options: ClientOptions, addresses: Sequence[Address], platform: Platform
     ) -> None:
         self._level = type(client).__name__
         self.options, self.platform, self.clock = options, platform, platform.clock
@@ -71,7 +66,10 @@ class Session:
         """Make the parts. No connection is made and no thread starts yet."""
         platform, options = self.platform, self.options
         self.watchdog: Watchdog[Acquisition] = Watchdog(
-            platform, self._renew_due, self._run_maintenance, self._check_deadline
+            platform,
+            lambda due: self.renew(due, native=True),
+            self._run_maintenance,
+            self._check_deadline,
         )
         self.events = Events(client, self.identity, self.clock, self.watchdog)
         told = NodeCallbacks(self.events.node_changed, self._node_connected, self._node_replaced)
@@ -97,7 +95,6 @@ class Session:
 
     @property
     def is_used(self) -> bool:
-        """Whether the session has connections or threads."""
         is_used = any(node.is_used for node in self.nodes.all)
         return not self.is_closed and (is_used or self.watchdog.is_started)
 
@@ -128,7 +125,6 @@ class Session:
         self.watchdog.run_maintenance_by(self.clock.now())
 
     def close(self) -> None:
-        """Close the connections, and end the threads and the waits."""
         self.is_closed = True  # first: a caller that begins to wait later does not wait
         self.watchdog.stop()
         self.callers.close()
@@ -138,7 +134,6 @@ class Session:
     # called by a `Lock`
 
     def current_owner(self) -> Owner:
-        """Return the calling owner."""
         task = None if _get_running_loop() is None else asyncio.current_task()
         return os.getpid(), self._flows.get(in_task=task is not None), task
 
@@ -191,9 +186,6 @@ class Session:
 
     # called by the watchdog's threads
 
-    def _renew_due(self, acquisitions: Sequence[Acquisition]) -> None:
-        self.renew(acquisitions, native=True)
-
     def _check_deadline(self, acquisition: Acquisition, now: float) -> None:
         reason = acquisition.expire(now)
         if reason is not None:
@@ -211,23 +203,19 @@ class Session:
         self.releaser.run_maintenance(now)
         idle = min(IDLE, self.exchanged_every)
         self.guard.keep_alive(idle)
-        gone = self.watchdog.watches and self.nodes.reconnect()
+        gone = bool(self.watchdog.watched) and self.nodes.reconnect()
         again = min(self.nodes.pollers.drop_spare(now), self.releaser.repeats_at)
         # checked last: the reports of broken connections may have added work
         if gone or self.nodes.outstanding or self.releaser.is_writing:
             return min(again, now + timeout)
         if self._is_ending:
-            return self._close_when_done(now + timeout)
+            if self.releaser.repeats_at < math.inf or self.watchdog.is_busy:
+                return now + timeout
+            self.close()
+            return math.inf
         if any(node.connection for node in self.nodes.all):
             return min(again, now + idle)
         return again
-
-    def _close_when_done(self, again: float) -> float:
-        """Close unless work is left; return when to run maintenance again."""
-        if self.releaser.repeats_at < math.inf or self.watchdog.is_busy:
-            return again
-        self.close()
-        return math.inf
 
     # called for events of the connections
 

@@ -66,10 +66,8 @@ class Watchdog(Generic[W]):
         self._maintenance_at = math.inf  # used by the first thread alone
         self._asked: deque[float] = deque()  # requests for maintenance, by any thread
         self._pending: deque[Callable[[], object]] = deque()  # calls for the second thread
-        self._renewals, self._deadlines = (
-            self._platform.deadline_timer(),
-            self._platform.deadline_timer(),
-        )
+        self._renewals = self._platform.deadline_timer()
+        self._deadlines = self._platform.deadline_timer()
         self._threads: dict[str, object] = {}  # by task; of two threads for a task, the first stays
         self._started = self._stopped = False
 
@@ -83,7 +81,6 @@ class Watchdog(Generic[W]):
 
     @property
     def watched(self) -> list[W]:
-        """The watched acquisitions."""
         return list(self._watched.values())
 
     def unwatch(self, acquisition: W) -> None:
@@ -97,18 +94,11 @@ class Watchdog(Generic[W]):
 
     @property
     def is_started(self) -> bool:
-        """Whether the threads run."""
         return self._started and not self._stopped
 
     @property
     def is_busy(self) -> bool:
-        """Whether any acquisition is watched, or a report to users' code is pending."""
         return bool(self._watched or self._pending)
-
-    @property
-    def watches(self) -> bool:
-        """Whether any acquisition is watched."""
-        return bool(self._watched)
 
     def renew_by(self, moment: float) -> None:
         """Renew by this monotonic second every acquisition that is still renewed."""
@@ -131,15 +121,14 @@ class Watchdog(Generic[W]):
         self._pending.append(functools.partial(function, *args, **options))
         self._deadlines.wake()
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Wake both threads now: the clock has jumped, which a sleeping thread does not notice."""
         self._renewals.wake()
         self._deadlines.wake()
 
     def stop(self) -> None:
-        """Let both threads end."""
         self._stopped = True
-        self.look()
+        self.wake()
 
     def _start(self) -> None:
         """Start both threads. If two callers do this at once, the extra threads end."""

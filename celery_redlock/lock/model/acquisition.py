@@ -16,7 +16,6 @@ from typing import Any
 from weakref import ref
 
 from celery_redlock.errors import LockLost, SettingsError
-from celery_redlock.label import is_of_run
 from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED, Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
 
@@ -101,7 +100,6 @@ class Acquisition:
         return self.abandoned
 
     def nest(self) -> None:
-        """Let the owner acquire its resources again."""
         _, flow, task = self.owner
         for key in self.keys:
             flow.held[task, key.resource] = self
@@ -119,7 +117,6 @@ class Acquisition:
 
     @property
     def resource(self) -> str:
-        """The names of the resources, for people."""
         return ", ".join(dict.fromkeys(key.resource for key in self.keys))
 
     def held(self, now: float) -> bool:
@@ -137,13 +134,8 @@ class Acquisition:
 
     @property
     def reason(self) -> str:
-        """Why it is lost, as text."""
         reasons = (one.reason for one in self.leases if one.reason)
         return next(reasons, NOT_RENEWED)
-
-    def held_for(self, now: float) -> float:
-        """Return the seconds since it was acquired."""
-        return now - self.acquired_at
 
     def remaining(self, now: float) -> float:
         """Return the seconds of validity left without a renewal; 0.0 once it is over."""
@@ -169,15 +161,6 @@ class Acquisition:
         if options.fencing and not own.fencing:
             hint = f"{resource!r} is held here without a fencing token: take the outer one with"
             raise SettingsError("Lock", "fencing", "True", f"{hint} fencing=True")
-
-    @property
-    def is_redelivery(self) -> bool:
-        """Whether the first delivery of its message may still run."""
-        return self.options.marker is not None and self.options.marker.is_redelivered
-
-    def is_own_run(self, holder: str) -> bool:
-        """Return whether a holder is this same run, in another delivery of its message."""
-        return self.options.marker is not None and is_of_run(holder, self.options.marker.run)
 
     # its deadline
 
@@ -291,13 +274,11 @@ class Hold:
         return random.uniform(0, min(LONGEST_SPLIT, self.took * 2**self.splits))  # noqa: S311
 
     def add(self, acquisition: Acquisition) -> None:
-        """Begin to rely on an acquisition."""
         if acquisition not in self.acquisitions:
             self.acquisitions.append(acquisition)
             acquisition.add_user(self)
 
     def remove(self, acquisition: Acquisition) -> None:
-        """Stop relying on an acquisition that is over."""
         self.acquisitions.remove(acquisition)
         acquisition.remove_user(self)
 

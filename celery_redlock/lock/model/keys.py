@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from celery_redlock.lock.transport.encoding import encoded
+from celery_redlock.lock.transport.command import encoded
 
 # A permit's key ends with "#<number>". A resource name with such an end gets one more "#".
 _LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*\Z")  # not "$": it also matches before a final newline
@@ -56,7 +56,6 @@ def pattern_of(key: str) -> str:
 
 
 def completion_key(prefix: str, run: str) -> str:
-    """Return the key of a run's completion marker."""
     return f"{{{prefix}}}:done:{run}"
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from celery_redlock.lock.model.keys import broken_key, lock_key, waiting_key
-from celery_redlock.lock.transport.encoding import encode_bulk, encode_text
+from celery_redlock.lock.transport.command import encode_bulk, encode_text
 
 MARGIN = 0.002  # seconds by which a lease is shortened for the clocks' granularity, and at its end
 NOT_RENEWED = "no quorum of nodes renewed it in time"
@@ -112,23 +112,19 @@ class Fence:
         self.token = self.proposed = 0
 
     def counted(self, node: int, counter: int) -> None:
-        """Record a node's counter, from its reply to an acquire or a renewal."""
         self._counters[node] = max(counter, self._counters.get(node, 0))
 
     def withdraw(self, node: int) -> None:
-        """Forget the counter of a node whose vote does not count any more."""
         self._counters.pop(node, None)
 
     @property
     def bound(self) -> int:
-        """The greatest plausible counter."""
         counters = sorted(self._counters.copy().values(), reverse=True)
         agreed = counters[self._quorum - 1] if len(counters) >= self._quorum else 0
         return max(self.proposed + AHEAD, agreed + APART)
 
     @property
     def implausible(self) -> list[int]:
-        """The nodes whose counters do not count."""
         bound = self.bound
         return [node for node, counter in self._counters.copy().items() if counter > bound]
 
@@ -139,13 +135,11 @@ class Fence:
 
     @property
     def greatest(self) -> int:
-        """The largest known counter that is plausible."""
         bound = self.bound
         counters = self._counters.copy()
         return max((counter for counter in counters.values() if counter <= bound), default=0)
 
     def choose(self, token: int) -> None:
-        """Set the token, unless it is greater already."""
         self.token = max(self.token, token)
 
     @property
@@ -218,7 +212,6 @@ class Lease:
 
     @property
     def broken_key(self) -> str:
-        """The key that records on a node that an operator broke this lock."""
         return broken_key(self.key.name, self.value)
 
     def confirm(self, node: int, sent: float, run_id: str = "") -> None:
@@ -295,7 +288,6 @@ class Lease:
         return bool(self._guarded and before and run_id and run_id != before)
 
     def denied(self, node: int, now: float) -> None:
-        """Stop counting a node where our key has another value."""
         if self.expire(now) or self.state is not HELD:
             return
         self.reclaims.pop(node, None)
@@ -332,15 +324,9 @@ class Lease:
             self.valid_until = validity(self.ends, self._quorum)
 
     def to_reclaim(self, now: float) -> Collection[int]:
-        """Return the nodes on which we may reclaim our key now."""
         if not self.reclaims:
             return ()
         return [node for node, since in self.reclaims.copy().items() if since <= now]
-
-    def reclaiming(self, node: int) -> None:
-        """Record that a reclaim, which may set the key, is about to be sent to a node."""
-        self.never_asked.discard(node)
-        self.asked_again.add(node)
 
     def begin(self, now: float) -> bool:
         """Turn a quorum of grants into a held lease; return False if it came too late."""
@@ -371,7 +357,6 @@ class Lease:
         return True
 
     def lose(self, reason: str) -> None:
-        """Mark a held lease as lost, because another lease of its acquisition is."""
         if self.state is HELD:
             self.state, self.reason = LOST, reason
 

@@ -20,17 +20,17 @@ def grace_period(max_ttl: float) -> float:
 class Guard:
     """The restart guard: a node that may have forgotten locks abstains for a grace period.
 
-    word: the mode. "strict": a node that does not know this prefix abstains, unless an operator
+    mode: "strict": a node that does not know this prefix abstains, unless an operator
     trusted it. "off": every node votes. prefix: of the guard's keys. grace_period: seconds.
     """
 
-    word: str
+    mode: str
     prefix: str
     grace_period: float
 
     def arguments(self, run_id: str) -> tuple[str, str]:
         """Return the guard's arguments of the scripts: the server's run id, the period in ms."""
-        if self.word == "off":
+        if self.mode == "off":
             return "", ""
         return run_id, str(math.ceil(self.grace_period * 1000))
 

@@ -15,6 +15,7 @@ from celery_redlock.lock.platform.threads import (
     Mutex,
     PerFlow,
     Sleeper,
+    TryLock,
     Waker,
     get_ident,
     gevent_here,
@@ -25,7 +26,6 @@ from celery_redlock.lock.platform.threads import (
     pause_keeping_gil,
     start_thread,
 )
-from celery_redlock.lock.platform.trylock import TryLock
 
 
 class Clock(Protocol):
@@ -102,11 +102,9 @@ class Platform:
     new_subscriber: Callable[..., Any] | None = None  # None: the package's own connection
 
     def try_lock(self) -> TryLock:
-        """Return a new lock that is free."""
         return TryLock(self.get_ident, self.pause)
 
     def deadline_timer(self) -> DeadlineTimer:
-        """Return a new timer that no thread sleeps on."""
         return DeadlineTimer(self.new_mutex)
 
 

@@ -5,6 +5,5 @@ Read `guard.py` first: it admits a connection, or refuses it if its server must 
 
 - `handshake.py`: the first commands on a new connection; which server served under which address.
 - `requests.py`: the scripts, and the requests that call them. `lua/`: the scripts themselves.
-- `outbox.py` keeps commands for nodes that are down, and for how long.
 - `error_hints.py`: hints for a server's errors. `admin.py`: commands for operators.
 """

@@ -27,7 +27,7 @@ from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.server.requests import BREAK, FENCE, TRUST
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.encoding import (
+from celery_redlock.lock.transport.command import (
     encoded,
     read_list,
     read_number,

@@ -110,12 +110,10 @@ def hint_of(text: str) -> str:
 
 
 def is_of_a_replica(text: str) -> bool:
-    """Return whether a reply says that the server is not, or no longer, a primary."""
     return hint_of(text) == _NOT_A_PRIMARY
 
 
 def with_hint(text: str) -> str:
-    """Return an error followed by its hint, if there is one."""
     clause = hint_of(text)
     return f"{text} ({clause})" if clause else text
 

@@ -86,16 +86,23 @@ class RestartGuard:
         callbacks: NodeCallbacks,
     ) -> None:
         self._options, self._callbacks, self._clock = options, callbacks, platform.clock
-        self._tenures = Tenures([address.server for address in addresses], self._is_failing)
+        servers = [address.server for address in addresses]
+        self._tenures = Tenures(servers, lambda node: self.nodes.all[node].error is not None)
         # by node: seconds since 1970 by its clock, less the monotonic seconds; stays over a fork
         self._ahead: dict[int, float] = {}
         self.nodes = Nodes(
             addresses,
             timeout,
             platform,
-            Gate(self._handshake, self._admit, self.on_error_reply, self._on_down, self._on_up),
+            Gate(
+                self._handshake,
+                self._admit,
+                self.on_error_reply,
+                self._on_down,
+                lambda node: callbacks.changed(node, None),
+            ),
             quorum=quorum_of(len(addresses)),
-            longest_idle=math.inf if options.word == "off" else LONGEST_IDLE * options.grace_period,
+            longest_idle=math.inf if options.mode == "off" else LONGEST_IDLE * options.grace_period,
         )
         self._forget_own()
 
@@ -163,9 +170,6 @@ class RestartGuard:
         if self._is_news(node.index, error.cause) if hint_of(error.cause) else not was_down:
             self._callbacks.changed(node, error)
 
-    def _on_up(self, node: Node) -> None:
-        self._callbacks.changed(node, None)
-
     def _is_news(self, node: int, text: str) -> bool:
         """Return whether a node reports this error for the first time.
 
@@ -190,11 +194,7 @@ class RestartGuard:
         use()
         self._exchange_tenures()
 
-    def _is_failing(self, node: int) -> bool:
-        return self.nodes.all[node].error is not None
-
     def _learn(self, index: int, own: Tenure | None, others: Sequence[Tenure | None]) -> None:
-        """Keep the newest tenures; give up connections to servers that were replaced."""
         self._tenures.learn(index, own, others)
         for node in self.nodes.all:
             connection = node.connection
@@ -215,7 +215,7 @@ class RestartGuard:
 
     def _exchange_tenures(self, every: float | None = None) -> None:
         """Exchange tenures with each connected node that lacks one, or every `every` seconds."""
-        if self._options.word == "off":
+        if self._options.mode == "off":
             return
         now = self._clock.now()
         for node in self.nodes.all:
@@ -268,5 +268,4 @@ class Core:
 
     @property
     def clock(self) -> Clock:
-        """The clock that measures leases."""
         return self.nodes.clock

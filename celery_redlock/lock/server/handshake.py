@@ -21,9 +21,8 @@ from celery_redlock.lock.model.keys import MOST_DIGITS, guard_keys, tenure_key
 from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
-from celery_redlock.lock.transport.command import PING
-from celery_redlock.lock.transport.connection import Peer
-from celery_redlock.lock.transport.encoding import (
+from celery_redlock.lock.transport.command import (
+    PING,
     encode_command,
     encode_words,
     encoded,
@@ -32,6 +31,7 @@ from celery_redlock.lock.transport.encoding import (
     read_text,
     text_of,
 )
+from celery_redlock.lock.transport.connection import Peer
 
 KEPT_MS = 30 * 86_400_000  # milliseconds until a record about another node's address expires
 
@@ -51,7 +51,6 @@ class Tenure:
         return f"{self.since} {self.run_id}"
 
     def ends_before(self, other: Tenure | None) -> bool:
-        """Return whether another server's tenure began later or at the same time."""
         return other is not None and other.run_id != self.run_id and other.since >= self.since
 
 
@@ -123,7 +122,8 @@ class Tenures:
         heard: until then the doubts may turn out to be too many.
         """
         own, doubted = self._certain(node), self._doubted()
-        if node in doubted and self._counts(doubted) and self._are_all_heard:
+        unheard = (other for other, tenure in enumerate(self._own) if tenure is None)
+        if node in doubted and self._counts(doubted) and all(map(self._is_failing, unheard)):
             own = self.newest_note(node)
         tenures = own, *map(self._certain, self.others(node))
         first, *others = ("" if tenure is None else str(tenure) for tenure in tenures)
@@ -159,11 +159,6 @@ class Tenures:
         """Return whether a quorum can do without the doubted nodes."""
         return len(doubted) <= len(self._own) - self._quorum
 
-    @property
-    def _are_all_heard(self) -> bool:
-        nodes = range(len(self._own))
-        return all(self._own[node] is not None or self._is_failing(node) for node in nodes)
-
 
 @dataclass
 class ServerInfo(Peer):
@@ -196,7 +191,7 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
     # an ACL may refuse PING, which changes nothing, and SCRIPT: then EVAL sends the text
     facts = read_info(connection, before=(PING, GRANT.load, RENEW.load, RELEASE.load))
     run_id = facts.get("run_id", "")
-    if guard.word != "off" and not run_id:
+    if guard.mode != "off" and not run_id:
         raise redis.ResponseError(
             f"{facts.get('error') or 'INFO names no run_id'}: without INFO the restart guard "
             'cannot tell a restart; allow it (ACL: +info), or set redlock_restart_guard = "off"'
@@ -211,16 +206,13 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
         evicts if facts.get("maxmemory", "0") != "0" and evicts != "noeviction" else "",
         int(time_us) / 1e6 if time_us.isdecimal() else None,
     )
-    if guard.word != "off":
+    if guard.mode != "off":
         _note_run(connection, guard, info, tenures, node)
     return info
 
 
 def read_info(
-    connection: Any,
-    sections: Sequence[str] = ("server", "memory"),
-    *,
-    before: Sequence[bytes] = (),
+    connection: Any, sections: Sequence[str] = ("server", "memory"), *, before: Sequence[bytes] = ()
 ) -> dict[str, str]:
     """Return the fields of some sections of INFO. If the server refuses, return only "error".
 
@@ -269,7 +261,6 @@ def _note_run(connection: Any, guard: Guard, info: ServerInfo, tenures: Tenures,
 
 
 def noted_keys(prefix: str, tenures: Tenures, node: int) -> tuple[str, ...]:
-    """Return the keys of the script `guard` for one node."""
     others = (tenure_key(prefix, tenures.addresses[other]) for other in tenures.others(node))
     return *guard_keys(prefix), tenure_key(prefix), *others
 

@@ -20,8 +20,7 @@ from celery_redlock.lock.model.keys import (
 )
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
-from celery_redlock.lock.transport.command import Script
-from celery_redlock.lock.transport.encoding import encode_bulk, encode_command, encode_text
+from celery_redlock.lock.transport.command import Script, encode_bulk, encode_command, encode_text
 
 MOST_ASKED = 1000  # permits of a lock that one question looks at
 REGISTERED_FOR = 60.0  # seconds after which a set of waiters that nobody refreshes expires
@@ -134,7 +133,6 @@ class Requests:
         )
 
     def unregister(self, waiter: str, resource: str) -> bytes:
-        """Return the request that takes a waiter out of the set of a resource's waiters."""
         return encode_command("ZREM", waiting_key(self._prefix, resource), waiter)
 
 

@@ -6,5 +6,5 @@ the handlers of the replies.
 
 - `node.py` reconnects, `connection.py` writes and reads bytes.
 - `poller.py` waits for sockets, `subscriber.py` subscribes to channels.
-- `address.py`: URLs. `encoding.py`: RESP. `command.py`: what is sent.
+- `address.py`: URLs. `command.py`: RESP, and what is sent.
 """

@@ -28,7 +28,7 @@ from redis.sentinel import Sentinel
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.transport.encoding import read_list, text_of
+from celery_redlock.lock.transport.command import read_list, text_of
 
 T = TypeVar("T")
 URL_SCHEMES = ("redis", "rediss", "unix", "sentinel")

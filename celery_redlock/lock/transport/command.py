@@ -1,15 +1,158 @@
-"""A command, its handler, and a round: one request to several nodes."""
+"""What is sent, and what comes back: RESP, commands, their handlers, and rounds.
+
+RESP is the protocol of Redis: commands to bytes, and replies to values. A round is one request to
+several nodes. Not here: the sockets (`connection.py`), and who reads from them (`nodes.py`).
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.transport.encoding import encode_bulk, encode_command, encode_words
+
+
+def encoded(text: str) -> bytes:
+    """Return the bytes of a text on the nodes. Two different texts never have the same bytes.
+
+    UTF-8, also for lone surrogates: `os.fsdecode` makes them from a file name that is not UTF-8.
+    """
+    return text.encode("utf-8", "surrogatepass")
+
+
+def encode_bulk(word: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(word), word)
+
+
+def encode_text(text: str) -> bytes:
+    word = text.encode("utf-8", "surrogatepass")  # as `encoded`, but in one call: made for each try
+    return b"$%d\r\n%b\r\n" % (len(word), word)
+
+
+def encode_words(words: Iterable[str]) -> bytes:
+    return b"".join(map(encode_text, words))
+
+
+def encode_command(*words: str) -> bytes:
+    return b"*%d\r\n%b" % (len(words), encode_words(words))
+
+
+def read_list(reply: Any, length: int) -> list[Any]:
+    """Return a reply that is a list of this length; raises UnexpectedReplyError."""
+    if not isinstance(reply, list) or len(reply) != length:
+        raise UnexpectedReplyError(reply)
+    return reply
+
+
+def read_number(reply: Any) -> int:
+    """Return a reply that is a number; raises UnexpectedReplyError."""
+    if type(reply) is not int:
+        raise UnexpectedReplyError(reply)
+    return reply
+
+
+def read_text(reply: Any) -> str:
+    """Return a reply that is a text; raises UnexpectedReplyError."""
+    if not isinstance(reply, (bytes, str)):
+        raise UnexpectedReplyError(reply)
+    return text_of(reply)
+
+
+def text_of(reply: Any) -> str:
+    """Return a reply as text, for people. Invalid bytes of another program are replaced."""
+    if not isinstance(reply, bytes):
+        return str(reply)
+    try:
+        return reply.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return reply.decode(errors="replace")
+
+
+MOST_ITEMS = 1000  # of a list in a reply; no script or command of ours gets a longer one
+MOST_BYTES = 1 << 20  # of a text in a reply
+INCOMPLETE = object()  # what `ReplyReader.gets` returns if there is no complete reply
+_GRANTS = frozenset(b":1\r\n" * count for count in (1, 2))  # most replies: a release, a grant
+# in each header that is too large, and perhaps in a text, if kinds and digits are made one each
+_LARGE, _HEADER_KINDS = b"*0000", bytes.maketrans(b">~%|$=123456789", b"******000000000")
+# any lines that are no header; then the header of a list or of a text, if it is complete
+_HEADER = re.compile(
+    rb"(?:[^*>~%|$=\r\n][^\r\n]*\r\n)*(?:[*>~%|](-?\d{1,20})\r\n|[$=](-?\d{1,20})\r\n)?"
+)
+
+
+class ReplyReader:
+    """Reads replies by hiredis, and checks their headers before.
+
+    For a list, hiredis reserves memory for as many items as the header says, and keeps the GIL
+    meanwhile. gets: returns the next reply. It is called until it returns `INCOMPLETE`.
+    """
+
+    __slots__ = ("_fed", "_is_open", "_reader", "_rest", "_skip", "gets")
+
+    def __init__(self) -> None:
+        self._reader = hiredis.Reader(notEnoughData=INCOMPLETE)
+        self.gets: Callable[[], Any] = self._reader.gets
+        self._fed = b""  # the last bytes, if they begin with a line and are not parsed here
+        self._is_open = False  # `_check` ended within a header or a text
+        self._rest = b""  # an incomplete line
+        self._skip = 0  # bytes of a text that are still to come
+
+    def feed(self, data: bytes) -> None:
+        """Add the next bytes of a connection; raise OSError for a header that is too large."""
+        reader = self._reader
+        is_small = data in _GRANTS or (
+            data[-1:] == b"\n" and _LARGE not in data.translate(_HEADER_KINDS)
+        )
+        # hiredis does not count the first byte of a header that has come alone: `_is_open` does
+        if is_small and not self._is_open and not reader.has_data():
+            self._fed = data
+        else:
+            self._check(self._fed + data)
+            self._fed = b""
+        reader.feed(data)
+
+    def _check(self, data: bytes) -> None:
+        data, position = self._rest + data, self._skip
+        while position < len(data):
+            found = _HEADER.match(data, position)
+            if found is None or found.end() == position:
+                break
+            position = found.end()
+            items, size = found.groups()
+            if items is not None and int(items) > MOST_ITEMS:
+                raise OSError(f"a reply of {int(items)} items: no Redis server for locks")
+            # hiredis refuses a size below -1, by which this would go back, and never end
+            if size is not None and int(size) >= 0:
+                if int(size) > MOST_BYTES:
+                    raise OSError(f"a reply of {int(size)} bytes: no Redis server for locks")
+                position += int(size) + 2  # and the end of its line
+        self._rest, self._skip = data[position:], max(0, position - len(data))
+        self._is_open = position != len(data)
+        if len(self._rest) > MOST_BYTES:
+            raise OSError("a reply with a line that does not end")
+
+
+class UnexpectedReplyError(Exception):
+    """A reply that the script or command cannot return. reply: as received."""
+
+    def __init__(self, reply: Any) -> None:
+        super().__init__(f"not a reply of its script: {outline_of(reply)}")
+
+
+def outline_of(reply: Any, depth: int = 2) -> str:
+    """Return an outline of a reply without long texts, which may be secret lock values."""
+    if reply is None:
+        return "nil"
+    if isinstance(reply, (list, tuple)):
+        inside = [outline_of(word, depth - 1) for word in reply[:5]] if depth else ["..."]
+        return f"[{', '.join([*inside, *(['...'] if len(reply) > 5 else [])])}]"
+    if isinstance(reply, (bytes, str)):
+        return repr(reply) if len(reply) <= 16 else f"a text of {len(reply)}"
+    return repr(reply) if isinstance(reply, (bool, int, float)) else f"a {type(reply).__name__}"
 
 
 class Script:
@@ -91,7 +234,6 @@ Entry = tuple[Command, float, bytes]  # command, monotonic seconds of the write,
 
 
 def still_wanted(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Return the commands that may still be written."""
     for command, _, _ in entries:
         if not command.handler.wanted:
             return [entry for entry in entries if entry[0].handler.wanted]
@@ -118,7 +260,6 @@ class Round:
         return 0
 
     def decide(self) -> None:
-        """Mark the round as decided, and wake its waiter."""
         self.decided = True
         wake = self.wake
         if wake is not None:
@@ -147,11 +288,9 @@ class Question(Round):
 
     @property
     def voted(self) -> int:
-        """How many nodes have replied."""
         return len(self._replies)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Store the reply."""
         is_error = type(reply) is hiredis.ReplyError
         self._replies[node] = reply if is_error else self._read(reply)
         self._heard(node)

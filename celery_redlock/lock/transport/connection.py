@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 import hiredis
 
 from celery_redlock.lock.platform.threads import keeping_gil
-from celery_redlock.lock.transport.command import Entry
-from celery_redlock.lock.transport.encoding import INCOMPLETE, ReplyReader
+from celery_redlock.lock.transport.command import INCOMPLETE, Entry, ReplyReader
 
 POISONED = "an exception struck in the middle of a command"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
@@ -44,24 +43,9 @@ class Connection:
     `in_flight` or in `replies`, or for a moment in both, until its handler has the reply.
     """
 
-    __slots__ = (
-        "_dialled",
-        "_reader",
-        "_ways",
-        "discarded",
-        "in_flight",
-        "is_tls",
-        "opened_at",
-        "peer",
-        "poisoned",
-        "replies",
-        "run_id",
-        "socket",
-        "struck",
-        "suffix",
-        "used_at",
-        "write_buffer",
-    )
+    __slots__ = ("_dialled", "_reader", "_ways", "discarded", "in_flight", "is_tls", "opened_at",
+                 "peer", "poisoned", "replies", "run_id", "socket", "struck", "suffix", "used_at",
+                 "write_buffer")  # fmt: skip
 
     def __init__(self, dialled: Any, peer: Peer) -> None:
         self._dialled = dialled

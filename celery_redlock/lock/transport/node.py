@@ -16,15 +16,10 @@ from redis.backoff import ExponentialBackoff
 from celery_redlock.errors import NodeError
 from celery_redlock.label import escaped
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.threads import DeadlineTimer
-from celery_redlock.lock.platform.trylock import PAUSES, JobQueue
+from celery_redlock.lock.platform.threads import PAUSES, DeadlineTimer, JobQueue
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Entry, still_wanted
-from celery_redlock.lock.transport.connection import (
-    Connection,
-    Peer,
-    connect_budget,
-)
+from celery_redlock.lock.transport.connection import Connection, Peer, connect_budget
 
 LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
@@ -77,7 +72,6 @@ class Mailbox:
         self.rearm, self.reports = rearm, deque[Report]()
 
     def put(self, report: Report) -> None:
-        """Queue a report, and wake the waiters."""
         self.reports.append(report)
         self.rearm()
 
@@ -134,7 +128,6 @@ class Node:
 
     @property
     def is_used(self) -> bool:
-        """Whether there is a connection or a connecting thread."""
         return self.connection is not None or self._connector is not None
 
     def send(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
@@ -174,7 +167,6 @@ class Node:
         return connection
 
     def overdue(self, now: float) -> bool:
-        """Return whether the oldest command has waited for longer than the timeout."""
         connection = self.connection
         if connection is None or not connection.in_flight:
             return False
@@ -338,7 +330,6 @@ class Node:
         self._gate.admit(self.index, info, functools.partial(self._begin_to_use, connection))
 
     def _connect(self) -> None:
-        """Connect, and send the commands that were queued meanwhile."""
         dialled = None
         try:
             dialled = self.address.dial(self.connect_budget, self.timeout)

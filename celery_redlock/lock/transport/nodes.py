@@ -18,7 +18,7 @@ import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.trylock import PAUSES
+from celery_redlock.lock.platform.threads import PAUSES
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import (
     IGNORE_REPLY,
@@ -28,17 +28,10 @@ from celery_redlock.lock.transport.command import (
     Question,
     Round,
     Script,
+    UnexpectedReplyError,
 )
 from celery_redlock.lock.transport.connection import Connection, connect_budget
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError
-from celery_redlock.lock.transport.node import (
-    IDLE,
-    LONGEST_RECONNECT,
-    Gate,
-    Mailbox,
-    Node,
-    Report,
-)
+from celery_redlock.lock.transport.node import IDLE, LONGEST_RECONNECT, Gate, Mailbox, Node, Report
 from celery_redlock.lock.transport.poller import LONGEST_DOZE, PollerPool
 
 T = TypeVar("T")
@@ -251,7 +244,6 @@ class Nodes:
         return set(pinged.replies)
 
     def close(self) -> None:
-        """Close every connection for ever."""
         self._closed = True
         for node in self.all:
             node.close()
@@ -291,21 +283,18 @@ class Nodes:
             if self._mail:
                 self._deliver()  # first: a later command may follow on the next connection
             for node in nodes:
-                self._dispatch(node, keeps_gil=keeps_gil)
+                connection = node.receive(keeps_gil=keeps_gil)
+                if connection is None:
+                    continue
+                demoted = self._dispatch_replies(node, connection)
+                if demoted and self.clock.now() - connection.opened_at > LONGEST_RECONNECT:
+                    node.drop(connection, demoted)  # the address may lead to another server by now
+                if node.index in self._down and node.connection is not None:
+                    self._down.discard(node.index)
+                    self._gate.up(node)
         except BaseException:
             self.pollers.rearm()  # a waiting caller continues what was interrupted
             raise
-
-    def _dispatch(self, node: Node, *, keeps_gil: bool) -> None:
-        connection = node.receive(keeps_gil=keeps_gil)
-        if connection is None:
-            return
-        demoted = self._dispatch_replies(node, connection)
-        if demoted and self.clock.now() - connection.opened_at > LONGEST_RECONNECT:
-            node.drop(connection, demoted)  # the address may lead to another server by now
-        if node.index in self._down and node.connection is not None:
-            self._down.discard(node.index)
-            self._gate.up(node)
 
     def _dispatch_replies(self, node: Node, connection: Connection) -> str:
         """Call the handlers of replies; return the error that requires a reconnect, else "".

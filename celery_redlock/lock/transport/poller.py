@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.threads import Sleeper, gevent_here
-from celery_redlock.lock.platform.trylock import PAUSES
+from celery_redlock.lock.platform.threads import PAUSES, Sleeper, gevent_here
 from celery_redlock.lock.transport.command import Round
 from celery_redlock.lock.transport.connection import POISONED
 from celery_redlock.lock.transport.node import Node
@@ -168,7 +167,6 @@ class PollerPool:
                 self.asleep.popitem()[1].wake()
 
     def rearm(self) -> None:
-        """Make every waiter look at the connections again."""
         self.topology += 1
         for poller in list(self.taken.values()):
             poller.wake()

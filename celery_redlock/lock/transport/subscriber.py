@@ -12,8 +12,8 @@ from typing import Any
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import original
 from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.command import INCOMPLETE, ReplyReader, encode_command, text_of
 from celery_redlock.lock.transport.connection import connect_budget, receive
-from celery_redlock.lock.transport.encoding import INCOMPLETE, ReplyReader, encode_command, text_of
 from celery_redlock.lock.transport.node import RECONNECT
 
 LINGER = 30.0  # seconds that an unused connection is kept; seconds without data before a PING
@@ -38,10 +38,8 @@ class Subscriber:
         self._platform, self._clock = platform, platform.clock
         self._channels, self._heard = channels, heard
         self._waker: Any = None  # made in the thread: no caller fails if no descriptor is left
-        self._turn, self._calls = (
-            platform.try_lock(),
-            deque[None](),
-        )  # `resubscribe` calls to handle
+        self._turn = platform.try_lock()
+        self._calls = deque[None]()  # `resubscribe` calls to handle
         self._running = self._closed = False
         self._connection: Any = None
         self._reader = ReplyReader()
@@ -68,7 +66,6 @@ class Subscriber:
             self._running = True
 
     def close(self) -> None:
-        """End the connection and the thread."""
         self._closed = True
         self._wake()
 

@@ -19,10 +19,10 @@ import click
 
 from celery_redlock.label import escaped
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.held_locks import LockReport, break_lock, look_at_locks
+from celery_redlock.lock.inspection import LockReport, break_lock, list_locks
 from celery_redlock.lock.node_status import (
-    look_at_shared_settings,
     missing_rights,
+    read_shared_settings,
     shared_settings_of,
     trust_nodes,
 )
@@ -82,7 +82,7 @@ def locks(ctx: click.Context, as_json: bool) -> None:
 
     The exit status is 2 if too few nodes answer for all locks to be known.
     """
-    sight = look_at_locks(redlock_of(app_from(ctx)))
+    sight = list_locks(redlock_of(app_from(ctx)))
     if as_json:
         print_json(as_data(sight))
     else:
@@ -120,7 +120,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     The exit status is 2 if too few nodes answer for that to be known.
     """
     app = app_from(ctx)
-    sight, everyone = look_at_locks(redlock_of(app)), WaitersView.ask(app)
+    sight, everyone = list_locks(redlock_of(app)), WaitersView.ask(app)
     waiting = everyone.for_resource(name)
     locks = [lock for lock in sight.locks if lock.resource == name]
     task = None
@@ -196,7 +196,7 @@ def break_(ctx: click.Context, resource: str, permit: int | None, yes: bool, as_
     """
     app = app_from(ctx)
     made = redlock_of(app)
-    sight = look_at_locks(made, resource)
+    sight = list_locks(made, resource)
     found = [lock for lock in sight.locks if permit in (None, lock.permit) and lock.value]
     if not found:
         rest = "; ".join(failing_lines(sight.failing))
@@ -273,7 +273,7 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
     made = redlock_of(app_from(ctx))
     chosen = _chosen_nodes(made, nodes, every)
     if not yes:
-        holding = [f"{one.holder} holds {lock_name(one)} now" for one in look_at_locks(made).locks]
+        holding = [f"{one.holder} holds {lock_name(one)} now" for one in list_locks(made).locks]
         print_all(*holding, err=as_json)
         text = (
             f"Let {', '.join(chosen)} grant locks at once? If a task may still run under a lock "
@@ -369,7 +369,7 @@ def _lints_of_nodes(redlock: Redlock) -> Iterator[Lint]:
     And a warning for each node whose user lacks rights.
     """
     own = shared_settings_of(redlock)
-    for settings, nodes in look_at_shared_settings(redlock).items():
+    for settings, nodes in read_shared_settings(redlock).items():
         hint = (
             f"according to {', '.join(nodes)}; this app uses {own}: until all clients use the "
             "same, two tasks may hold one lock"

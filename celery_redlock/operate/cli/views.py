@@ -28,10 +28,15 @@ from celery.states import PENDING
 from celery_redlock.errors import abstention_cause
 from celery_redlock.label import Holder, escaped
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.held_locks import LockReport, Sight, look_at_locks
-from celery_redlock.lock.node_status import NodeStatus, in_iso, look_at_nodes
+from celery_redlock.lock.inspection import (
+    LockList,
+    LockReport,
+    WaitingList,
+    list_locks,
+    list_waiting,
+)
+from celery_redlock.lock.node_status import NodeStatus, in_iso, read_nodes
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.waiting_processes import WaitingSight, look_at_waiting
 from celery_redlock.operate.cli.group import (
     Table,
     as_data,
@@ -67,9 +72,9 @@ class NodesView:
 
     @classmethod
     def of(cls, redlock: Redlock) -> NodesView:
-        session, nodes = redlock.session, look_at_nodes(redlock)
+        session, nodes = redlock.session, read_nodes(redlock)
         guard, voting = session.options.guard, sum(node.votes for node in nodes)
-        return cls(guard.word, session.nodes.quorum, voting, nodes, guard.grace_period)
+        return cls(guard.mode, session.nodes.quorum, voting, nodes, guard.grace_period)
 
     @property
     def has_quorum(self) -> bool:
@@ -108,7 +113,7 @@ def lock_name(lock: LockReport) -> str:
     return f"{lock.resource} (permit {lock.permit})" if lock.permit else lock.resource
 
 
-def lock_table(sight: Sight) -> Table:
+def lock_table(sight: LockList) -> Table:
     rows = []
     for lock in sight.locks:
         held_for = "" if lock.held_for is None else format_duration(lock.held_for)
@@ -123,7 +128,7 @@ def lock_table(sight: Sight) -> Table:
     return Table(heads, rows, "No locks are held." if sight.is_known else LOCKS_UNKNOWN)
 
 
-def vote_table(lock: LockReport, sight: Sight) -> Table:
+def vote_table(lock: LockReport, sight: LockList) -> Table:
     """Return a table of the nodes that have the key of a lock, and of those that failed."""
     rows = [(node, format_duration(left)) for node, left in lock.votes.items()]
     return Table(("NODE", "KEY EXPIRES IN"), [*rows, *sight.failing.items()], "")
@@ -134,7 +139,7 @@ def failing_lines(failing: Mapping[str, str]) -> list[str]:
     return [f"{node} cannot be queried: {cause}" for node, cause in failing.items()]
 
 
-def unknown_lines(sight: Sight | WaitingSight) -> list[str]:
+def unknown_lines(sight: LockList | WaitingList) -> list[str]:
     """Return a line if too few nodes answered for the list above to be complete."""
     if sight.is_known:
         return []
@@ -155,7 +160,7 @@ class WaitersView:
 
     workers: Sequence[str]
     waiting: Sequence[dict[str, Any]]
-    registered: WaitingSight = field(repr=False)
+    registered: WaitingList = field(repr=False)
     visibility: float | None = field(repr=False)
     cause: str = field(default="", repr=False)
 
@@ -173,7 +178,7 @@ class WaitersView:
             for row in rows
         ]
         waiting.sort(key=lambda row: str(row["since"]))
-        registered = look_at_waiting(redlock_of(app))
+        registered = list_waiting(redlock_of(app))
         return cls(sorted(by_worker), waiting, registered, visibility_timeout(app.conf), cause)
 
     def for_resource(self, resource: str) -> WaitersView:
@@ -270,7 +275,7 @@ class TaskView:
     next_try: str | None = None
 
     @classmethod
-    def find(cls, app: Any, task_id: str, sight: Sight, waiters: WaitersView) -> TaskView | None:
+    def find(cls, app: Any, task_id: str, sight: LockList, waiters: WaitersView) -> TaskView | None:
         """Return what nodes, workers and result backend know of a task; None if that is nothing."""
         state, info = _stored_state(app, task_id)
         held = [lock for lock in sight.locks if lock.holder.task_id == task_id]
@@ -324,7 +329,7 @@ def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
     return "" if state == PENDING else state, info if isinstance(info, dict) else {}
 
 
-def _holders_of(resources: Sequence[str], sight: Sight) -> str:
+def _holders_of(resources: Sequence[str], sight: LockList) -> str:
     holders = [str(one.holder) for one in sight.locks if one.held and one.resource in resources]
     return ", ".join(dict.fromkeys(holders))
 
@@ -334,7 +339,7 @@ class Look:
     """The state of nodes, locks and waiting tasks at one moment. at: monotonic seconds."""
 
     nodes: NodesView
-    sight: Sight
+    sight: LockList
     waiting: WaitersView
     at: float
 
@@ -365,7 +370,7 @@ def look_repeatedly(app: Any, interval: float, count: int | None) -> Iterator[Lo
     """Yield one look after the other. interval: seconds between two. count: None for no end."""
     made, clock = redlock_of(app), SystemClock()
     for number in itertools.count(1):
-        sight = look_at_locks(made)
+        sight = list_locks(made)
         yield Look(NodesView.of(made), sight, WaitersView.ask(app), clock.now())
         if number == count:
             return

@@ -26,7 +26,7 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.server.requests import MARKER
-from celery_redlock.lock.transport.encoding import read_number
+from celery_redlock.lock.transport.command import read_number
 from celery_redlock.tasks.delivery.delivery import CLOCKS_DIFFER, Deferral, Delivery, clock, utc_now
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
 from celery_redlock.tasks.delivery.route import (

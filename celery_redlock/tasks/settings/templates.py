@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from celery_redlock.errors import SettingsError
-from celery_redlock.lock.transport.encoding import encoded
+from celery_redlock.lock.transport.command import encoded
 from celery_redlock.lock.validation import MOST_BYTES, is_too_long
 from celery_redlock.tasks.settings.app import OptionSource
 

@@ -24,8 +24,7 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.error_hints import causes_of
-from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
-from celery_redlock.lock.transport.encoding import encode_command
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, encode_command
 from celery_redlock.lock.validation import LONGEST
 from celery_redlock.tasks.delivery.delivery import HEADER, LockHeader, is_moment
 from celery_redlock.tasks.per_app import redlock_of

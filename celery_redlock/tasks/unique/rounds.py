@@ -16,8 +16,14 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import unique_key
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.requests import load_script
-from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Handler, Round
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError, text_of
+from celery_redlock.lock.transport.command import (
+    IGNORE_REPLY,
+    Command,
+    Handler,
+    Round,
+    UnexpectedReplyError,
+    text_of,
+)
 from celery_redlock.lock.transport.nodes import Nodes
 
 SENDING, SENT = "sending", "sent"  # the state of a send, as its value on the nodes names it

@@ -14,9 +14,8 @@ import hiredis
 from celery_redlock import NodeError
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.command import Command
+from celery_redlock.lock.transport.command import Command, encode_command
 from celery_redlock.lock.transport.connection import Peer
-from celery_redlock.lock.transport.encoding import encode_command
 from celery_redlock.lock.transport.node import Gate, Node
 from celery_redlock.lock.transport.nodes import Nodes
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from celery_redlock.lock.transport.command import Command
+from celery_redlock.lock.transport.command import Command, encode_command
 from celery_redlock.lock.transport.connection import POISONED, Connection, Peer
-from celery_redlock.lock.transport.encoding import encode_command
 from tests.unit.transport.ends import Kept, ServerEnd, echo, ends
 
 MUCH = "x" * 4_000_000  # more than two ends of a socket pair take

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.transport.encoding import (
+from celery_redlock.lock.transport.command import (
     INCOMPLETE,
     MOST_BYTES,
     MOST_ITEMS,

@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from celery_redlock.lock.transport.command import Command, Question, Round, Script
-from celery_redlock.lock.transport.encoding import UnexpectedReplyError, encode_command, read_number
+from celery_redlock.lock.transport.command import (
+    Command,
+    Question,
+    Round,
+    Script,
+    UnexpectedReplyError,
+    encode_command,
+    read_number,
+)
 from tests.conftest import eventually
 from tests.unit.transport.ends import PATIENCE, Kept, Pairs, echo
 
