@@ -16,6 +16,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery_redlock import LockedTask
 from celery_redlock.lock import lock as lock_module
 from celery_redlock.lock.engine import releaser
+from celery_redlock.lock.model import acquisition
 from celery_redlock.tasks.execution import run as run_module
 from celery_redlock.tasks.execution.run import release_after_run
 from celery_redlock.tasks.per_app import redlock_of
@@ -23,7 +24,7 @@ from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, eventually, see_freed, settle
 
 # what lies below takes mutexes, which no exception from outside strikes between `with` and its end
-CUT = {module.__file__ for module in (run_module, lock_module, releaser)}
+CUT = {module.__file__ for module in (run_module, lock_module, acquisition, releaser)}
 
 
 UNCOVERED = 2  # lines of `release_after_run`: one before its `try`, and the `try`

@@ -31,15 +31,18 @@ class Stalls:
     """Adds up the time in which no thread of this process ran: it was stopped, or had no CPU."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._seconds, self._looked_at = 0.0, now()
+
+    @property
+    def seconds(self) -> float:
+        """Return the sum by now: the thread that asks may be the first one to go on."""
+        return self._seconds + max(0.0, now() - self._looked_at - 2 * TICK)
 
     def watch(self) -> None:
         """Look at the clock for ever."""
-        last = now()
         while True:
             time.sleep(TICK)
-            self.seconds += max(0.0, now() - last - 2 * TICK)
-            last = now()
+            self._seconds, self._looked_at = self.seconds, now()
 
 
 stalls = Stalls()
