@@ -245,7 +245,8 @@ class Queues(RuleBasedStateMachine):
         if following is not None and following.eta <= self.now and following.waits_for_release:
             seconds = self.queues.retry_in(following, self.now)
             left = max(0.0, following.deadline - self.now)
-            assert min(RETRY_NEXT_AFTER, left) <= seconds <= min(AT_MOST, left)
+            rounding = 1e-9  # a difference of two floats
+            assert min(RETRY_NEXT_AFTER, left) <= seconds <= min(AT_MOST, left) + rounding
 
     @rule()
     def forget_empty(self) -> None:
