@@ -31,7 +31,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # seconds between tries to interrupt a
 # (`apply`) ends first for the same reason, and so does a release of another lock. To acquire one
 # may be interrupted: see `lock/platform/threads.py`.
 UNINTERRUPTIBLE_MODULES = ("billiard", "celery.app.trace", "celery.utils.dispatch",
-                           "celery_redlock.tasks", "logging")  # fmt: skip
+                           "celery_redlock.signals", "celery_redlock.tasks", "logging")  # fmt: skip
 _PREFIXES = tuple(f"{name}." for name in UNINTERRUPTIBLE_MODULES)  # with the dot: no "logging_x"
 PREFERRED_SIGNAL = 5  # above SIGRTMIN: the first number that is tried
 

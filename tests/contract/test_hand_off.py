@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import Queue
@@ -35,7 +35,8 @@ from celery_redlock.lock.server.requests import (
     REGISTERED_FOR,
     RELEASE,
 )
-from celery_redlock.lock.transport.command import Script, text_of
+from celery_redlock.lock.transport.command import Round, Script, text_of
+from celery_redlock.lock.transport.poller import Poller
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, NODE_TIMEOUT, eventually, hearing, settle
 from tests.contract.contention import PROCESSES
@@ -604,3 +605,69 @@ class TestRights:
             assert taking.result(FREED)
             settle(one)
             assert (name, f"0 {value.partition(':')[0]} {WAITING}") in ears.heard()
+
+
+class CutLine:
+    """One waiter, about which an exception strikes at the first question."""
+
+    def __init__(self) -> None:
+        self.cuts = 1
+
+    def since(self, resource: str) -> float:
+        if self.cuts:
+            self.cuts -= 1
+            raise KeyboardInterrupt
+        return 1.0
+
+    def resources(self) -> set[str]:
+        return {"r"}
+
+    def on_step(self, *_: object) -> None: ...
+
+    def on_listening(self) -> None: ...
+
+
+def test_a_question_that_is_cut_off_keeps_no_later_one_from_being_asked(
+    nodes: list[EmbeddedNode],
+) -> None:
+    with Redlock([node.url for node in nodes]) as redlock:
+        settle(redlock)
+        inbox = redlock.session.new_inbox(CutLine())
+        places: Queue[Place | None] = Queue()
+        with pytest.raises(KeyboardInterrupt):
+            inbox.ask("r", 1, 0, places.put)
+        for _ in range(3):
+            inbox.ask("r", 1, 0, places.put)
+            assert places.get(timeout=WAIT) is not None
+        inbox.close()
+
+
+class ForkedMeanwhile(Round):
+    """A round whose waiter goes on in a child: the process was forked inside the wait."""
+
+    waiter: Any = None
+
+    def __init__(self, forget: Callable[[], object]) -> None:
+        super().__init__()
+        self._forget = forget
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "decided" and self.waiter is None:
+            self.waiter = self.wake.__self__  # type: ignore[union-attr]
+            self._forget()
+            return True
+        return super().__getattribute__(name)
+
+
+def test_a_wait_that_goes_on_in_a_forked_child_leaves_it_no_poller_of_the_parent(
+    nodes: list[EmbeddedNode],
+) -> None:
+    with Redlock([node.url for node in nodes]) as redlock:
+        settle(redlock)
+        with redlock.lock("r"):
+            pass
+        own = redlock.session.nodes
+        round_ = ForkedMeanwhile(own.pollers.forget)
+        own.wait(round_, now() + WAIT)
+        assert isinstance(round_.waiter, Poller)
+        assert own.pollers.take(native=False) is not round_.waiter

@@ -188,8 +188,7 @@ class Inbox:
     def _ask(self, asked: tuple[str, int]) -> None:
         """Ask what has come since the last question; then report, and go on."""
         resource, limit = asked
-        with self._counting:
-            questions = self._questions[asked].copy()
+        questions: list[tuple[int, Report]] = []
 
         def on_place(place: Place | None) -> None:
             with self._counting:
@@ -201,11 +200,13 @@ class Inbox:
             for _, report in questions:
                 report(place)
 
-        since = self._line.since(resource)
-        if since is None:
-            on_place(None)
-            return
         try:
+            with self._counting:
+                questions = self._questions[asked].copy()
+            since = self._line.since(resource)
+            if since is None:
+                on_place(None)
+                return
             round_, until = self._send(resource, limit, since, questions[-1][0])
             wait = functools.partial(self._core.nodes.wait, round_, until, native=True)
             self._threads.add(WorkItem(wait, lambda: on_place(round_.place)))

@@ -190,8 +190,10 @@ class Nodes:
                     return
         finally:
             round_.wake = None
-            pollers.taken.pop(id(poller), None)  # first: an exception may strike at the next call
-            pollers.put_back(poller)
+            # pop first: an exception may strike at the next call. In a child that was forked
+            # meanwhile it is not taken, and has the parent's descriptors
+            if pollers.taken.pop(id(poller), None) is not None:
+                pollers.put_back(poller)
 
     def wait_for_connects(
         self, round_: Round, sent: float, *, longest: float = math.inf, needed: int = 0

@@ -71,7 +71,8 @@ class Dispatcher:
         self.queues = MessageQueues(self._times)
         self._above = 0  # how many more messages wait than the capacity allows
         self._dispatched: weakref.WeakSet[Any] = weakref.WeakSet()  # requests
-        self._in_buckets: dict[QueueKey, Any] = {}  # by queue: the request that waits for its rate
+        self._in_buckets: dict[Any, list[QueueKey]] = {}  # by request, which waits for its rate
+        self._awaiting_rate: dict[QueueKey, Any] = {}  # by queue: the first of these requests
         self._runs: dict[str, Any] = {}  # by resource: its last request that went to the pool
 
     def waiting(self) -> list[WaitingMessage]:
@@ -168,16 +169,18 @@ class Dispatcher:
 
         Of a lock with more permits than one the next message may run as well.
         """
-        self._in_buckets.update((queue, request) for queue in queues if queue.limit == 1)
+        self._in_buckets[request] = [queue for queue in queues if queue.limit == 1]
+        for queue in self._in_buckets[request]:
+            self._awaiting_rate.setdefault(queue, request)
 
     def _note_left_bucket(self, request: Any) -> None:
-        for queue, one in list(self._in_buckets.items()):  # another thread may note one
-            if one is request:
-                self._in_buckets.pop(queue, None)
+        for queue in self._in_buckets.pop(request, ()):
+            if self._awaiting_rate.get(queue) is request:  # a cancelled one may leave before it
+                self._awaiting_rate.pop(queue, None)
 
     def awaits_rate(self, queue: QueueKey) -> bool:
         """Return whether a message of a queue waits for its rate: the next one would be refused."""
-        return queue in self._in_buckets
+        return queue in self._awaiting_rate
 
     @property
     def has_slots(self) -> bool:

@@ -318,9 +318,9 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def _sweep(self) -> None:
         """Forget what nobody waits for any more, and dispatch expired and revoked messages."""
-        self._dispatcher.sweep()
         if self.inbox is not None:
             self.inbox.listen()  # a subscriber that ended just as its channel was wanted again
+        self._dispatcher.sweep()
         old = self._clock.now() - self._times.remember_refusal
         for queue, (at, _) in list(self._refusals.items()):  # another thread may add one
             if at < old and self._dispatcher.queues.head(queue) is None:
