@@ -14,7 +14,7 @@ from celery import Celery, Task
 from celery.app import trace
 from celery.utils.dispatch import Signal
 
-from celery_redlock import Lock, LockedTask, Redlock
+from celery_redlock import Lock, LockedTask, Redlock, signals
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.platform.threads import is_uninterruptible
 from celery_redlock.tasks.body import UNINTERRUPTIBLE_MODULES, MonitoredBody, running_bodies
@@ -44,7 +44,7 @@ RELEASES = [
 OF_EACH_MODULE = [
     *(billiard.pool.Pool.apply_async, trace.build_tracer, Signal.send, logging.Logger.handle),
     *(LockedTask.apply_async, LockedTask.apply, Claim.send),
-    *(release_after_run, end_run),
+    *(release_after_run, end_run, signals.send),
 ]
 
 
