@@ -107,11 +107,12 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
 LINES, FILES = 21_030, 85
 WALKS = {
-    "a plain lock": (29, 114, 30),
-    "a message in a worker": (51, 188, 41),
-    "a refused message until it waits": (60, 334, 62),
-    "from the release to its end": (49, 239, 51),
+    "a plain lock": (23, 111, 28),
+    "a message in a worker": (42, 169, 38),
+    "a refused message until it waits": (52, 307, 58),
+    "from the release to its end": (41, 220, 48),
 }
+MOST_WALKS = 3  # a busy machine lets threads come between
 # Modules of fewer than 60 lines. Each new one is a subject that no other file has.
 SHORT = {"anchors.py", "operate/control.py"}
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
@@ -333,14 +334,26 @@ def test_the_package_is_no_heavier_than_before() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified name")
 def test_a_run_passes_no_more_of_the_package_than_before() -> None:
-    """A walk may be 2 percent longer: threads and timers that come between add some."""
+    """A walk may be 2 percent longer. It is walked again if threads of a busy machine add more."""
+    longer: dict[str, tuple[int, ...]] = dict(WALKS)
+    for _ in range(MOST_WALKS):
+        if not longer:
+            break
+        passed = walked()
+        assert passed.keys() == WALKS.keys()
+        longer = {
+            title: passed[title]
+            for title in longer
+            if any(p > 1.02 * m for p, m in zip(passed[title], WALKS[title], strict=True))
+        }
+    assert not longer
+
+
+def walked() -> dict[str, tuple[int, ...]]:
     command = [sys.executable, "-W", "ignore", "-m", "tests.walks"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=TESTS.parent)
-    walks = {walk.pop("walk"): walk for walk in map(json.loads, printed.stdout.splitlines())}
-    assert walks.keys() == WALKS.keys()
-    for title, most in WALKS.items():
-        passed = tuple(walks[title].values())
-        assert all(p <= 1.02 * m for p, m in zip(passed, most, strict=True)), (title, passed)
+    walks = map(json.loads, printed.stdout.splitlines())
+    return {walk.pop("walk"): tuple(walk.values()) for walk in walks}
 
 
 def test_a_short_module_has_a_reason() -> None:
