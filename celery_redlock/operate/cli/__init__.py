@@ -3,8 +3,8 @@
 Read `commands.py` first: each of the commands. `group.py` has what they share, `views.py` what they
 show, as tables, as JSON, and on the screen of `top`.
 
-Not here: the queries to the nodes (`lock/inspection.py`, `lock/inspection.py`,
-`lock/node_status.py`), and the answers of workers (`operate/control.py`).
+Not here: the queries to the nodes (`lock/inspection.py`, `lock/node_status.py`), and the answers of
+workers (`operate/control.py`).
 """
 
 from celery_redlock.operate.cli import commands  # noqa: F401 - adds the commands
