@@ -1,8 +1,9 @@
 """Renews acquisitions and detects their loss, in two independent threads.
 
-The first thread renews each acquisition every third of its ttl, and does pending I/O. The second
-thread does no I/O and takes no mutex that is held during I/O. So a stalled socket cannot delay the
-report that a lock is at risk or lost. The second thread also calls users' code.
+The first thread renews each acquisition every third of its ttl (`Acquisition.renew_at`), and does
+pending I/O. The second thread does no I/O and takes no mutex that is held during I/O. So a stalled
+socket cannot delay the report that a lock is at risk or lost. The second thread also calls users'
+code.
 """
 
 from __future__ import annotations

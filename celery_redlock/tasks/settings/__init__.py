@@ -3,6 +3,7 @@
 Not here: what a run does with its options (`tasks/execution`), and which class or entry declares a
 task (`tasks/declaration.py`). Nothing here does I/O. Read `options.py` first: its table is the only
 list of options. `app.py` has the table of settings for the whole app, and names the source of a
-value. `levels.py` reads and merges levels. `task_config.py` keeps the result for one task, and
-makes the resources of a call from `templates.py`.
+value: `OptionSource.wrong` makes the error for a wrong one; `lock/validation.py` checks what the
+lock checks, too. `levels.py` reads and merges levels. `task_config.py` keeps the result for one
+task, and makes the resources of a call from `templates.py`.
 """

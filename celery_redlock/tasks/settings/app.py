@@ -154,7 +154,7 @@ def _listen_address(source: OptionSource, value: Any) -> tuple[str, int] | None:
 
 
 def _in_conf(source: OptionSource, value: Any) -> Any:
-    """Return a value that `conf.py` checks together with others."""
+    """Return a value that `levels.py` checks together with others."""
     return value
 
 

@@ -1,4 +1,7 @@
-"""The text of a lock's key: templates filled from a call's arguments, and the arguments' digest."""
+"""The text of a lock's key: templates filled from a call's arguments, and the arguments' digest.
+
+Not here: which resources a call locks (`task_config.py`, which calls this).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The compare-and-set of a unique key on all nodes: its requests, its round, and its release.
 
-Not here: the steps of one send, which begin these rounds (`claim.py`).
+Not here: the steps of one send, which begin these rounds and find a duplicate (`claim.py`).
 """
 
 from __future__ import annotations
