@@ -149,19 +149,25 @@ def trust_nodes(nodes: list[EmbeddedNode], prefix: str = "redlock") -> None:
         made.trust()
 
 
+@contextmanager
+def settled(nodes: list[EmbeddedNode], node_timeout: float = PATIENCE) -> Iterator[Redlock]:
+    """Give a client, connected to each node."""
+    with Redlock([node.url for node in nodes], node_timeout=node_timeout) as made:
+        settle(made)
+        yield made
+
+
 @pytest.fixture
 def redlock(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
     """Give a Redlock over `nodes`, connected to each of them."""
-    with Redlock([node.url for node in nodes], node_timeout=PATIENCE) as made:
-        settle(made)
+    with settled(nodes) as made:
         yield made
 
 
 @pytest.fixture
 def brisk_redlock(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
     """Give a Redlock over `nodes` whose locks may have `TTL`, to see renewals and ends of it."""
-    with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
-        settle(made)
+    with settled(nodes, NODE_TIMEOUT) as made:
         yield made
 
 

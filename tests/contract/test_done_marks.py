@@ -15,7 +15,7 @@ from celery_redlock.lock.lock import release_all
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.tasks.execution.outcomes import read_markers
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, TTL, eventually, keys_on, settle
+from tests.conftest import PATIENCE, TTL, eventually, keys_on, settle, settled
 
 RUN = "1:shop.settle:0:0"
 DONE = "{redlock}:done:" + RUN
@@ -47,8 +47,7 @@ def marks_on(nodes: list[EmbeddedNode]) -> list[bool]:
 @pytest.fixture
 def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
     """Give a client beside `redlock`, as of another process."""
-    with Redlock([node.url for node in nodes], node_timeout=PATIENCE) as made:
-        settle(made)
+    with settled(nodes) as made:
         yield made
 
 

@@ -16,12 +16,12 @@ from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, Set
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     NODE_TIMEOUT,
-    PATIENCE,
     eventually,
     is_free,
     keys_on,
     see_freed,
     settle,
+    settled,
     trust_nodes,
 )
 from tests.contract.contention import PROCESSES
@@ -29,17 +29,10 @@ from tests.contract.contention import PROCESSES
 FENCE = "{redlock}:fence"
 
 
-@contextlib.contextmanager
-def over(nodes: list[EmbeddedNode], node_timeout: float = PATIENCE) -> Iterator[Redlock]:
-    with Redlock([node.url for node in nodes], node_timeout=node_timeout) as made:
-        settle(made)
-        yield made
-
-
 @pytest.fixture
 def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
     """Give a client beside `redlock`, as of another process."""
-    with over(nodes) as made:
+    with settled(nodes) as made:
         yield made
 
 
@@ -47,7 +40,7 @@ def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
 def rivals(nodes: list[EmbeddedNode]) -> Iterator[list[Redlock]]:
     """Give four clients, each as of a process of its own."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(over(nodes)) for _ in range(4)]
+        yield [stack.enter_context(settled(nodes)) for _ in range(4)]
 
 
 def in_a_thread(do: Callable[[], object]) -> object:
@@ -262,7 +255,7 @@ class TestResources:
     def test_they_end_together_where_they_are_not_to_be_renewed(
         self, nodes: list[EmbeddedNode], options: dict[str, Any]
     ) -> None:
-        with over(nodes, node_timeout=0.2) as made:
+        with settled(nodes, node_timeout=0.2) as made:
             lock = made.lock(["a", "b"], wait=60, ttl=1, **options).acquire()
             eventually(lambda: not lock.held)
             with pytest.raises(LockLost, match=r"'a, b' is lost .no quorum of nodes renewed"):
@@ -305,7 +298,7 @@ class TestFencing:
         first, second, third = mortal_nodes
         ahead = time.time_ns() // 1000 + 3600 * 10**6  # by an hour; a day ahead is a forged one
         first.client().set(FENCE, ahead)
-        with over(mortal_nodes, NODE_TIMEOUT) as redlock:
+        with settled(mortal_nodes, NODE_TIMEOUT) as redlock:
             second.pause()
             tokens = [token_of(redlock)]
             second.resume()
@@ -332,7 +325,7 @@ class TestFencing:
 
     def test_it_grows_though_nodes_restart_empty(self, mortal_nodes: list[EmbeddedNode]) -> None:
         tokens = []
-        with over(mortal_nodes) as redlock:
+        with settled(mortal_nodes) as redlock:
             for node in mortal_nodes:
                 tokens.append(token_of(redlock))
                 node.kill()

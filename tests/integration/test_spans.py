@@ -18,7 +18,6 @@ from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
 from tests.integration.conftest import Stage
 
-OUTCOME = "redlock.outcome"
 SLOW = Backoff(first=1e7, cap=1e7)
 Span = dict[str, Any]
 

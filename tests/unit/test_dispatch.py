@@ -449,24 +449,28 @@ def test_a_message_of_a_task_with_a_rate_limit_waits_for_its_rate_and_the_next_o
     assert worker.dispatcher.heads_to_run("a") == [second]
 
 
-def test_a_cancelled_message_that_leaves_does_not_take_the_place_of_the_one_before_it() -> None:
+def worker_with_one_cancelled() -> tuple[Worker, Any, Any, Any]:
+    """Return a worker and its messages of one key: the first and, cancelled, the second have left.
+
+    Both wait for their task's rate.
+    """
     worker = Worker()
     worker.consumer.task_buckets["task"] = object()
     first, cancelled, third = (worker.admit(name, n) for n, name in enumerate(("1", "2", "3"), 1))
     worker.dispatcher.dispatch(first)
     worker.revoked.add("2")
     worker.dispatcher.sweep()
+    return worker, first, cancelled, third
+
+
+def test_a_cancelled_message_that_leaves_does_not_take_the_place_of_the_one_before_it() -> None:
+    worker, first, cancelled, third = worker_with_one_cancelled()
     assert worker.in_bucket == [first.request, cancelled.request]
     worker.dispatcher.on_token(first.request)
     assert worker.dispatcher.heads_to_run("a") == [third]  # not until the cancelled one has left
 
 
 def test_a_cancelled_message_that_leaves_first_lets_the_next_one_wait_on_for_the_rate() -> None:
-    worker = Worker()
-    worker.consumer.task_buckets["task"] = object()
-    first, cancelled, _ = (worker.admit(name, n) for n, name in enumerate(("1", "2", "3"), 1))
-    worker.dispatcher.dispatch(first)
-    worker.revoked.add("2")
-    worker.dispatcher.sweep()
+    worker, _, cancelled, _ = worker_with_one_cancelled()
     worker.dispatcher.on_token(cancelled.request)
     assert worker.dispatcher.heads_to_run("a") == []
