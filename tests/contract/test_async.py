@@ -83,6 +83,13 @@ def see_nothing_left(
     assert session.threads.count <= threads
 
 
+def rests(redlock: Redlock) -> bool:
+    """Return whether somebody waits for `r`, has no step before it, and asks and tries nothing."""
+    line = redlock.session.callers.line("r")
+    is_idle = all(caller.step is None for caller in line)
+    return bool(line) and is_idle and not redlock.session.threads.unfinished
+
+
 async def hold(lock: Lock, seconds: float = 0.0) -> float:
     """Return the monotonic s at which it was got."""
     async with lock:
@@ -346,7 +353,7 @@ class TestWoken:
             for _ in range(9):
                 lock = await redlock.lock("r").acquire_async()
                 waiting = asyncio.create_task(hold(rival.lock("r", wait=WAIT)))
-                await come_true(lambda: hearing(rival) == 3)
+                await come_true(lambda: hearing(rival) == 3 and rests(rival))
                 await asyncio.to_thread(settle, rival)  # it has tried again since it is heard
                 released = now()
                 await lock.release_async()

@@ -435,10 +435,15 @@ class TestRegistered:
             one, other = Caller("r", 1, 1.0), Caller("r", 1, 2.0)
             callers.join(one)
             leave = functools.partial(callers.leave, one)
-            begin = functools.partial(callers.join, other)
+
+            def begin(other: Caller = other) -> None:
+                callers.join(other)
+                if other.take_step(math.inf) is not None:  # it is the first one, and looks at once
+                    callers.inbox.place("r", 1, 0)
+
             if not interrupt(leave, point, begin, ("callers.py", "inbox.py"), "leave"):
                 break
-            if other.take_step(math.inf) is not None:  # it is the first one, and looks
+            if other.take_step(math.inf) is not None:  # it has become the first one
                 callers.inbox.place("r", 1, 0)
             settle(redlock)
             assert callers.line("r") == [other], point

@@ -325,6 +325,12 @@ FORGED: dict[str, Callable[[int], str | bytes | None]] = {
 }
 
 
+def ms_of(node: EmbeddedNode) -> int:
+    """Return a node's clock in ms, as tenures have it: in whole s it may be before they began."""
+    seconds, us = node.client().time()
+    return int(seconds) * 1000 + int(us) // 1000
+
+
 class TestForgedTenures:
     """What one node of three says of the others' servers: neither they nor their servers say so."""
 
@@ -353,8 +359,8 @@ class TestForgedTenures:
             holder.session.guard.keep_alive(0.0)
             settle(holder)
             with holder.lock("held") as held:
-                seconds, _ = nodes[0].client().time()
-                keys = self.forge(nodes[0], value(seconds * 1000))
+                now = ms_of(nodes[0])
+                keys = self.forge(nodes[0], value(now))
                 holder.session.guard.keep_alive(0.0)  # as every third of the grace period
                 settle(holder)
                 for order in itertools.permutations(nodes):
@@ -369,7 +375,7 @@ class TestForgedTenures:
             )
             holder.trust()
             notes = [note for key in keys if (note := nodes[0].client().get(key))]
-            assert all(int(note.split()[0]) < (seconds + 60) * 1000 for note in notes)
+            assert all(int(note.split()[0]) < now + 60_000 for note in notes)
         with self.over(nodes) as late, late.lock("r"):
             settle(late)
             assert [node.client().exists(KEY) for node in nodes] == [1, 1, 1]
@@ -381,8 +387,7 @@ class TestForgedTenures:
         """It may be true: then that server has forgotten what another one granted."""
         with over(nodes, max_ttl=TTL) as redlock:
             settle(redlock)
-            seconds, _ = nodes[0].client().time()
-            spared, *_ = self.forge(nodes[0], value(seconds * 1000))
+            spared, *_ = self.forge(nodes[0], value(ms_of(nodes[0])))
             nodes[0].client().delete(spared)
             redlock.session.guard.keep_alive(0.0)
             with redlock.lock("r", ttl=TTL, wait=30):
