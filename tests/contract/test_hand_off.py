@@ -32,6 +32,7 @@ from celery_redlock.lock.server.requests import BREAK, MOST_ASKED, REGISTER, REG
 from celery_redlock.lock.transport.command import Round, Script, text_of
 from celery_redlock.lock.transport.poller import Poller
 from tests.conftest import FREED, NODE_TIMEOUT, Nodes, eventually, hearing, settle
+from tests.contract.conftest import in_child
 from tests.contract.contention import PROCESSES
 from tests.contract.points import interrupt
 from tests.pages import ROOT
@@ -476,18 +477,12 @@ class TestRegistered:
         lock = redlock.lock("r").acquire()
         taking = pool.submit(take, rival)
         (name,) = eventually(lambda: waiting(client))
-        child = os.fork()
-        if child == 0:
-            status = 1
-            with contextlib.suppress(BaseException):
-                take(rival)
-                status = 0
-            os._exit(status)
+        child = pool.submit(in_child, functools.partial(take, rival))
         eventually(lambda: len(waiting(client)) == 2)
         assert name in waiting(client)
         lock.release()
         assert taking.result(FREED)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        child.result(FREED)
         eventually(lambda: waiting(client) == [])
 
     def test_threads_that_wait_are_one_waiter(

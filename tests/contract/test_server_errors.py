@@ -46,6 +46,7 @@ from tests.conftest import (
     see_renewal,
     settle,
 )
+from tests.contract.conftest import at_once
 from tests.contract.proxy import Weather, proxies
 from tests.contract.test_greenlets import GEVENT, tell
 
@@ -807,23 +808,13 @@ class TestTls:
             eventually(lambda: is_free([tls_node.node], "r"))
 
     def test_many_threads_share_the_connection(self, tls_node: TlsNode) -> None:
-        errors: list[BaseException] = []
-
         def work(name: str) -> None:
-            try:
-                for _ in range(50):
-                    with made.lock(name, wait=30) as lock:
-                        assert lock.held
-            except BaseException as error:
-                errors.append(error)
+            for _ in range(50):
+                with made.lock(name, wait=30) as lock:
+                    assert lock.held
 
         with over([tls_node.trusted_url]) as made:
-            threads = [threading.Thread(target=work, args=(f"r{n}",)) for n in range(6)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(120)
-        assert errors == []
+            at_once(*(functools.partial(work, f"r{n}") for n in range(6)))
 
     def test_a_certificate_of_nobody_we_trust_is_refused_and_the_hint_said(
         self, tls_node: TlsNode, nodes: Nodes, caplog: pytest.LogCaptureFixture
