@@ -231,10 +231,6 @@ class TestAcquireAndRelease:
         with over_urls(*clients) as made, made.lock("r", wait=60) as lock:
             assert lock.held
 
-    def test_one_node_is_a_quorum_of_one(self, nodes: Nodes) -> None:
-        with over(nodes[:1]) as made, made.lock("r") as lock:
-            assert lock.held
-
 
 class TestRelease:
     def test_it_does_not_touch_a_key_that_another_token_took(
@@ -300,10 +296,10 @@ class TestRelease:
 
     @pytest.mark.slow
     def test_a_release_that_a_broken_connection_took_along_is_sent_again(
-        self, redlock: Redlock, nodes: Nodes
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
-        lock = redlock.lock("r").acquire()
-        settle(redlock)
+        lock = brisk_redlock.lock("r").acquire()
+        settle(brisk_redlock)
         for node in nodes:
             node.client().client_kill_filter(_type="normal", skipme=True)
         lock.release()
@@ -311,9 +307,10 @@ class TestRelease:
 
     @pytest.mark.slow
     def test_a_grant_that_runs_after_its_release_is_taken_back_when_it_is_met(
-        self, redlock: Redlock, nodes: Nodes
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
         """One whose connection broke behind them both: nobody knows in which order they run."""
+        redlock = brisk_redlock
         settle(redlock)
         nodes[2].pause()
         try:

@@ -465,7 +465,7 @@ class TestForgottenScripts:
     def test_are_no_fault_of_the_node_and_cost_no_vote(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with EmbeddedNode() as node, over([node.url]) as made:
+        with EmbeddedNode() as node, over([node.url], node_timeout=NODE_TIMEOUT) as made:
             with socket.create_connection(("127.0.0.1", node.port)) as wire:
                 words = str(ask(wire, "EVALSHA", "f" * 40, "0"))
             assert words.startswith("NOSCRIPT")

@@ -465,7 +465,7 @@ class TestFaults:
         self, nodes: Nodes, make_sender: Callable[..., Sender]
     ) -> None:
         with proxies(nodes) as made:
-            sender = make_sender(made)
+            sender = make_sender(made, NODE_TIMEOUT)
             settle(sender.redlock)
             first = sender.send()
             made[2].weather = Weather(refuses=True)
@@ -485,7 +485,7 @@ class TestFaults:
     ) -> None:  # fmt: skip
         monkeypatch.setattr(rounds, "DELIVER_FOR", 0.1)
         with proxies(nodes) as made:
-            sender = make_sender(made)
+            sender = make_sender(made, NODE_TIMEOUT)
             settle(sender.redlock)
             first = sender.send()
             for proxy in made[1:]:
