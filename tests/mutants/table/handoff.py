@@ -103,9 +103,9 @@ MUTANTS = (
     ),
     Mutant(
         "a forked child is named together with its parent",
-        "lock.engine.inbox:Inbox.forget",
-        "self.name = f",
-        'self.name = getattr(self, "name", "") or f',
+        "lock.engine.session:Session.forget",
+        "        self._build()\n",
+        "",
         (f"{UNIT}/test_wakeup.py",),
         "forked_child",
     ),

@@ -111,7 +111,7 @@ MUTANTS = (
     Mutant(
         "a release goes only to the nodes that had granted by then",
         "lock.engine.releaser:Releaser._write",
-        "nodes.broadcast(release.command(), self.clock.now())",
+        "nodes.broadcast(release.command(), self.core.clock.now())",
         "[nodes.send_to(node, release.command()) for node in release.lease.granted]",
         (f"{SIMULATION}/test_properties.py::test_a_release_frees_every_node",),
     ),
@@ -164,7 +164,7 @@ MUTANTS = (
     ),
     Mutant(
         "the loss of a lock is not told",
-        "lock.engine.session:Session._check_deadline",
+        "lock.engine.core:Core._check_deadline",
         "            self.events.lost(acquisition, reason)\n",
         "            return\n",
         (f"{SIMULATION}/test_properties.py",),
@@ -172,8 +172,8 @@ MUTANTS = (
     ),
     Mutant(
         "extend ends well though no quorum of nodes renewed the lock",
-        "lock.engine.session:Session.renew",
-        "return not self.renewer.renew(kept, native=native)",
+        "lock.engine.renewer:Renewer.renew",
+        "return not unconfirmed",
         "return True",
         (f"{CONTRACT}/test_nonsense.py::TestRenewal::test_prolongs_nothing",),
     ),
@@ -357,17 +357,17 @@ MUTANTS = (
     Mutant(
         "the parent of a killed child does not know what the child asked for last",
         "lock.engine.acquirer:Acquirer._lock_key",
-        """        self.events.claiming(acquisition, lease)
-        nodes = self._core.nodes
+        """        self.core.events.claiming(acquisition, lease)
+        nodes = self.core.nodes
         marker = acquisition.options.marker
         round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, marker)
         failure = self._run(round_, lease, acquisition.options)
 """,
-        """        nodes = self._core.nodes
+        """        nodes = self.core.nodes
         marker = acquisition.options.marker
         round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, marker)
         failure = self._run(round_, lease, acquisition.options)
-        self.events.claiming(acquisition, lease)
+        self.core.events.claiming(acquisition, lease)
 """,
         (f"{CONTRACT}/test_left_behind.py",),
         "a_claim_is_told_of_before",
@@ -502,7 +502,7 @@ MUTANTS = (
     Mutant(
         "a node that a release reaches late takes the run for one that has just ended",
         "lock.engine.releaser:KeyRelease.command",
-        "releaser.clock.now() - self._ended_at",
+        "releaser.core.clock.now() - self._ended_at",
         "0.0",
         (f"{CONTRACT}/test_done_marks.py",),
         "owed_with_its_release",
