@@ -133,7 +133,7 @@ OVERRIDING = {
 }
 # Files that use a private name of another class of ours.
 OF_OTHERS = {
-    *("lock/lock.py", "tasks/execution/outcomes.py", "tasks/wrapping.py"),
+    *("lock/lock.py", "tasks/wrapping.py"),
 }
 # They decide, and no clock, thread, socket or log decides with them.
 PURE = [

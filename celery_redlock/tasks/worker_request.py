@@ -35,7 +35,6 @@ from celery_redlock.tasks.delivery.delivery import (
     NAMED_AT,
     NESTED,
     RECEIVED,
-    Deferral,
     Delivery,
     LockHeader,
     received_at,
@@ -175,14 +174,14 @@ class Request(celery.worker.request.Request):
             error = error.exc
         if isinstance(error, Deferred):
             for room in rooms_of(self.app):
-                room.note_refusal(error.deferral)
+                room.note_refusal(error.header.deferral)
             if error.stays:
-                self._stay(error.deferral)
+                self._stay(error.header)
                 return
         if not (exc_info.type is TimeLimitExceeded and self._is_killed_by_shutdown):
             super().on_failure(exc_info, *args, **kwargs)
 
-    def _stay(self, deferral: Deferral) -> None:
+    def _stay(self, header: LockHeader) -> None:
         """Let the message wait here, unacknowledged, as one that was never in the pool.
 
         Celery would kill the process of the run that has ended if the message were terminated.
@@ -192,22 +191,19 @@ class Request(celery.worker.request.Request):
             self.__dict__.pop(name, None)
         if self.acknowledged or self._already_cancelled:
             return  # it has ended meanwhile, or stays with the broker
-        self.carry(deferral)
+        self.carry(header)
         for room in rooms_of(self.app):
-            room.take_back(self, deferral)
+            room.take_back(self, header.deferral)
 
-    def carry(self, deferral: Deferral) -> None:
+    def carry(self, header: LockHeader) -> None:
         """Let the message carry a deferral and its countdown, as one that came back would.
 
         Source: celery.worker.request: `Request.eta` is what the worker goes by, and `request_dict`
         is what a pool gets of the message.
         """
-        delivery = self.delivery
-        self.request_dict[HEADER] = delivery.header.deferred(
-            delivery.request, deferral
-        ).to_message()
+        self.request_dict[HEADER] = header.to_message()
         self.__dict__.pop("_context", None)  # made from that
-        self._eta = utc_now() + timedelta(seconds=deferral.countdown)
+        self._eta = utc_now() + timedelta(seconds=header.deferral.countdown)
         self.is_deferred_here = True
 
     def publish_again(self) -> bool:

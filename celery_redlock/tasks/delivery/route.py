@@ -13,6 +13,7 @@ topic. Those that it was not put back to let it go.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -204,18 +205,15 @@ def has_way_back(app: Any, address: Route) -> bool:
     return not is_fanned_out or (address.queue is not None and driver_of(app) == "amqp")
 
 
-def supported_countdown(countdown: float, *, is_kept: bool) -> float:
-    """Return a countdown, s, as the broker can keep it.
-
-    is_kept: RabbitMQ keeps the message itself, in whole seconds from 1 upwards.
-    """
-    return float(max(1, -int(-countdown // 1))) if is_kept else countdown
+def whole_seconds(countdown: float) -> float:
+    """Return a countdown, s, as RabbitMQ can keep it: whole seconds from 1 upwards."""
+    return float(max(1, math.ceil(countdown)))
 
 
 def delay_options(address: Route, countdown: float) -> dict[str, Any]:
     """Return the options of a publish that has RabbitMQ keep a message and bring it back.
 
-    countdown: s, as of `supported_countdown`. Source: celery.app.base: Celery.send_task.
+    countdown: s, as of `whole_seconds`. Source: celery.app.base: Celery.send_task.
     """
     kept = calculate_routing_key(int(countdown), address.routing_key)
     first = Exchange(level_name(MAX_LEVEL), type="topic")

@@ -179,7 +179,7 @@ MUTANTS = (
     Mutant(
         "a deferral ends its send's window",
         "tasks.execution.outcomes:defer",
-        "    request.__dict__[CONTINUES] = True\n",
+        "    delivery.request.__dict__[CONTINUES] = True\n",
         "",
         (f"{INTEGRATION}/test_unique.py",),
         "test_is_the_first_one_until or test_returns_the_result",
@@ -187,8 +187,8 @@ MUTANTS = (
     Mutant(
         "a message that can never be republished leaves the claim of its send",
         "tasks.execution.outcomes:defer",
-        "    deferral = report(delivery",
-        "    request.__dict__[CONTINUES] = True\n    deferral = report(delivery",
+        "    header = report(delivery",
+        "    delivery.request.__dict__[CONTINUES] = True\n    header = report(delivery",
         (
             f"{INTEGRATION}/test_put_back.py::"
             "test_what_is_refused_for_good_is_the_end_of_its_sends_window",
