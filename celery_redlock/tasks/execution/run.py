@@ -265,7 +265,7 @@ class LockedRun:
             is_lost = acks_late and loss_of(self.lock) is not None
             is_done = is_lost and outcomes.is_completed_since(delivery, began)
             # if none is stored, this body stored a state of its own over it: a final one follows
-            if is_done and delivery.reporter.has_final_state_if_wanted():
+            if is_done and delivery.reporter.has_final_state(if_none_wanted=True):
                 outcomes.discard_redelivery(delivery)
             raise
         return result
