@@ -425,7 +425,7 @@ def test_a_broker_that_is_away_for_long_is_asked_now_and_then() -> None:
 def test_a_message_whose_queue_stays_away_waits_for_it_for_a_while() -> None:
     app = Celery("t", broker="memory://", set_as_default=False)
     delivery = Delivery(app.tasks["celery.backend_cleanup"], request({}))
-    error = NotRepublishedError(LockHeader(), QueueGoneError("q"))
+    error = NotRepublishedError(LockHeader(), QueueGoneError("queue 'q' is gone"))
     pause = waited = 0.0
     while waited < 10.0:  # a worker that lost a queue declares it again within seconds
         pause = pause_in_slot(delivery, error, pause)
