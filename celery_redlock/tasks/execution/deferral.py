@@ -143,10 +143,9 @@ def _strategy(refusal: Refusal, taken: LockTaken) -> str:
 def countdown_of(
     backoff: Backoff, tries: int, refusal: Exception, cap: float, uniform: Uniform
 ) -> float:
-    """Return the seconds until the next try of a message.
+    """Return the seconds until the next try of a message, `cap` at most.
 
-    They end with the lease that refused: a dead holder announces nothing. refusal: why the message
-    does not run now. cap: the longest countdown, whatever the backoff gives.
+    They end with the lease that refused: a dead holder announces nothing.
     """
     countdown = min(backoff.delay(tries, uniform), cap)
     if not isinstance(refusal, LockTaken) or refusal.expires_in is None:

@@ -80,11 +80,10 @@ def pause_in_slot(delivery: Delivery, unsent: NotRepublishedError, before: float
 def end_refused(delivery: Delivery, refusal: Refusal, cancelled: str | None) -> None:
     """Do what the options say of a run without its lock; return only if it is to run without one.
 
-    cancelled: as of `Delivery.cancelled`. Such a message ends, unless it may run already. One that
-    has expired by now, in its slot, is not republished either: another delivery may have been
-    revoked for that, and DEFERRED would be stored over its final state.
-    Raises Ignore, Requeue, or the error that ends the run as FAILURE.
+    cancelled: as of `Delivery.cancelled`. Such a message ends, unless it may run already.
     """
+    # one that has expired by now, in its slot, is not republished: another delivery may have been
+    # revoked for that, and DEFERRED would be stored over its final state
     cancelled = cancelled or ("expired" if delivery.expires_in < 0 else None)
     error = refusal.error
     is_taken = isinstance(error, LockTaken)
@@ -109,12 +108,7 @@ def end_refused(delivery: Delivery, refusal: Refusal, cancelled: str | None) -> 
 
 
 def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
-    """Discard a message that another delivery of it has completed since the refusal.
-
-    What this one would store, such as DEFERRED, would stay over the final state. If a final state
-    is stored and the run is not marked as completed yet, its hooks still run, or its process died:
-    then this one looks again later.
-    """
+    """Discard a message that another delivery has completed: DEFERRED would stay over its state."""
     options = refusal.options
     took_its_time = callable(options.on_conflict) and delivery.may_have_run_elsewhere
     if took_its_time and is_completed_since(delivery, ran_since(delivery)):
@@ -122,6 +116,7 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
     if not delivery.is_redelivered or not delivery.can_republish:
         return
     stores_a_state = isinstance(refusal.error, LockTaken) or options.on_unreachable != "run"
+    # not marked as completed yet: its hooks still run, or its process died
     if stores_a_state and delivery.reporter.has_final_state():
         wait_for_first_delivery(delivery, refusal.error)
 
@@ -145,13 +140,9 @@ class Deferred(Ignore):
 def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
     """Let the message wait: DEFERRED stored, sent, published, Deferred raised, in this order.
 
-    A message that stays in its worker is not published: at the tail of the broker's queue no
-    release would reach it. One that was acknowledged before its run goes to the queue's head, if
-    the broker has one to publish to.
-
-    It stays unless it has been here for long: a broker delivers a message anew that stays
-    unacknowledged. And it goes with quorum queues: Celery cannot raise the prefetch, so a message
-    that stays would keep out others.
+    A message that acknowledges late stays in its worker: at the tail of the broker's queue no
+    release would reach it. Not if it has been here for long, for the broker would deliver it anew;
+    nor with quorum queues: Celery cannot raise the prefetch, so it would keep out others.
     """
     app, came, stays = delivery.task.app, delivery.received_at, False
     if delivery.acks_late and delivery.has_room and came is not None:
@@ -212,9 +203,8 @@ def skip(delivery: Delivery, resource: str, reason: str) -> NoReturn:
 def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     """Republish a redelivered message, to look again whether its first delivery has ended or died.
 
-    refusal: why it does not run now; a soft time limit, too. Writes no state and sends no event:
-    both would overwrite what the first delivery has stored. For the same reason it ignores the
-    conflict strategy and all budgets. Raises Ignore or Requeue.
+    refusal: why it does not run now; a soft time limit, too. Writes no state, sends no event and
+    ignores strategy and budgets: that would overwrite what the first delivery has stored.
     """
     app, tries = delivery.task.app, delivery.header.waits
     cap = settings_of(app).countdown_cap
@@ -252,10 +242,7 @@ def discard_if_ended(delivery: Delivery) -> None:
 
 
 def end_cancelled(delivery: Delivery, reason: str) -> NoReturn:
-    """Store REVOKED for an expired or revoked message; the main process has left that to the run.
-
-    reason: "expired" or "revoked". Source: celery.worker.request: Request._announce_revoked.
-    """
+    """Store REVOKED for an "expired" or "revoked" message that was left to the run."""
     discard_if_ended(delivery)
     extra = delivery.log_extra("run_cancelled", reason=reason)
     logger.info("%s is not run: %s", delivery, reason, extra=extra)
@@ -268,11 +255,10 @@ def completion_marker(
 ) -> CompletionMarker | None:
     """Return the marker of a run that may be delivered again; None for one that may not.
 
-    kept_for: seconds. is_unique: the message is one of a deduplicated send.
-    A task that acknowledges early may run twice if its message was republished and the broker's
-    reply was lost: it was published twice. Each copy of a broadcast message is to run, though all
-    of them have one task id.
+    kept_for: seconds. is_unique: the message is one of a deduplicated send. Each copy of a
+    broadcast message is to run, though all of them have one task id.
     """
+    # one that acknowledges early was published twice if the broker's reply to a deferral was lost
     may_have_run = delivery.may_have_run_elsewhere
     may_return = (may_have_run or delivery.acks_late) and delivery.can_republish
     if not (may_return or is_unique):
@@ -299,9 +285,9 @@ def completion_marker(
 
 
 def ran_since(delivery: Delivery) -> float:
-    """Return since when another delivery of this message may have run, in monotonic seconds.
+    """Return since when another delivery may have run, in monotonic seconds; -inf: at any time.
 
-    -inf: at any time. An older marker is that of an earlier message with the same task id.
+    An older marker is that of an earlier message with the same task id.
     """
     if delivery.is_redelivered:
         return -math.inf
@@ -313,9 +299,8 @@ def ran_since(delivery: Delivery) -> float:
 def check_not_superseded(delivery: Delivery) -> None:
     """Raise SupersededError if a later send has replaced the message of a redelivery or a copy.
 
-    Under the lock no first delivery of a redelivery runs. The sender of a copy knows no queue, so
-    it marked the run without one, for which the copy does not ask with its lock. Under the lock is
-    not too early: the later send marks before it asks for the lock.
+    Under the lock: no first delivery of a redelivery runs then, and the later send marks before it
+    asks for the lock. The sender of a copy knows no queue, so it marked the run without one.
     """
     run = delivery.run_id
     if not (run.queue or run.life or delivery.is_redelivered) or run.retries:
@@ -327,9 +312,9 @@ def check_not_superseded(delivery: Delivery) -> None:
 
 
 def read_markers(session: Session, run: str) -> list[float]:
-    """Return how old the completion marker is on each node that answers within one node timeout.
+    """Return how old the completion marker is on each node that answers in time, in seconds.
 
-    Seconds; 0 if the node has none, below 0 if a later send has replaced the run.
+    0 if the node has none, below 0 if a later send has replaced the run.
     """
     request = MARKER.call([completion_key(session.options.prefix, run)])
     ages = session.nodes.query(request, read_number, script=MARKER).values()
@@ -337,10 +322,7 @@ def read_markers(session: Session, run: str) -> list[float]:
 
 
 def is_completed_since(delivery: Delivery, since: float) -> bool:
-    """Return whether a node knows that the run was completed after that, in monotonic seconds.
-
-    False if no node can tell.
-    """
+    """Return whether a node knows that the run was completed after that, in monotonic seconds."""
     session = redlock_of(delivery.task.app).session
     ages = read_markers(session, str(delivery.run_id))
     now = session.clock.now()

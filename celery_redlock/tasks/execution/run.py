@@ -119,10 +119,9 @@ class LockedRun:
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
 
-        A message that this process alone has, as the broker does not take it back, stays in its
-        slot: it waits for its lock there between the tries to republish it. A soft time limit is
-        one on the body, which has not begun. If the worker stops, the message ends as FAILURE, so
-        that whoever waits for the result learns of it.
+        A message that the broker does not take back stays in its slot: it waits for its lock there
+        between the tries to republish it. A soft time limit is one on the body, which has not
+        begun. If the worker stops, the message ends as FAILURE, for whoever waits for the result.
         """
         if self.token is not None:
             task = self.delivery.task
@@ -206,10 +205,7 @@ class LockedRun:
         self.lock.acquire()
 
     def _end_claim_at_start(self) -> None:
-        """End the claim of a send that lasts until the body starts, before the body reads anything.
-
-        A retry has no claim any more: the task has started.
-        """
+        """End the claim of a send that lasts until the body starts; a retry has none any more."""
         if self.token is not None and not self.delivery.request.retries:
             self.token.release_at_start(redlock_of(self.delivery.task.app).session)
 
@@ -234,9 +230,8 @@ class LockedRun:
     def _run_monitored(self, body: Body) -> Any:
         """Run a body that learns of its lock's loss, and does not succeed without its lock.
 
-        What the body raises stands: its own error says more, a retry takes the lock anew, and after
-        Ignore or Reject no SUCCESS is stored. But if the message was delivered again meanwhile, and
-        that delivery has ended, then its outcome stands and this one is discarded.
+        What the body raises stands, for its own error says more; unless the message was delivered
+        again meanwhile, and that delivery has ended: then this one is discarded.
         """
         delivery, aborts = self.delivery, self.options.on_lost == "abort"
         acks_late = delivery.acks_late
@@ -285,11 +280,7 @@ class LockedRun:
 def log_call_options(
     delivery: Delivery, heeded: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> None:
-    """Log what a sender changes of what the task's author has set.
-
-    heeded: the options of the message without those that no message may carry. changed: what they
-    change of what is excluded.
-    """
+    """Log what a sender changes of what the task's author has set, and what is not heeded of it."""
     ignored = [name for name in delivery.header.options if name not in heeded]
     if ignored:
         extra = delivery.log_extra("call_options_ignored", options=ignored)
@@ -320,8 +311,7 @@ def lock_of(
 ) -> Lock:
     """Return the lock that a run with these options takes.
 
-    resources: as of `in_order`. label: what the nodes show of its holder. wait: seconds, instead of
-    the options'. marker: of a run that may be delivered again.
+    label: what the nodes show of its holder. wait: seconds, instead of the options'.
     """
     lock_options = LockOptions(
         resources=resources,
@@ -356,9 +346,9 @@ def refuse_aio_pool(task: Any) -> None:
 def is_completed(state: str | None, outcome: object) -> bool:
     """Return whether a run that ended like this is completed: its message does not come back.
 
-    state: the tracer's word, None if an exception passed it. outcome: the result or the error.
-    Source: celery.worker.request: Request.on_success, on_failure and on_retry acknowledge, or
-    reject without requeue. A MemoryError ends the worker with the message unacknowledged.
+    state: the tracer's word, None if an exception passed it.
+    Source: celery.worker.request: Request.on_success, on_failure and on_retry. A MemoryError ends
+    the worker with the message unacknowledged.
     """
     if state == celery_states.REJECTED:
         return isinstance(outcome, Reject) and not outcome.requeue
@@ -384,10 +374,9 @@ def is_completed_before_hook(run: LockedRun | None, error: BaseException) -> boo
 def release_after_run(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
     """Release after the result, links and retry are stored or published: late acknowledgement.
 
-    Source: celery.app.trace sends task_postrun in a finally, with the request still in place, on
-    every way out of a run that the child itself can see. An exception that passes there meanwhile
-    is one of the result backend or of a link that could not be sent, and no end; or of a hook of
-    the user's, which comes after the end.
+    Source: celery.app.trace sends task_postrun in a finally, on every way out of a run that the
+    child itself can see. An exception that passes there is one of the result backend or of a link,
+    and no end; or of a hook of the user's, which comes after the end.
     """
     error = sys.exc_info()[1]  # nothing else before the `try`: an exception would leak the lock
     try:
