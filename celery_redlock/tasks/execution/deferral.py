@@ -62,11 +62,6 @@ class Refusal:
     call: TaskCall
     before: Deferral
 
-    @property
-    def waited(self) -> float:
-        """Seconds since the first try."""
-        return self.before.waited(self.at)
-
 
 @dataclass(frozen=True)
 class Skip:
@@ -87,8 +82,10 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
     """
     error, options, before = refusal.error, refusal.options, refusal.before
     taken = error if isinstance(error, LockTaken) else None
-    waited, max_wait = refusal.waited, options.max_wait
-    strategy = options.on_unreachable if taken is None else _strategy(refusal, taken)
+    waited, max_wait = before.waited(refusal.at), options.max_wait
+    strategy = options.on_unreachable if taken is None else options.on_conflict
+    if taken is not None and callable(strategy):
+        strategy = _asked(refusal, taken, waited)
     if strategy == "skip":
         return Skip(f"{error.resource!r} is {describe_refusal(error)}")
     if strategy == "run":
@@ -119,12 +116,11 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
     )
 
 
-def _strategy(refusal: Refusal, taken: LockTaken) -> str:
+def _asked(refusal: Refusal, taken: LockTaken, waited: float) -> str:
+    """Return what a callable `on_conflict` decides."""
     on_conflict, call = refusal.options.on_conflict, refusal.call
-    if not callable(on_conflict):
-        return str(on_conflict)
     contention = Contention(
-        taken.resource, taken.holder, refusal.before.count, refusal.waited,
+        taken.resource, taken.holder, refusal.before.count, waited,
         call.task, tuple(call.args), dict(call.kwargs),
     )  # fmt: skip
     cause: Exception | None = None
@@ -155,7 +151,8 @@ def countdown_of(
 
 def with_history(refusal: Refusal) -> NotAcquired:
     """Return the error with how long the message has waited, and how often it was deferred."""
-    error, waited, deferrals = refusal.error, refusal.waited, refusal.before.count
+    error, deferrals = refusal.error, refusal.before.count
+    waited = refusal.before.waited(refusal.at)
     if isinstance(error, QuorumUnreachable):
         return QuorumUnreachable(error.resource, error.causes, error.quorum, waited, deferrals)
     if isinstance(error, LockTaken):
