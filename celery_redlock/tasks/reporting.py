@@ -32,7 +32,6 @@ DEFERRED = "DEFERRED"
 MOST_PENDING = 1000  # states that wait to be stored; as many messages wait in a worker's memory
 DEADLINE = 5.0  # seconds after which a store is given up, and its message may run
 PATIENCE = 120.0  # seconds for which a final state is tried again: as long as Celery waits
-NOT_SHOWN = "state_not_shown", "cannot report the state of %s[%s]: %s"  # a log line's event, text
 LINGER = 30.0  # seconds that the storing thread, and its connection, wait for the next state
 
 
@@ -319,7 +318,7 @@ class StateReporter:
         if self._thread is None:
             self._attempt(store)
         else:
-            lost = functools.partial(self._warn, *NOT_SHOWN)
+            lost = self._warn_not_shown
             self._thread.put(str(self._request.id), store, lost, is_final=is_final)
 
     def _send(self, event: str, **fields: Any) -> None:
@@ -333,7 +332,10 @@ class StateReporter:
         except let_through:
             raise
         except Exception as error:
-            self._warn(*NOT_SHOWN, error)
+            self._warn_not_shown(error)
+
+    def _warn_not_shown(self, cause: object) -> None:
+        self._warn("state_not_shown", "cannot report the state of %s[%s]: %s", cause)
 
     def _warn(self, event: str, text: str, cause: object) -> None:
         name, task_id = self._task.name, self._request.id
