@@ -15,7 +15,7 @@ from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.model.options import ClientOptions, Guard
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.platform.coroutines import ThreadPool
-from celery_redlock.lock.server.guard import Core, NodeCallbacks, RestartGuard
+from celery_redlock.lock.server.guard import Core, RestartGuard
 from celery_redlock.lock.server.requests import Requests
 
 PLATFORM = Platform(SystemClock())
@@ -32,7 +32,7 @@ def ignore(*_: object) -> None:
 @pytest.fixture
 def callers() -> Iterator[Callers]:
     """Give callers whose inbox has no nodes: a test says what a node would."""
-    guard = RestartGuard([], 1.0, PLATFORM, GUARD, NodeCallbacks(ignore, ignore, ignore))
+    guard = RestartGuard([], 1.0, PLATFORM, GUARD, ignore, ignore, ignore)
     core = Core(guard.nodes, guard, Requests("p"), ClientOptions("p", 1.0, 0.01, GUARD))
     threads = ThreadPool(PLATFORM)
     made = Callers(lambda line: Inbox(core, threads, ignore, PLATFORM, line), PLATFORM)

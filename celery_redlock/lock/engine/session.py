@@ -27,7 +27,7 @@ from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool
-from celery_redlock.lock.server.guard import Core, NodeCallbacks, RestartGuard
+from celery_redlock.lock.server.guard import Core, RestartGuard
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.server.requests import Requests
 from celery_redlock.lock.transport.address import Address
@@ -72,8 +72,8 @@ class Session:
             self._check_deadline,
         )
         self.events = Events(client, self.identity, self.clock, self.watchdog)
-        told = NodeCallbacks(self.events.node_changed, self._node_connected, self._node_replaced)
-        self.guard = RestartGuard(addresses, options.node_timeout, platform, options.guard, told)
+        told = self.events.node_changed, self._node_connected, self._node_replaced
+        self.guard = RestartGuard(addresses, options.node_timeout, platform, options.guard, *told)
         self.nodes = self.guard.nodes
         self.threads = ThreadPool(platform)
         self.outbox = Outbox(self.nodes)
