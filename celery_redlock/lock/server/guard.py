@@ -17,6 +17,7 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.model.options import ClientOptions, Guard
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Clock, Platform
+from celery_redlock.lock.platform.threads import PAUSES
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
 from celery_redlock.lock.server.handshake import (
     ServerInfo,
@@ -78,14 +79,11 @@ class RestartGuard:
             quorum=quorum_of(len(addresses)),
             longest_idle=math.inf if options.mode == "off" else LONGEST_IDLE * options.grace_period,
         )
-        self._forget_own()
+        self.forget()
 
     def forget(self) -> None:
         """Forget every connection after a fork, and all knowledge about servers."""
         self.nodes.forget()
-        self._forget_own()
-
-    def _forget_own(self) -> None:
         self._servers: dict[str, int] = {}  # run id -> the node that is connected to it
         self._refusals: set[tuple[int, str]] = set()
         self.replaced_at: dict[int, float] = {}  # monotonic seconds of detection, by node
@@ -121,7 +119,7 @@ class RestartGuard:
     def _admit(self, node: int, info: ServerInfo, use: Callable[[], None]) -> None:
         self._refuse_same_server(node, info.run_id)
         # in the turn: no vote is counted between the check of tenures and its consequences
-        if not self.nodes.run_in_turn(self._let_in, node, info, use):
+        if not self.nodes.reading.run_within(PAUSES, self._let_in, node, info, use):
             raise NodeError(self.nodes.all[node].name, BUSY)  # the node connects again
         self.nodes.report_broken()
         self._connected(self.nodes.all[node], info)

@@ -59,12 +59,12 @@ class Connection:
         self.socket.setblocking(False)
         # reading and writing share one TLS state, which two threads must not use at once
         self.is_tls = hasattr(self.socket, "pending")
-        unyielding = UnyieldingTlsSocket if self.is_tls else UnyieldingSocket
-        is_real = self.is_tls or isinstance(self.socket, socket.socket)  # not a simulated one
-        self._ways = (
-            self.socket,
-            unyielding(self.socket) if is_real else self.socket,
-        )  # by keeps_gil
+        unyielding = self.socket
+        if self.is_tls:
+            unyielding = UnyieldingTlsSocket(self.socket)
+        elif isinstance(self.socket, socket.socket):  # not a simulated one
+            unyielding = UnyieldingSocket(self.socket)
+        self._ways = self.socket, unyielding  # by `keeps_gil`
         self._reader = ReplyReader()
         self.in_flight: deque[Entry] = deque()
         self.replies: deque[tuple[Entry, Any]] = deque()
