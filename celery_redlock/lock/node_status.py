@@ -15,7 +15,7 @@ import redis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.engine.session import one_server
+from celery_redlock.lock.engine.core import one_server
 from celery_redlock.lock.model.keys import (
     completion_key,
     guard_keys,

@@ -628,7 +628,7 @@ class CutLine:
 def test_a_question_that_is_cut_off_keeps_no_later_one_from_being_asked(nodes: Nodes) -> None:
     with Redlock([node.url for node in nodes]) as redlock:
         settle(redlock)
-        inbox = redlock.session.new_inbox(CutLine())
+        inbox = Inbox(redlock.session, CutLine())
         places: Queue[Place | None] = Queue()
         with pytest.raises(KeyboardInterrupt):
             inbox.ask("r", 1, 0, places.put)

@@ -319,7 +319,7 @@ class TestRelease:
             eventually(lambda: redlock.session.nodes.all[2].connection is None)
         finally:
             nodes[2].resume()
-        eventually(lambda: redlock.session.outbox.is_empty)
+        eventually(lambda: redlock.session.releaser.outbox.is_empty)
         settle(redlock)
         for node in nodes:
             node.client().set(KEY, value, px=600_000)
@@ -475,7 +475,9 @@ class TestManyLocks:
                 for name in names:
                     client.pexpire(name, 50_000)
             before = [renewals(client) for client in clients]
-            assert not redlock.session.renew([h for lock in locks for h in acquisitions_of(lock)])
+            assert not redlock.session.renewer.renew(
+                [h for lock in locks for h in acquisitions_of(lock)]
+            )
             kept = [lock for n, lock in enumerate(locks) if n not in hurt]
             assert all(lock.held for lock in kept)
             assert not any(locks[n].held for n in hurt)
@@ -484,7 +486,9 @@ class TestManyLocks:
                 assert renewals(client) - calls == len(kept)
                 assert client.get(names[99]) == "another's"
                 assert not client.exists(names[3])
-            assert redlock.session.renew([h for lock in kept for h in acquisitions_of(lock)])
+            assert redlock.session.renewer.renew(
+                [h for lock in kept for h in acquisitions_of(lock)]
+            )
 
     def test_a_few_requests_to_a_node_renew_them_all(self, redlock: Redlock, nodes: Nodes) -> None:
         client, watchdog = nodes[0].client(), redlock.session.watchdog
@@ -656,7 +660,7 @@ class TestExceptionsFromOutside:
             kept = [redlock.lock("r") for _ in range(200)]
             for lock in kept:  # kept, so that no two holds share an id
                 with lock:
-                    redlock.session.renew(acquisitions_of(lock))
+                    redlock.session.renewer.renew(acquisitions_of(lock))
         released: set[tuple[int, str]] = set()
         for wire, kind, hold in written:
             assert (wire, hold) not in released or kind == "KeyRelease", kind

@@ -60,7 +60,7 @@ class Dog:
     def __init__(self) -> None:
         self.tidied, self.again = threading.Event(), Meanwhile(math.inf)
         platform = Platform(SystemClock())
-        self.watchdog: Watchdog[Any] = Watchdog(
+        self.watchdog: Watchdog = Watchdog(
             platform, lambda renewed: None, self._tidy, lambda one, now: None
         )
 

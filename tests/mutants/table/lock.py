@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant("a release goes only to the nodes that had granted by then",
            "lock.engine.releaser:Releaser._write",
            "simulation/test_properties.py::a_release_frees_every_node",
-           "nodes.broadcast(release.command(), self.clock.now())",
+           "nodes.broadcast(release.command(), self.core.clock.now())",
            "[nodes.send_to(node, release.command()) for node in release.lease.granted]"),
     Mutant("a lock counts as held while its release is on its way",
            "lock.engine.releaser:Releaser._write",
@@ -89,12 +89,12 @@ MUTANTS = (
            "simulation/test_properties.py::a_loss_is_announced_once_in_time",
            "before = lease.margin if self._at_risk_told else lease.ttl / 3", "before = -lease.ttl"),
     Mutant("the loss of a lock is not told",
-           "lock.engine.session:Session._check_deadline",
+           "lock.engine.core:Core._check_deadline",
            "simulation/test_properties.py::a_loss_is_announced_once_in_time",
            "            self.events.lost(acquisition, reason)\n", "            return\n"),
     Mutant("extend ends well though no quorum of nodes renewed the lock",
-           "lock.engine.session:Session.renew", "contract/test_nonsense.py::prolongs_nothing",
-           "return not self.renewer.renew(kept, native=native)", "return True"),
+           "lock.engine.renewer:Renewer.renew", "contract/test_nonsense.py::prolongs_nothing",
+           "return not unconfirmed", "return True"),
     Mutant("a try for several that fails keeps those that it won",
            "lock.engine.acquirer:Acquirer.try_acquire", "contract/test_several.py::all_or_none",
            "        self._releaser.roll_back(acquisition)\n", ""),
@@ -182,17 +182,17 @@ MUTANTS = (
     Mutant("the parent of a killed child does not know what the child asked for last",
            "lock.engine.acquirer:Acquirer._lock_key",
            "contract/test_left_behind.py::a_claim_is_told_of_before",
-           """        self.events.claiming(acquisition, lease)
-        nodes = self._core.nodes
+           """        self.core.events.claiming(acquisition, lease)
+        nodes = self.core.nodes
         marker = acquisition.options.marker
         round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, marker)
         failure = self._run(round_, lease, acquisition.options)
 """,
-           """        nodes = self._core.nodes
+           """        nodes = self.core.nodes
         marker = acquisition.options.marker
         round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, marker)
         failure = self._run(round_, lease, acquisition.options)
-        self.events.claiming(acquisition, lease)
+        self.core.events.claiming(acquisition, lease)
 """),
     Mutant("a node gives a lock that another holds",
            "lock/server/lua/grant.lua:", "contract/test_scripts.py::TestGrant",
@@ -263,6 +263,6 @@ MUTANTS = (
     Mutant("a node that a release reaches late takes the run for one that has just ended",
            "lock.engine.releaser:KeyRelease.command",
            "contract/test_done_marks.py::owed_with_its_release",
-           "releaser.clock.now() - self._ended_at", "0.0"),
+           "releaser.core.clock.now() - self._ended_at", "0.0"),
 )
 # fmt: on
