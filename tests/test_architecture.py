@@ -117,10 +117,7 @@ MOST_WALKS = 3  # a busy machine lets threads come between
 SHORT = {"anchors.py", "operate/control.py"}
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
 # for a name finds one thing.
-TWICE = {
-    *("ask_each", "missing_rights", "trust_nodes"),
-    *("IDLE", "LINGER", "MOST_BYTES", "PATIENCE"),
-}
+TWICE = {"IDLE", "LINGER", "MOST_BYTES", "PATIENCE"}
 # Protocols that fewer than two classes of the package have.
 LONELY_PROTOCOLS: set[str] = set()
 # Classes that override a method of another class of ours. A round, an error and an interrupter say
