@@ -132,16 +132,9 @@ OVERRIDING = {
     *("FakeServer", "Unlocked"),
 }
 # Files that use a private name of another class of ours.
-OF_OTHERS = {
-    *("lock/lock.py", "tasks/execution/outcomes.py", "tasks/wrapping.py"),
-}
+OF_OTHERS = {*("lock/lock.py", "tasks/execution/outcomes.py", "tasks/wrapping.py")}
 # They decide, and no clock, thread, socket or log decides with them.
-PURE = [
-    "lock.model.*",
-    "tasks.settings.*",
-    "tasks.waiting.queues",
-    "tasks.execution.deferral",
-]
+PURE = ["lock.model.*", "tasks.settings.*", "tasks.waiting.queues", "tasks.execution.deferral"]
 IMPURE = {"time", "threading", "socket", "select", "logging"}
 BANNED = {"utils", "helpers", "manager", "base", "common", "misc"}
 MODULES = sorted(

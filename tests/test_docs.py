@@ -53,7 +53,7 @@ amount = invoice = 7
 class self:
     class request:
         id = "7"
-""",
+"""
 }
 # tests/integration/test_how_to.py runs them
 ON_A_WORKER = {

@@ -26,14 +26,7 @@ from kombu import Connection
 from celery_redlock import SettingsError
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import (
-    NODE_TIMEOUT,
-    eventually,
-    is_free,
-    see_freed,
-    see_listening,
-    trust_nodes,
-)
+from tests.conftest import NODE_TIMEOUT, eventually, is_free, see_freed, see_listening, trust_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "s3cret-word"  # of guarded nodes

@@ -452,9 +452,7 @@ print(seen)
 """
 
 
-def test_the_lock_is_released_before_any_receiver_of_a_users_own(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_the_lock_is_released_before_any_receiver_of_a_users_own(nodes: list[EmbeddedNode]) -> None:
     command = [sys.executable, "-c", CONNECTS_FIRST, *(node.url for node in nodes)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split("\n")[0] == "[True, False]"

@@ -65,10 +65,7 @@ def test_a_body_that_exits_its_process_frees_its_key(stage: Stage, key: str) -> 
 
 @pytest.mark.parametrize(
     "recycling",
-    [
-        "--max-tasks-per-child=1",
-        pytest.param("--max-memory-per-child=1", marks=pytest.mark.slow),
-    ],
+    ["--max-tasks-per-child=1", pytest.param("--max-memory-per-child=1", marks=pytest.mark.slow)],
 )
 def test_a_child_that_is_recycled_leaves_no_lock_behind(own_stage: Stage, recycling: str) -> None:
     stage = own_stage

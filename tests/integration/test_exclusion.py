@@ -9,15 +9,7 @@ import pytest
 
 from celery_redlock import Backoff, QuorumUnreachable
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
-from tests.conftest import (
-    NODE_TIMEOUT,
-    PATIENCE,
-    TTL,
-    eventually,
-    is_free,
-    keys_on,
-    trust_nodes,
-)
+from tests.conftest import NODE_TIMEOUT, PATIENCE, TTL, eventually, is_free, keys_on, trust_nodes
 from tests.integration.conftest import Stage, overlaps, slow_but
 
 

@@ -43,10 +43,7 @@ def answered(stage: Stage, where: list[str]) -> int:
 
 @pytest.mark.parametrize("pool", slow_but(("prefork", "gevent"), ("prefork", "threads", "gevent")))
 def test_a_frozen_backend_and_a_frozen_node_keep_no_worker_from_its_commands(
-    nodes: list[EmbeddedNode],
-    backend: EmbeddedNode,
-    make_stage: Callable[..., Stage],
-    pool: str,
+    nodes: list[EmbeddedNode], backend: EmbeddedNode, make_stage: Callable[..., Stage], pool: str
 ) -> None:
     """And no state lands over a later one, once the result backend goes on."""
     stage = make_stage(nodes, result_backend=backend.url)

@@ -235,9 +235,7 @@ def restricted(stage: Stage, rabbitmq: str) -> Iterator[Stage]:
 
 
 @pytest.mark.parametrize("stage", ["quorum"], indirect=True)
-def test_a_worker_that_may_not_declare_the_delay_defers_without_it(
-    restricted: Stage,
-) -> None:
+def test_a_worker_that_may_not_declare_the_delay_defers_without_it(restricted: Stage) -> None:
     worker = restricted.worker(concurrency=2)
     assert "Failed to setup delayed delivery" in worker.output()
     with restricted.tasks.work.lock_for("refused", wait=60):

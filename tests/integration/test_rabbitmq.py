@@ -331,9 +331,7 @@ def test_a_send_is_a_new_one_once_rabbitmq_has_dropped_the_earlier_message(stage
 
 
 @pytest.mark.slow
-def test_a_message_that_outlives_its_worker_keeps_its_window_until_it_has_run(
-    stage: Stage,
-) -> None:
+def test_a_message_that_outlives_its_worker_keeps_its_window_until_it_has_run(stage: Stage) -> None:
     task, queue = stage.tasks.once_late, f"{stage.tasks.KIND}-outlived"
     doomed = stage.worker("doomed", concurrency=1, queues=[queue])
     brief = {"ttl": stage.tasks.TTL}

@@ -105,11 +105,7 @@ def test_a_wait_inside_the_slot_is_no_deferral(stage: Stage, key: str) -> None:
 class TestACallable:
     @pytest.mark.parametrize(
         ("word", "error"),
-        [
-            ("skip", TaskRevokedError),
-            ("later skip", TaskRevokedError),
-            ("fail", LockTaken),
-        ],
+        [("skip", TaskRevokedError), ("later skip", TaskRevokedError), ("fail", LockTaken)],
     )
     def test_decides(self, stage: Stage, key: str, word: str, error: type[Exception]) -> None:
         with stage.tasks.decided.lock_for(key, word, wait=60):

@@ -210,9 +210,7 @@ CARD = "4111-1111"
 
 
 @pytest.mark.slow
-def test_no_argument_and_no_password_stands_in_logs_events_and_states(
-    guarded_stage: Stage,
-) -> None:
+def test_no_argument_and_no_password_stands_in_logs_events_and_states(guarded_stage: Stage) -> None:
     stage = guarded_stage
     events: list[str] = []
     with watched(stage, lambda event: events.append(repr(event))):

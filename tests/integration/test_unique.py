@@ -24,13 +24,7 @@ from kombu.exceptions import OperationalError
 from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
 from werkzeug.serving import make_server
 
-from celery_redlock import (
-    DuplicateTask,
-    LockedTask,
-    QuorumUnreachable,
-    SettingsError,
-    send_unique,
-)
+from celery_redlock import DuplicateTask, LockedTask, QuorumUnreachable, SettingsError, send_unique
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.claim import ClaimToken

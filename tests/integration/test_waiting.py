@@ -152,8 +152,7 @@ def hold(stage: Stage, key: str) -> None:
 
 
 def test_one_of_a_higher_limit_is_not_held_up_by_those_who_wait_for_the_plain_lock(
-    shared_stage: Stage,
-    key: str,
+    shared_stage: Stage, key: str
 ) -> None:
     stage = shared_stage
     hold(stage, f"k:{key}")
@@ -224,8 +223,7 @@ def test_one_that_waits_for_several_is_woken_by_each_in_turn(shared_stage: Stage
 
 
 def test_those_that_were_revoked_by_a_stamp_are_seen_to_be_while_they_wait(
-    shared_stage: Stage,
-    key: str,
+    shared_stage: Stage, key: str
 ) -> None:
     stage = shared_stage
     hold(stage, f"k:{key}")
@@ -301,8 +299,7 @@ def test_one_that_was_long_on_its_way_hears_of_the_release_that_it_missed(
 
 
 def test_those_that_find_it_free_and_go_back_all_the_same_hold_up_nobody(
-    shared_stage: Stage,
-    key: str,
+    shared_stage: Stage, key: str
 ) -> None:
     stage = shared_stage
     hold(stage, f"k:{key}")
@@ -336,8 +333,7 @@ def test_those_that_are_refused_something_else_before_hold_up_nobody(
 
 
 def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
-    shared_stage: Stage,
-    key: str,
+    shared_stage: Stage, key: str
 ) -> None:
     stage = shared_stage
     hold(stage, f"k:z-{key}")
