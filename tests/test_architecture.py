@@ -395,11 +395,9 @@ class Classes:
         self.attributes = {node.name: set(attributes_of(node)) for node in nodes}
 
     def above(self, name: str) -> set[str]:
-        """Return the bases of a class, and theirs."""
         return set(self.bases[name]).union(*(self.above(base) for base in self.bases[name]))
 
     def has(self, name: str) -> set[str]:
-        """Return the names that instances of a class have."""
         return set().union(
             *(self.methods[n] | self.attributes[n] for n in {name} | self.above(name))
         )

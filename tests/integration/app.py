@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,6 @@ from celery.signals import (
     task_prerun,
     task_received,
 )
-from greenlet import GreenletExit
 from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
@@ -169,7 +167,7 @@ def plain(key: str) -> None:
     write("begin", key)
 
 
-def ways_to_end(self: Any, key: str, how: str) -> dict[str, Callable[[], Any]]:
+def ways_to_end(self: Any, key: str) -> dict[str, Callable[[], Any]]:
     return {
         "return": lambda: "done",
         "receiver exits": lambda: "done",
@@ -179,14 +177,7 @@ def ways_to_end(self: Any, key: str, how: str) -> dict[str, Callable[[], Any]]:
         "reject": lambda: raise_(Reject("no", requeue=False)),
         "requeue": lambda: raise_(Reject("again", requeue=True)),
         "retry": lambda: self.retry(countdown=0.2, max_retries=3),
-        "retry with other arguments": lambda: self.retry(
-            args=(f"{key}-other", how), countdown=0.2, max_retries=3
-        ),
         "replace": lambda: self.replace(work.si(f"{key}-other")),
-        "system exit": lambda: sys.exit(3),
-        "memory": lambda: raise_(MemoryError()),
-        "keyboard interrupt": lambda: raise_(KeyboardInterrupt()),
-        "greenlet exit": lambda: raise_(GreenletExit()),
         "soft limit": meet_soft_limit,
         "unpicklable result": lambda: lambda: None,
     }
@@ -206,7 +197,7 @@ def end_somehow(self: Any, key: str, how: str) -> Any:
     first = self.request.retries == 0 and f'"ended:{how}", "key": "{key}"' not in LOG.read_text()
     write("begin", key, how=how, retries=self.request.retries)
     write(f"ended:{how}", key)
-    return ways_to_end(self, key, how)[how]() if first else "again"
+    return ways_to_end(self, key)[how]() if first else "again"
 
 
 early_end = locked(name="tests.early_end")(end_somehow)
@@ -224,12 +215,6 @@ def retry_on(self: Any, key: str) -> int:
 
 retried = {most: locked(name=f"tests.retried_{most}", max_retries=most)(retry_on)
            for most in (0, 3, None)}  # fmt: skip
-
-
-@locked(autoretry_for=(Exception,), retry_backoff=False, default_retry_delay=0.2, max_retries=2)
-def autoretried(self: Any, key: str) -> str:
-    write("begin", key)
-    raise ValueError(key)
 
 
 @task_postrun.connect
@@ -307,7 +292,6 @@ class Careless(LockedTask):
     on_success = on_failure = on_retry = after_return = fail
 
 
-careless_early = locked(base=Careless, name="tests.careless_early")(end_somehow)
 careless_late = locked(base=Careless, name="tests.careless_late", acks_late=True)(end_somehow)
 
 
@@ -345,7 +329,6 @@ def of_a_tenant(self: Any, key: str) -> str:
 
 @task_prerun.connect(sender=of_a_tenant)
 def take_locale(task: Any = None, kwargs: Any = None, **_: Any) -> None:
-    """Do the same in a receiver."""
     task.request.locale = kwargs.pop("_locale", "nowhere")
 
 
@@ -399,7 +382,6 @@ def patient(self: Any, key: str, name: str = "") -> str:
 
 @locked(lock_ttl=TTL)
 def loses(self: Any, key: str) -> str:
-    """Run until somebody takes the lock away."""
     write("begin", key)
     end = time.monotonic() + 60
     while self.lock.held and time.monotonic() < end:
@@ -449,7 +431,6 @@ def note_message(request: Any = None, **_: Any) -> None:
 
 
 def copy(self: Any, key: str) -> None:
-    """Write what was locked, and where the message was sent to."""
     info = self.request.delivery_info
     where = {name: info[name] for name in ("exchange", "routing_key")}
     write("copy", key, resource=self.lock.resource, **where)
@@ -477,23 +458,9 @@ def fenced(self: Any, key: str) -> int:
     return int(self.lock.fencing_token)
 
 
-@task(base=LockedTask, lock_args=["key"], lock_on_conflict="fail")
-def by_name(key: str, seconds: float = 0.0) -> str:
-    """Return the resource that its key is made of."""
-    lock = current_lock()
-    assert lock is not None
-    return lock.resource
-
-
 @own_key()
 def keyless(self: Any, key: str) -> str:
     return str(self.lock.resource)
-
-
-@own_key(lock_args=[])
-def alone(self: Any, key: str) -> None:
-    with written(key, id=self.request.id):
-        time.sleep(0.3)
 
 
 @task()
@@ -503,12 +470,6 @@ def clock() -> float:
 
 @task()
 def add(*numbers: Any) -> int:
-    return len(numbers)
-
-
-@task()
-def gather(numbers: list[int]) -> int:
-    write("gathered", "chord")
     return len(numbers)
 
 
@@ -530,12 +491,6 @@ def sends(steps: Any) -> None:
     """Send what came as an argument: a signature, or several."""
     for each in steps if isinstance(steps, list) else [steps]:
         signature(each, app=app).apply_async()
-
-
-@task(base=LockedTask, lock_key=False)
-def send_often(name: str, key: str, times: int) -> list[str]:
-    """Send a task from a body; returns the ids of its messages."""
-    return [app.tasks[name].delay(key).id for _ in range(times)]
 
 
 @locked(lock_key="p:{key}", lock_limit=3, lock_ttl=TTL)
@@ -570,7 +525,6 @@ def transfer(self: Any, one: str, other: str) -> str:
 
 @locked()
 def takes_another(self: Any, key: str) -> None:
-    """Take a lock of the same task beside the run's own."""
     with self.lock_for(f"{key} beside", wait=60):
         write("both", key)
 
@@ -640,7 +594,6 @@ def die_between(headers: Any = None, **_: Any) -> None:
 
 
 def be_cut(self: Any, key: str, seconds: float) -> None:
-    """Work in steps for so many s, and write how it ended."""
     write("begin", key)
     try:
         end = time.monotonic() + seconds
@@ -749,12 +702,11 @@ def hold_on(self: Any, key: str, how: str) -> str:
     write("begin", key)
     ways: dict[str, Callable[[], Any]] = {
         "sleeps": lambda: time.sleep(100),
-        "computes": compute,
+        "computes": lambda: all(sum(range(1000)) for _ in range(10**7)),
         "works in steps": lambda: [time.sleep(0.02) for _ in range(5000)],
         "asks": lambda: [(time.sleep(0.02), self.lock.ensure()) for _ in range(5000)],
         "logs": log_on,
         "takes others": lambda: take_others(key),
-        "applies": lambda: [waits.apply((f"{key}-inner",)), time.sleep(100)],
     }
     try:
         ways[how]()
@@ -774,12 +726,6 @@ def log_on() -> None:
         while True:
             logger.info("a step")
             time.sleep(0.001)
-
-
-def compute() -> None:
-    end = time.monotonic() + 100
-    while time.monotonic() < end:
-        sum(range(1000))
 
 
 def take_others(key: str) -> None:
@@ -835,7 +781,7 @@ def swallow(self: Any, key: str, then: str) -> str:
     except LockLost:
         pass
     write(f"swallowed:{then}", key)
-    return str(ways_to_end(self, key, then)[then]())
+    return str(ways_to_end(self, key)[then]())
 
 
 swallows = locked(name="tests.swallows", lock_ttl=TTL)(swallow)
@@ -914,7 +860,7 @@ slow_to_end = locked(base=SlowToEnd, lock_on_conflict=decide, acks_late=True,
 def once(self: Any, key: str, how: str = "", value: str = "") -> str:
     """Write that it runs; then end in the way that is asked for, the first time."""
     write("once", key, value=value, retries=self.request.retries)
-    ways = ways_to_end(self, key, how) | {
+    ways = ways_to_end(self, key) | {
         "": lambda: None,
         "retry": lambda: wait_to_retry(self, key),
         "die": lambda: os.kill(os.getpid(), signal.SIGKILL),

@@ -26,7 +26,15 @@ from kombu import Connection
 from celery_redlock import SettingsError
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import NODE_TIMEOUT, eventually, is_free, see_freed, see_listening, trust_nodes
+from tests.conftest import (
+    NODE_TIMEOUT,
+    PATIENCE,
+    eventually,
+    is_free,
+    see_freed,
+    see_listening,
+    trust_nodes,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "s3cret-word"  # of guarded nodes
@@ -82,7 +90,6 @@ class Stage:
         return made.start()
 
     def see_listening(self, name: str = "w1") -> list[str]:
-        """Return where a worker hears commands, once it does."""
         return see_listening(self.app, name)
 
     def lines(self, *what: str) -> list[Line]:
@@ -99,7 +106,6 @@ class Stage:
         return self.lines(what)
 
     def runs_of(self, key: str) -> int:
-        """Return how many bodies of a key have begun."""
         return sum(line.key == key for line in self.lines("begin"))
 
     def intervals(self) -> dict[str, list[tuple[float, float]]]:
@@ -131,7 +137,6 @@ class Stage:
         return 0
 
     def see_deferred(self, result: Any, times: int = 1) -> None:
-        """Return when a message was put back so many times."""
         eventually(lambda: self.deferrals(result) >= times)
 
     def see_all_end(self, error: type[Exception], *calls: Any) -> None:
@@ -207,10 +212,15 @@ def set_standing_stage(
 
 
 @pytest.fixture(scope="module")
-def standing_stage(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
-    """Give a stage and its one worker, which stay for all tests of a module."""
-    made = set_standing_stage()
-    return made, made.worker(concurrency=4, options=["-E"])
+def standing_stage(
+    request: pytest.FixtureRequest, set_standing_stage: Callable[..., Stage]
+) -> tuple[Stage, WorkerProcess]:
+    """Give a stage and its one worker, which stay for all tests of a module.
+
+    The module names settings in CONF, and options of the worker in WORKER.
+    """
+    made = set_standing_stage(**getattr(request.module, "CONF", {}))
+    return made, made.worker(**request.module.WORKER)
 
 
 @pytest.fixture
@@ -222,8 +232,7 @@ def shared_stage(standing_stage: tuple[Stage, WorkerProcess]) -> Iterator[Stage]
 
 
 @pytest.fixture
-def shared_worker(standing_stage: tuple[Stage, WorkerProcess]) -> WorkerProcess:
-    """Give the worker of `shared_stage`."""
+def worker(standing_stage: tuple[Stage, WorkerProcess]) -> WorkerProcess:
     return standing_stage[1]
 
 
@@ -299,15 +308,27 @@ def make_stage(standing_broker: EmbeddedNode, tmp_path: Path) -> Iterator[Callab
 
 
 @pytest.fixture
-def stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
-    """Give a stage over the three standing nodes."""
-    return make_stage(nodes)
+def stage(request: pytest.FixtureRequest) -> Stage:
+    """Give a stage over the three standing nodes; of a module with a WORKER the shared one."""
+    shared = hasattr(request.module, "WORKER")
+    made: Stage = request.getfixturevalue("shared_stage" if shared else "own_stage")
+    return made
 
 
 @pytest.fixture
 def own_stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
-    """Give what `stage` is, in a module whose `stage` is shared."""
+    """Give a stage over the three standing nodes, for one test."""
     return make_stage(nodes)
+
+
+@pytest.fixture
+def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
+    """Give an app of this process, whose sends are eager runs."""
+    made = Celery("eager", broker="memory://", backend="cache+memory://", set_as_default=False)
+    made.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
+    made.conf.task_always_eager = True
+    yield made
+    made.close()
 
 
 class GuardedNode(EmbeddedNode):

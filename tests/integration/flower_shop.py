@@ -36,7 +36,6 @@ def take(sku: str, pieces: int) -> str:
 
 
 def see_begun(pieces: int) -> None:
-    """Return when the body that takes so many pieces has begun, and so holds its lock."""
     with connected() as client:
         assert client.blpop([f"begin of {pieces}"], timeout=LONGEST), f"{pieces} does not begin"
 

@@ -7,7 +7,7 @@ import functools
 import gc
 import types
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -19,22 +19,17 @@ from celery import Celery
 
 from celery_redlock import LockedTask, LockTaken, SettingsError
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, is_free, see_freed
+from tests.conftest import is_free, see_freed
 from tests.integration.conftest import Stage
 
 began: list[str] = []
 looks: list[Callable[[], bool]] = []  # at what is to hold in the middle of a body
 
 
-@pytest.fixture
-def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
+@pytest.fixture(autouse=True)
+def nothing_began_yet() -> None:
     began.clear()
     looks.clear()
-    made = Celery("awaits", broker="memory://", backend="cache+memory://", set_as_default=False)
-    made.conf.update(redlock_nodes=[node.url for node in nodes], task_always_eager=True)
-    made.conf.redlock_node_timeout = PATIENCE
-    yield made
-    made.close()
 
 
 async def settle(order: int) -> bool:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -40,13 +40,9 @@ from tests.integration.conftest import ROOT, Stage, overlaps
 
 
 @pytest.fixture
-def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
-    made = Celery("styles", broker="memory://", backend="cache+memory://", set_as_default=False)
-    made.conf.update(redlock_nodes=[node.url for node in nodes], task_always_eager=True)
-    made.conf.redlock_node_timeout = PATIENCE
-    made.conf.task_queues = [Queue("celery"), Queue("slow")]
-    yield made
-    made.close()
+def app(app: Celery) -> Celery:
+    app.conf.task_queues = [Queue("celery"), Queue("slow")]
+    return app
 
 
 @pytest.mark.parametrize("name", ["rude", "polite", "class_task"])

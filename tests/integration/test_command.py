@@ -278,14 +278,12 @@ class Terminal:
         os.write(self._side, key.encode())
 
     def lines(self) -> list[str]:
-        """Return all lines of a command that ends by itself, without their colours."""
         while self.read():
             pass
         self.close()
         return re.sub(r"\x1b\[[\d;]*m", "", self.output).splitlines()
 
     def screen(self) -> list[str]:
-        """Return the lines of the last whole screen."""
         screens = [one for one in self.output.split("\x1b[H") if one.endswith("\x1b[J")]
         text = screens[-1] if screens else ""
         return re.sub(r"\x1b\[[\d;]*[mKJ]", "", text).splitlines()

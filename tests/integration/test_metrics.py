@@ -34,7 +34,6 @@ Samples = dict[tuple[str, str], float]
 
 
 def families(worker: WorkerProcess) -> list[Metric]:
-    """Scrape a worker."""
     url = eventually(lambda: re.search(r"metrics are served on (\S+)", worker.output()))[1]
     with urllib.request.urlopen(url, timeout=60) as answer:
         return list(text_string_to_metric_families(answer.read().decode()))

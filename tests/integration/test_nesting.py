@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +9,8 @@ from celery import Celery
 
 from celery_redlock import LockedTask, LockTaken, SettingsError, current_lock
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, eventually, is_free, see_freed
+from tests.conftest import eventually, is_free, see_freed
 from tests.integration.conftest import Stage
-
-
-@pytest.fixture
-def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
-    made = Celery("nesting", broker="memory://", set_as_default=False)
-    made.conf.redlock_nodes = [node.url for node in nodes]
-    made.conf.redlock_node_timeout = PATIENCE
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("name", ["nests_early", "nests_late"])

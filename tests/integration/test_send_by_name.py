@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +11,8 @@ from celery_redlock import Backoff, LockTaken, SettingsError, send_unique
 from tests.conftest import eventually
 from tests.integration.conftest import Stage
 
+WORKER = {"concurrency": 1}
 OPTIONS = {"on_conflict": "fail", "backoff": Backoff()}
-
-
-@pytest.fixture(scope="module")
-def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
-    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
-    made = set_standing_stage()
-    made.worker(concurrency=1)
-    return made
 
 
 @pytest.mark.parametrize("has_task", [True, False])

@@ -51,7 +51,6 @@ class Timer:
         self._cancelled.add(entry)
 
     def turn(self, until: float) -> None:
-        """Let the time pass, and what is due happen."""
         while self._entries and self._entries[0][0] <= until:
             at, number, call = heapq.heappop(self._entries)
             self._clock.time = max(at, self._clock.time)

@@ -42,19 +42,16 @@ class Actor:
         return self.process is not None and lives(self.process.pid)
 
     def start(self) -> None:
-        """Begin another life."""
         self.lives += 1
         self.process = self._make(self.life)
         self.logs.append(self.process.log)
         self.process.launch()
 
     def end(self) -> None:
-        """End what is left of this life, at once."""
         if self.process is not None:
             self.process.kill()
 
     def children(self) -> list[int]:
-        """Return the processes of the pool."""
         if self.process is None:
             return []
         with contextlib.suppress(OSError):
@@ -71,12 +68,10 @@ class Calling:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Begin another life."""
         words = [sys.executable, "-m", f"{__package__}.callers", self.kind]
         self.process = subprocess.Popen(words, cwd=ROOT, env=self._env)
 
     def end(self) -> None:
-        """Kill it."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -121,7 +116,6 @@ class Weather:
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def calm(self) -> None:
-        """Bring back everything."""
         self._bring_back(float("inf"))
 
     def _bring_back(self, until: float) -> int:
