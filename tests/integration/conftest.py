@@ -29,6 +29,7 @@ from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import (
     NODE_TIMEOUT,
     PATIENCE,
+    Nodes,
     eventually,
     is_free,
     see_freed,
@@ -38,6 +39,7 @@ from tests.conftest import (
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "s3cret-word"  # of guarded nodes
+MakeStage = Callable[..., "Stage"]
 
 
 def slow_but(fast: Sequence[Any], every: Sequence[Any]) -> list[Any]:
@@ -67,7 +69,7 @@ class Stage:
 
     tasks: Any
     broker: EmbeddedNode
-    nodes: list[EmbeddedNode]
+    nodes: Nodes
     log: Path
     env: dict[str, str]
     stack: ExitStack
@@ -195,9 +197,9 @@ def lasting_broker() -> Iterator[EmbeddedNode]:
 def set_standing_stage(
     request: pytest.FixtureRequest,
     lasting_broker: EmbeddedNode,
-    standing_nodes: list[EmbeddedNode],
+    standing_nodes: Nodes,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[..., Stage]]:
+) -> Iterator[MakeStage]:
     """Give what sets a stage for all tests of a module, over emptied servers; takes settings."""
     for node in (*standing_nodes, lasting_broker):
         node.client().flushall()
@@ -213,7 +215,7 @@ def set_standing_stage(
 
 @pytest.fixture(scope="module")
 def standing_stage(
-    request: pytest.FixtureRequest, set_standing_stage: Callable[..., Stage]
+    request: pytest.FixtureRequest, set_standing_stage: MakeStage
 ) -> tuple[Stage, WorkerProcess]:
     """Give a stage and its one worker, which stay for all tests of a module.
 
@@ -257,7 +259,7 @@ def no_shared_task_left(*apps: Celery) -> Iterator[None]:
 def set_stage(
     stack: ExitStack,
     folder: Path,
-    nodes: list[EmbeddedNode],
+    nodes: Nodes,
     broker: EmbeddedNode,
     amqp: str | None = None,
     queues: str = "celery",
@@ -294,14 +296,12 @@ def close_connections(app: Any) -> None:
 
 
 @pytest.fixture
-def make_stage(standing_broker: EmbeddedNode, tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+def make_stage(standing_broker: EmbeddedNode, tmp_path: Path) -> Iterator[MakeStage]:
     """Give a function that sets a stage over given nodes, with settings for the workers' app."""
     standing_broker.client().flushall()
     with ExitStack() as stack:
 
-        def make(
-            nodes: list[EmbeddedNode], broker: EmbeddedNode | None = None, **conf: Any
-        ) -> Stage:
+        def make(nodes: Nodes, broker: EmbeddedNode | None = None, **conf: Any) -> Stage:
             return set_stage(stack, tmp_path, nodes, broker or standing_broker, **conf)
 
         yield make
@@ -316,13 +316,13 @@ def stage(request: pytest.FixtureRequest) -> Stage:
 
 
 @pytest.fixture
-def own_stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
+def own_stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
     """Give a stage over the three standing nodes, for one test."""
     return make_stage(nodes)
 
 
 @pytest.fixture
-def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
+def app(nodes: Nodes) -> Iterator[Celery]:
     """Give an app of this process, whose sends are eager runs."""
     made = Celery("eager", broker="memory://", backend="cache+memory://", set_as_default=False)
     made.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
@@ -340,14 +340,14 @@ class GuardedNode(EmbeddedNode):
 
 
 @pytest.fixture
-def guarded_stage(make_stage: Callable[..., Stage]) -> Iterator[Stage]:
+def guarded_stage(make_stage: MakeStage) -> Iterator[Stage]:
     """Give a stage over three nodes whose URLs have a password; the last one has another."""
     with (
         GuardedNode(requirepass=PASSWORD) as first,
         GuardedNode(requirepass=PASSWORD) as second,
         GuardedNode(requirepass="another") as refusing,
     ):
-        nodes: list[EmbeddedNode] = [first, second, refusing]
+        nodes: Nodes = [first, second, refusing]
         trust_nodes(nodes)
         yield make_stage(nodes)
 

@@ -23,6 +23,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from celery_redlock.testing.servers import claim_port
 from tests.browser import browser
+from tests.conftest import Nodes
 from tests.integration import flower_shop
 from tests.integration.conftest import ROOT
 
@@ -131,10 +132,7 @@ class Flower:
 
 @pytest.fixture
 def flower(
-    standing_broker: EmbeddedNode,
-    nodes: list[EmbeddedNode],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    standing_broker: EmbeddedNode, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Flower]:
     """Give Flower in a browser, with two workers that it watches."""
     standing_broker.client().flushall()

@@ -7,22 +7,21 @@ runs was named by the release, or took the turn of a worker that did not act.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import eventually
-from tests.integration.conftest import Stage, overlaps
+from tests.conftest import Nodes, eventually
+from tests.integration.conftest import MakeStage, Stage, overlaps
 
 FIRST, SECOND = "other", "celery"  # queues, each of one worker
 LIVELY = 60.0  # s: well before the end of `patient`'s countdown of 100 s
 
 
 @pytest.fixture
-def handoff_stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
+def handoff_stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
     """Give a stage whose leases are longer than any test."""
     return make_stage(nodes, redlock_max_ttl=200)
 
@@ -32,7 +31,7 @@ def start(stage: Stage, **options: Any) -> tuple[WorkerProcess, WorkerProcess]:
     return first, stage.worker("w2", concurrency=1, queues=[SECOND])
 
 
-def see_waiting(stage: Stage, nodes: list[EmbeddedNode] | None = None) -> tuple[Any, Any]:
+def see_waiting(stage: Stage, nodes: Nodes | None = None) -> tuple[Any, Any]:
     results = []
     for queue in (FIRST, SECOND):
         results.append(stage.tasks.patient.apply_async(("k", queue), queue=queue))
@@ -41,7 +40,7 @@ def see_waiting(stage: Stage, nodes: list[EmbeddedNode] | None = None) -> tuple[
     return results[0], results[1]
 
 
-def see_registered(nodes: list[EmbeddedNode], count: int) -> None:
+def see_registered(nodes: Nodes, count: int) -> None:
     def listening(node: EmbeddedNode) -> int:
         names = node.client().zrange(waiting_key("redlock", "k:k"), 0, -1)
         channels = [f"{{redlock}}:handoff:{name}" for name in names]
@@ -89,7 +88,7 @@ def test_a_named_worker_that_is_killed_costs_nobody_the_lock(handoff_stage: Stag
 
 
 def test_a_node_that_nobody_reaches_costs_nobody_the_lock(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes, redlock_max_ttl=200)
     start(stage)

@@ -16,7 +16,7 @@ import pytest
 from celery.exceptions import TaskRevokedError
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import eventually, see_listening, trust_nodes
+from tests.conftest import Nodes, eventually, see_listening, trust_nodes
 from tests.contract.proxy import FAIR, Link, Proxy, Stream, Way, Weather
 from tests.integration import carried
 from tests.integration.conftest import Line, Stage, set_stage, slow_but
@@ -27,7 +27,7 @@ def placed(
     request: pytest.FixtureRequest,
     rabbitmq: str,
     standing_broker: EmbeddedNode,
-    standing_nodes: list[EmbeddedNode],
+    standing_nodes: Nodes,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Stage, WorkerProcess]]:
     """Give a stage with a worker that stays for all tests here; each has keys of its own."""

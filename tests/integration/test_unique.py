@@ -21,8 +21,7 @@ from celery_redlock import DuplicateTask, LockedTask, QuorumUnreachable, Setting
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.claim import ClaimToken
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, PATIENCE, eventually, is_free
+from tests.conftest import FREED, PATIENCE, Nodes, eventually, is_free
 from tests.integration.conftest import ROOT, Stage, slow_but
 from tests.integration.deliveries import run_here, see_drained
 
@@ -541,7 +540,7 @@ def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock
     assert ended.retval == "free", ended
 
 
-def test_without_a_quorum_unreachable_decides(mortal_nodes: list[EmbeddedNode]) -> None:
+def test_without_a_quorum_unreachable_decides(mortal_nodes: Nodes) -> None:
     app = Celery("unreachable", broker="memory://", set_as_default=False)
     app.conf.task_default_queue = "unreachable"  # one memory serves all tests of a process
     app.conf.redlock_nodes = [node.url for node in mortal_nodes]

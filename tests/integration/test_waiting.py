@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -18,9 +17,9 @@ from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.server.requests import RELEASE
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.clocks import HOUR, WallClock
-from tests.conftest import NODE_TIMEOUT, Journal, eventually
+from tests.conftest import NODE_TIMEOUT, Journal, Nodes, eventually
 from tests.integration import carried
-from tests.integration.conftest import Stage, slow_but
+from tests.integration.conftest import MakeStage, Stage, slow_but
 
 POOLS = ["prefork", "threads", "solo", "gevent"]
 SEVERAL = {"key": ["k:{key}", "k:{name}"]}
@@ -33,7 +32,7 @@ WORKER = {"concurrency": 2}
 
 
 @pytest.fixture
-def calm_stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
+def calm_stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
     """Give such a stage to a test whose worker is its own."""
     return make_stage(nodes, **CONF)
 
@@ -167,7 +166,7 @@ def test_those_that_were_revoked_by_a_stamp_are_seen_to_be_while_they_wait(
 
 
 def test_a_restart_of_the_broker_ends_no_worker_in_which_messages_wait(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     with EmbeddedNode() as broker:
         stage = make_stage(nodes, broker, result_backend=nodes[0].url)

@@ -16,6 +16,7 @@ from celery import Celery
 from redis import Redis
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.conftest import Nodes
 from tests.integration.matrix.watch import lives
 from tests.integration.storm.ledger import Blow, Outage
 from tests.integration.storm.queue import deliver_again
@@ -280,7 +281,7 @@ class Weather:
         actor.end()
         actor.start()
 
-    def _nodes_up(self, count: int) -> list[EmbeddedNode]:
+    def _nodes_up(self, count: int) -> Nodes:
         """Return so many nodes, none where one is struck already."""
         up = [node for node in self._nodes if node not in self._down]
         return self._chance.sample(up, count) if len(up) == len(self._nodes) else []
