@@ -496,32 +496,3 @@ def test_tests_use_private_names_of_the_package_only_as_listed() -> None:
         (f, name) for f, (names, _) in PRIVATE_NAMES_IN_TESTS.items() for name in names.split()
     }
     assert not table - used, "no test uses these any more: take them off the list"
-
-
-@pytest.mark.parametrize(
-    ("source", "used"),
-    [
-        ("room._lines_of", ["_lines_of"]),
-        ("from celery_redlock.rooms import _hidden", ["_hidden"]),
-        ("from rooms import _hidden", []),
-        ("monkeypatch.setattr(room, '_lines_of', None)", ["_lines_of"]),
-        ("patched(Room, _lines_of=None)", ["_lines_of"]),
-        ("print('_lines_of')", []),
-        ("SCRIPT = 'assert room._lines_of'", ["_lines_of"]),
-        ("monkeypatch.setattr('celery_redlock.rooms._hidden', None)", ["_hidden"]),
-        ("os._exit(room.__dict__)", []),
-        ("class Own:\n def __init__(self):\n  self._lines_of = 1", []),
-        ("class Own:\n def _lines_of(self):\n  super()._lines_of()", []),
-        ("class Odd(Room):\n def f(self):\n  self._lines_of = 1", ["_lines_of"]),
-        ("class Odd(Room):\n def _lines_of(self): ...", ["_lines_of"]),
-        ("class Odd(rooms.Hall):\n def f(self):\n  super()._lines_of", ["_lines_of"]),
-        ("class A(Hall): ...\nclass B(A):\n def f(self):\n  self._lines_of", ["_lines_of"]),
-        ("class Odd(Room):\n def f(self):\n  self._hidden = 1", []),
-    ],
-)
-def test_a_private_name_of_the_package_is_told_from_a_tests_own(
-    tmp_path: Path, source: str, used: list[str]
-) -> None:
-    rooms = "_hidden = 1\nclass Room:\n def __init__(self): self._lines_of = []\n"
-    (tmp_path / "rooms.py").write_text(rooms + "class Hall(Room): ...\n")
-    assert [name for _, name in uses_in(source, PrivateNames(tmp_path))] == used
