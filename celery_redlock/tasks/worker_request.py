@@ -44,7 +44,7 @@ from celery_redlock.tasks.delivery.republish import publish
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
 from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.reporting import StateReporter
-from celery_redlock.tasks.waiting.room import rooms_of, thread_of
+from celery_redlock.tasks.waiting.room import rooms_of
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,8 @@ class Request(celery.worker.request.Request):
         state.task_ready(self)
         how = {"terminated": terminated, "signum": signum, "expired": expired}
         self.send_event("task-revoked", **how)
-        reporter = StateReporter(self.task, self._context, self.send_event, thread_of(self.app))
+        thread = next((room.states for room in rooms_of(self.app)), None)
+        reporter = StateReporter(self.task, self._context, self.send_event, thread)
         reporter.revoked_untried(reason, store_result=self.store_errors)
         self.acknowledge()
         self._already_revoked = True

@@ -51,7 +51,6 @@ from celery_redlock.tasks.per_app import (
     settings_of,
     time_of_nodes,
 )
-from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.dispatch import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import (
@@ -107,7 +106,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._end_sweeps: Callable[[], None] | None = None
         self._coming_back: dict[Any, Deferral] = {}  # by request
         self._forget()
-        _rooms[parent] = self
+        rooms[parent] = self
 
     def _forget(self) -> None:
         self._successor.forget()
@@ -158,7 +157,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         if self.inbox is not None:
             self.inbox.close()
         self._redlock = None
-        _rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
+        rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
         if not any(rooms_of(parent.app)):
             leave_redlock(parent.app)
 
@@ -339,34 +338,26 @@ def _closing_twice(connect: Callable[..., Any], heartbeat: float | None = None) 
     return connection
 
 
-_rooms: weakref.WeakKeyDictionary[Any, WaitingRoom] = weakref.WeakKeyDictionary()
+# of this process, by consumer
+rooms: weakref.WeakKeyDictionary[Any, WaitingRoom] = weakref.WeakKeyDictionary()
 
 
 def waiters_of(consumer: Any) -> list[WaitingMessage]:
     """Return who waits in the worker of a consumer, in order."""
-    room = _rooms.get(consumer)
+    room = rooms.get(consumer)
     return [] if room is None else room.waiting()
 
 
 def rooms_of(app: Any) -> Iterator[WaitingRoom]:
     """Yield the rooms of an app's workers in this process."""
-    for consumer, room in list(_rooms.items()):
+    for consumer, room in list(rooms.items()):
         if consumer.app is app:
             yield room
 
 
-def thread_of(app: Any) -> StoringThread | None:
-    """Return what stores the states that an app's worker reports; None in other processes."""
-    return next((room.states for room in rooms_of(app)), None)
-
-
-def room_of(consumer: Any) -> WaitingRoom | None:
-    return _rooms.get(consumer)
-
-
 def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     """Let a message that was refused a lock wait in the room; in the worker's main process."""
-    room = None if request.eta is None else _rooms.get(sender)
+    room = None if request.eta is None else rooms.get(sender)
     if room is None:
         return
     deferral = LockHeader.of(request._context).deferral
