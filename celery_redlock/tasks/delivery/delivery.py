@@ -22,13 +22,7 @@ from celery_redlock.label import RunId
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.validation import MOST_PERMITS
 from celery_redlock.signals import LockDeferredEvent
-from celery_redlock.tasks.delivery.route import (
-    CAME_BACK,
-    QUEUE,
-    Route,
-    has_way_back,
-    queue_of,
-)
+from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE, Route, has_way_back, queue_of
 from celery_redlock.tasks.reporting import StateReporter
 
 HEADER = "redlock"

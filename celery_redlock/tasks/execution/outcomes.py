@@ -39,11 +39,7 @@ from celery_redlock.tasks.delivery.delivery import (
     utc_now,
 )
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
-from celery_redlock.tasks.delivery.route import (
-    has_quorum_queues,
-    is_kept_by_broker,
-    whole_seconds,
-)
+from celery_redlock.tasks.delivery.route import has_quorum_queues, is_kept_by_broker, whole_seconds
 from celery_redlock.tasks.execution.deferral import (
     OF_REDELIVERIES,
     Refusal,

@@ -45,12 +45,7 @@ from celery_redlock.tasks.delivery.delivery import (
     utc_now,
 )
 from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
-from celery_redlock.tasks.per_app import (
-    leave_redlock,
-    redlock_of,
-    settings_of,
-    time_of_nodes,
-)
+from celery_redlock.tasks.per_app import leave_redlock, redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.waiting.dispatch import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import (
@@ -203,8 +198,8 @@ class WaitingRoom(bootsteps.StartStopStep):
     def note_refusal(self, deferral: Deferral) -> None:
         """Remember for a moment that a run of this worker was refused a lock; in any thread."""
         if deferral.is_taken:
-            queue = self._queue_of(deferral.resource, deferral.limit)
-            self._refusals[queue] = self._clock.now(), deferral
+            lock = QueueKey(deferral.resource, deferral.limit)
+            self._refusals[lock] = self._clock.now(), deferral
 
     def may_refuse(self, task_name: str) -> bool:
         """Return whether `refusal_of` may know of any refusal, or is to note a message."""
@@ -219,17 +214,17 @@ class WaitingRoom(bootsteps.StartStopStep):
         Of a task with a rate limit one message of each lock waits for its rate, and the others for
         that one.
         """
+        dispatcher = self._dispatcher
         queues = [self._queue_of(resource, limit, request.name) for resource in resources]
-        for resource, queue in zip(resources, queues, strict=True):
-            with self._dispatcher.mutex:
-                head = self._dispatcher.queues.head(queue)
-                waits = head is not None or self._dispatcher.awaits_rate(queue)
-            run = self._dispatcher.run_of(resource) if limit == 1 else None
+        for queue in queues:
+            with dispatcher.mutex:
+                waits = dispatcher.queues.head(queue) is not None or dispatcher.awaits_rate(queue)
+            run = dispatcher.run_of(queue.resource) if limit == 1 else None
             if run is not None:
                 if run.id == request.id:
                     return None  # this message, delivered once more: DEFERRED would hide its run
                 holder = label_of_run(str(run.delivery.run_id), run.hostname)
-                return LockTaken(resource, holder, None)
+                return LockTaken(queue.resource, holder, None)
             now = self._clock.now()
             at, known = self._refusals.get(QueueKey(queue.resource, limit), NEVER_REFUSED)
             expires_in = known.expires_in
@@ -239,34 +234,37 @@ class WaitingRoom(bootsteps.StartStopStep):
                 expires_in = None
             elif expires_in is not None:
                 expires_in = max(0.0, at + expires_in - now)
-            return LockTaken(resource, known.holder, expires_in, limit=limit)
-        self._dispatcher.note_leaving(request, queues)
+            return LockTaken(queue.resource, known.holder, expires_in, limit=limit)
+        dispatcher.note_leaving(request, queues)
         return None
 
-    def _queue_of(self, resource: str, limit: int, task_name: str = "") -> QueueKey:
-        """Return the queue of a lock. task_name: of one that may have a rate limit."""
-        has_rate = bool(task_name) and self._dispatcher.bucket_of(task_name) is not None
+    def _queue_of(self, resource: str, limit: int, task_name: str) -> QueueKey:
+        has_rate = self._dispatcher.bucket_of(task_name) is not None
         return QueueKey(resource, limit, task_name if has_rate else "")
 
     def _waiter_of(self, request: Any, deferral: Deferral) -> WaitingMessage:
-        settings, now = settings_of(self._consumer.app), self._clock.now()
-        received = request.request_dict["properties"].get(RECEIVED, now)
+        app, now, properties = (
+            self._consumer.app,
+            self._clock.now(),
+            request.request_dict["properties"],
+        )
         queue = QueueKey(WITHOUT_QUORUM, 1)
         if deferral.is_taken:
             resource = deferral.resource or deferral.resources[0]  # a sender may leave it out
             queue = self._queue_of(resource, deferral.limit, request.name)
-        priority = request.request_dict["properties"].get("priority")
+        # random, as all at once would be a herd; and from when it came, for a message that a run was
+        # refused may have been here before, and has been unacknowledged since
+        received = min(now, properties.get(RECEIVED, now))
+        cap = settings_of(app).countdown_cap * random.uniform(0.5, 1.0)  # noqa: S311
         return WaitingMessage(
             request,
             since=deferral.since,
             queue=queue,
             eta=now + max(0.0, (request.eta - utc_now()).total_seconds()),
-            # random, as all at once would be a herd; a message that a run was refused may have been
-            # here before, and has been unacknowledged since
-            deadline=min(now, received) + settings.countdown_cap * random.uniform(0.5, 1.0),  # noqa: S311
+            deadline=received + cap,
             waits_for_release=deferral.waits_for_release and request.expires is None,
             came_at=now,
-            priority=priority_order(priority, driver_of(self._consumer.app)),
+            priority=priority_order(properties.get("priority"), driver_of(app)),
         )
 
     def _connect(self) -> Inbox:
