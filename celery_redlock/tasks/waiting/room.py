@@ -243,17 +243,14 @@ class WaitingRoom(bootsteps.StartStopStep):
         return QueueKey(resource, limit, task_name if has_rate else "")
 
     def _waiter_of(self, request: Any, deferral: Deferral) -> WaitingMessage:
-        app, now, properties = (
-            self._consumer.app,
-            self._clock.now(),
-            request.request_dict["properties"],
-        )
+        app, now = self._consumer.app, self._clock.now()
+        properties = request.request_dict["properties"]
         queue = QueueKey(WITHOUT_QUORUM, 1)
         if deferral.is_taken:
             resource = deferral.resource or deferral.resources[0]  # a sender may leave it out
             queue = self._queue_of(resource, deferral.limit, request.name)
-        # random, as all at once would be a herd; and from when it came, for a message that a run was
-        # refused may have been here before, and has been unacknowledged since
+        # a message whose run was refused has been unacknowledged since it came; random, as all at
+        # once would be a herd
         received = min(now, properties.get(RECEIVED, now))
         cap = settings_of(app).countdown_cap * random.uniform(0.5, 1.0)  # noqa: S311
         return WaitingMessage(
