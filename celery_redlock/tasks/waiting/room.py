@@ -1,16 +1,13 @@
 """The waiting room: deferred messages in a worker's main process, dispatched at a release.
 
 A deferred message comes to some worker's main process, which keeps it until its countdown is over.
-If its task acknowledges late, it stays in the main process whose pool was refused the lock. There
-it waits in a queue, in order of priority, then of first deferral, for the resource that refused it.
-The nodes know since when the first of each queue waits, and a release names the workers that are
-next (`successor.py`). Without a release only the head looks again: about every 10 s, and at the end
-of its countdown, which ends with the lease that refused it. If more messages wait than the worker
-has capacity for, the last of the longest queue is dispatched, and goes to the broker if refused.
+If its task acknowledges late, it stays in the main process whose pool was refused the lock. It
+waits in the queue of the resource that refused it (`queues.py`); a release names the workers that
+are next (`successor.py`). Without a release only the head looks again: about every 10 s, and at the
+end of its countdown, which ends with the lease that refused it.
 
 Messages for which no quorum voted wait in a queue of their own. Each tries at the end of its
-countdown, and all at once as soon as a quorum of nodes is subscribed to again, or an operator
-trusts nodes.
+countdown, and all at once as soon as there may be a quorum again.
 
 The way of a release: `Subscriber` thread -> `Inbox.on_message` -> `Successor.on_step` ->
 `EventLoop.call_soon` -> `Dispatcher.dispatch` for the head of each queue.
@@ -122,7 +119,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         """Forget all waiters: the broker delivers their messages again.
 
         If the worker stops, those that were deferred here are published before, with their
-        deferrals. One that the broker does not take is the last one tried.
+        deferrals, until the broker does not take one.
         """
         end_sweeps, self._end_sweeps = self._end_sweeps, None
         if end_sweeps is not None:  # first: a sweep may run now, and would go on
@@ -171,17 +168,14 @@ class WaitingRoom(bootsteps.StartStopStep):
         inbox.listen()
 
     def take_back(self, request: Any, deferral: Deferral) -> None:
-        """Let a message wait that a run of this worker was refused; in any thread.
-
-        The broker delivers it again if it came over a connection that was lost.
-        Source: celery.worker.consumer.tasks makes a consumer for each connection.
-        """
+        """Let a message wait that a run of this worker was refused; in any thread."""
         if request.hostname != self._consumer.hostname:
             return  # of another worker of the app in this process
         if self._end_sweeps is None:
             if self._is_stopping:
                 request.publish_again()
             return
+        # else its connection was lost, and the broker delivers it again
         if request.message.channel is self._consumer.task_consumer.channel:
             self._coming_back[request] = deferral
             self._loop.call_soon(self._take_back, request)
@@ -284,9 +278,8 @@ class WaitingRoom(bootsteps.StartStopStep):
     def _on_vote(self, channel: str, message: str, node: int) -> None:
         """Dispatch all messages that wait for a quorum, as there may be one again.
 
-        message: of an operator's `trust`, the same from each node once all of them have done it. A
-        node counts once in a while, as it could send any number. "" as a subscription begins: of a
-        quorum of nodes, one more is up than before.
+        message: of an operator's `trust`, the same from each node. A node counts once in a while,
+        as it could send any number. "" as a subscription begins: one more node is up than before.
         """
         now = self._clock.now()
         if message:
