@@ -93,7 +93,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
     ),
     "simulation/mutants.py": (
         "_check_loss _clock _confirm_others _core _ended_at _ends _give_up _has_ended _lease "
-        "_leases _lock_key _quorum _reclaim_at _recount _run _runs _span _unwritten "
+        "_leases _lock_key _quorum _reclaim_at _recount _runs _span _unwritten "
         "_write",
         "a mutant replaces a step",
     ),
