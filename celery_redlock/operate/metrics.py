@@ -25,7 +25,7 @@ from billiard.process import current_process
 from celery_redlock import signals
 from celery_redlock.lock.node_status import read_nodes
 from celery_redlock.operate.control import held_locks_of
-from celery_redlock.tasks.children.forks import forks_children
+from celery_redlock.tasks.children.reaper import forks_children
 from celery_redlock.tasks.delivery.delivery import Delivery, LockHeader, utc_now
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.startup import locked_tasks

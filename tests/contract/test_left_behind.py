@@ -15,7 +15,7 @@ from celery_redlock.lock.engine.releaser import REPEATED_AFTER, OrphanedKey
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.tasks.children.forks import ChildProcess, Children, start_time_of
+from celery_redlock.tasks.children.reaper import ChildProcess, Children, start_time_of
 from celery_redlock.tasks.children.journal import (
     CLAIMED,
     HELD,
