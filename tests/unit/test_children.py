@@ -28,12 +28,6 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.children import reaper as reaper_module
-from celery_redlock.tasks.children.reaper import (
-    ChildProcess,
-    Children,
-    pid_has_exited,
-    start_time_of,
-)
 from celery_redlock.tasks.children.journal import (
     CLAIMED,
     ENTRY_SIZE,
@@ -47,7 +41,14 @@ from celery_redlock.tasks.children.journal import (
     encode_entry,
     parse_entry,
 )
-from celery_redlock.tasks.children.reaper import ChildReaper, watch_children
+from celery_redlock.tasks.children.reaper import (
+    ChildProcess,
+    ChildReaper,
+    Children,
+    pid_has_exited,
+    start_time_of,
+    watch_children,
+)
 from celery_redlock.tasks.per_app import redlock_of
 
 NOWHERE = Redlock(["redis://127.0.0.1:1"])  # never connected to

@@ -65,7 +65,7 @@ def encode_entry(
 ) -> bytes:
     key, options = lease.key, acquisition.options
     texts = (key.resource, getattr(options.sender, "name", ""), lease.value)
-    fields = (
+    fields: Any = (
         session, acquisition.number, requested_at, float(options.ttl),
         key.resource in options.resources, key.permit,
         *map(str.__str__, texts),  # marshal refuses a subclass of str, as a user's resource may be
