@@ -97,7 +97,10 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "_write",
         "a mutant replaces a step",
     ),
-    "simulation/nodes.py": ("_engine _loaded _run _scripts", "is a fake node, with other faults"),
+    "simulation/nodes.py": (
+        "_call _loaded _lua _run _scripts",
+        "is a fake node, with other faults",
+    ),
     "simulation/schedules.py": ("_options", "draws what a worker decides by a message"),
     "unit/test_compatibility.py": ("_announce_revoked", "is Celery's, not ours"),
     "unit/test_dispatch.py": ("_eta_timer_entry _limit_move_to_pool", "is Celery's, not ours"),
