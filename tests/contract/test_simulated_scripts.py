@@ -84,9 +84,7 @@ calls: st.SearchStrategy[Call] = st.one_of(
         st.tuples(values, good_ttls, tokens, values, good_ttls, tokens),
     ),
     st.tuples(
-        st.just(RELEASE),
-        st.just((LOCK, WAITING)),
-        st.tuples(values, st.sampled_from(["", INBOX])),
+        st.just(RELEASE), st.just((LOCK, WAITING)), st.tuples(values, st.sampled_from(["", INBOX]))
     ),
     st.tuples(
         st.just(RELEASE),
@@ -104,9 +102,7 @@ calls: st.SearchStrategy[Call] = st.one_of(
         st.tuples(st.sampled_from(["run1", "run2"]), silences, tenures, good_ttls, tenures),
     ),
     st.tuples(
-        st.just(TRUST),
-        st.just((RUN, QUIET, TENURE)),
-        st.tuples(st.sampled_from(["run1", "run2"])),
+        st.just(TRUST), st.just((RUN, QUIET, TENURE)), st.tuples(st.sampled_from(["run1", "run2"]))
     ),
     st.tuples(
         st.just(BREAK),
@@ -231,9 +227,7 @@ registrations = st.tuples(
 )
 taken = st.just(("SET", LOCK, "t1:one"))
 given_back = st.tuples(
-    st.just(RELEASE),
-    st.just((LOCK, WAITING)),
-    st.tuples(st.just("t1:one"), st.just(INBOX)),
+    st.just(RELEASE), st.just((LOCK, WAITING)), st.tuples(st.just("t1:one"), st.just(INBOX))
 )
 handed_on = st.lists(st.one_of(registrations, registrations, taken, given_back), max_size=16)
 
@@ -357,12 +351,7 @@ commands = st.one_of(
     st.tuples(st.just("ZADD"), st.just("scores"), st.just("XX"), scores, waiters),
     st.tuples(st.just("ZREM"), st.sampled_from(["scores", LOCK]), waiters),
     st.tuples(st.just("ZREM"), st.just("scores"), waiters, waiters),
-    st.tuples(
-        st.just("ZRANGE"),
-        st.sampled_from(["scores", LOCK]),
-        places,
-        places,
-    ),
+    st.tuples(st.just("ZRANGE"), st.sampled_from(["scores", LOCK]), places, places),
     st.tuples(st.just("ZRANGE"), st.just("scores"), places, places, withscores),
     st.tuples(st.sampled_from(["ZRANK", "ZSCORE"]), st.sampled_from(["scores", LOCK]), waiters),
     st.tuples(st.sampled_from(["ZCARD", "GET", "PTTL", "DEL", "EXISTS"]), st.just("scores")),

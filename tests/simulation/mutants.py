@@ -161,9 +161,9 @@ def late_clear() -> Iterator[None]:
 
     def write(self: Releaser, release: KeyRelease) -> None:
         nodes = self.core.nodes
-        self._watchdog.unwatch(release.acquisition)
-        nodes.broadcast(release.command(), self.clock.now())
-        until = self.clock.now() + self.core.options.node_timeout / 2
+        self.core.watchdog.unwatch(release.acquisition)
+        nodes.broadcast(release.command(), self.core.clock.now())
+        until = self.core.clock.now() + nodes.timeout / 2
         nodes.wait(Round(), until)
         release.lease.end()
         self._unwritten.pop(id(release), None)
