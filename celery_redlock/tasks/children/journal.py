@@ -78,7 +78,9 @@ def parse_entry(state: int, encoded: bytes) -> JournalEntry | None:
     """Return the entry in these bytes; None if a dying child has left only a part of it."""
     checksum, length = _SEAL.unpack_from(encoded)
     body = encoded[_SEAL.size : _SEAL.size + length]
-    if state not in (CLAIMED, HELD, RELEASED) or not length or zlib.crc32(body) != checksum:
+    if state not in (CLAIMED, HELD, RELEASED) or not body or len(body) != length:
+        return None
+    if zlib.crc32(body) != checksum:
         return None
     return JournalEntry(state, *marshal.loads(body))  # noqa: S302 - a child of this process wrote it
 
