@@ -197,10 +197,7 @@ def _slots() -> list[JournalSlot]:
 
 
 def announce_end(pid: int, run_id: str) -> None:
-    """Note in a child's slot that Celery ended a run and acknowledged its message.
-
-    The main process does so, for the child and for the reaper.
-    """
+    """Note in a child's slot, for the child and the reaper, that Celery ended a run."""
     for slot in _slots():
         with suppress(ValueError):  # closed meanwhile: the child has exited and was reaped
             if (slot.child or (0, 0))[0] == pid:
@@ -214,10 +211,7 @@ def is_end_announced(run_id: str) -> bool:
 
 
 def held_by_children() -> list[JournalEntry]:
-    """Return an entry for each key that the children of this process hold now.
-
-    Without the runs' own keys, which are locked beside a permit.
-    """
+    """Return an entry for each key that the children of this process hold now as requested."""
     found: dict[str, JournalEntry] = {}
     for slot in _slots():
         with suppress(ValueError):  # closed meanwhile: the child has exited
@@ -240,8 +234,7 @@ def forks_children(worker: Any) -> bool:
     """Return whether a worker's pool may fork, also before the pool is made.
 
     Celery's own pools fork only if they count their processes. Any other pool may fork, unless it
-    is one of greenlets: its class comes from `worker_pool` or CELERY_CUSTOM_WORKER_POOL.
-    Source: celery.concurrency; BasePool has `uses_semaphore` and `is_green`.
+    is one of greenlets. Source: celery.concurrency; BasePool has `uses_semaphore` and `is_green`.
     """
     pool = get_implementation(worker.pool_cls)
     is_celerys = pool.__module__.startswith("celery.concurrency.")

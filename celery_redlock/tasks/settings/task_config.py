@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from celery_redlock.errors import ArgumentsError, SettingsError
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import MOST_BYTES, check_permits, is_too_long
+from celery_redlock.tasks.settings import templates
 from celery_redlock.tasks.settings.app import (
     DEFAULT_TTL,
     AppSettings,
@@ -43,18 +44,7 @@ from celery_redlock.tasks.settings.options import (
     OptionValue,
     TaskLockOptions,
 )
-from celery_redlock.tasks.settings.templates import (
-    TEMPLATE_NAMES,
-    Field,
-    canonical,
-    compiled,
-    digest,
-    fields_of,
-    fill,
-    formattable,
-    templates_of,
-    unstable,
-)
+from celery_redlock.tasks.settings.templates import TEMPLATE_NAMES, digest, templates_of
 
 ANY_ARGUMENTS = "any-arguments"  # instead of a digest, if no argument is part of the key
 _TOO_LONG = f"a resource has at most {MOST_BYTES} bytes"
@@ -232,15 +222,17 @@ class TaskLockConfig:
         is_digest = "digest" not in parameters and any(one.name == "digest" for one in templated)
         checked: list[tuple[str, Any, Callable[[Any], Any]]] = []
         if is_digest or not templates_of(key):
+            canonical = templates.canonical
             checked = [(name, defaults[name], canonical) for name in names if name in defaults]
         for one in templated:
             with suppress(LookupError, TypeError):
-                checked.append((one.written, one.find(defaults), formattable))
+                checked.append((one.written, one.find(defaults), templates.formattable))
         for name, value, check in checked:
             try:
                 check(value)
             except TypeError as error:
-                raise unstable(self.task_name, f"default of {name!r}", value, error) from None
+                what = f"default of {name!r}"
+                raise templates.unstable(self.task_name, what, value, error) from None
 
     def resources(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
         """Return the resources that a call locks, all or none; () if it takes no lock.
@@ -287,7 +279,7 @@ class TaskLockConfig:
         known = {"task": self.task_name, "queue": queue, "digest": "{digest}", **blank}
         return tuple(
             "".join(part if isinstance(part, str) else known.get(part.name, "") for part in parts)
-            for parts in map(compiled, templates_of(options.key))
+            for parts in map(templates.compiled, templates_of(options.key))
         )
 
     def _called(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
@@ -309,7 +301,7 @@ class TaskLockConfig:
 
     def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
         try:
-            text = fill(template, arguments, self.task_name, queue)
+            text = templates.fill(template, arguments, self.task_name, queue)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             hint = f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
             raise self.source("key").wrong(template, hint) from error
@@ -347,8 +339,9 @@ class TaskLockConfig:
         return ArgumentsError(level, "arguments", f"({len(args)} by position{named})", hint)
 
 
-def _fields_of(key: Any) -> list[Field]:
-    return [one for text in templates_of(key) for one in fields_of(compiled(text))]
+def _fields_of(key: Any) -> list[templates.Field]:
+    parts = map(templates.compiled, templates_of(key))
+    return [field for template in parts for field in templates.fields_of(template)]
 
 
 def compile_config(
