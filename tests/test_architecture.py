@@ -120,10 +120,7 @@ MOST_WALKS = 3  # a busy machine lets threads come between
 SHORT = {"anchors.py", "operate/control.py"}
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
 # for a name finds one thing.
-TWICE = {
-    *("ask_each", "missing_rights", "trust_nodes"),
-    *("IDLE", "LINGER", "MOST_BYTES", "PATIENCE"),
-}
+TWICE = {"IDLE", "LINGER", "MOST_BYTES", "PATIENCE"}
 # Protocols that fewer than two classes of the package have.
 LONELY_PROTOCOLS: set[str] = set()
 # Classes that override a method of another class of ours. A round, an error and an interrupter say
@@ -136,7 +133,7 @@ OVERRIDING = {
 }
 # Files that use a private name of another class of ours.
 OF_OTHERS = {
-    *("lock/lock.py", "tasks/execution/outcomes.py", "tasks/wrapping.py"),
+    *("lock/lock.py", "tasks/wrapping.py"),
 }
 # They decide, and no clock, thread, socket or log decides with them.
 PURE = [
