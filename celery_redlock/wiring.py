@@ -6,7 +6,7 @@ app, and a worker gets `PREPARATIONS` and `STEPS` if its app locks tasks. Elsewh
 connect anything, on demand:
 - `operate/metrics.py`: receivers of the public signals, if `redlock_metrics` is set.
 - `operate/tracing.py`: receivers of the public signals, if the process has imported OpenTelemetry.
-- `lock/client.py`, `tasks/children/forks.py`: fork hooks of the operating system's, not Celery's.
+- `lock/client.py`, `tasks/children/reaper.py`: fork hooks of the operating system's, not Celery's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from celery_redlock.lock.engine.events import Events
 from celery_redlock.operate import control, lints, metrics, tracing
 from celery_redlock.tasks import per_app, startup, task, wrapping
 from celery_redlock.tasks.body import notify_bodies
-from celery_redlock.tasks.children import forks, reaper
+from celery_redlock.tasks.children import reaper
 from celery_redlock.tasks.delivery.route import RecordQueueNames
 from celery_redlock.tasks.execution import outcomes, run
 from celery_redlock.tasks.unique import claim, send
@@ -54,7 +54,7 @@ STEPS: tuple[tuple[str, type[Any]], ...] = (
 # a worker's main process, before its pool is made; in this order
 PREPARATIONS: tuple[Callable[..., object], ...] = (
     per_app.note_worker,
-    forks.expect_children,
+    reaper.expect_children,
     metrics.prepare_metrics,
     wrapping.keep_tracebacks,  # not of prefork alone
 )

@@ -27,7 +27,7 @@ from celery.utils.functional import noop
 from celery.worker import state
 
 from celery_redlock import anchors
-from celery_redlock.tasks.children.forks import announce_end
+from celery_redlock.tasks.children.reaper import announce_end
 from celery_redlock.tasks.delivery.delivery import (
     ARGUMENTS,
     HAS_ROOM,

@@ -22,7 +22,7 @@ from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.tasks.body import MonitoredBody
-from celery_redlock.tasks.children.forks import is_end_announced
+from celery_redlock.tasks.children.reaper import is_end_announced
 from celery_redlock.tasks.declaration import check_finished, config_of
 from celery_redlock.tasks.delivery.delivery import HEADER, Delivery
 from celery_redlock.tasks.delivery.republish import NotRepublishedError
