@@ -31,7 +31,7 @@ from celery_redlock.tasks import per_app, startup, task, wrapping
 from celery_redlock.tasks.body import notify_bodies
 from celery_redlock.tasks.children import reaper
 from celery_redlock.tasks.delivery.route import RecordQueueNames
-from celery_redlock.tasks.execution import run, untried
+from celery_redlock.tasks.execution import outcomes, run
 from celery_redlock.tasks.unique import claim, send
 from celery_redlock.tasks.waiting import room
 
@@ -69,7 +69,7 @@ RECEIVERS = (
     Receiver(celery_signals.worker_shutdown, reaper.stop_watching),
     Receiver(celery_signals.worker_shutdown, metrics.close_metrics),
     # the same, for each message
-    Receiver(celery_signals.task_received, untried.defer_untried),  # before `admit_received`
+    Receiver(celery_signals.task_received, outcomes.defer_untried),  # before `admit_received`
     Receiver(celery_signals.task_received, room.admit_received),
     Receiver(celery_signals.task_received, claim.note_claim),
     Receiver(celery_signals.task_received, startup.warn_if_unlocked),
