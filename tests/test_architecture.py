@@ -126,7 +126,7 @@ LONELY_PROTOCOLS: set[str] = set()
 # Classes that override a method of another class of ours. A round, an error and an interrupter say
 # what differs; of the others there is no new one.
 OVERRIDING = {
-    *("AcquireRound", "ClaimRound", "Question"),
+    *("AcquireRound", "ClaimRound", "PermitRound", "Question"),
     *("DuplicateTask", "LockLost", "LockTaken", "NoRunError", "NodeError", "QuorumUnreachable"),
     *("SettingsError", "GreenletInterrupter", "SignalInterrupter", "UnyieldingTlsSocket"),
     *("FakeServer", "Unlocked"),

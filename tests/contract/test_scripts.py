@@ -363,16 +363,16 @@ class TestRelease:
         client.set(KEY, "mine")
         client.zadd(WAITING, {"w1": 1.0})
         before = client.info("commandstats").get("cmdstat_publish", {}).get("calls", 0)
-        assert run(client, RELEASE, [KEY, WAITING], "mine", "") == 1
+        assert run(client, RELEASE, [KEY, WAITING], "mine", "", "1") == 1
         assert client.info("commandstats").get("cmdstat_publish", {}).get("calls", 0) == before
 
     def test_it_leaves_anothers_key_alone(self, client: Redis) -> None:
         client.set(KEY, "theirs")
-        assert run(client, RELEASE, [KEY, WAITING], "mine", INBOX) == 0
+        assert run(client, RELEASE, [KEY, WAITING], "mine", INBOX, "1") == 0
         assert client.get(KEY) == "theirs"
 
     def test_of_a_missing_key_it_is_nothing(self, client: Redis) -> None:
-        assert run(client, RELEASE, [KEY, WAITING], "mine", INBOX) == 0
+        assert run(client, RELEASE, [KEY, WAITING], "mine", INBOX, "1") == 0
 
 
 class TestDoneMark:
@@ -380,14 +380,14 @@ class TestDoneMark:
 
     def test_a_release_marks_for_as_long_as_it_is_told(self, client: Redis) -> None:
         client.set(KEY, "mine")
-        assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", INBOX, *ENDED) == 1
+        assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", INBOX, "1", *ENDED) == 1
         assert client.get(DONE) == "600000"
         assert 100_000 < client.pttl(DONE) <= 500_000
         assert not client.exists(KEY)
 
     def test_a_release_of_what_is_anothers_marks_all_the_same(self, client: Redis) -> None:
         client.set(KEY, "theirs")
-        assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", INBOX, *ENDED) == 0
+        assert run(client, RELEASE, [KEY, WAITING, DONE], "mine", INBOX, "1", *ENDED) == 0
         assert client.get(DONE) == "600000"
         assert client.get(KEY) == "theirs"
 
@@ -438,7 +438,7 @@ class TestRequests:
         fence = None if token is None else Fence(1)
         if fence is not None and token is not None:
             fence.choose(token)
-        key = LockKey("redlock", resource, 0, 30.0)
+        key = LockKey("redlock", resource, 30.0)
         return Lease(key, "mine", 1, 1, 0.01, fence=fence)
 
     def sent(self, client: Redis, request: bytes) -> Any:

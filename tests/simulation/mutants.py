@@ -284,7 +284,7 @@ def done_read_before_the_grant() -> Iterator[None]:
         assert options.marker is not None
         nobody_wants = here().world.witness.new_token()
         prefix = here().redlock.prefix
-        failure = lock_key(self, acquisition, LockKey(prefix, nobody_wants, 0, options.ttl))
+        failure = lock_key(self, acquisition, LockKey(prefix, nobody_wants, options.ttl))
         if failure is None:
             marker = replace(options.marker, asks_since=None)
             acquisition.options = replace(options, marker=marker)

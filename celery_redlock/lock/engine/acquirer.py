@@ -17,6 +17,7 @@ from itertools import chain
 from celery_redlock.errors import LockTaken, NodeError, QuorumUnreachable, RedlockError
 from celery_redlock.label import is_of_run
 from celery_redlock.lock.engine.events import Events
+from celery_redlock.lock.engine.permits import PermitRound
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound
@@ -34,6 +35,7 @@ from celery_redlock.lock.transport.command import Command
 
 IMPLAUSIBLE = "FENCE is far ahead of the other nodes"
 ROUNDS_IN_TTL = 4  # number of rounds that must fit into a ttl
+LONGEST_ROLLBACK = 0.01  # seconds, the longest pause between the two rounds of a try
 
 Failure = LockTaken | QuorumUnreachable
 
@@ -111,7 +113,7 @@ class Acquirer:
         self.events.acquired(acquisition)
 
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
-        """Lock each key in order, or any single permit.
+        """Lock each key in order, or one permit.
 
         A run that may be delivered again also locks its own name, if another delivery of it may
         hold the lock with another limit.
@@ -120,48 +122,74 @@ class Acquirer:
         marker, is_semaphore = options.marker, options.limit > 1
         keys: Sequence[LockKey] = () if is_semaphore else acquisition.keys
         if marker is not None and (is_semaphore or marker.is_redelivered):
-            prefix = self._core.options.prefix
-            keys = [LockKey(prefix, f"run:{marker.run}", 0, options.ttl), *keys]
+            keys = [LockKey(self._core.options.prefix, f"run:{marker.run}", options.ttl), *keys]
         for key in keys:
             failure = self._lock_key(acquisition, key)
             if failure is not None:
                 return failure
         return self._lock_permit(acquisition) if is_semaphore else None
 
-    def _lock_permit(self, acquisition: Acquisition) -> Failure | None:
-        """Try each permit once, from a random one on. If all are taken, return the first to expire.
-
-        A redelivery begins at the plain lock's key, because a first delivery with a limit of 1
-        holds that key.
-        """
-        options, prefix = acquisition.options, self._core.options.prefix
-        marker = options.marker
-        first, soonest = random.randrange(options.limit), None  # noqa: S311 - no secret
-        if marker is not None and marker.is_redelivered:
-            first = 0
-        for permit in chain(range(first, options.limit), range(first)):
-            key = LockKey(prefix, acquisition.keys[0].resource, permit, options.ttl)
-            failure = self._lock_key(acquisition, key)
-            if not isinstance(failure, LockTaken):
-                return failure
-            if marker is not None and is_of_run(failure.holder, marker.run):
-                return failure  # the holder is this same run, in another delivery of its message
-            soonest = _sooner(soonest, failure)
-            self._releaser.roll_back_last(acquisition)
-        return soonest
-
     def _lock_key(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
-        lease = self.new_lease(acquisition.options, key)
-        acquisition.leases.append(lease)  # before the request leaves, so it gets released
-        self.events.claiming(acquisition, lease)
-        nodes = self._core.nodes
-        marker = acquisition.options.marker
-        round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, marker)
-        failure = self._run(round_, lease, acquisition.options)
+        options, nodes = acquisition.options, self._core.nodes
+        lease = self._claim(acquisition, key)
+        round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, options.marker)
+        least = None if lease.fence is None else proposal(self.clock.wall_us())
+        if lease.fence is not None:
+            lease.fence.proposed = least or 0
+        request = self._core.requests.acquire(lease, options, least)
+        is_suffixed, is_dated = True, bool(least)
+        command = Command(request, round_, GRANT, is_suffixed, is_dated)
+        failure = self._run(round_, lease, command, options.limit)
         tally = round_.tally
         if failure is not None and is_split(round_.holders, tally.unheard, tally.quorum):
             acquisition.was_split = True  # rivals share the nodes, and none has got the lock
         return failure
+
+    def _lock_permit(self, acquisition: Acquisition) -> Failure | None:
+        """Try to get one permit, in at most two rounds.
+
+        If rivals share the nodes, the second round is for a permit that a quorum has free; or, if
+        there is none, for any, a moment later, because rivals roll back. A redelivery begins with
+        the plain lock's key, because a first delivery with a limit of 1 holds that key.
+        """
+        marker = acquisition.options.marker
+        if marker is not None and marker.is_redelivered:
+            failure, _ = self._ask_permit(acquisition, asked=0)
+            is_own = isinstance(failure, LockTaken) and is_of_run(failure.holder, marker.run)
+            if is_own or not isinstance(failure, LockTaken):
+                return failure  # the holder is this same run, in another delivery of its message
+            self._releaser.roll_back_last(acquisition)
+        failure, round_ = self._ask_permit(acquisition)
+        if not isinstance(failure, LockTaken) or not round_.is_free_somewhere:
+            return failure
+        self._releaser.roll_back_last(acquisition)
+        permit = round_.takable()
+        if permit is None:
+            self.clock.sleep(random.uniform(0, LONGEST_ROLLBACK))  # noqa: S311 - no secret
+        failure, round_ = self._ask_permit(acquisition, permit)
+        if isinstance(failure, LockTaken):
+            acquisition.was_split = round_.takable() is not None
+        return failure
+
+    def _ask_permit(
+        self, acquisition: Acquisition, asked: int | None = None
+    ) -> tuple[Failure | None, PermitRound]:
+        """Ask all nodes for one permit; asked: for this one only."""
+        options, nodes, requests = acquisition.options, self._core.nodes, self._core.requests
+        prefix, limit = self._core.options.prefix, options.limit
+        key = LockKey(prefix, acquisition.keys[0].resource, options.ttl, limit)
+        lease = self._claim(acquisition, key)
+        first = random.randrange(limit)  # noqa: S311 - no secret
+        request = functools.partial(requests.permit, lease, options.marker, first)
+        round_ = PermitRound(lease, len(nodes.all), nodes.send_to, options.marker, request, asked)
+        return self._run(round_, lease, round_.command(asked), limit), round_
+
+    def _claim(self, acquisition: Acquisition, key: LockKey) -> Lease:
+        lease = self.new_lease(acquisition.options, key)
+        acquisition.leases.append(lease)  # before the request leaves, so it gets released
+        self.events.claiming(acquisition, lease)
+        lease.sent = self.clock.now()
+        return lease
 
     def new_lease(self, options: LockOptions, key: LockKey, value: str = "") -> Lease:
         """Return a new lease without a request yet. value: of another process's lease."""
@@ -174,16 +202,11 @@ class Acquirer:
         fence = Fence(quorum) if options.fencing else None
         return Lease(key, value, nodes, quorum, drift, self._margin, self._guarded, fence)
 
-    def _run(self, round_: AcquireRound, lease: Lease, options: LockOptions) -> Failure | None:
-        core, clock = self._core, self.clock
+    def _run(
+        self, round_: AcquireRound, lease: Lease, command: Command, limit: int
+    ) -> Failure | None:
+        core, clock, sent = self._core, self.clock, lease.sent
         nodes = core.nodes
-        sent = lease.sent = clock.now()
-        least = None if lease.fence is None else proposal(clock.wall_us())
-        if lease.fence is not None:
-            lease.fence.proposed = least or 0
-        request = core.requests.acquire(lease, options, least)
-        is_suffixed, is_dated = True, bool(least)
-        command = Command(request, round_, GRANT, is_suffixed, is_dated)
         nodes.broadcast(command, sent)
         core.requests.release(lease)  # encoded now, while the nodes work
         longest = lease.ttl / ROUNDS_IN_TTL
@@ -202,7 +225,7 @@ class Acquirer:
         has_counters = lease.fence is None or self._has_counters(lease.fence, round_)
         if round_.tally.reached and has_counters and lease.begin(clock.now()):
             return None
-        return self._failed(round_, lease, options.limit, time_is_up=time_is_up)
+        return self._failed(round_, lease, limit, time_is_up=time_is_up)
 
     def _has_counters(self, fence: Fence, round_: AcquireRound) -> bool:
         """Return whether a quorum's counters count; tell of the nodes whose counters do not."""
@@ -245,10 +268,3 @@ class Acquirer:
 @functools.lru_cache(maxsize=1)
 def _process_label(pid: int) -> str:
     return f"pid {pid} on {socket.gethostname()}"
-
-
-def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
-    """Return the failure whose lease ends first. Unknown ends come last."""
-    if one is None or one.expires_in is None:
-        return other
-    return other if other.expires_in is not None and other.expires_in < one.expires_in else one

@@ -41,7 +41,8 @@ class JournalEntry:
     state: CLAIMED, HELD, or RELEASED if some node may not have executed the release yet.
     session: `Session.identity`. acquisition: `Acquisition.number`. requested_at: monotonic seconds.
     ttl: seconds. is_requested: False for the run's own key, which is locked beside a permit.
-    task_name: "" without a task. value: of the lock's key, with token and label.
+    limit: number of permits, one of which it is. task_name: "" without a task. value: of the lock's
+    key, with token and label.
     """
 
     state: int
@@ -50,7 +51,7 @@ class JournalEntry:
     requested_at: float
     ttl: float
     is_requested: bool
-    permit: int
+    limit: int
     resource: str
     task_name: str
     value: str
@@ -69,7 +70,7 @@ def encode_entry(
     value = lease.value.encode("utf-8", "surrogatepass")
     head = _HEAD.pack(
         session, acquisition.number, requested_at, options.ttl,
-        key.resource in options.resources, key.permit, len(resource), len(task_name), len(value),
+        key.resource in options.resources, key.limit, len(resource), len(task_name), len(value),
     )  # fmt: skip
     body = head + resource + task_name + value
     return _SEAL.pack(zlib.crc32(body), len(body)) + body

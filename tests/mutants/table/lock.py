@@ -204,9 +204,9 @@ MUTANTS = (
     ),
     Mutant(
         "one more than the limit hold permits at once",
-        "lock.engine.acquirer:Acquirer._lock_permit",
-        "range(first, options.limit)",
-        "range(first, options.limit + 1)",
+        "lock.engine.acquirer:Acquirer._ask_permit",
+        "prefix, limit = self._core.options.prefix, options.limit",
+        "prefix, limit = self._core.options.prefix, options.limit + 1",
         (f"{CONTRACT}/test_several.py",),
         "so_many_hold_at_once_and_no_more",
     ),
@@ -356,19 +356,9 @@ MUTANTS = (
     ),
     Mutant(
         "the parent of a killed child does not know what the child asked for last",
-        "lock.engine.acquirer:Acquirer._lock_key",
-        """        self.events.claiming(acquisition, lease)
-        nodes = self._core.nodes
-        marker = acquisition.options.marker
-        round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, marker)
-        failure = self._run(round_, lease, acquisition.options)
-""",
-        """        nodes = self._core.nodes
-        marker = acquisition.options.marker
-        round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, marker)
-        failure = self._run(round_, lease, acquisition.options)
-        self.events.claiming(acquisition, lease)
-""",
+        "lock.engine.acquirer:Acquirer._claim",
+        "        self.events.claiming(acquisition, lease)\n",
+        "",
         (f"{CONTRACT}/test_left_behind.py",),
         "a_claim_is_told_of_before",
     ),
@@ -419,14 +409,14 @@ MUTANTS = (
     Mutant(
         "a release frees what another holds by now",
         "lock/server/lua/release.lua:",
-        "if redis.call('GET', KEYS[1]) ~= ARGV[1] then",
-        "if not redis.call('GET', KEYS[1]) then",
+        "if redis.call('GET', name) == ARGV[1] then",
+        "if redis.call('GET', name) then",
         (f"{CONTRACT}/test_scripts.py::TestRelease",),
     ),
     Mutant(
         "a release wakes nobody",
         "lock/server/lua/release.lua:",
-        "if ARGV[2] ~= '' then",
+        "if deleted == 1 and ARGV[2] ~= '' then",
         "if false then",
         (f"{CONTRACT}/test_hand_off.py::TestNaming",),
     ),
