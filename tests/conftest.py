@@ -42,6 +42,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 
 T = TypeVar("T")
+Nodes = list[EmbeddedNode]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -110,14 +111,14 @@ def see_listening(app: celery.Celery, name: str, within: float = 60.0) -> list[s
 
 
 @pytest.fixture(scope="session")
-def standing_nodes() -> Iterator[list[EmbeddedNode]]:
+def standing_nodes() -> Iterator[Nodes]:
     """Give three nodes that no test ends; use `nodes`, which empties them first."""
     with embedded_nodes(3) as servers:
         yield servers
 
 
 @pytest.fixture
-def nodes(standing_nodes: list[EmbeddedNode]) -> list[EmbeddedNode]:
+def nodes(standing_nodes: Nodes) -> Nodes:
     """Give three empty nodes that a test does not end."""
     for node in standing_nodes:
         node.client().flushall()
@@ -126,7 +127,7 @@ def nodes(standing_nodes: list[EmbeddedNode]) -> list[EmbeddedNode]:
 
 
 @pytest.fixture
-def mortal_nodes() -> Iterator[list[EmbeddedNode]]:
+def mortal_nodes() -> Iterator[Nodes]:
     """Give three nodes of the test's own, to be killed and frozen."""
     with embedded_nodes(3) as servers:
         trust_nodes(servers)
@@ -142,7 +143,7 @@ def wall_clock(tmp_path_factory: pytest.TempPathFactory) -> WallClock:
     return WallClock(tmp_path_factory.mktemp("clock"), compiler)
 
 
-def trust_nodes(nodes: list[EmbeddedNode], prefix: str = "redlock") -> None:
+def trust_nodes(nodes: Nodes, prefix: str = "redlock") -> None:
     """Let nodes vote that are new, or that a test has emptied."""
     urls = [node.url for node in nodes]
     with Redlock(urls, prefix=prefix, node_timeout=PATIENCE) as made:
@@ -150,7 +151,7 @@ def trust_nodes(nodes: list[EmbeddedNode], prefix: str = "redlock") -> None:
 
 
 @contextmanager
-def settled(nodes: list[EmbeddedNode], node_timeout: float = PATIENCE) -> Iterator[Redlock]:
+def settled(nodes: Nodes, node_timeout: float = PATIENCE) -> Iterator[Redlock]:
     """Give a client, connected to each node."""
     with Redlock([node.url for node in nodes], node_timeout=node_timeout) as made:
         settle(made)
@@ -158,14 +159,14 @@ def settled(nodes: list[EmbeddedNode], node_timeout: float = PATIENCE) -> Iterat
 
 
 @pytest.fixture
-def redlock(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+def redlock(nodes: Nodes) -> Iterator[Redlock]:
     """Give a Redlock over `nodes`, connected to each of them."""
     with settled(nodes) as made:
         yield made
 
 
 @pytest.fixture
-def brisk_redlock(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+def brisk_redlock(nodes: Nodes) -> Iterator[Redlock]:
     """Give a Redlock over `nodes` whose locks may have `TTL`, to see renewals and ends of it."""
     with settled(nodes, NODE_TIMEOUT) as made:
         yield made
@@ -252,17 +253,17 @@ def see_renewal(lock: Lock) -> None:
     eventually(lambda: lock.held and end_of(lock) > end + lock.ttl / 10)
 
 
-def keys_on(nodes: list[EmbeddedNode]) -> list[list[str]]:
+def keys_on(nodes: Nodes) -> list[list[str]]:
     """Return the names of the locks that stand on each node."""
     return [sorted(map(str, node.client().keys("*:lock:*"))) for node in nodes]
 
 
-def is_free(nodes: list[EmbeddedNode], resource: str, prefix: str = "redlock") -> bool:
+def is_free(nodes: Nodes, resource: str, prefix: str = "redlock") -> bool:
     """Tell whether no node holds the lock of a resource."""
     name = f"{{{prefix}}}:lock:{resource}"
     return not any(node.client().exists(name) for node in nodes)
 
 
-def see_freed(nodes: list[EmbeddedNode], resource: str, prefix: str = "redlock") -> None:
+def see_freed(nodes: Nodes, resource: str, prefix: str = "redlock") -> None:
     """Return when a lock of the default ttl has been released on every node."""
     eventually(lambda: is_free(nodes, resource, prefix), within=FREED)

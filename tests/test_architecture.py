@@ -93,7 +93,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
     ),
     "simulation/mutants.py": (
         "_check_loss _clock _confirm_others _core _ended_at _ends _give_up _has_ended _lease "
-        "_leases _lock_key _quorum _reclaim_at _recount _run _runs _span _unwritten _watchdog "
+        "_leases _lock_key _quorum _reclaim_at _recount _run _runs _span _unwritten "
         "_write",
         "a mutant replaces a step",
     ),
@@ -105,7 +105,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 21_040, 85
+LINES, FILES = 20_980, 86
 WALKS = {
     "a plain lock": (23, 111, 28),
     "a message in a worker": (42, 169, 38),

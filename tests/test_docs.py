@@ -28,8 +28,7 @@ from sphinx.search.en import SearchEnglish
 
 from celery_redlock.operate.cli.group import redlock as redlock_command
 from celery_redlock.operate.metrics import Metrics
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import made_once
+from tests.conftest import Nodes, made_once
 from tests.integration.flower.browser import browser
 from tests.integration.test_how_to import GUIDES
 from tests.pages import PAGES, ROOT, SITE, Block, blocks, name_of, on_servers
@@ -53,7 +52,7 @@ amount = invoice = 7
 class self:
     class request:
         id = "7"
-""",
+"""
 }
 # tests/integration/test_how_to.py runs them
 ON_A_WORKER = {
@@ -245,7 +244,7 @@ def asserted(statement: ast.stmt) -> ast.stmt:
 
 
 @pytest.mark.parametrize("page", RUN_HERE, ids=name_of)
-def test_the_examples_of_a_page_run(page: Path, nodes: list[EmbeddedNode], tmp_path: Path) -> None:
+def test_the_examples_of_a_page_run(page: Path, nodes: Nodes, tmp_path: Path) -> None:
     program = on_servers(whole(page)[0], "memory://", [node.url for node in nodes])
     tree = ast.parse(program + "\napp.finalize()\n")
     tree.body = [asserted(statement) for statement in tree.body]

@@ -167,7 +167,7 @@ class Lock:
         """
         self._check_owner(self._session.current_owner())
         self.ensure()
-        reached = self._session.renew(self._acquisitions())
+        reached = self._session.renewer.renew(self._acquisitions())
         self.ensure()
         if not reached:
             nodes = self._session.nodes

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.engine.session import one_server
+from celery_redlock.lock.engine.core import one_server
 from celery_redlock.lock.model.keys import guard_keys
 from celery_redlock.lock.server import admin
 from celery_redlock.lock.server.admin import reply_of

@@ -154,7 +154,7 @@ class Attempts:
         if self._is_of_another(first, caller):
             caller.resource = first.resource
         # before it joins, so that an exception ends its wait
-        hold.end_wait = functools.partial(session.callers.leave, caller)
+        hold.end_wait = lambda: session.callers.leave(caller)  # a forked child has its own callers
         session.callers.join(caller)
         failure: Failure | None = first
         tried_at, hopeless_at, tries = clock.now(), clock.now() + HOPELESS, 0

@@ -117,7 +117,7 @@ def lose(resource: str | Lock, *, on: Any = None, within: float = 5.0) -> None:
         for lock in held:
             break_lock(redlock, lock)
     for session, acquisition in holders:
-        session.renew([acquisition])
+        session.renewer.renew([acquisition])
     if not _eventually(lambda: not any(a.held(s.clock.now()) for s, a in holders), within):
         raise AssertionError(f"{', '.join(names)!r} is still held after {within:g} s")
 
@@ -263,9 +263,9 @@ def locking_off() -> Iterator[None]:
             return locking_acquire(acquirer, hold, options, keys)
         acquisition = Unlocked(options, keys, hold.owner)
         hold.add(acquisition)
-        acquisition.acquired_at = acquirer.clock.now()
+        acquisition.acquired_at = acquirer.core.clock.now()
         acquisition.nest()
-        acquirer.events.acquired(acquisition)
+        acquirer.core.events.acquired(acquisition)
         return None
 
     def send(claim: Claim, publish: Any) -> Any:

@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from celery_redlock import Redlock
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, see_quorum
+from tests.conftest import NODE_TIMEOUT, Nodes, see_quorum
 from tests.contract.proxy import Proxy, proxies
 
 
 @contextlib.contextmanager
-def over(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+def over(nodes: Nodes) -> Iterator[Redlock]:
     """Give a client, connected to a quorum, as of another process."""
     with Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT) as made:
         see_quorum(made)
@@ -23,7 +22,7 @@ def over(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
 
 
 @pytest.fixture
-def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+def rival(nodes: Nodes) -> Iterator[Redlock]:
     """Give a client beside `redlock`."""
     with over(nodes) as made:
         yield made
@@ -37,7 +36,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def network(nodes: list[EmbeddedNode]) -> Iterator[list[Proxy]]:
+def network(nodes: Nodes) -> Iterator[list[Proxy]]:
     """Give a proxy for each of three nodes, in fair weather."""
     with proxies(nodes) as made:
         yield made

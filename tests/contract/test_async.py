@@ -28,12 +28,12 @@ from celery_redlock.lock.engine.callers import LONGEST_SPIN
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.coroutines import FEW_THREADS, MOST_THREADS, WorkItem
 from celery_redlock.signals import lock_acquired
-from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
     NODE_TIMEOUT,
     PATIENCE,
     TTL,
+    Nodes,
     eventually,
     hearing,
     is_free,
@@ -70,7 +70,7 @@ def none_abandoned(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def see_nothing_left(
-    redlock: Redlock, nodes: list[EmbeddedNode], resource: str = "r", threads: int = FEW_THREADS
+    redlock: Redlock, nodes: Nodes, resource: str = "r", threads: int = FEW_THREADS
 ) -> None:
     """Return when a lock is free, and nobody holds it, waits for it, or is on the way to it.
 
@@ -99,9 +99,7 @@ async def hold(lock: Lock, seconds: float = 0.0) -> float:
 
 
 class TestOneTask:
-    def test_holds_it_for_the_body_and_no_longer(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_holds_it_for_the_body_and_no_longer(self, redlock: Redlock, nodes: Nodes) -> None:
         async def body() -> None:
             lock = redlock.lock("r")
             async with lock as entered:
@@ -118,7 +116,7 @@ class TestOneTask:
 
     @pytest.mark.parametrize("ways", ["aa", "as", "sa", "aas", "asa"])
     def test_takes_it_again_with_and_without_await_and_frees_it_after_the_last(
-        self, redlock: Redlock, nodes: list[EmbeddedNode], ways: str
+        self, redlock: Redlock, nodes: Nodes, ways: str
     ) -> None:
         async def body() -> None:
             locks = [redlock.lock("r") for _ in ways]
@@ -139,7 +137,7 @@ class TestOneTask:
         run(body)
         see_nothing_left(redlock, nodes)
 
-    def test_takes_the_same_object_again(self, redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+    def test_takes_the_same_object_again(self, redlock: Redlock, nodes: Nodes) -> None:
         async def body() -> None:
             lock = redlock.lock("r")
             async with lock:
@@ -170,7 +168,7 @@ class TestOneTask:
 
         run(body)
 
-    def test_has_its_contextvars_where_its_lock_is_told_of(self, nodes: list[EmbeddedNode]) -> None:
+    def test_has_its_contextvars_where_its_lock_is_told_of(self, nodes: Nodes) -> None:
         request = contextvars.ContextVar("request", default="")
         told = []
 
@@ -215,7 +213,7 @@ class TestTwoTasks:
 
         run(body)
 
-    def test_need_a_lock_object_each(self, redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+    def test_need_a_lock_object_each(self, redlock: Redlock, nodes: Nodes) -> None:
         async def body() -> None:
             async with redlock.lock("r") as lock:
                 for other in (lock.acquire_async, lock.release_async):
@@ -247,7 +245,7 @@ class TestTwoTasks:
 
 
 class TestErrors:
-    def test_no_quorum(self, mortal_nodes: list[EmbeddedNode]) -> None:
+    def test_no_quorum(self, mortal_nodes: Nodes) -> None:
         """The loop goes on while a majority of nodes is silent."""
         ticks = 0
 
@@ -285,7 +283,7 @@ class TestErrors:
 
         run(body)
 
-    def test_a_loss(self, nodes: list[EmbeddedNode]) -> None:
+    def test_a_loss(self, nodes: Nodes) -> None:
         async def lose() -> None:
             async with redlock.lock("r", ttl=1.0, renew=False) as lock:
                 await come_true(lambda: not lock.held)
@@ -305,9 +303,7 @@ class TestErrors:
                     return run(body)
         return pytest.fail("no quorum in time")
 
-    def test_that_a_body_raises_is_what_comes_out(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_that_a_body_raises_is_what_comes_out(self, redlock: Redlock, nodes: Nodes) -> None:
         async def fail(*, released: bool) -> None:
             async with redlock.lock("r") as lock:
                 if released:
@@ -323,7 +319,7 @@ class TestErrors:
         see_nothing_left(redlock, nodes)
 
     def test_that_a_body_raises_comes_out_where_another_task_leaves_it(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         """As an async generator does that is closed, or thrown into, by another task."""
 
@@ -362,9 +358,7 @@ class TestWoken:
 
         assert run(body) < LONGEST_SPIN / 2
 
-    def test_by_one_that_a_cancelled_waiter_has_heard(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_by_one_that_a_cancelled_waiter_has_heard(self, redlock: Redlock, nodes: Nodes) -> None:
         """A word is for the first in the line; if that one is cancelled, it is the next one's."""
         callers, threads = redlock.session.callers, redlock.session.threads
 
@@ -398,7 +392,7 @@ class TestWoken:
 class TestCancelled:
     @pytest.mark.parametrize("wait", [0.0, WAIT])
     def test_at_any_step_of_an_acquire_it_gives_back_what_it_took(
-        self, redlock: Redlock, nodes: list[EmbeddedNode], wait: float
+        self, redlock: Redlock, nodes: Nodes, wait: float
     ) -> None:
         async def cut_after(passes: int, seconds: float) -> bool:
             lock = redlock.lock("r", wait=wait)
@@ -429,7 +423,7 @@ class TestCancelled:
         assert run(body) == CUTS
         see_nothing_left(redlock, nodes)
 
-    def test_while_it_waits(self, redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+    def test_while_it_waits(self, redlock: Redlock, nodes: Nodes) -> None:
         async def body() -> None:
             async with redlock.lock("r"):
                 lock = redlock.lock("r", wait=WAIT)
@@ -447,7 +441,7 @@ class TestCancelled:
 
     @pytest.mark.parametrize("cancellations", [1, 2])
     def test_while_nodes_are_silent_in_its_first_round(
-        self, mortal_nodes: list[EmbeddedNode], cancellations: int
+        self, mortal_nodes: Nodes, cancellations: int
     ) -> None:
         """The second cancellation is not waited for: then the thread gives it back."""
 
@@ -475,7 +469,7 @@ class TestCancelled:
             see_nothing_left(redlock, mortal_nodes)
 
     def test_for_good_where_its_loop_ends_in_the_middle(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         """Nobody cancels, nobody runs the loop any more: the coroutine is thrown away."""
         for passes in range(12):
@@ -499,9 +493,7 @@ class TestCancelled:
             del lock, task, acquiring
             see_nothing_left(redlock, nodes)
 
-    def test_in_its_body_and_as_it_leaves_that(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_in_its_body_and_as_it_leaves_that(self, redlock: Redlock, nodes: Nodes) -> None:
         async def in_body() -> None:
             async with redlock.lock("r"):
                 await asyncio.sleep(WAIT)
@@ -528,7 +520,7 @@ class TestCancelled:
 
 
 class TestThreads:
-    def test_end_with_the_redlock(self, nodes: list[EmbeddedNode]) -> None:
+    def test_end_with_the_redlock(self, nodes: Nodes) -> None:
         async def body() -> None:
             await asyncio.gather(*(hold(redlock.lock(f"r{i}", wait=WAIT)) for i in range(20)))
 
@@ -538,7 +530,7 @@ class TestThreads:
             assert threads.count
         eventually(lambda: threads.count == 0, within=FREED)
 
-    def test_are_more_where_nodes_are_far(self, mortal_nodes: list[EmbeddedNode]) -> None:
+    def test_are_more_where_nodes_are_far(self, mortal_nodes: Nodes) -> None:
         async def body() -> None:
             acquiring = (redlock.lock(f"r{i}").acquire_async() for i in range(20))
             ends = await asyncio.gather(*acquiring, return_exceptions=True)
@@ -565,9 +557,7 @@ class TestThreads:
         with redlock.lock("r"):
             run(body)
 
-    def test_of_a_forked_child_are_its_own(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_of_a_forked_child_are_its_own(self, redlock: Redlock, nodes: Nodes) -> None:
         run(lambda: hold(redlock.lock("r")))
         child = os.fork()
         if child == 0:

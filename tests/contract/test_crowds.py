@@ -14,7 +14,7 @@ import pytest
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR, WallClock
-from tests.conftest import NODE_TIMEOUT
+from tests.conftest import NODE_TIMEOUT, Nodes
 from tests.contract.crowds import (
     GREENLETS,
     RESOURCES,
@@ -34,7 +34,7 @@ def figures(case: str, nodes: Sequence[EmbeddedNode]) -> Any:
 
 
 @pytest.mark.slow
-def test_threads_that_wait_for_one_lock_cost_next_to_nothing(nodes: list[EmbeddedNode]) -> None:
+def test_threads_that_wait_for_one_lock_cost_next_to_nothing(nodes: Nodes) -> None:
     found = figures("threads", nodes)
     assert found["cpu"] <= 0.05 + found["control"], found
     assert found["unrelated"], found
@@ -42,17 +42,13 @@ def test_threads_that_wait_for_one_lock_cost_next_to_nothing(nodes: list[Embedde
     assert found["overrun"] < 1.0, found
 
 
-def test_coroutines_that_wait_for_one_lock_leave_the_nodes_in_peace(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_coroutines_that_wait_for_one_lock_leave_the_nodes_in_peace(nodes: Nodes) -> None:
     found = figures("coroutines", nodes)
     assert found["commands"] <= 600, found
 
 
 @pytest.mark.slow
-def test_coroutines_that_wait_for_a_resource_each_let_the_event_loop_run(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_coroutines_that_wait_for_a_resource_each_let_the_event_loop_run(nodes: Nodes) -> None:
     found = figures("resources", nodes)
     assert found["stood_still"] < 1.0, found
     assert found["seconds"] < 10.0, found  # with wait=8
@@ -60,7 +56,7 @@ def test_coroutines_that_wait_for_a_resource_each_let_the_event_loop_run(
 
 
 @pytest.mark.slow
-def test_greenlets_that_wait_need_no_descriptors(nodes: list[EmbeddedNode]) -> None:
+def test_greenlets_that_wait_need_no_descriptors(nodes: Nodes) -> None:
     found = figures("gevent", nodes)
     assert found["ends"] == {"LockTaken": GREENLETS}, found
     # spare pollers, and the subscriber connections, which are kept for a while
@@ -69,23 +65,19 @@ def test_greenlets_that_wait_need_no_descriptors(nodes: list[EmbeddedNode]) -> N
 
 
 @pytest.mark.slow
-def test_a_process_that_had_no_descriptors_renews_and_releases_again(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_a_process_that_had_no_descriptors_renews_and_releases_again(nodes: Nodes) -> None:
     assert figures("shortage", nodes) == {"later": ["acquired", True, True]}
 
 
 @pytest.mark.slow
-def test_permits_above_the_hundredth_are_used_as_soon_as_they_are_free(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_permits_above_the_hundredth_are_used_as_soon_as_they_are_free(nodes: Nodes) -> None:
     for how, (taken, seconds) in figures("permits", nodes).items():
         assert (taken, seconds < 5.0) == (50, True), (how, taken, seconds)
 
 
 @pytest.mark.parametrize("ahead", [-HOUR, HOUR])
 def test_who_began_to_wait_first_is_named_first_whatever_its_wall_clock_says(
-    nodes: list[EmbeddedNode], wall_clock: WallClock, ahead: int
+    nodes: Nodes, wall_clock: WallClock, ahead: int
 ) -> None:
     urls = [node.url for node in nodes]
     wall_clock.set(ahead)
@@ -118,9 +110,7 @@ def next_of(*callers: Caller) -> Caller:
     return by_output[output]
 
 
-def test_forged_release_messages_make_no_caller_busy_and_hide_no_real_one(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_forged_release_messages_make_no_caller_busy_and_hide_no_real_one(nodes: Nodes) -> None:
     found = figures("flood", nodes)
     for forged in (found["waited"], found["others"]):
         assert forged["messages"] > 1000, found

@@ -13,8 +13,7 @@ from celery_redlock import Lock, LockTaken, Redlock
 from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, PATIENCE, eventually, hearing, see_freed, settle
+from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, eventually, hearing, see_freed, settle
 from tests.contract.points import files_below_the_engine, files_of_the_engine, interrupt
 
 LASTING = 600.0  # s
@@ -26,7 +25,7 @@ class Struck(Exception):  # noqa: N818 - as billiard names it
 
 
 @pytest.fixture
-def lasting_redlock(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+def lasting_redlock(nodes: Nodes) -> Iterator[Redlock]:
     """Give a Redlock over one node, whose locks may stand for longer than a test takes."""
     with Redlock([nodes[0].url], node_timeout=NODE_TIMEOUT, max_ttl=LASTING) as made:
         settle(made)
@@ -46,7 +45,7 @@ def cut(run: Callable[[], object], at: int, files: tuple[str, ...], begin: str) 
 
 
 def test_a_release_that_is_cut_as_it_is_sent_again_arrives(
-    lasting_redlock: Redlock, nodes: list[EmbeddedNode]
+    lasting_redlock: Redlock, nodes: Nodes
 ) -> None:
     redlock, struck = lasting_redlock, []
     for at in itertools.count(1):
@@ -66,7 +65,7 @@ def test_a_release_that_is_cut_as_it_is_sent_again_arrives(
 
 @pytest.mark.parametrize("leave", [Lock.release, lambda lock: lock.__exit__(None, None, None)])
 def test_a_lock_whose_object_is_kept_is_given_back_though_its_release_is_cut(
-    lasting_redlock: Redlock, nodes: list[EmbeddedNode], leave: Callable[[Lock], None]
+    lasting_redlock: Redlock, nodes: Nodes, leave: Callable[[Lock], None]
 ) -> None:
     """But at the first point: nothing of ours has begun by then, and who is cut has to know."""
     redlock = lasting_redlock
@@ -93,7 +92,7 @@ def take(redlock: Redlock) -> float:
 
 
 def test_a_wait_that_is_cut_leaves_nothing_and_the_next_one_is_handed_the_lock(
-    lasting_redlock: Redlock, nodes: list[EmbeddedNode]
+    lasting_redlock: Redlock, nodes: Nodes
 ) -> None:
     callers, client = lasting_redlock.session.callers, nodes[0].client()
     keeps_the_inbox_open, hand_offs = Caller("another", 1, 1.0), []

@@ -14,8 +14,7 @@ from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.lock import release_all
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.tasks.execution.outcomes import read_markers
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, TTL, eventually, keys_on, settle, settled
+from tests.conftest import PATIENCE, TTL, Nodes, eventually, keys_on, settle, settled
 
 RUN = "1:shop.settle:0:0"
 DONE = "{redlock}:done:" + RUN
@@ -40,19 +39,19 @@ def ends(redlock: Redlock, **lock: Any) -> None:
     settle(redlock)
 
 
-def marks_on(nodes: list[EmbeddedNode]) -> list[bool]:
+def marks_on(nodes: Nodes) -> list[bool]:
     return [bool(node.client().exists(DONE)) for node in nodes]
 
 
 @pytest.fixture
-def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+def rival(nodes: Nodes) -> Iterator[Redlock]:
     """Give a client beside `redlock`, as of another process."""
     with settled(nodes) as made:
         yield made
 
 
 def test_the_release_of_a_run_that_is_done_marks_it_on_every_node(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     ends(redlock)
     assert keys_on(nodes) == [[], [], []]
@@ -61,9 +60,7 @@ def test_the_release_of_a_run_that_is_done_marks_it_on_every_node(
         assert KEPT - 100 < node.client().pttl(DONE) / 1000 <= KEPT
 
 
-def test_a_release_that_is_no_end_marks_nothing(
-    redlock: Redlock, nodes: list[EmbeddedNode]
-) -> None:
+def test_a_release_that_is_no_end_marks_nothing(redlock: Redlock, nodes: Nodes) -> None:
     release_all(lock_of(redlock).acquire())
     lock_of(redlock).acquire().release()
     settle(redlock)
@@ -71,7 +68,7 @@ def test_a_release_that_is_no_end_marks_nothing(
 
 
 def test_a_delivery_that_asks_is_told_and_leaves_nothing_behind(
-    redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
     ends(redlock)
     with pytest.raises(AlreadyCompletedError):
@@ -94,7 +91,7 @@ def test_another_run_is_not_done(redlock: Redlock, rival: Redlock) -> None:
 
 @pytest.mark.parametrize("told", [0, 1, 2])
 def test_one_node_of_the_quorum_that_says_so_is_enough(
-    redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode], told: int
+    redlock: Redlock, rival: Redlock, nodes: Nodes, told: int
 ) -> None:
     ends(redlock)
     for index, node in enumerate(nodes):
@@ -120,7 +117,7 @@ def outcome(redlock: Redlock) -> str:
 
 
 def test_a_mark_on_a_quorum_is_met_by_every_quorum(
-    redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
     ends(redlock)
     for node in nodes:
@@ -160,7 +157,7 @@ def test_fencing_and_asking_go_together(redlock: Redlock, rival: Redlock) -> Non
 
 
 def test_a_lost_lock_does_not_keep_a_run_that_ended_from_being_marked(
-    brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+    brisk_redlock: Redlock, nodes: Nodes
 ) -> None:
     redlock = brisk_redlock
     lock = lock_of(redlock, ttl=TTL).acquire()
@@ -174,7 +171,7 @@ def test_a_lost_lock_does_not_keep_a_run_that_ended_from_being_marked(
 
 
 def test_a_run_that_released_its_lock_itself_is_marked_at_its_end(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     lock = lock_of(redlock).acquire()
     lock.release()
@@ -186,7 +183,7 @@ def test_a_run_that_released_its_lock_itself_is_marked_at_its_end(
 
 
 def test_the_end_of_an_inner_run_neither_ends_nor_releases_what_is_around_it(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     outer = lock_of(redlock).acquire()
     for released in (False, True):
@@ -203,7 +200,7 @@ def test_the_end_of_an_inner_run_neither_ends_nor_releases_what_is_around_it(
 
 
 def test_of_several_resources_the_mark_is_ahead_of_the_first_release(
-    redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
     ends(redlock, resource=["a", "b"])
     assert marks_on(nodes) == [True] * 3
@@ -225,7 +222,7 @@ def test_a_twin_does_not_take_another_permit(redlock: Redlock, rival: Redlock) -
 
 
 def test_a_run_without_a_permit_leaves_nothing_of_its_own_lock(
-    redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
     third = Redlock([node.url for node in nodes], node_timeout=PATIENCE)
     with third, lock_of(redlock, limit=2), lock_of(rival, run="2:t:0:0", limit=2):
@@ -241,7 +238,7 @@ def test_a_run_without_a_permit_leaves_nothing_of_its_own_lock(
 
 
 def test_a_node_without_memory_for_the_mark_frees_the_lock_all_the_same(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     lock = lock_of(redlock).acquire()
     clients = [node.client() for node in nodes]
@@ -258,9 +255,7 @@ def test_a_node_without_memory_for_the_mark_frees_the_lock_all_the_same(
 
 
 @pytest.mark.slow
-def test_the_mark_is_owed_with_its_release_to_a_node_that_is_away(
-    mortal_nodes: list[EmbeddedNode],
-) -> None:
+def test_the_mark_is_owed_with_its_release_to_a_node_that_is_away(mortal_nodes: Nodes) -> None:
     urls = [node.url for node in mortal_nodes]
     with Redlock(urls, node_timeout=PATIENCE) as redlock:
         settle(redlock)

@@ -14,8 +14,16 @@ import pytest
 
 from celery_redlock import LockTaken, Redlock
 from celery_redlock.signals import node_recovered
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, receiving, see_freed, settle
+from tests.conftest import (
+    NODE_TIMEOUT,
+    TTL,
+    Nodes,
+    eventually,
+    is_free,
+    receiving,
+    see_freed,
+    settle,
+)
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts in /proc")
 UNCLOSED = pytest.mark.filterwarnings("ignore:unclosed <Redlock:ResourceWarning")
@@ -45,7 +53,7 @@ def nothing_is_left() -> Iterator[None]:
     eventually(is_left)
 
 
-def over(nodes: list[EmbeddedNode]) -> Redlock:
+def over(nodes: Nodes) -> Redlock:
     return Redlock([node.url for node in nodes], node_timeout=NODE_TIMEOUT)
 
 
@@ -64,20 +72,20 @@ def test_what_becomes_known_after_its_end_has_no_sender() -> None:
 @UNCLOSED
 @pytest.mark.usefixtures("nothing_is_left")
 class TestDropped:
-    def test_after_its_first_lock(self, nodes: list[EmbeddedNode]) -> None:
+    def test_after_its_first_lock(self, nodes: Nodes) -> None:
         with over(nodes).lock("r", wait=60):
             pass
         see_freed(nodes, "r")
 
-    def test_after_a_look_at_its_nodes(self, nodes: list[EmbeddedNode]) -> None:
+    def test_after_a_look_at_its_nodes(self, nodes: Nodes) -> None:
         settle(over(nodes))
 
-    def test_after_it_has_waited(self, nodes: list[EmbeddedNode]) -> None:
+    def test_after_it_has_waited(self, nodes: Nodes) -> None:
         with over(nodes) as holder, holder.lock("r", wait=60), pytest.raises(LockTaken):
             over(nodes).lock("r", wait=0.5).acquire()
 
     def test_with_a_lock_that_goes_with_it_and_is_released(
-        self, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         lock = over(nodes).lock("r", wait=60).acquire()
         assert lock.held
@@ -87,7 +95,7 @@ class TestDropped:
 
     @pytest.mark.slow
     def test_with_a_node_that_is_away_and_hears_of_the_release_when_it_is_back(
-        self, mortal_nodes: list[EmbeddedNode]
+        self, mortal_nodes: Nodes
     ) -> None:
         lock = over(mortal_nodes).lock("r", wait=60).acquire()
         eventually(lambda: mortal_nodes[0].client().exists("{redlock}:lock:r"))
@@ -99,12 +107,12 @@ class TestDropped:
         mortal_nodes[0].resume()
         see_freed(mortal_nodes, "r")
 
-    def test_in_a_cycle(self, nodes: list[EmbeddedNode]) -> None:
+    def test_in_a_cycle(self, nodes: Nodes) -> None:
         redlock = over(nodes)
         redlock.itself = redlock  # type: ignore[attr-defined]
         settle(redlock)
 
-    def test_in_a_forked_child_its_parents_goes_on(self, nodes: list[EmbeddedNode]) -> None:
+    def test_in_a_forked_child_its_parents_goes_on(self, nodes: Nodes) -> None:
         redlock = over(nodes)
         with redlock.lock("r", ttl=TTL, wait=60) as lock:
             with warnings.catch_warnings():
@@ -120,7 +128,7 @@ class TestDropped:
             assert lock.held
 
 
-def test_a_lock_keeps_its_redlock(nodes: list[EmbeddedNode]) -> None:
+def test_a_lock_keeps_its_redlock(nodes: Nodes) -> None:
     redlock = over(nodes)
     lock, kept = redlock.lock("r", wait=60), ref(redlock)
     del redlock
@@ -133,14 +141,14 @@ def test_a_lock_keeps_its_redlock(nodes: list[EmbeddedNode]) -> None:
     found.close()
 
 
-def test_one_that_is_dropped_is_told_of_as_a_socket_is(nodes: list[EmbeddedNode]) -> None:
+def test_one_that_is_dropped_is_told_of_as_a_socket_is(nodes: Nodes) -> None:
     used = [over(nodes)]
     settle(used[0])
     with pytest.warns(ResourceWarning, match=f"unclosed <Redlock 127.0.0.1:{nodes[0].port}"):
         used.clear()
 
 
-def test_one_that_was_closed_or_never_used_is_not(nodes: list[EmbeddedNode]) -> None:
+def test_one_that_was_closed_or_never_used_is_not(nodes: Nodes) -> None:
     gc.collect()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

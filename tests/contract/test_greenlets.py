@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, TTL, see_freed
+from tests.conftest import NODE_TIMEOUT, TTL, Nodes, see_freed
 from tests.contract.proxy import Proxy, proxies
 
 GEVENT = """
@@ -64,7 +64,7 @@ def tell(patch: str, story: str, nodes: Sequence[EmbeddedNode | Proxy]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_greenlets_exclude_each_other_and_all_get_their_turn(nodes: list[EmbeddedNode]) -> None:
+def test_greenlets_exclude_each_other_and_all_get_their_turn(nodes: Nodes) -> None:
     story = """
 inside, most, count = [0], [0], [0]
 def work():
@@ -83,7 +83,7 @@ told = {"most": most[0], "count": count[0]}
     assert tell(GEVENT, story, nodes) == {"most": 1, "count": 60}
 
 
-def test_many_locks_at_once_share_one_connection_a_node(nodes: list[EmbeddedNode]) -> None:
+def test_many_locks_at_once_share_one_connection_a_node(nodes: Nodes) -> None:
     story = """
 held = []
 def work(n):
@@ -101,7 +101,7 @@ told = {"held": len(held), "connections": len(set(ours))}
     see_freed(nodes, "r39")
 
 
-def test_what_one_nests_another_one_is_refused(nodes: list[EmbeddedNode]) -> None:
+def test_what_one_nests_another_one_is_refused(nodes: Nodes) -> None:
     story = """
 seen = []
 def sibling(wait=0):
@@ -120,7 +120,7 @@ told = seen
     assert tell(GEVENT, story, nodes) == [False, True, False, True, True]
 
 
-def test_a_killed_one_leaves_no_lock_and_no_shifted_reply(nodes: list[EmbeddedNode]) -> None:
+def test_a_killed_one_leaves_no_lock_and_no_shifted_reply(nodes: Nodes) -> None:
     story = """
 killed = [0]
 def work(n):
@@ -144,9 +144,7 @@ told = {"killed": killed[0] > 10, "free": all(free)}
 
 
 @EACH_PATCH
-def test_greenlets_exclude_each_other_whatever_is_patched(
-    patch: str, nodes: list[EmbeddedNode]
-) -> None:
+def test_greenlets_exclude_each_other_whatever_is_patched(patch: str, nodes: Nodes) -> None:
     story = """
 inside, most, done = [0], [0], [0]
 def work():
@@ -165,7 +163,7 @@ told = {"most": most[0], "done": done[0]}
 
 @pytest.mark.slow
 @EACH_PATCH
-def test_greenlets_run_while_another_one_waits(patch: str, nodes: list[EmbeddedNode]) -> None:
+def test_greenlets_run_while_another_one_waits(patch: str, nodes: Nodes) -> None:
     story = """
 ticks, done = [0], []
 def tick():
@@ -187,7 +185,7 @@ LOOPS = pytest.mark.parametrize("loop", ["libev-cext", "libev-cffi", "libuv-cffi
 
 @LOOPS
 def test_another_thread_wakes_a_greenlet_that_sleeps(
-    loop: str, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+    loop: str, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     story = """
 from celery_redlock.lock.platform.threads import new_sleeper, start_thread
@@ -219,7 +217,7 @@ told = {"woken": woken, "few": few}
 
 @pytest.mark.parametrize("flows", [THREADS, GEVENT], ids=["threads", "greenlets"])
 def test_many_wait_and_locks_are_renewed_while_no_descriptor_is_left(
-    flows: str, nodes: list[EmbeddedNode]
+    flows: str, nodes: Nodes
 ) -> None:
     story = """
 import resource
@@ -261,7 +259,7 @@ told = {"got": got, "refused": refused, "free": free}
     assert tell(flows, story, nodes) == {"got": [True] * 40, "refused": True, "free": True}
 
 
-def test_greenlets_without_a_hub_exclude_each_other(nodes: list[EmbeddedNode]) -> None:
+def test_greenlets_without_a_hub_exclude_each_other(nodes: Nodes) -> None:
     story = """
 from greenlet import getcurrent, greenlet
 main, seen = getcurrent(), []
@@ -280,9 +278,7 @@ told = seen
     assert tell("", story, nodes) == [False, False, True, True]
 
 
-def test_what_a_task_holds_it_takes_again_in_a_greenlet_that_it_drives(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_what_a_task_holds_it_takes_again_in_a_greenlet_that_it_drives(nodes: Nodes) -> None:
     story = """
 import asyncio
 from greenlet import getcurrent, greenlet
@@ -308,9 +304,7 @@ told = seen
     assert tell("", story, nodes) == [False, True]
 
 
-def test_a_connection_may_break_while_greenlets_wait_for_its_node(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_a_connection_may_break_while_greenlets_wait_for_its_node(nodes: Nodes) -> None:
     story = """
 import logging
 from celery_redlock.errors import RedlockError

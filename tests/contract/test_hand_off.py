@@ -36,8 +36,7 @@ from celery_redlock.lock.server.requests import (
 )
 from celery_redlock.lock.transport.command import Round, Script, text_of
 from celery_redlock.lock.transport.poller import Poller
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, NODE_TIMEOUT, eventually, hearing, settle
+from tests.conftest import FREED, NODE_TIMEOUT, Nodes, eventually, hearing, settle
 from tests.contract.contention import PROCESSES
 from tests.contract.points import interrupt
 from tests.pages import ROOT
@@ -53,7 +52,7 @@ now = SystemClock().now
 
 
 @pytest.fixture
-def client(nodes: list[EmbeddedNode]) -> Redis:
+def client(nodes: Nodes) -> Redis:
     return nodes[0].client()
 
 
@@ -292,7 +291,7 @@ def wait_in_process(line: Connection, urls: list[str]) -> None:
 class OtherProcess:
     """A process that waits for the lock."""
 
-    def __init__(self, nodes: list[EmbeddedNode]) -> None:
+    def __init__(self, nodes: Nodes) -> None:
         self.line, other_end = PROCESSES.Pipe()
         urls = [node.url for node in nodes]
         before = set(waiting(nodes[0].client()))
@@ -325,7 +324,7 @@ class OtherProcess:
 
 
 @pytest.fixture
-def others(nodes: list[EmbeddedNode]) -> Iterator[Any]:
+def others(nodes: Nodes) -> Iterator[Any]:
     """Give a way to start processes that wait."""
     made: list[OtherProcess] = []
 
@@ -361,7 +360,7 @@ class TestProcesses:
         assert first.has()
 
     def test_leave_a_dead_one_behind_at_once(
-        self, redlock: Redlock, others: Any, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, others: Any, nodes: Nodes
     ) -> None:
         with redlock.lock("r"):
             first, second = others(), others()
@@ -371,7 +370,7 @@ class TestProcesses:
         eventually(lambda: waiting(nodes[0].client()) == [])
 
     def test_that_a_node_forgot_are_registered_again_after_a_look(
-        self, redlock: Redlock, others: Any, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, others: Any, nodes: Nodes
     ) -> None:
         with redlock.lock("r"):
             first = others()
@@ -380,7 +379,7 @@ class TestProcesses:
         assert first.has()
 
     def test_that_lost_their_subscription_are_registered_again_with_the_next_one(
-        self, redlock: Redlock, others: Any, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, others: Any, nodes: Nodes
     ) -> None:
         with redlock.lock("r"):
             first = others()
@@ -393,7 +392,7 @@ class TestProcesses:
 
 class TestRegistered:
     def test_who_waits_no_more_is_not_registered_any_more(
-        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
+        self, redlock: Redlock, rival: Redlock, nodes: Nodes, pool: ThreadPoolExecutor
     ) -> None:
         lock = redlock.lock("r").acquire()
         taking: Future[float] = pool.submit(take, rival)
@@ -496,7 +495,7 @@ class TestRegistered:
         eventually(lambda: waiting(client) == [])
 
 
-def asked(nodes: list[EmbeddedNode]) -> list[int]:
+def asked(nodes: Nodes) -> list[int]:
     """Return how many questions each node has answered."""
     stats: list[Any] = [node.client().info("commandstats") for node in nodes]
     return [stat.get("cmdstat_zrank", {}).get("calls", 0) for stat in stats]
@@ -529,7 +528,7 @@ class TestQuestion:
         assert answers == [None]
 
     def test_in_a_flood_the_others_follow_the_one_in_flight_as_one(
-        self, inbox: Inbox, nodes: list[EmbeddedNode], redlock: Redlock
+        self, inbox: Inbox, nodes: Nodes, redlock: Redlock
     ) -> None:
         answers: Queue[int] = Queue()
         before = asked(nodes)
@@ -546,7 +545,7 @@ class TestQuestion:
         assert answers.empty()
         assert [b - a for a, b in zip(before, asked(nodes), strict=True)] == [2, 2, 2]
 
-    def test_of_another_lock_waits_for_none(self, inbox: Inbox, nodes: list[EmbeddedNode]) -> None:
+    def test_of_another_lock_waits_for_none(self, inbox: Inbox, nodes: Nodes) -> None:
         answers: Queue[int] = Queue()
         for node in nodes:
             node.pause()
@@ -563,7 +562,7 @@ class TestRights:
     """A user that may do what a page says, on all nodes."""
 
     @contextlib.contextmanager
-    def allowed(self, nodes: list[EmbeddedNode], rights: str) -> Iterator[list[Redlock]]:
+    def allowed(self, nodes: Nodes, rights: str) -> Iterator[list[Redlock]]:
         for node in nodes:
             words = ["reset", "resetchannels", "on", ">secret", *rights.split()]
             node.client().execute_command("ACL", "SETUSER", "locks", *words)
@@ -578,7 +577,7 @@ class TestRights:
                 node.client().execute_command("ACL", "DELUSER", "locks")
 
     def test_of_the_page_a_release_names_its_successor(
-        self, nodes: list[EmbeddedNode], client: Redis, ears: Ears
+        self, nodes: Nodes, client: Redis, ears: Ears
     ) -> None:
         page = (ROOT / "docs" / "operations" / "security.md").read_text(encoding="utf-8")
         [rights] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
@@ -617,12 +616,10 @@ class CutLine:
     def on_listening(self) -> None: ...
 
 
-def test_a_question_that_is_cut_off_keeps_no_later_one_from_being_asked(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_a_question_that_is_cut_off_keeps_no_later_one_from_being_asked(nodes: Nodes) -> None:
     with Redlock([node.url for node in nodes]) as redlock:
         settle(redlock)
-        inbox = redlock.session.new_inbox(CutLine())
+        inbox = Inbox(redlock.session, CutLine())
         places: Queue[Place | None] = Queue()
         with pytest.raises(KeyboardInterrupt):
             inbox.ask("r", 1, 0, places.put)
@@ -650,7 +647,7 @@ class ForkedMeanwhile(Round):
 
 
 def test_a_wait_that_goes_on_in_a_forked_child_leaves_it_no_poller_of_the_parent(
-    nodes: list[EmbeddedNode],
+    nodes: Nodes,
 ) -> None:
     with Redlock([node.url for node in nodes]) as redlock:
         settle(redlock)

@@ -19,7 +19,7 @@ from celery_redlock.lock.server.requests import RENEW
 from celery_redlock.lock.transport.command import text_of
 from celery_redlock.operate.cli.group import as_data
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import TTL, eventually, is_free, settle
+from tests.conftest import TTL, Nodes, eventually, is_free, settle
 
 
 def only(redlock: Redlock, resource: str | None = None) -> LockReport:
@@ -27,13 +27,11 @@ def only(redlock: Redlock, resource: str | None = None) -> LockReport:
     return found
 
 
-def names(nodes: list[EmbeddedNode]) -> list[str]:
+def names(nodes: Nodes) -> list[str]:
     return [f"127.0.0.1:{node.port}" for node in nodes]
 
 
-def test_a_lock_is_shown_with_holder_time_and_votes(
-    redlock: Redlock, nodes: list[EmbeddedNode]
-) -> None:
+def test_a_lock_is_shown_with_holder_time_and_votes(redlock: Redlock, nodes: Nodes) -> None:
     before = time.time()
     with redlock.lock("r"):
         settle(redlock)
@@ -66,7 +64,7 @@ def test_any_resource_is_found_by_its_name_and_no_other(redlock: Redlock, resour
         assert (list(done.values()), failing) == ([True] * 3, {})
 
 
-def test_each_permit_is_shown(redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+def test_each_permit_is_shown(redlock: Redlock, nodes: Nodes) -> None:
     urls = [node.url for node in nodes]
     with Redlock(urls) as second, Redlock(urls) as third:  # what one holds it takes again, nested
         holders = (redlock, second, third)
@@ -78,7 +76,7 @@ def test_each_permit_is_shown(redlock: Redlock, nodes: list[EmbeddedNode]) -> No
 
 
 def test_a_rest_on_fewer_nodes_than_a_quorum_is_not_shown_as_held(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     nodes[0].client().set(lock_key("redlock", "r"), "00:1:somebody", px=20_000)
     found = only(redlock)
@@ -86,9 +84,7 @@ def test_a_rest_on_fewer_nodes_than_a_quorum_is_not_shown_as_held(
     assert list(found.votes) == names(nodes)[:1]
 
 
-def test_a_strangers_key_is_shown_as_what_it_is(
-    redlock: Redlock, nodes: list[EmbeddedNode]
-) -> None:
+def test_a_strangers_key_is_shown_as_what_it_is(redlock: Redlock, nodes: Nodes) -> None:
     for node in nodes:
         node.client().set(lock_key("redlock", "text"), "by hand")
         node.client().hset(lock_key("redlock", "wrong"), "a", "b")
@@ -98,7 +94,7 @@ def test_a_strangers_key_is_shown_as_what_it_is(
     assert "another type" in wrong.holder.label
 
 
-def test_a_node_that_is_away_is_named_with_its_cause(mortal_nodes: list[EmbeddedNode]) -> None:
+def test_a_node_that_is_away_is_named_with_its_cause(mortal_nodes: Nodes) -> None:
     with Redlock([node.url for node in mortal_nodes]) as redlock, redlock.lock("r", wait=60):
         mortal_nodes[1].kill()
         sight = list_locks(redlock)
@@ -107,7 +103,7 @@ def test_a_node_that_is_away_is_named_with_its_cause(mortal_nodes: list[Embedded
         assert [node.votes for node in read_nodes(redlock)] == [True, False, True]
 
 
-def test_a_node_says_what_it_is(redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+def test_a_node_says_what_it_is(redlock: Redlock, nodes: Nodes) -> None:
     nodes[2].client().replicaof("127.0.0.1", nodes[0].port)
     try:
         first, _, last = read_nodes(redlock)
@@ -122,7 +118,7 @@ def test_a_node_says_what_it_is(redlock: Redlock, nodes: list[EmbeddedNode]) -> 
 
 
 def test_a_new_node_is_shown_as_one_that_will_not_vote_until_it_is_trusted(
-    mortal_nodes: list[EmbeddedNode],
+    mortal_nodes: Nodes,
 ) -> None:
     mortal_nodes[0].client().flushall()
     with Redlock([node.url for node in mortal_nodes]) as redlock:
@@ -139,7 +135,7 @@ def see_lost(lock: Lock) -> None:
 
 
 def test_a_broken_lock_is_lost_at_its_holders_next_renewal_and_free_at_once(
-    brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+    brisk_redlock: Redlock, nodes: Nodes
 ) -> None:
     lock, neighbour = brisk_redlock.lock("r", ttl=TTL), brisk_redlock.lock("r2", ttl=TTL)
     lock.acquire()
@@ -159,7 +155,7 @@ def test_a_broken_lock_is_lost_at_its_holders_next_renewal_and_free_at_once(
 
 
 def test_a_second_break_does_not_make_the_first_one_forgotten(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     """The first holder may have a node to repair still: one that was restarted, for instance."""
     first, seen = redlock.lock("r").acquire(), []
@@ -183,9 +179,7 @@ def test_a_second_break_does_not_make_the_first_one_forgotten(
             assert word == -1
 
 
-def test_breaking_touches_nobody_who_took_it_meanwhile(
-    redlock: Redlock, nodes: list[EmbeddedNode]
-) -> None:
+def test_breaking_touches_nobody_who_took_it_meanwhile(redlock: Redlock, nodes: Nodes) -> None:
     with redlock.lock("r"):
         settle(redlock)
         seen = only(redlock)

@@ -21,12 +21,12 @@ from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.model.lease import Fence, Lease, LockKey
 from celery_redlock.lock.transport.command import PING, Command, encode_text
 from celery_redlock.signals import LockLostEvent, lock_lost
-from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     FREED,
     NODE_TIMEOUT,
     PATIENCE,
     TTL,
+    Nodes,
     eventually,
     is_free,
     receiving,
@@ -91,9 +91,7 @@ def for_seconds(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("restless_threads")
-def test_answers_stay_with_their_commands_while_connections_break(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_answers_stay_with_their_commands_while_connections_break(nodes: Nodes) -> None:
     seen: list[tuple[int, Any]] = []
     batches = echoes(50, seen)
     with Redlock([nodes[0].url], node_timeout=5.0) as redlock:
@@ -120,7 +118,7 @@ def test_answers_stay_with_their_commands_while_connections_break(
 
 @pytest.mark.slow
 def test_an_inner_lock_whose_outer_one_ran_out_meanwhile_is_not_acquired(
-    brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+    brisk_redlock: Redlock, nodes: Nodes
 ) -> None:
     urls, redlock = [node.url for node in nodes], brisk_redlock
     with Redlock(urls, node_timeout=NODE_TIMEOUT) as other:
@@ -137,7 +135,7 @@ def test_an_inner_lock_whose_outer_one_ran_out_meanwhile_is_not_acquired(
 
 @pytest.mark.slow
 def test_a_lock_that_nobody_keeps_is_released_instead_of_renewed(
-    redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    redlock: Redlock, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     redlock.lock("r").acquire()
     gc.collect()
@@ -147,7 +145,7 @@ def test_a_lock_that_nobody_keeps_is_released_instead_of_renewed(
 
 
 @pytest.mark.parametrize("prefix", ["50%off", "a%%b", "x%b", "ü", "a b", "a\n", "\udcff"])
-def test_a_prefix_may_have_any_letters(nodes: list[EmbeddedNode], prefix: str) -> None:
+def test_a_prefix_may_have_any_letters(nodes: Nodes, prefix: str) -> None:
     trust_nodes(nodes, prefix)
     urls = [node.url for node in nodes]
     one, other = (Redlock(urls, prefix=prefix, node_timeout=PATIENCE) for _ in range(2))
@@ -159,7 +157,7 @@ def test_a_prefix_may_have_any_letters(nodes: list[EmbeddedNode], prefix: str) -
 
 @pytest.mark.slow
 def test_a_name_that_led_to_another_nodes_server_for_a_while_is_a_node_again(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     first, _, last = redlock.session.nodes.all
     own = last.address
@@ -188,7 +186,7 @@ def test_a_name_that_led_to_another_nodes_server_for_a_while_is_a_node_again(
 class TestHandlers:
     """What users' code does when it is told of a loss."""
 
-    def lose(self, redlock: Redlock, name: str, nodes: list[EmbeddedNode]) -> None:
+    def lose(self, redlock: Redlock, name: str, nodes: Nodes) -> None:
         lock = redlock.lock(name, ttl=TTL).acquire(wait=60)
         settle(redlock)
         for node in nodes:
@@ -197,7 +195,7 @@ class TestHandlers:
         lock.release()
 
     def test_bodies_hear_of_a_loss_before_receivers_do(
-        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
         told: list[str] = []
         brisk_redlock.session.events.on_loss = lambda: told.append("bodies")
@@ -206,7 +204,7 @@ class TestHandlers:
             eventually(lambda: told == ["bodies", "receivers"])
 
     def test_one_that_exits_does_not_end_the_telling(
-        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, brisk_redlock: Redlock, nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         redlock = brisk_redlock
         caplog.set_level(logging.CRITICAL)  # its traceback is no news here
@@ -223,7 +221,7 @@ class TestHandlers:
 
     @pytest.mark.slow
     def test_a_flood_of_news_does_not_keep_a_loss_from_being_told(
-        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
         redlock = brisk_redlock
         told = threading.Event()
@@ -253,7 +251,7 @@ def take(lock: Lock, gate: threading.Barrier) -> None:
 
 @pytest.mark.usefixtures("restless_threads")
 def test_of_threads_that_share_a_lock_object_one_gets_it_and_none_leaks_it(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     for turn in range(150):
         lock = redlock.lock(f"r{turn}")
@@ -266,7 +264,7 @@ def test_of_threads_that_share_a_lock_object_one_gets_it_and_none_leaks_it(
 
 
 def test_after_a_lock_that_nobody_keeps_its_resource_is_taken_and_given_back_as_ever(
-    redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    redlock: Redlock, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     redlock.lock("r").acquire()
     gc.collect()
@@ -277,7 +275,7 @@ def test_after_a_lock_that_nobody_keeps_its_resource_is_taken_and_given_back_as_
 
 
 def test_a_connection_that_each_renewal_breaks_does_not_make_them_oftener(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     broken = redlock.session.nodes.all[0]
 
@@ -301,7 +299,7 @@ def test_a_connection_that_each_renewal_breaks_does_not_make_them_oftener(
 
 
 def test_a_refusal_that_another_thread_brings_in_does_not_disturb_who_reads_the_others(
-    redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+    redlock: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Redlock([node.url for node in nodes], node_timeout=PATIENCE) as other:
 

@@ -16,16 +16,10 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.children.forks import ChildProcess, Children, start_time_of
-from celery_redlock.tasks.children.journal import (
-    CLAIMED,
-    HELD,
-    RELEASED,
-    JournalSlot,
-)
+from celery_redlock.tasks.children.journal import CLAIMED, HELD, RELEASED, JournalSlot
 from celery_redlock.tasks.children.reaper import ChildReaper
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, TTL, Journal, eventually, is_free, see_freed, settle
+from tests.conftest import NODE_TIMEOUT, TTL, Journal, Nodes, eventually, is_free, see_freed, settle
 from tests.contract.proxy import FAIR, Proxy, Way, Weather, proxies
 
 
@@ -53,7 +47,7 @@ def ledger(redlock: Redlock) -> Ledger:
 
 
 @pytest.fixture
-def before(nodes: list[EmbeddedNode]) -> Iterator[list[Proxy]]:
+def before(nodes: Nodes) -> Iterator[list[Proxy]]:
     with proxies(nodes) as made:
         yield made
 
@@ -88,9 +82,7 @@ def test_a_claim_is_settled_once_every_node_has_been_told(redlock: Redlock, ledg
 
 
 @pytest.mark.slow
-def test_a_refused_claim_is_settled_too(
-    redlock: Redlock, ledger: Ledger, nodes: list[EmbeddedNode]
-) -> None:
+def test_a_refused_claim_is_settled_too(redlock: Redlock, ledger: Ledger, nodes: Nodes) -> None:
     urls = [node.url for node in nodes]
     with Redlock(urls, node_timeout=NODE_TIMEOUT) as other, other.lock("k"):  # noqa: SIM117
         with pytest.raises(LockTaken):
@@ -114,7 +106,7 @@ def test_a_claim_stays_open_while_a_node_has_not_answered(before: list[Proxy]) -
 
 
 @pytest.mark.slow
-def test_a_claim_is_settled_when_its_time_is_up(mortal_nodes: list[EmbeddedNode]) -> None:
+def test_a_claim_is_settled_when_its_time_is_up(mortal_nodes: Nodes) -> None:
     urls = [node.url for node in mortal_nodes]
     with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock:
         settle(redlock)
@@ -125,9 +117,7 @@ def test_a_claim_is_settled_when_its_time_is_up(mortal_nodes: list[EmbeddedNode]
         eventually(lambda: not ledger.open)
 
 
-def test_what_another_left_is_released_by_its_token(
-    redlock: Redlock, nodes: list[EmbeddedNode]
-) -> None:
+def test_what_another_left_is_released_by_its_token(redlock: Redlock, nodes: Nodes) -> None:
     for node in nodes:
         node.client().set("{redlock}:lock:k", "token:theirs", px=300_000)
     redlock.session.release_orphans(*left_by("k", "token:theirs"), 0.0)
@@ -136,12 +126,12 @@ def test_what_another_left_is_released_by_its_token(
 
 @pytest.mark.slow
 def test_a_request_of_the_dead_that_comes_after_their_release_leaves_no_lock(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     assert any(comes_late(redlock, nodes) for _ in range(10))
 
 
-def comes_late(redlock: Redlock, nodes: list[EmbeddedNode]) -> bool:
+def comes_late(redlock: Redlock, nodes: Nodes) -> bool:
     """Let a key be set after its release, and see it go; False where this machine was too slow."""
     until = time.monotonic() + REPEATED_AFTER[-1]
     redlock.session.release_orphans(*left_by("k", "token:theirs"), 0.0)
@@ -154,9 +144,7 @@ def comes_late(redlock: Redlock, nodes: list[EmbeddedNode]) -> bool:
     return True
 
 
-def test_what_another_has_taken_since_is_left_alone(
-    redlock: Redlock, nodes: list[EmbeddedNode]
-) -> None:
+def test_what_another_has_taken_since_is_left_alone(redlock: Redlock, nodes: Nodes) -> None:
     for node in nodes:
         node.client().set("{redlock}:lock:k", "later:theirs", px=300_000)
     redlock.session.release_orphans(*left_by("k", "token:theirs"), 0.0)
@@ -164,9 +152,7 @@ def test_what_another_has_taken_since_is_left_alone(
     assert not is_free(nodes, "k")
 
 
-def test_a_node_that_is_away_is_told_of_what_was_left_when_it_is_back(
-    mortal_nodes: list[EmbeddedNode],
-) -> None:
+def test_a_node_that_is_away_is_told_of_what_was_left_when_it_is_back(mortal_nodes: Nodes) -> None:
     for node in mortal_nodes:
         node.client().set("{redlock}:lock:k", "token:theirs", px=300_000)
     with Redlock([node.url for node in mortal_nodes], node_timeout=NODE_TIMEOUT) as redlock:
@@ -177,7 +163,7 @@ def test_a_node_that_is_away_is_told_of_what_was_left_when_it_is_back(
         see_freed(mortal_nodes, "k")
 
 
-def test_a_session_is_found_by_what_names_its_nodes(nodes: list[EmbeddedNode]) -> None:
+def test_a_session_is_found_by_what_names_its_nodes(nodes: Nodes) -> None:
     urls = [node.url for node in nodes]
     with Redlock(urls, prefix="mine") as one, Redlock(urls, prefix="yours") as other:
         assert session_of(one.session.identity) is one.session
@@ -188,7 +174,7 @@ def test_a_session_is_found_by_what_names_its_nodes(nodes: list[EmbeddedNode]) -
 
 
 def test_what_a_run_claims_for_itself_is_released_and_not_named(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     for node in nodes:
         for resource in ("k", "run:id"):
@@ -201,12 +187,9 @@ def test_what_a_run_claims_for_itself_is_released_and_not_named(
     see_freed(nodes, "run:id")
 
 
-@pytest.mark.parametrize(
-    ("state", "is_done"),
-    [(CLAIMED, False), (HELD, True), (RELEASED, True)],
-)
+@pytest.mark.parametrize(("state", "is_done"), [(CLAIMED, False), (HELD, True), (RELEASED, True)])
 def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
-    nodes: list[EmbeddedNode], state: int, is_done: bool
+    nodes: Nodes, state: int, is_done: bool
 ) -> None:
     run = "id:task:0:0"
     app = Celery("reaps", set_as_default=False)

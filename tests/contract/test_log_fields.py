@@ -10,8 +10,7 @@ from celery import Celery
 
 from celery_redlock import LockedTask, Redlock
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, PATIENCE, TTL, eventually, settle
+from tests.conftest import NODE_TIMEOUT, PATIENCE, TTL, Nodes, eventually, settle
 
 
 def fields(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:
@@ -22,7 +21,7 @@ def fields(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, objec
 
 @pytest.mark.slow
 def test_a_loss_and_its_nodes_are_told_with_their_names(
-    mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    mortal_nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "celery_redlock")
     urls = [node.url for node in mortal_nodes]
@@ -41,7 +40,7 @@ def test_a_loss_and_its_nodes_are_told_with_their_names(
 
 
 def test_a_line_of_a_run_has_its_task_and_resource(
-    nodes: list[EmbeddedNode], redlock: Redlock, caplog: pytest.LogCaptureFixture
+    nodes: Nodes, redlock: Redlock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "celery_redlock")
     app = Celery("logs", broker="memory://", set_as_default=False)

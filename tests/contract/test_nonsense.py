@@ -17,8 +17,7 @@ from celery_redlock.lock.server.requests import GRANT, MARKER, RELEASE, RENEW
 from celery_redlock.tasks.execution.outcomes import read_markers
 from celery_redlock.tasks.unique.claim import ClaimToken
 from celery_redlock.tasks.unique.rounds import UNIQUE
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, TTL, eventually, is_free, see_freed, settle
+from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually, is_free, see_freed, settle
 from tests.contract.liar import Liar, liar
 from tests.contract.test_done_marks import lock_of
 from tests.contract.test_unique import Sender
@@ -59,13 +58,13 @@ def each(replies: dict[str, bytes]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def one(standing_nodes: list[EmbeddedNode]) -> Iterator[Liar]:
+def one(standing_nodes: Nodes) -> Iterator[Liar]:
     with liar(standing_nodes[0]) as made:
         yield made
 
 
 @pytest.fixture
-def lies(one: Liar, nodes: list[EmbeddedNode]) -> Liar:
+def lies(one: Liar, nodes: Nodes) -> Liar:
     one.answers.clear()
     return one
 
@@ -79,7 +78,7 @@ def alone(lies: Liar) -> Iterator[Redlock]:
 
 
 @pytest.fixture
-def three(lies: Liar, nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+def three(lies: Liar, nodes: Nodes) -> Iterator[Redlock]:
     """Give a Redlock over the liar and two nodes."""
     urls = [lies.url, nodes[1].url, nodes[2].url]
     with Redlock(urls, node_timeout=NODE_TIMEOUT) as made:
@@ -208,7 +207,7 @@ class TestRelease:
     @pytest.mark.slow
     @each(NONSENSE)
     def test_is_sent_again_until_it_is_understood(
-        self, three: Redlock, lies: Liar, nodes: list[EmbeddedNode], reply: bytes
+        self, three: Redlock, lies: Liar, nodes: Nodes, reply: bytes
     ) -> None:
         lock = three.lock("r").acquire()
         settle(three)
@@ -230,7 +229,7 @@ class TestUnique:
         assert "without deduplication" in caplog.text
 
     def test_ends_no_window_before_it_is_understood(
-        self, alone: Redlock, lies: Liar, nodes: list[EmbeddedNode]
+        self, alone: Redlock, lies: Liar, nodes: Nodes
     ) -> None:
         sender = Sender(alone, {})
         ticket: ClaimToken = sender.ticket(sender.send())
@@ -243,7 +242,7 @@ class TestUnique:
 class TestQuestions:
     @each(NO_MARK)
     def test_a_node_that_answers_so_does_not_say_that_a_run_is_done(
-        self, three: Redlock, lies: Liar, nodes: list[EmbeddedNode], reply: bytes
+        self, three: Redlock, lies: Liar, nodes: Nodes, reply: bytes
     ) -> None:
         settle(three)
         lies.lie(MARKER, reply)
@@ -272,7 +271,7 @@ class TestQuestions:
 
 
 def test_a_lock_that_others_hold_is_taken_whatever_the_third_says(
-    three: Redlock, lies: Liar, nodes: list[EmbeddedNode]
+    three: Redlock, lies: Liar, nodes: Nodes
 ) -> None:
     for node in nodes[1:]:
         node.client().set("{redlock}:lock:r", "theirs", px=60_000)

@@ -17,8 +17,7 @@ from typing import Any
 from celery_redlock import LockLost, Redlock
 from celery_redlock.lock.model.options import grace_period
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually, settle
+from tests.conftest import Nodes, eventually, settle
 from tests.contract.contention import NODE_TIMEOUT, PROCESSES, TTL
 from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Weather
 
@@ -115,7 +114,7 @@ def holder(urls: list[str], act: Callable[..., None] = hold) -> Iterator[Holder]
         made.line.close()
 
 
-def state_of(nodes: list[EmbeddedNode]) -> list[tuple[object, float]]:
+def state_of(nodes: Nodes) -> list[tuple[object, float]]:
     """Return what stands on each node, and until which monotonic s it surely does."""
     found: list[tuple[object, float]] = []
     for node in nodes:
@@ -125,7 +124,7 @@ def state_of(nodes: list[EmbeddedNode]) -> list[tuple[object, float]]:
 
 
 def test_it_knows_before_any_byte_passes_and_its_release_touches_nobodys_key(
-    nodes: list[EmbeddedNode], network: list[Proxy]
+    nodes: Nodes, network: list[Proxy]
 ) -> None:
     urls = [node.url for node in nodes]
     with (
@@ -156,7 +155,7 @@ def test_it_knows_before_any_byte_passes_and_its_release_touches_nobodys_key(
 
 
 def test_a_waiter_gets_the_lock_when_its_validity_is_over_and_not_before(
-    nodes: list[EmbeddedNode], network: list[Proxy]
+    nodes: Nodes, network: list[Proxy]
 ) -> None:
     urls = [node.url for node in nodes]
     with (
@@ -194,7 +193,7 @@ def log_of_a_pause(line: Connection, urls: list[str]) -> None:
         line.send([event for event in events if event in ("node_failed", "node_recovered")])
 
 
-def test_healthy_nodes_do_not_fail_by_a_pause_of_the_process(nodes: list[EmbeddedNode]) -> None:
+def test_healthy_nodes_do_not_fail_by_a_pause_of_the_process(nodes: Nodes) -> None:
     with holder([node.url for node in nodes], log_of_a_pause) as made:
         made.says()
         made.signal(signal.SIGSTOP)

@@ -14,7 +14,7 @@ from celery_redlock import Redlock
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR, WallClock
-from tests.conftest import eventually, see_renewal, trust_nodes
+from tests.conftest import Nodes, eventually, see_renewal, trust_nodes
 from tests.contract.contention import (
     MAX_TTL,
     NODE_TIMEOUT,
@@ -40,7 +40,7 @@ def contending(tmp_path: Path) -> Begin:
     """Give a function that lets contenders loose on nodes, and checks them at the end."""
 
     def begin(
-        nodes: list[EmbeddedNode] | list[Proxy], max_ttl: float = MAX_TTL
+        nodes: Nodes | list[Proxy], max_ttl: float = MAX_TTL
     ) -> AbstractContextManager[Contest]:
         return contest([node.url for node in nodes], tmp_path, max_ttl)
 
@@ -48,14 +48,14 @@ def contending(tmp_path: Path) -> Begin:
 
 
 @pytest.fixture
-def network(mortal_nodes: list[EmbeddedNode]) -> Iterator[list[Proxy]]:
+def network(mortal_nodes: Nodes) -> Iterator[list[Proxy]]:
     """Give a proxy for each of three nodes."""
     with proxies(mortal_nodes) as made:
         yield made
 
 
 @contextlib.contextmanager
-def three_with(**config: str) -> Iterator[list[EmbeddedNode]]:
+def three_with(**config: str) -> Iterator[Nodes]:
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(EmbeddedNode(**config)) for _ in range(3)]
         trust_nodes(nodes)
@@ -75,9 +75,7 @@ def shows_it(record: Record) -> bool:
     return bool(record.overlaps and record.refused_in_vain)
 
 
-def test_without_a_common_lock_the_record_shows_it(
-    nodes: list[EmbeddedNode], tmp_path: Path
-) -> None:
+def test_without_a_common_lock_the_record_shows_it(nodes: Nodes, tmp_path: Path) -> None:
     running = Contest(Rules(tuple(node.url for node in nodes), tmp_path, shared=False))
     try:
         running.see_progress(100)
@@ -93,7 +91,7 @@ def test_without_a_common_lock_the_record_shows_it(
 
 class TestNodes:
     def test_one_is_back_empty_and_another_restarts_empty_under_a_lock_that_stands_on_two(
-        self, mortal_nodes: list[EmbeddedNode], contending: Begin
+        self, mortal_nodes: Nodes, contending: Begin
     ) -> None:
         first, second, _ = mortal_nodes
         with contending(mortal_nodes) as running:
@@ -109,7 +107,7 @@ class TestNodes:
 
     @pytest.mark.slow
     def test_all_killed_and_restarted_empty_at_once(
-        self, mortal_nodes: list[EmbeddedNode], contending: Begin
+        self, mortal_nodes: Nodes, contending: Begin
     ) -> None:
         with contending(mortal_nodes) as running:
             running.see_long_section()
@@ -135,9 +133,7 @@ class TestNodes:
             see_voting(nodes[0])
 
     @pytest.mark.slow
-    def test_frozen_one_after_the_other(
-        self, mortal_nodes: list[EmbeddedNode], contending: Begin
-    ) -> None:
+    def test_frozen_one_after_the_other(self, mortal_nodes: Nodes, contending: Begin) -> None:
         with contending(mortal_nodes) as running:
             running.see_long_section()
             for node in 2 * mortal_nodes:
@@ -146,9 +142,7 @@ class TestNodes:
                 node.resume()
 
     @pytest.mark.slow
-    def test_busy_for_longer_than_a_node_may_take(
-        self, nodes: list[EmbeddedNode], contending: Begin
-    ) -> None:
+    def test_busy_for_longer_than_a_node_may_take(self, nodes: Nodes, contending: Begin) -> None:
         # servers before Redis 7 allow DEBUG, and do not know the setting
         known = nodes[0].client().config_get("enable-debug-command")
         debug = {"enable_debug_command": "yes"} if known else {}
@@ -159,7 +153,7 @@ class TestNodes:
 
     @pytest.mark.slow
     def test_without_their_scripts_again_and_again(
-        self, mortal_nodes: list[EmbeddedNode], contending: Begin
+        self, mortal_nodes: Nodes, contending: Begin
     ) -> None:
         def flush() -> None:
             for node in mortal_nodes:
@@ -172,7 +166,7 @@ class TestNodes:
     @pytest.mark.parametrize("kind", ["normal", "pubsub"])
     @pytest.mark.slow
     def test_closing_every_connection_again_and_again(
-        self, mortal_nodes: list[EmbeddedNode], contending: Begin, kind: str
+        self, mortal_nodes: Nodes, contending: Begin, kind: str
     ) -> None:
         def hang_up() -> None:
             for node in mortal_nodes:
@@ -273,7 +267,7 @@ class TestNetwork:
 class TestContenders:
     @pytest.mark.slow
     def test_a_holder_is_stopped_for_longer_than_its_lease(
-        self, mortal_nodes: list[EmbeddedNode], contending: Begin
+        self, mortal_nodes: Nodes, contending: Begin
     ) -> None:
         with contending(mortal_nodes) as running:
             for _ in range(2):
@@ -282,9 +276,7 @@ class TestContenders:
                     running.see_progress()
 
     @pytest.mark.slow
-    def test_anybody_is_stopped_for_a_while(
-        self, mortal_nodes: list[EmbeddedNode], contending: Begin
-    ) -> None:
+    def test_anybody_is_stopped_for_a_while(self, mortal_nodes: Nodes, contending: Begin) -> None:
         def stop() -> None:
             with running.paused(random.choice(running.names)):
                 running.endure(random.uniform(0.01, NODE_TIMEOUT))
@@ -292,9 +284,7 @@ class TestContenders:
         with contending(mortal_nodes) as running:
             running.endure_turns(3, 0.05, stop)
 
-    def test_one_is_killed_and_another_starts(
-        self, mortal_nodes: list[EmbeddedNode], contending: Begin
-    ) -> None:
+    def test_one_is_killed_and_another_starts(self, mortal_nodes: Nodes, contending: Begin) -> None:
         with contending(mortal_nodes) as running:
             running.kill(running.see_long_section())
             running.see_progress()
@@ -302,7 +292,7 @@ class TestContenders:
 
 
 @pytest.fixture
-def clocked_nodes(wall_clock: WallClock) -> Iterator[list[EmbeddedNode]]:
+def clocked_nodes(wall_clock: WallClock) -> Iterator[Nodes]:
     """Give three nodes, the first of which goes by `wall_clock`."""
     with (
         EmbeddedNode(binary=str(wall_clock.server())) as clocked,
@@ -317,7 +307,7 @@ def clocked_nodes(wall_clock: WallClock) -> Iterator[list[EmbeddedNode]]:
 class TestWallClocks:
     @pytest.mark.slow
     def test_of_a_node_set_back(
-        self, clocked_nodes: list[EmbeddedNode], wall_clock: WallClock, contending: Begin
+        self, clocked_nodes: Nodes, wall_clock: WallClock, contending: Begin
     ) -> None:
         before = clocked_nodes[0].client().time()[0]
         with contending(clocked_nodes) as running:
@@ -328,7 +318,7 @@ class TestWallClocks:
 
     @pytest.mark.slow
     def test_of_one_node_set_forward_under_a_lock_that_stands_on_all(
-        self, clocked_nodes: list[EmbeddedNode], wall_clock: WallClock, contending: Begin
+        self, clocked_nodes: Nodes, wall_clock: WallClock, contending: Begin
     ) -> None:
         urls = [node.url for node in clocked_nodes]
         ttl = 9.0  # s: what a stall leaves of it is enough

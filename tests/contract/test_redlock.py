@@ -40,6 +40,7 @@ from tests.conftest import (
     PATIENCE,
     TTL,
     Journal,
+    Nodes,
     end_of,
     eventually,
     hearing,
@@ -56,7 +57,7 @@ WAIT = 20.0  # s
 
 
 @contextlib.contextmanager
-def over(nodes: list[EmbeddedNode], **options: float) -> Iterator[Redlock]:
+def over(nodes: Nodes, **options: float) -> Iterator[Redlock]:
     options = {"node_timeout": PATIENCE, **options}
     with Redlock([node.url for node in nodes], **options) as made:  # type: ignore[arg-type]
         see_quorum(made)
@@ -71,7 +72,7 @@ def over_urls(*nodes: str | redis.Redis) -> Iterator[Redlock]:
 
 class TestAcquireAndRelease:
     def test_a_lock_stands_on_every_node_and_is_gone_after_its_release(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         with redlock.lock("r") as lock:
             assert lock.held
@@ -83,7 +84,7 @@ class TestAcquireAndRelease:
         see_freed(nodes, "r")
 
     def test_its_value_starts_with_the_token_and_ends_with_a_readable_label(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         with redlock.lock("r"):
             settle(redlock)
@@ -92,9 +93,7 @@ class TestAcquireAndRelease:
         assert len(bytes.fromhex(token)) == 16
         assert label.startswith(f"pid {os.getpid()} on ")
 
-    def test_each_attempt_has_a_token_of_its_own(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_each_attempt_has_a_token_of_its_own(self, redlock: Redlock, nodes: Nodes) -> None:
         lock, values = redlock.lock("r"), set()
         for _ in range(5):
             with lock:
@@ -103,7 +102,7 @@ class TestAcquireAndRelease:
         assert len(values) == 5
 
     def test_a_second_one_is_taken_and_says_by_whom_and_until_when(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         with redlock.lock("r"), over(nodes) as other:
             with pytest.raises(LockTaken) as caught:
@@ -114,7 +113,7 @@ class TestAcquireAndRelease:
             assert "Wait longer (wait) " in str(caught.value)
             assert other.lock("r").try_acquire() is False
 
-    def test_a_failed_try_leaves_no_key_of_its_own(self, nodes: list[EmbeddedNode]) -> None:
+    def test_a_failed_try_leaves_no_key_of_its_own(self, nodes: Nodes) -> None:
         with over(nodes) as mine, over(nodes[1:]) as rival, rival.lock("r"):
             settle(rival)
             settle(mine)
@@ -123,7 +122,7 @@ class TestAcquireAndRelease:
             assert keys_on(nodes[:1]) == [[]]
 
     def test_rivals_that_share_the_nodes_do_not_send_a_third_one_away(
-        self, redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+        self, redlock: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for node, rival in zip(nodes, ("x:one", "y:other"), strict=False):
             node.client().set(KEY, rival, px=60_000)
@@ -139,7 +138,7 @@ class TestAcquireAndRelease:
         assert len(pauses) == 1
 
     def test_who_waits_tries_again_soon_where_rivals_share_the_nodes(
-        self, redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+        self, redlock: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("LONGEST_SPIN", "LONGEST_DEAF"):  # by itself it does not try again in time
             monkeypatch.setattr(retry, name, 10 * WAIT)
@@ -170,7 +169,7 @@ class TestAcquireAndRelease:
                 node.client().set(KEY, rival)
 
     def test_one_that_a_quorum_refuses_is_sent_away_at_once(
-        self, redlock: Redlock, nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+        self, redlock: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for node in nodes[:2]:
             node.client().set(KEY, "x:one", px=60_000)
@@ -180,7 +179,7 @@ class TestAcquireAndRelease:
         assert not pauses
 
     def test_waiting_in_vain_takes_no_longer_than_asked_and_says_how_long_it_was(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         with redlock.lock("r"), over(nodes) as other:
             settle(other)
@@ -188,9 +187,7 @@ class TestAcquireAndRelease:
                 other.lock("r").acquire(wait=0.3)
         assert caught.value.waited >= 0.3
 
-    def test_a_lease_that_nobody_renews_ends_and_a_waiter_gets_it(
-        self, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_a_lease_that_nobody_renews_ends_and_a_waiter_gets_it(self, nodes: Nodes) -> None:
         with over(nodes, node_timeout=0.2) as made, over(nodes) as other:
             lock = made.lock("r", ttl=1, renew=False).acquire(wait=60)
             with other.lock("r", wait=60) as second:
@@ -199,7 +196,7 @@ class TestAcquireAndRelease:
             lock.release()
 
     def test_the_watchdog_keeps_a_lock_past_its_ttl(
-        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
         with brisk_redlock.lock("r", ttl=TTL) as lock, over(nodes) as other:
             settle(brisk_redlock)
@@ -218,7 +215,7 @@ class TestAcquireAndRelease:
             after = lock.remaining + time.monotonic()  # read in this order, a stall adds to it
             assert after > before + 0.05
 
-    def test_max_hold_ends_the_renewal(self, nodes: list[EmbeddedNode]) -> None:
+    def test_max_hold_ends_the_renewal(self, nodes: Nodes) -> None:
         with over(nodes, node_timeout=0.2) as made:
             lock = made.lock("r", ttl=1, max_hold=0.5).acquire(wait=60)
             eventually(lambda: not lock.held)
@@ -226,19 +223,19 @@ class TestAcquireAndRelease:
                 lock.ensure()
             lock.release()
 
-    def test_a_redis_py_client_names_a_node_too(self, nodes: list[EmbeddedNode]) -> None:
+    def test_a_redis_py_client_names_a_node_too(self, nodes: Nodes) -> None:
         clients = [redis.Redis(port=node.port, socket_timeout=60) for node in nodes]
         with over_urls(*clients) as made, made.lock("r", wait=60) as lock:
             assert lock.held
 
-    def test_one_node_is_a_quorum_of_one(self, nodes: list[EmbeddedNode]) -> None:
+    def test_one_node_is_a_quorum_of_one(self, nodes: Nodes) -> None:
         with over(nodes[:1]) as made, made.lock("r") as lock:
             assert lock.held
 
 
 class TestRelease:
     def test_it_does_not_touch_a_key_that_another_token_took(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         lock = redlock.lock("r").acquire()
         settle(redlock)
@@ -248,7 +245,7 @@ class TestRelease:
         settle(redlock)
         assert [node.client().get(KEY) for node in nodes] == ["theirs"] * 3
 
-    def test_it_does_not_wait_for_answers(self, mortal_nodes: list[EmbeddedNode]) -> None:
+    def test_it_does_not_wait_for_answers(self, mortal_nodes: Nodes) -> None:
         with over(mortal_nodes) as made:
             lock = made.lock("r").acquire()
             settle(made)
@@ -261,7 +258,7 @@ class TestRelease:
                 node.resume()
         assert took < PATIENCE / 2
 
-    def test_a_second_one_does_nothing(self, redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+    def test_a_second_one_does_nothing(self, redlock: Redlock, nodes: Nodes) -> None:
         lock = redlock.lock("r").acquire()
         lock.release()
         with over(nodes) as other, other.lock("r", wait=60) as second:
@@ -287,7 +284,7 @@ class TestRelease:
             lock.extend()
 
     def test_leaving_a_with_never_hides_the_bodys_error(
-        self, redlock: Redlock, mortal_nodes: list[EmbeddedNode]
+        self, redlock: Redlock, mortal_nodes: Nodes
     ) -> None:
         def body(lock: Lock) -> None:
             with lock:
@@ -300,7 +297,7 @@ class TestRelease:
 
     @pytest.mark.slow
     def test_a_release_that_a_broken_connection_took_along_is_sent_again(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         lock = redlock.lock("r").acquire()
         settle(redlock)
@@ -311,7 +308,7 @@ class TestRelease:
 
     @pytest.mark.slow
     def test_a_grant_that_runs_after_its_release_is_taken_back_when_it_is_met(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         """One whose connection broke behind them both: nobody knows in which order they run."""
         settle(redlock)
@@ -322,7 +319,7 @@ class TestRelease:
             eventually(lambda: redlock.session.nodes.all[2].connection is None)
         finally:
             nodes[2].resume()
-        eventually(lambda: redlock.session.outbox.is_empty)
+        eventually(lambda: redlock.session.releaser.outbox.is_empty)
         settle(redlock)
         for node in nodes:
             node.client().set(KEY, value, px=600_000)
@@ -332,7 +329,7 @@ class TestRelease:
 
 class TestLoss:
     def test_a_key_taken_by_another_token_is_noticed_at_the_next_renewal(
-        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, brisk_redlock: Redlock, nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         lock = brisk_redlock.lock("r", ttl=TTL).acquire()
         settle(brisk_redlock)
@@ -345,7 +342,7 @@ class TestLoss:
         lock.release()
 
     def test_a_lock_deleted_on_a_quorum_is_lost_and_never_held_again(
-        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
         lock = brisk_redlock.lock("r", ttl=TTL).acquire()
         settle(brisk_redlock)  # a grant still on its way would bring the key back
@@ -358,7 +355,7 @@ class TestLoss:
         lock.release()
 
     def test_held_turns_false_at_the_validity_with_every_node_frozen(
-        self, mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, mortal_nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.WARNING)
         seen: list[str] = []
@@ -383,7 +380,7 @@ class TestLoss:
             lock.release()
 
     def test_a_flushed_script_cache_does_not_cost_a_held_lock(
-        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
         with brisk_redlock.lock("r", ttl=TTL) as lock:
             settle(brisk_redlock)
@@ -411,7 +408,7 @@ class TestLoss:
 
     @pytest.mark.slow
     def test_a_key_that_was_overwritten_before_its_release_is_told_of(
-        self, redlock: Redlock, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, redlock: Redlock, nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         with redlock.lock("r"):
             settle(redlock)
@@ -421,7 +418,7 @@ class TestLoss:
 
     @pytest.mark.slow
     def test_a_receiver_that_is_slow_or_locks_itself_holds_up_no_other_lock(
-        self, mortal_nodes: list[EmbeddedNode]
+        self, mortal_nodes: Nodes
     ) -> None:
         heard: list[bool] = []
         go_on = threading.Event()
@@ -445,12 +442,9 @@ class TestLoss:
 
     @pytest.mark.slow
     def test_a_renewal_that_one_node_does_not_answer_keeps_the_lock(
-        self, mortal_nodes: list[EmbeddedNode]
+        self, mortal_nodes: Nodes
     ) -> None:
-        with (
-            over(mortal_nodes, node_timeout=NODE_TIMEOUT) as made,
-            made.lock("r", ttl=TTL) as lock,
-        ):
+        with over(mortal_nodes, node_timeout=NODE_TIMEOUT) as made, made.lock("r", ttl=TTL) as lock:
             settle(made)
             mortal_nodes[2].pause()
             for _ in range(3):
@@ -462,7 +456,7 @@ class TestManyLocks:
     COUNT = 250  # more than one request renews
 
     def test_all_are_renewed_together_and_what_befalls_one_befalls_no_other(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         names = [lock_key("redlock", f"r{n}") for n in range(self.COUNT)]
         hurt = (3, 99, 100)
@@ -481,7 +475,9 @@ class TestManyLocks:
                 for name in names:
                     client.pexpire(name, 50_000)
             before = [renewals(client) for client in clients]
-            assert not redlock.session.renew([h for lock in locks for h in acquisitions_of(lock)])
+            assert not redlock.session.renewer.renew(
+                [h for lock in locks for h in acquisitions_of(lock)]
+            )
             kept = [lock for n, lock in enumerate(locks) if n not in hurt]
             assert all(lock.held for lock in kept)
             assert not any(locks[n].held for n in hurt)
@@ -490,11 +486,11 @@ class TestManyLocks:
                 assert renewals(client) - calls == len(kept)
                 assert client.get(names[99]) == "another's"
                 assert not client.exists(names[3])
-            assert redlock.session.renew([h for lock in kept for h in acquisitions_of(lock)])
+            assert redlock.session.renewer.renew(
+                [h for lock in kept for h in acquisitions_of(lock)]
+            )
 
-    def test_a_few_requests_to_a_node_renew_them_all(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_a_few_requests_to_a_node_renew_them_all(self, redlock: Redlock, nodes: Nodes) -> None:
         client, watchdog = nodes[0].client(), redlock.session.watchdog
         with contextlib.ExitStack() as stack:
             locks = [redlock.lock(f"r{n}", ttl=60) for n in range(self.COUNT)]
@@ -509,7 +505,7 @@ class TestManyLocks:
 
     @pytest.mark.slow
     def test_a_counter_that_is_no_text_costs_no_lock_its_renewal(
-        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
         locks = [brisk_redlock.lock("fenced", ttl=TTL, fencing=True)]
         locks += [brisk_redlock.lock(f"r{n}", ttl=TTL) for n in range(3)]
@@ -536,9 +532,7 @@ def scripts_run(client: redis.Redis) -> int:
 
 
 class TestNodesInTrouble:
-    def test_two_dead_nodes_of_three_are_unreachable_not_taken(
-        self, mortal_nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_two_dead_nodes_of_three_are_unreachable_not_taken(self, mortal_nodes: Nodes) -> None:
         for node in mortal_nodes[:2]:
             node.kill()
         with over_urls(*[node.url for node in mortal_nodes]) as made:
@@ -550,9 +544,7 @@ class TestNodesInTrouble:
             assert f"127.0.0.1:{mortal_nodes[2].port}: " not in text
             eventually(lambda: keys_on(mortal_nodes[2:]) == [[]])
 
-    def test_a_frozen_minority_costs_no_round_its_time(
-        self, mortal_nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_a_frozen_minority_costs_no_round_its_time(self, mortal_nodes: Nodes) -> None:
         with over(mortal_nodes, node_timeout=NODE_TIMEOUT) as made:
             settle(made)
             mortal_nodes[0].pause()
@@ -564,9 +556,7 @@ class TestNodesInTrouble:
             # waiting for the frozen node each time would take four times as long
             assert time.monotonic() - started < rounds * made.node_timeout / 4
 
-    def test_the_same_server_by_two_names_is_found_when_it_is_connected(
-        self, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_the_same_server_by_two_names_is_found_when_it_is_connected(self, nodes: Nodes) -> None:
         with EmbeddedNode(bind="127.0.0.1 127.0.0.2") as server:
             urls = [server.url, f"redis://127.0.0.2:{server.port}", nodes[1].url]
             with over_urls(*urls) as made:
@@ -608,7 +598,7 @@ class TestExceptionsFromOutside:
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_nothing_is_renewed_for_ever_and_no_reply_goes_to_the_wrong_command(
-        self, nodes: list[EmbeddedNode]
+        self, nodes: Nodes
     ) -> None:
         class StruckError(Exception):
             pass
@@ -670,7 +660,7 @@ class TestExceptionsFromOutside:
             kept = [redlock.lock("r") for _ in range(200)]
             for lock in kept:  # kept, so that no two holds share an id
                 with lock:
-                    redlock.session.renew(acquisitions_of(lock))
+                    redlock.session.renewer.renew(acquisitions_of(lock))
         released: set[tuple[int, str]] = set()
         for wire, kind, hold in written:
             assert (wire, hold) not in released or kind == "KeyRelease", kind
@@ -741,7 +731,7 @@ class TestOneProcess:
         lock.release()
 
     def test_a_forked_child_neither_holds_nor_releases_its_parents_lock(
-        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
         redlock = brisk_redlock
         lock = redlock.lock("r", ttl=TTL).acquire()
@@ -775,7 +765,7 @@ class TestOneProcess:
         lock.release()
 
     def test_a_lock_made_before_a_fork_names_the_child_that_acquires_it(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         lock = redlock.lock("r", wait=60)
         child = os.fork()
@@ -789,7 +779,7 @@ class TestOneProcess:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     def test_a_caller_that_waits_is_told_at_once_that_its_redlock_is_closed(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         errors: list[BaseException] = []
 
@@ -813,9 +803,7 @@ class TestOneProcess:
         assert "Bring" not in str(error)
         assert error.waited < WAIT
 
-    def test_a_closed_redlock_keeps_no_thread_and_no_descriptor(
-        self, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_a_closed_redlock_keeps_no_thread_and_no_descriptor(self, nodes: Nodes) -> None:
         def descriptors() -> int:
             gc.collect()
             return len(os.listdir("/proc/self/fd"))  # noqa: PTH208

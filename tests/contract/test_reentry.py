@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from celery_redlock.testing import EmbeddedNode
+from tests.conftest import Nodes
 from tests.contract.reentry import DEADLINE
 
 
-def start(how: str, nodes: list[EmbeddedNode]) -> subprocess.Popen[str]:
+def start(how: str, nodes: Nodes) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.contract.reentry", how, *(node.url for node in nodes)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -27,23 +27,21 @@ def end(process: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.slow
-def test_a_release_that_interrupts_a_command_at_any_point_arrives(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_a_release_that_interrupts_a_command_at_any_point_arrives(nodes: Nodes) -> None:
     assert end(start("release", nodes)) > 100
 
 
 @pytest.mark.slow
-def test_an_acquire_that_interrupts_a_command_at_any_point_ends(nodes: list[EmbeddedNode]) -> None:
+def test_an_acquire_that_interrupts_a_command_at_any_point_ends(nodes: Nodes) -> None:
     assert end(start("acquire", nodes)) > 50
 
 
 @pytest.mark.slow
-def test_one_node_is_not_waited_for_without_end_either(nodes: list[EmbeddedNode]) -> None:
+def test_one_node_is_not_waited_for_without_end_either(nodes: Nodes) -> None:
     assert end(start("acquire", nodes[:1])) > 50
 
 
 @pytest.mark.slow
-def test_a_barrage_of_them_stops_nobody_and_leaves_no_lock(nodes: list[EmbeddedNode]) -> None:
+def test_a_barrage_of_them_stops_nobody_and_leaves_no_lock(nodes: Nodes) -> None:
     both = [start("random", nodes) for _ in range(2)]
     assert all(turns > 20 for turns in map(end, both))

@@ -19,6 +19,7 @@ from tests.conftest import (
     NODE_TIMEOUT,
     PATIENCE,
     TTL,
+    Nodes,
     eventually,
     is_free,
     see_freed,
@@ -33,7 +34,7 @@ RUN, QUIET = guard_keys("redlock")
 FENCE = fence_key("redlock")
 
 
-def over(nodes: list[EmbeddedNode] | list[Proxy], **options: Any) -> Redlock:
+def over(nodes: Nodes | list[Proxy], **options: Any) -> Redlock:
     options = {"node_timeout": NODE_TIMEOUT, "max_ttl": TTL, **options}
     return Redlock([node.url for node in nodes], **options)
 
@@ -81,7 +82,7 @@ class TestSilence:
                 assert lock.held
 
     def test_a_node_that_restarted_empty_is_silent_and_the_others_decide(
-        self, mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, mortal_nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         # its holder repairs it a node timeout after it is connected, or at a renewal
         with over(mortal_nodes, node_timeout=PATIENCE, max_ttl=30) as redlock:
@@ -95,7 +96,7 @@ class TestSilence:
             eventually(lambda: text in caplog.text)
 
     def test_a_lock_on_a_bare_quorum_is_not_given_twice_when_one_of_its_nodes_forgets_it(
-        self, mortal_nodes: list[EmbeddedNode]
+        self, mortal_nodes: Nodes
     ) -> None:
         mortal_nodes[2].kill()
         redlock, rival = over(mortal_nodes), over(mortal_nodes)
@@ -124,9 +125,7 @@ class TestSilence:
                 see_renewal(lock)
                 eventually(lambda: kept.client().exists(QUIET))
 
-    def test_flushed_nodes_are_silent_on_connections_that_stand(
-        self, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_flushed_nodes_are_silent_on_connections_that_stand(self, nodes: Nodes) -> None:
         with over(nodes) as redlock:
             settle(redlock)
             with redlock.lock("r", ttl=TTL):
@@ -286,7 +285,7 @@ class TestAnotherServerUnderTheAddress:
 
 class TestTrust:
     def test_it_says_which_node_holds_a_lock_all_the_same(
-        self, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         with over(nodes, prefix="odd*[prefix]", node_timeout=PATIENCE, max_ttl=30) as redlock:
             redlock.trust()
@@ -298,14 +297,14 @@ class TestTrust:
         assert caplog.text.count("is trusted, but holds '{odd*[prefix]}:lock:r'") == 3
 
     def test_it_says_which_node_could_not_be_told(
-        self, mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, mortal_nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         mortal_nodes[0].kill()
         with over(mortal_nodes) as redlock:
             redlock.trust()
         assert f"127.0.0.1:{mortal_nodes[0].port} could not be trusted" in caplog.text
 
-    def test_where_no_node_can_be_told_it_raises(self, mortal_nodes: list[EmbeddedNode]) -> None:
+    def test_where_no_node_can_be_told_it_raises(self, mortal_nodes: Nodes) -> None:
         for node in mortal_nodes:
             node.kill()
         with over(mortal_nodes) as redlock, pytest.raises(QuorumUnreachable):
@@ -334,7 +333,7 @@ def ms_of(node: EmbeddedNode) -> int:
 class TestForgedTenures:
     """What one node of three says of the others' servers: neither they nor their servers say so."""
 
-    def over(self, nodes: list[EmbeddedNode]) -> Redlock:
+    def over(self, nodes: Nodes) -> Redlock:
         return over(nodes, max_ttl=30, node_timeout=PATIENCE)
 
     def forge(self, teller: EmbeddedNode, value: str | bytes | None) -> list[str]:
@@ -352,7 +351,7 @@ class TestForgedTenures:
 
     @pytest.mark.parametrize("value", FORGED.values(), ids=FORGED.keys())
     def test_they_stop_no_lock_and_end_none_and_trust_forgets_them(
-        self, nodes: list[EmbeddedNode], value: Callable[[int], str | bytes | None]
+        self, nodes: Nodes, value: Callable[[int], str | bytes | None]
     ) -> None:
         with self.over(nodes) as holder:
             settle(holder)  # each node knows the tenures of the others
@@ -382,7 +381,7 @@ class TestForgedTenures:
 
     @pytest.mark.parametrize("value", FORGED.values(), ids=FORGED.keys())
     def test_of_one_other_node_they_cost_its_vote_for_one_grace_period(
-        self, nodes: list[EmbeddedNode], value: Callable[[int], str | bytes | None]
+        self, nodes: Nodes, value: Callable[[int], str | bytes | None]
     ) -> None:
         """It may be true: then that server has forgotten what another one granted."""
         with over(nodes, max_ttl=TTL) as redlock:
@@ -397,9 +396,7 @@ class TestForgedTenures:
             settle(redlock)
             assert not any(node.client().exists(QUIET) for node in nodes)
 
-    def test_a_nodes_own_forged_tenure_costs_its_vote_alone(
-        self, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_a_nodes_own_forged_tenure_costs_its_vote_alone(self, nodes: Nodes) -> None:
         for value in (f"{2**53} forged", f"{'9' * 400} x", "\n", None):
             client = nodes[0].client()
             client.delete(*client.keys("{redlock}:tenure*"))
@@ -420,10 +417,10 @@ class TestForgedFencingCounters:
 
     DAY_US = 86_400_000_000
 
-    def over(self, nodes: list[EmbeddedNode]) -> Redlock:
+    def over(self, nodes: Nodes) -> Redlock:
         return over(nodes, max_ttl=30, node_timeout=PATIENCE)
 
-    def counters(self, nodes: list[EmbeddedNode]) -> list[int]:
+    def counters(self, nodes: Nodes) -> list[int]:
         return [int(str(node.client().get(FENCE))) for node in nodes]
 
     def forge(self, node: EmbeddedNode, value: int | str | None) -> None:
@@ -435,7 +432,7 @@ class TestForgedFencingCounters:
 
     @pytest.mark.parametrize("value", [2**53 - 9, 2**52 - 1, 10**16, "1e308", "nan", "x", None])
     def test_they_cost_its_vote_for_fencing_and_no_token_and_trust_mends_it(
-        self, nodes: list[EmbeddedNode], value: int | str | None, caplog: pytest.LogCaptureFixture
+        self, nodes: Nodes, value: int | str | None, caplog: pytest.LogCaptureFixture
     ) -> None:
         tokens = []
         with self.over(nodes) as first, first.lock("r", fencing=True) as lock:
@@ -469,7 +466,7 @@ class TestForgedFencingCounters:
                     tokens.append(lock.fencing_token)
         assert tokens == sorted(set(tokens))
 
-    def test_however_often_they_do_not_pull_the_others_on(self, nodes: list[EmbeddedNode]) -> None:
+    def test_however_often_they_do_not_pull_the_others_on(self, nodes: Nodes) -> None:
         most = 0
         for _ in range(20):
             self.forge(nodes[0], (most or time.time_ns() // 1000) + self.DAY_US - 10**6)
@@ -478,9 +475,7 @@ class TestForgedFencingCounters:
             most = max(self.counters(nodes[1:]))
         assert most < time.time_ns() // 1000 + 2 * self.DAY_US
 
-    def test_counters_that_a_quorum_has_go_on_however_great(
-        self, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_counters_that_a_quorum_has_go_on_however_great(self, nodes: Nodes) -> None:
         """A client's clock was wrong for once."""
         for node, more in zip(nodes, (5, 0, 3), strict=True):
             self.forge(node, 2**52 + more)
@@ -495,7 +490,7 @@ class TestForgedFencingCounters:
 
 class TestRepair:
     def test_a_node_that_restarted_empty_gets_the_lock_back_from_its_holder(
-        self, mortal_nodes: list[EmbeddedNode]
+        self, mortal_nodes: Nodes
     ) -> None:
         with over(mortal_nodes) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
             settle(redlock)
@@ -506,7 +501,7 @@ class TestRepair:
 
     @pytest.mark.slow
     def test_a_lock_outlives_the_restart_of_all_its_nodes_one_after_the_other(
-        self, mortal_nodes: list[EmbeddedNode]
+        self, mortal_nodes: Nodes
     ) -> None:
         with over(mortal_nodes) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
             settle(redlock)
@@ -519,7 +514,7 @@ class TestRepair:
                 rival.lock("r", ttl=TTL).acquire()
 
     def test_a_node_that_was_away_when_it_was_acquired_gets_the_lock_too(
-        self, mortal_nodes: list[EmbeddedNode]
+        self, mortal_nodes: Nodes
     ) -> None:
         mortal_nodes[2].kill()
         with over(mortal_nodes) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
@@ -530,10 +525,7 @@ class TestRepair:
     @pytest.mark.slow
     @pytest.mark.parametrize("weather", [Weather(refuses=True), Weather(swallows=BOTH_WAYS)])
     def test_a_node_that_was_reclaimed_is_freed_though_its_connection_breaks_at_the_release(
-        self,
-        mortal_nodes: list[EmbeddedNode],
-        weather: Weather,
-        caplog: pytest.LogCaptureFixture,
+        self, mortal_nodes: Nodes, weather: Weather, caplog: pytest.LogCaptureFixture
     ) -> None:
         with proxies(mortal_nodes) as before, over(before, max_ttl=30) as redlock:
             before[2].weather = weather
@@ -549,7 +541,7 @@ class TestRepair:
             see_freed(mortal_nodes, "r")
 
     def test_a_lock_whose_nodes_restarted_empty_is_not_lost_where_it_is_released_before_its_reclaim(
-        self, mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, mortal_nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         # what is not renewed is not reclaimed either
         with over(mortal_nodes, node_timeout=PATIENCE, max_ttl=30) as redlock:
@@ -565,7 +557,7 @@ class TestRepair:
 
     @pytest.mark.slow
     def test_a_key_deleted_on_a_bare_quorum_is_told_of_at_the_release(
-        self, mortal_nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, mortal_nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         mortal_nodes[2].kill()
         with over(mortal_nodes, node_timeout=PATIENCE, max_ttl=30) as redlock:
@@ -576,7 +568,7 @@ class TestRepair:
             eventually(lambda: "lost 'r': at its release its key was no longer ours" in caplog.text)
 
     def test_a_key_that_was_deleted_is_not_set_again_at_once(
-        self, brisk_redlock: Redlock, nodes: list[EmbeddedNode]
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
         with brisk_redlock.lock("r", ttl=TTL) as lock:
             settle(brisk_redlock)

@@ -38,6 +38,7 @@ from tests.conftest import (
     NODE_TIMEOUT,
     PATIENCE,
     TTL,
+    Nodes,
     end_of,
     eventually,
     is_free,
@@ -389,7 +390,7 @@ class Case:
 
 
 @contextlib.contextmanager
-def struck(kind: str, healthy: list[EmbeddedNode], guard: str = "off") -> Iterator[Case]:
+def struck(kind: str, healthy: Nodes, guard: str = "off") -> Iterator[Case]:
     trouble = known(kind)
     others = [node.url for node in healthy]
     timeout = trouble.timeout
@@ -426,7 +427,7 @@ def hold_everywhere(made: Redlock, *nodes: EmbeddedNode) -> None:
 @pytest.mark.parametrize("kind", TROUBLES)
 class TestATrouble:
     def test_of_one_node_in_three_costs_one_vote_and_its_raw_words_mean_what_the_table_says(
-        self, kind: str, nodes: list[EmbeddedNode]
+        self, kind: str, nodes: Nodes
     ) -> None:
         trouble = known(kind)
         with struck(kind, nodes[:2]) as case:
@@ -438,7 +439,7 @@ class TestATrouble:
 
     @pytest.mark.parametrize("guard", ["off", "strict"])
     def test_of_a_majority_says_where_and_why_is_logged_once_and_the_node_votes_once_it_has_ended(
-        self, kind: str, guard: str, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, kind: str, guard: str, nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         trouble = known(kind)
         with struck(kind, nodes[:1], guard) as case:
@@ -521,7 +522,7 @@ class TestForgottenScripts:
 
 
 def test_the_log_names_a_wrong_password_also_after_the_connection_was_cut(
-    nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with EmbeddedNode() as node:
         allow(node, "~*", "&*", "+@all")
@@ -558,9 +559,7 @@ class TestRights:
                 assert not waiter.is_alive()
             assert lines_of(caplog, "127.0.0.1") == []
 
-    def test_to_ask_for_info_are_needed_for_the_restart_guard_alone(
-        self, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_to_ask_for_info_are_needed_for_the_restart_guard_alone(self, nodes: Nodes) -> None:
         with EmbeddedNode() as node:
             allow(node, "~*", "&*", "+@all", "-info")
             addresses = [with_login(node, "app"), nodes[0].url]
@@ -611,7 +610,7 @@ def run_on(node: EmbeddedNode, *command: str) -> str:
 
 class TestClusterMembers:
     def test_send_elsewhere_and_that_is_one_lost_vote(
-        self, cluster: tuple[EmbeddedNode, EmbeddedNode], nodes: list[EmbeddedNode]
+        self, cluster: tuple[EmbeddedNode, EmbeddedNode], nodes: Nodes
     ) -> None:
         _, other = cluster
         assert is_misconfigured(words_of(other.url))
@@ -622,7 +621,7 @@ class TestClusterMembers:
             cause_with("^MOVED", made, f"127.0.0.1:{other.port}")
 
     def test_that_hand_a_slot_over_send_elsewhere_too(
-        self, moving_slot: tuple[EmbeddedNode, EmbeddedNode], nodes: list[EmbeddedNode]
+        self, moving_slot: tuple[EmbeddedNode, EmbeddedNode], nodes: Nodes
     ) -> None:
         owner, _ = moving_slot
         words = words_of(owner.url)
@@ -650,7 +649,7 @@ class TestClusterMembers:
 @pytest.mark.parametrize("spoiled", ["9007199254740991", "9" * 15 + "x"])
 class TestASpoiledFencingCounter:
     def test_is_a_misconfiguration_in_the_words_of_the_script(
-        self, spoiled: str, nodes: list[EmbeddedNode]
+        self, spoiled: str, nodes: Nodes
     ) -> None:
         nodes[0].client().set(KEYS[3], spoiled)
         words = words_of(nodes[0].url, fencing="1")
@@ -658,7 +657,7 @@ class TestASpoiledFencingCounter:
         assert "fence" in hint_of(words)
         assert not nodes[0].client().exists(KEY)
 
-    def test_costs_one_vote(self, spoiled: str, nodes: list[EmbeddedNode]) -> None:
+    def test_costs_one_vote(self, spoiled: str, nodes: Nodes) -> None:
         nodes[0].client().set(KEYS[3], spoiled)
         with over([node.url for node in nodes]) as made:
             lock = made.lock("r", fencing=True, wait=30)
@@ -668,7 +667,7 @@ class TestASpoiledFencingCounter:
 
 class TestServersThatAreTooOld:
     @pytest.mark.parametrize("command", [("HELLO", "99"), ("NO_SUCH_COMMAND",)])
-    def test_say_so(self, command: tuple[str], nodes: list[EmbeddedNode]) -> None:
+    def test_say_so(self, command: tuple[str], nodes: Nodes) -> None:
         words = run_on(nodes[0], *command)
         assert is_misconfigured(words)
         assert "Redis 6.2" in hint_of(words)
@@ -877,7 +876,7 @@ class TestTls:
         assert errors == []
 
     def test_a_certificate_of_nobody_we_trust_is_refused_and_the_hint_said(
-        self, tls_node: TlsNode, nodes: list[EmbeddedNode], caplog: pytest.LogCaptureFixture
+        self, tls_node: TlsNode, nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         name = tls_node.url.removeprefix("rediss://").removesuffix("/0")
         with over([tls_node.url, nodes[0].url]) as made:
@@ -970,7 +969,7 @@ ear.close()
         assert told["dropped"]
         assert told["busy"] < 0.3
 
-    def test_a_port_without_tls_is_one_lost_vote(self, nodes: list[EmbeddedNode]) -> None:
+    def test_a_port_without_tls_is_one_lost_vote(self, nodes: Nodes) -> None:
         three = [f"rediss://127.0.0.1:{nodes[2].port}/0", nodes[0].url, nodes[1].url]
         with over(three) as made, made.lock("r", wait=30) as lock:
             assert lock.held
@@ -995,9 +994,7 @@ class TestUnixSockets:
                 assert not is_free([node], "r")
             eventually(lambda: is_free([node], "r"))
 
-    def test_one_that_is_not_there_is_a_node_that_is_down(
-        self, path: str, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_one_that_is_not_there_is_a_node_that_is_down(self, path: str, nodes: Nodes) -> None:
         with over([f"unix://{path}", nodes[0].url]) as made:
             cause = cause_with("No such file", made, path)
         assert not is_misconfigured(cause)
@@ -1211,9 +1208,7 @@ class TestSentinel:
                 assert not is_free([replica], "r")
 
     def test_one_that_knows_no_such_name_is_a_node_that_is_down(
-        self,
-        watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode],
-        nodes: list[EmbeddedNode],
+        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode], nodes: Nodes
     ) -> None:
         sentinel, _, _ = watched
         with over([sentinel.of_locks.replace("locks", "others"), nodes[0].url]) as made:

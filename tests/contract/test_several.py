@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
-from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     NODE_TIMEOUT,
+    Nodes,
     eventually,
     is_free,
     keys_on,
@@ -30,14 +30,14 @@ FENCE = "{redlock}:fence"
 
 
 @pytest.fixture
-def rival(nodes: list[EmbeddedNode]) -> Iterator[Redlock]:
+def rival(nodes: Nodes) -> Iterator[Redlock]:
     """Give a client beside `redlock`, as of another process."""
     with settled(nodes) as made:
         yield made
 
 
 @pytest.fixture
-def rivals(nodes: list[EmbeddedNode]) -> Iterator[list[Redlock]]:
+def rivals(nodes: Nodes) -> Iterator[list[Redlock]]:
     """Give four clients, each as of a process of its own."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(settled(nodes)) for _ in range(4)]
@@ -52,13 +52,13 @@ def in_a_thread(do: Callable[[], object]) -> object:
     return found[0]
 
 
-def locks_on(nodes: list[EmbeddedNode]) -> list[list[str]]:
+def locks_on(nodes: Nodes) -> list[list[str]]:
     """Return the names of the locks that stand on each node, without their prefix."""
     mark = "}:lock:"
     return [[k.partition(mark)[2] for k in keys if mark in k] for keys in keys_on(nodes)]
 
 
-def lose(lock: Lock, redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
+def lose(lock: Lock, redlock: Redlock, nodes: Nodes) -> None:
     """Take a held lock away on a quorum of nodes, and let it be noticed."""
     settle(redlock)  # a grant still on its way would bring the key back
     for node in nodes[:2]:
@@ -69,7 +69,7 @@ def lose(lock: Lock, redlock: Redlock, nodes: list[EmbeddedNode]) -> None:
 
 class TestNested:
     def test_what_is_held_here_is_taken_again_and_free_after_the_last_release(
-        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, rival: Redlock, nodes: Nodes
     ) -> None:
         outer = redlock.lock("r", wait=60)
         with outer:
@@ -108,16 +108,14 @@ class TestNested:
         assert asyncio.run(both()) == (False, True)
 
     def test_inside_of_one_that_is_lost_it_is_lost_too(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         with redlock.lock("r", wait=60) as outer:
             lose(outer, redlock, nodes)
             with pytest.raises(LockLost):
                 redlock.lock("r").acquire()
 
-    def test_it_is_lost_with_the_one_around_it(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_it_is_lost_with_the_one_around_it(self, redlock: Redlock, nodes: Nodes) -> None:
         with redlock.lock("r", wait=60) as outer, redlock.lock("r") as inner:
             lose(outer, redlock, nodes)
             assert not inner.held
@@ -149,7 +147,7 @@ class TestNested:
             assert inner.fencing_token == outer.fencing_token
 
     def test_one_on_several_takes_what_is_not_held_and_gives_back_no_more(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         with redlock.lock("b", wait=60) as outer:
             with redlock.lock(["a", "b", "c"], wait=60) as inner:
@@ -163,9 +161,7 @@ class TestNested:
 
 
 class TestPermits:
-    def test_so_many_hold_at_once_and_no_more(
-        self, rivals: list[Redlock], nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_so_many_hold_at_once_and_no_more(self, rivals: list[Redlock], nodes: Nodes) -> None:
         *three, fourth = rivals
         locks = [made.lock("r", wait=60, limit=3).acquire() for made in three]
         for made in three:
@@ -206,7 +202,7 @@ def take_turns(urls: list[str], names: list[str]) -> None:
 
 class TestResources:
     def test_all_or_none_are_taken_whatever_the_order(
-        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, rival: Redlock, nodes: Nodes
     ) -> None:
         with redlock.lock("b", wait=60):
             settle(redlock)
@@ -223,7 +219,7 @@ class TestResources:
             see_freed(nodes, name)
 
     def test_one_of_them_lost_is_all_lost(
-        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, rival: Redlock, nodes: Nodes
     ) -> None:
         with redlock.lock(["a", "b"], wait=60) as lock:
             settle(redlock)
@@ -236,7 +232,7 @@ class TestResources:
         see_freed(nodes, "a")
 
     def test_two_processes_that_name_them_in_opposite_orders_block_each_other_not_for_ever(
-        self, nodes: list[EmbeddedNode]
+        self, nodes: Nodes
     ) -> None:
         urls = [node.url for node in nodes]
         both = [
@@ -253,7 +249,7 @@ class TestResources:
 
     @pytest.mark.parametrize("options", [{"renew": False}, {"max_hold": 0.1}])
     def test_they_end_together_where_they_are_not_to_be_renewed(
-        self, nodes: list[EmbeddedNode], options: dict[str, Any]
+        self, nodes: Nodes, options: dict[str, Any]
     ) -> None:
         with settled(nodes, node_timeout=0.2) as made:
             lock = made.lock(["a", "b"], wait=60, ttl=1, **options).acquire()
@@ -293,7 +289,7 @@ class TestFencing:
             _ = other.fencing_token
 
     def test_it_grows_past_a_node_that_is_ahead_of_every_wall_clock(
-        self, mortal_nodes: list[EmbeddedNode]
+        self, mortal_nodes: Nodes
     ) -> None:
         first, second, third = mortal_nodes
         ahead = time.time_ns() // 1000 + 3600 * 10**6  # by an hour; a day ahead is a forged one
@@ -314,7 +310,7 @@ class TestFencing:
         assert grows(tokens)
 
     def test_it_grows_though_a_minority_of_nodes_forgets_its_counters(
-        self, redlock: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         tokens = []
         for node in 2 * nodes:
@@ -323,7 +319,7 @@ class TestFencing:
             node.client().delete(FENCE)
         assert grows(tokens)
 
-    def test_it_grows_though_nodes_restart_empty(self, mortal_nodes: list[EmbeddedNode]) -> None:
+    def test_it_grows_though_nodes_restart_empty(self, mortal_nodes: Nodes) -> None:
         tokens = []
         with settled(mortal_nodes) as redlock:
             for node in mortal_nodes:

@@ -120,9 +120,7 @@ calls: st.SearchStrategy[Call] = st.one_of(
         st.tuples(st.sampled_from(["run1", "run2"]), silences, tenures, good_ttls, tenures),
     ),
     st.tuples(
-        st.just(TRUST),
-        st.just((RUN, QUIET, TENURE)),
-        st.tuples(st.sampled_from(["run1", "run2"])),
+        st.just(TRUST), st.just((RUN, QUIET, TENURE)), st.tuples(st.sampled_from(["run1", "run2"]))
     ),
     st.tuples(
         st.just(BREAK),
@@ -373,12 +371,7 @@ commands = st.one_of(
     st.tuples(st.just("ZADD"), st.just("scores"), st.just("XX"), scores, waiters),
     st.tuples(st.just("ZREM"), st.sampled_from(["scores", LOCK]), waiters),
     st.tuples(st.just("ZREM"), st.just("scores"), waiters, waiters),
-    st.tuples(
-        st.just("ZRANGE"),
-        st.sampled_from(["scores", LOCK]),
-        places,
-        places,
-    ),
+    st.tuples(st.just("ZRANGE"), st.sampled_from(["scores", LOCK]), places, places),
     st.tuples(st.just("ZRANGE"), st.just("scores"), places, places, withscores),
     st.tuples(st.sampled_from(["ZRANK", "ZSCORE"]), st.sampled_from(["scores", LOCK]), waiters),
     st.tuples(st.sampled_from(["ZCARD", "GET", "PTTL", "DEL", "EXISTS"]), st.just("scores")),

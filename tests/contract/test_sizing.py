@@ -9,17 +9,17 @@ from celery_redlock import Redlock
 from celery_redlock.lock.model.keys import inbox_channel, lock_key
 from celery_redlock.lock.server.requests import Requests
 from celery_redlock.testing import EmbeddedNode, hold
-from tests.conftest import PATIENCE, eventually, register, settle, write
+from tests.conftest import PATIENCE, Nodes, eventually, register, settle, write
 
 PREFIX, RESOURCE = "redlock", "stock:sku-7"
 OF_A_TASK = "tasks.take[0d1f6c3e-7a7d-4f9d-b0a4-3a6c0e7f9b21]:0:0 celery@web-1"  # a holder's label
 
 
-def scripts(nodes: list[EmbeddedNode]) -> list[int]:
+def scripts(nodes: Nodes) -> list[int]:
     return calls(nodes, "evalsha")
 
 
-def calls(nodes: list[EmbeddedNode], *names: str) -> list[int]:
+def calls(nodes: Nodes, *names: str) -> list[int]:
     """Return how many of these commands each node has executed, also in its scripts."""
     stats = [cast("dict[str, Any]", node.client().info("commandstats")) for node in nodes]
     counts = [[stat.get(f"cmdstat_{name}", {}).get("calls", 0) for name in names] for stat in stats]
@@ -27,7 +27,7 @@ def calls(nodes: list[EmbeddedNode], *names: str) -> list[int]:
 
 
 def test_a_lock_costs_two_scripts_and_a_refused_try_two_on_each_node(
-    nodes: list[EmbeddedNode], redlock: Redlock
+    nodes: Nodes, redlock: Redlock
 ) -> None:
     urls = [node.url for node in nodes]
     with Redlock(urls, node_timeout=PATIENCE) as other:
@@ -46,9 +46,7 @@ def test_a_lock_costs_two_scripts_and_a_refused_try_two_on_each_node(
         assert [b - a for a, b in zip(before, scripts(nodes), strict=True)] == [4, 4, 4]
 
 
-def test_nothing_is_written_for_waiters_if_nobody_waits(
-    nodes: list[EmbeddedNode], redlock: Redlock
-) -> None:
+def test_nothing_is_written_for_waiters_if_nobody_waits(nodes: Nodes, redlock: Redlock) -> None:
     writes = ("zadd", "zrem", "pexpire")
     before = calls(nodes, *writes)
     with redlock.lock(RESOURCE):
@@ -59,7 +57,7 @@ def test_nothing_is_written_for_waiters_if_nobody_waits(
 
 
 def test_a_registered_worker_whose_head_changes_costs_one_command_on_each_node(
-    nodes: list[EmbeddedNode], redlock: Redlock
+    nodes: Nodes, redlock: Redlock
 ) -> None:
     requests, counted = Requests(PREFIX), ("zadd", "zrem", "pexpire", "evalsha", "eval")
     register(redlock, "w1", RESOURCE, 1.0)
@@ -74,7 +72,7 @@ def test_a_registered_worker_whose_head_changes_costs_one_command_on_each_node(
 
 
 def test_a_release_costs_each_node_three_messages_however_many_wait(
-    nodes: list[EmbeddedNode], redlock: Redlock
+    nodes: Nodes, redlock: Redlock
 ) -> None:
     waiters = [f"w{number}" for number in range(8)]
     with contextlib.ExitStack() as stack:
@@ -99,7 +97,7 @@ def heard_on(node: EmbeddedNode, channels: list[str]) -> bool:
 
 
 def test_a_held_lock_takes_no_more_memory_of_a_node_than_the_page_says(
-    nodes: list[EmbeddedNode], redlock: Redlock
+    nodes: Nodes, redlock: Redlock
 ) -> None:
     with redlock.lock(RESOURCE):
         assert max(memory_on(nodes)) <= 170
@@ -108,7 +106,7 @@ def test_a_held_lock_takes_no_more_memory_of_a_node_than_the_page_says(
         assert max(memory_on(nodes)) <= 220
 
 
-def memory_on(nodes: list[EmbeddedNode]) -> list[int]:
+def memory_on(nodes: Nodes) -> list[int]:
     """Return the bytes of a held lock on each node, once all nodes have it."""
     key = lock_key(PREFIX, RESOURCE)
 

@@ -13,8 +13,7 @@ from celery_redlock.lock.model.keys import completion_key, lock_key
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.connection import CONNECT_BUDGET
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, settle
+from tests.conftest import PATIENCE, Nodes, settle
 from tests.contract.proxy import BOTH_WAYS, Proxy, Weather, proxies, slow_line
 
 GUARDS = ("strict", "off")
@@ -55,7 +54,7 @@ def test_the_page_on_sizing_says_how_long_a_first_acquire_may_take() -> None:
 @pytest.mark.parametrize(("guard", "of_handshake"), [("strict", 2), ("off", 1)])
 @pytest.mark.parametrize("database", [0, 1])
 def test_a_handshake_takes_two_round_trips_with_the_guard_and_one_without(
-    nodes: list[EmbeddedNode], guard: str, of_handshake: int, database: int
+    nodes: Nodes, guard: str, of_handshake: int, database: int
 ) -> None:
     with proxies(nodes[:1]) as [proxy]:
         proxy.weather = Weather(delay=(0.01, 0.01))  # else two answers might seem to be one
@@ -77,7 +76,7 @@ def test_two_nodes_that_answer_do_not_wait_for_the_third(network: list[Proxy]) -
 
 
 def test_two_nodes_that_disagree_do_not_wait_for_the_third(
-    network: list[Proxy], nodes: list[EmbeddedNode]
+    network: list[Proxy], nodes: Nodes
 ) -> None:
     nodes[0].client().set(lock_key("redlock", "stock"), "another's", px=60_000)
     network[2].weather = Weather(swallows=BOTH_WAYS)
@@ -118,7 +117,7 @@ def test_a_connection_that_was_cut_is_made_anew_over_a_slow_line(network: list[P
 
 
 def test_a_refusal_over_a_slow_line_tells_the_time_of_the_nodes(
-    network: list[Proxy], nodes: list[EmbeddedNode]
+    network: list[Proxy], nodes: Nodes
 ) -> None:
     for proxy, node in zip(network, nodes, strict=True):
         node.client().set(lock_key("redlock", "stock"), "another's", px=60_000)
@@ -129,7 +128,7 @@ def test_a_refusal_over_a_slow_line_tells_the_time_of_the_nodes(
 
 
 def test_a_grant_over_a_slow_line_heeds_a_run_that_has_just_ended(
-    network: list[Proxy], nodes: list[EmbeddedNode]
+    network: list[Proxy], nodes: Nodes
 ) -> None:
     for proxy, node in zip(network, nodes, strict=True):
         node.client().set(completion_key("redlock", "a run"), 60_000, px=60_000)  # ends now

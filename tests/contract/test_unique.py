@@ -28,7 +28,7 @@ from celery_redlock.tasks.unique.claim import Claim, ClaimToken
 from celery_redlock.tasks.unique.rounds import UNIQUE, EarlierSend
 from celery_redlock.tasks.unique.send import add_token
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, PATIENCE, eventually, settle
+from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, eventually, settle
 from tests.contract.proxy import FAIR, Way, Weather, proxies
 
 NAME = "shop.settle:7"
@@ -106,7 +106,7 @@ def make_sender() -> Iterator[Callable[..., Sender]]:
         redlock.close()
 
 
-def values(nodes: list[EmbeddedNode]) -> list[str | None]:
+def values(nodes: Nodes) -> list[str | None]:
     return [node.client().get(KEY) for node in nodes]
 
 
@@ -120,7 +120,7 @@ def is_sent(value: str | None, task_id: str) -> bool:
 
 class TestScript:
     @pytest.fixture
-    def client(self, nodes: list[EmbeddedNode]) -> Redis:
+    def client(self, nodes: Nodes) -> Redis:
         return nodes[0].client()
 
     def swap(self, client: Redis, believed: str, new: str) -> Any:
@@ -162,7 +162,7 @@ class TestScript:
 
 class TestOneSend:
     def test_a_second_send_in_the_window_is_not_published(
-        self, sender: Sender, nodes: list[EmbeddedNode]
+        self, sender: Sender, nodes: Nodes
     ) -> None:
         first = sender.send()
         assert sender.send() == first
@@ -175,16 +175,14 @@ class TestOneSend:
         first = sender.send()
         assert sender.send(name="shop.settle:8") != first
 
-    def test_the_end_of_the_run_ends_the_window(
-        self, sender: Sender, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_the_end_of_the_run_ends_the_window(self, sender: Sender, nodes: Nodes) -> None:
         first = sender.send()
         sender.end(first)
         assert values(nodes) == [None] * 3
         assert sender.send() != first
 
     def test_the_end_of_an_earlier_run_leaves_a_later_window(
-        self, sender: Sender, nodes: list[EmbeddedNode]
+        self, sender: Sender, nodes: Nodes
     ) -> None:
         first = sender.send()
         sender.end(first)
@@ -198,7 +196,7 @@ class TestOneSend:
         assert sender.send() == first
 
     def test_a_run_that_ends_before_its_sender_says_that_it_was_sent_leaves_nothing(
-        self, sender: Sender, nodes: list[EmbeddedNode]
+        self, sender: Sender, nodes: Nodes
     ) -> None:
         def publish(ticket: Any) -> str:
             ticket.release_at_end(sender.redlock.session)
@@ -208,9 +206,7 @@ class TestOneSend:
         settle(sender.redlock)
         assert values(nodes) == [None] * 3
 
-    def test_a_publish_that_fails_ends_the_window(
-        self, sender: Sender, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_a_publish_that_fails_ends_the_window(self, sender: Sender, nodes: Nodes) -> None:
         def publish(ticket: Any) -> str:
             raise OSError("no broker")
 
@@ -219,20 +215,14 @@ class TestOneSend:
         settle(sender.redlock)
         assert values(nodes) == [None] * 3
 
-    def test_nothing_is_kept_beyond_the_window(
-        self, sender: Sender, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_nothing_is_kept_beyond_the_window(self, sender: Sender, nodes: Nodes) -> None:
         first = sender.send(unique_for=SHORT)
         eventually(lambda: values(nodes) == [None] * 3)
         assert sender.send() != first
 
     @pytest.mark.parametrize("took", [0, 60])
     def test_what_nodes_keep_of_it_tells_how_late_it_may_come(
-        self,
-        redlock: Redlock,
-        nodes: list[EmbeddedNode],
-        monkeypatch: pytest.MonkeyPatch,
-        took: int,
+        self, redlock: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, took: int
     ) -> None:
         clock, claim = redlock.session.clock, a_claim(redlock)
         now, wall_us = clock.now, clock.wall_us
@@ -265,7 +255,7 @@ class TestSendersThatDie:
         assert list(sender.published) == [sent]
 
     def test_it_is_not_taken_for_an_earlier_send(
-        self, redlock: Redlock, sender: Sender, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, sender: Sender, nodes: Nodes
     ) -> None:
         dead = a_claim(redlock)
         dead.open()
@@ -279,7 +269,7 @@ class TestSendersThatDie:
         assert len(sender.published) == 1
 
     def test_no_try_asks_for_a_window_by_a_token_that_was_released(
-        self, redlock: Redlock, sender: Sender, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, sender: Sender, nodes: Nodes
     ) -> None:
         """A node that was away hears of a release late: then it would end the next try's window."""
         dead = a_claim(redlock)
@@ -315,10 +305,7 @@ class TestSendersThatDie:
         assert not sender.published
 
     def test_a_send_whose_claim_expires_before_it_is_published_says_so(
-        self,
-        make_sender: Callable[..., Sender],
-        nodes: list[EmbeddedNode],
-        caplog: pytest.LogCaptureFixture,
+        self, make_sender: Callable[..., Sender], nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         redlock = make_sender(nodes, node_timeout=1.0).redlock
 
@@ -335,7 +322,7 @@ class TestSendersThatDie:
 
 class TestManySenders:
     def test_of_many_at_once_one_is_sent_and_the_others_learn_its_id(
-        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+        self, nodes: Nodes, make_sender: Callable[..., Sender]
     ) -> None:
         senders = [make_sender(nodes) for _ in range(8)]
         for each in senders:
@@ -349,7 +336,7 @@ class TestManySenders:
             senders[0].end(found[0])
 
     def test_of_many_that_replace_each_other_one_at_least_is_not_superseded(
-        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+        self, nodes: Nodes, make_sender: Callable[..., Sender]
     ) -> None:
         senders = [make_sender(nodes) for _ in range(6)]
         for each in senders:
@@ -387,7 +374,7 @@ def at_once(calls: list[Callable[[], str]]) -> list[str]:
     return found
 
 
-def superseded(nodes: list[EmbeddedNode], task_id: str) -> bool:
+def superseded(nodes: Nodes, task_id: str) -> bool:
     mark = f"{{redlock}}:done:{task_id}:shop.settle:0:0"
     marks = [node.client().get(mark) for node in nodes]
     found = [mark for mark in marks if mark is not None]
@@ -397,7 +384,7 @@ def superseded(nodes: list[EmbeddedNode], task_id: str) -> bool:
 
 class TestReplace:
     def test_the_later_one_is_sent_and_the_earlier_one_marked(
-        self, sender: Sender, nodes: list[EmbeddedNode]
+        self, sender: Sender, nodes: Nodes
     ) -> None:
         first = sender.send()
         second = sender.send(on_duplicate="replace")
@@ -408,7 +395,7 @@ class TestReplace:
         assert sender.send() == second
 
     def test_what_is_published_says_whose_place_it_takes(
-        self, sender: Sender, nodes: list[EmbeddedNode]
+        self, sender: Sender, nodes: Nodes
     ) -> None:
         first = sender.send()
         second = sender.send(on_duplicate="replace")
@@ -420,7 +407,7 @@ class TestReplace:
 
     @pytest.mark.parametrize("other", ["1:shop.other:0:0", "1:shop.settle:1:0", "1", "x" * 9999])
     def test_a_message_takes_the_place_of_no_run_but_a_first_one_of_its_own_task(
-        self, sender: Sender, nodes: list[EmbeddedNode], other: str
+        self, sender: Sender, nodes: Nodes, other: str
     ) -> None:
         forged = replace(sender.ticket(sender.send()), replaces=other)
         forged.mark_superseded(sender.redlock.session, "shop.settle")
@@ -428,7 +415,7 @@ class TestReplace:
         assert not nodes[0].client().keys("*:done:*")
 
     def test_a_message_takes_the_place_of_another_for_a_year_at_most(
-        self, sender: Sender, nodes: list[EmbeddedNode]
+        self, sender: Sender, nodes: Nodes
     ) -> None:
         first, year = sender.send(), 366 * 86_400
         forged = replace(sender.ticket(first), replaces="1:shop.settle:0:0", kept_for=1e10)
@@ -437,7 +424,7 @@ class TestReplace:
         assert 0 < nodes[0].client().ttl("{redlock}:done:1:shop.settle:0:0") <= year
 
     def test_where_it_cannot_be_published_the_earlier_one_stays(
-        self, sender: Sender, nodes: list[EmbeddedNode]
+        self, sender: Sender, nodes: Nodes
     ) -> None:
         def publish(ticket: Any) -> str:
             raise OSError("no broker")
@@ -452,7 +439,7 @@ class TestReplace:
 
     @pytest.mark.slow
     def test_where_the_earlier_one_ends_meanwhile_it_is_over_all_the_same(
-        self, sender: Sender, nodes: list[EmbeddedNode]
+        self, sender: Sender, nodes: Nodes
     ) -> None:
         first = sender.send()
 
@@ -465,9 +452,7 @@ class TestReplace:
         eventually(lambda: values(nodes) == [None] * 3)
         assert sender.send() != first
 
-    def test_a_run_that_is_done_is_not_marked_otherwise(
-        self, sender: Sender, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_a_run_that_is_done_is_not_marked_otherwise(self, sender: Sender, nodes: Nodes) -> None:
         first = sender.send()
         for node in nodes:
             node.client().set(f"{{redlock}}:done:{first}:shop.settle:0:0", "1")
@@ -476,7 +461,7 @@ class TestReplace:
             assert node.client().get(f"{{redlock}}:done:{first}:shop.settle:0:0") == "1"
 
     def test_the_mark_stays_for_as_long_as_the_message_may_still_come(
-        self, sender: Sender, nodes: list[EmbeddedNode]
+        self, sender: Sender, nodes: Nodes
     ) -> None:
         first = sender.send(countdown=5000.0)
         sender.send(on_duplicate="replace")
@@ -487,7 +472,7 @@ class TestReplace:
 
 class TestFaults:
     def test_with_a_node_down_it_is_as_with_all(
-        self, mortal_nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+        self, mortal_nodes: Nodes, make_sender: Callable[..., Sender]
     ) -> None:
         sender = make_sender(mortal_nodes)
         mortal_nodes[2].kill()
@@ -498,7 +483,7 @@ class TestFaults:
 
     @pytest.mark.slow
     def test_a_node_that_was_away_at_the_end_of_a_window_is_told_once_it_is_back(
-        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+        self, nodes: Nodes, make_sender: Callable[..., Sender]
     ) -> None:
         with proxies(nodes) as made:
             sender = make_sender(made)
@@ -516,7 +501,7 @@ class TestFaults:
 
     @pytest.mark.slow
     def test_a_quorum_that_was_away_at_the_end_of_a_window_is_told_however_late(
-        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender],
+        self, nodes: Nodes, make_sender: Callable[..., Sender],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(rounds, "DELIVER_FOR", 0.1)
@@ -537,7 +522,7 @@ class TestFaults:
             sender.redlock.close()
 
     def test_a_body_begins_once_a_quorum_has_heard_that_its_window_is_over(
-        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+        self, nodes: Nodes, make_sender: Callable[..., Sender]
     ) -> None:
         with proxies(nodes) as made:
             sender = make_sender(made)
@@ -550,7 +535,7 @@ class TestFaults:
             sender.redlock.close()
 
     def test_a_node_that_refuses_to_end_a_window_is_told_again(
-        self, mortal_nodes: list[EmbeddedNode], make_sender: Callable[..., Sender],
+        self, mortal_nodes: Nodes, make_sender: Callable[..., Sender],
         caplog: pytest.LogCaptureFixture,
     ) -> None:  # fmt: skip
         sender = make_sender(mortal_nodes, NODE_TIMEOUT)
@@ -566,7 +551,7 @@ class TestFaults:
         eventually(lambda: values(mortal_nodes) == [None] * 3)
 
     def test_what_a_node_hears_of_a_send_after_the_end_of_its_run_leaves_nothing(
-        self, nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+        self, nodes: Nodes, make_sender: Callable[..., Sender]
     ) -> None:
         with proxies(nodes) as made:
             sender, worker = make_sender(made), make_sender(nodes)
@@ -584,7 +569,7 @@ class TestFaults:
             sender.redlock.close()
 
     def test_without_a_quorum_it_is_sent_with_a_warning_and_leaves_nothing(
-        self, mortal_nodes: list[EmbeddedNode], make_sender: Callable[..., Sender],
+        self, mortal_nodes: Nodes, make_sender: Callable[..., Sender],
         caplog: pytest.LogCaptureFixture,
     ) -> None:  # fmt: skip
         sender = make_sender(mortal_nodes, NODE_TIMEOUT)
@@ -599,7 +584,7 @@ class TestFaults:
         assert is_sent(values(mortal_nodes[:1])[0], first)  # the window of the first one stays
 
     def test_without_a_quorum_it_is_refused_where_that_is_asked_for(
-        self, mortal_nodes: list[EmbeddedNode], make_sender: Callable[..., Sender]
+        self, mortal_nodes: Nodes, make_sender: Callable[..., Sender]
     ) -> None:
         sender = make_sender(mortal_nodes, NODE_TIMEOUT)
         for node in mortal_nodes[1:]:
@@ -610,7 +595,7 @@ class TestFaults:
         eventually(lambda: values(mortal_nodes[:1]) == [None])
 
     def test_a_minority_that_still_knows_an_earlier_send_drops_nothing(
-        self, sender: Sender, nodes: list[EmbeddedNode]
+        self, sender: Sender, nodes: Nodes
     ) -> None:
         first = sender.send()
         for node in nodes[:2]:
@@ -621,7 +606,7 @@ class TestFaults:
         assert is_sent(values(nodes)[2], first)
 
     def test_a_minority_that_knows_that_an_earlier_one_was_sent_drops_nothing(
-        self, sender: Sender, nodes: list[EmbeddedNode]
+        self, sender: Sender, nodes: Nodes
     ) -> None:
         first = sender.send()
         value = values(nodes)[0]
@@ -633,7 +618,7 @@ class TestFaults:
         assert list(sender.published) == [first, second]
 
     def test_nodes_that_name_different_sends_drop_nothing(
-        self, mortal_nodes: list[EmbeddedNode], make_sender: Callable[..., Sender],
+        self, mortal_nodes: Nodes, make_sender: Callable[..., Sender],
         caplog: pytest.LogCaptureFixture,
     ) -> None:  # fmt: skip
         sender = make_sender(mortal_nodes, NODE_TIMEOUT)
@@ -647,9 +632,7 @@ class TestFaults:
         assert list(sender.published) == [first, second, third]
         assert "no quorum of nodes agrees" in caplog.text
 
-    def test_what_a_stranger_wrote_drops_nothing(
-        self, sender: Sender, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_what_a_stranger_wrote_drops_nothing(self, sender: Sender, nodes: Nodes) -> None:
         for node in nodes:
             node.client().set(KEY, "theirs", px=1000)
         sent = sender.send(unique_for=SHORT)
@@ -665,7 +648,7 @@ class TestFaults:
     ids=["app", "queue"],
 )
 def test_a_window_that_the_app_or_the_queue_asks_for_is_a_window(
-    nodes: list[EmbeddedNode], conf: dict[str, Any]
+    nodes: Nodes, conf: dict[str, Any]
 ) -> None:
     app = Celery("levels", broker="memory://", set_as_default=False)
     app.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
@@ -681,9 +664,7 @@ def test_a_window_that_the_app_or_the_queue_asks_for_is_a_window(
 
 
 @pytest.mark.parametrize("by", ["eta", "countdown"])
-def test_nodes_keep_of_a_send_that_it_may_come_that_much_later(
-    nodes: list[EmbeddedNode], by: str
-) -> None:
+def test_nodes_keep_of_a_send_that_it_may_come_that_much_later(nodes: Nodes, by: str) -> None:
     """The mark of what a later send replaces stays until then: else both would run."""
     app = Celery("delayed", broker="memory://", set_as_default=False)
     app.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)

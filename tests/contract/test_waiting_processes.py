@@ -16,9 +16,8 @@ from celery_redlock import Redlock
 from celery_redlock.lock.inspection import WaitingProcess, list_waiting
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.server.requests import Requests
-from celery_redlock.testing import EmbeddedNode
 from tests import conftest
-from tests.conftest import FREED, eventually, settle, write
+from tests.conftest import FREED, Nodes, eventually, settle, write
 
 WAITS = """
 import sys
@@ -28,7 +27,7 @@ with Redlock(sys.argv[1:], node_timeout=2.0) as redlock, redlock.lock("r", wait=
 """
 
 
-def names(nodes: list[EmbeddedNode]) -> list[str]:
+def names(nodes: Nodes) -> list[str]:
     return [f"127.0.0.1:{node.port}" for node in nodes]
 
 
@@ -50,7 +49,7 @@ def waiters(redlock: Redlock) -> list[str]:
 
 
 @contextlib.contextmanager
-def waiting_process(nodes: list[EmbeddedNode]) -> Iterator[subprocess.Popen[bytes]]:
+def waiting_process(nodes: Nodes) -> Iterator[subprocess.Popen[bytes]]:
     """Give another process that waits for the lock of "r", which is taken."""
     with subprocess.Popen([sys.executable, "-c", WAITS, *(node.url for node in nodes)]) as made:
         try:
@@ -72,7 +71,7 @@ def see_registered(redlock: Redlock, pid: int) -> WaitingProcess:
 
 
 def test_processes_are_shown_in_the_order_in_which_they_began_to_wait(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     began = time.time()
     register(redlock, ("celery@web2:7:aa", began), ("celery@web1:7:bb", began - 60))
@@ -118,9 +117,7 @@ def test_a_process_that_left_is_not_shown_and_others_are(redlock: Redlock) -> No
     assert (left.waiter, left.rank) == ("celery@web2:7:bb", 0)
 
 
-def test_nodes_that_differ_are_shown_as_most_of_them_say(
-    redlock: Redlock, nodes: list[EmbeddedNode]
-) -> None:
+def test_nodes_that_differ_are_shown_as_most_of_them_say(redlock: Redlock, nodes: Nodes) -> None:
     key = waiting_key("redlock", "r")
     register(redlock, ("celery@web1:7:aa", 20.0), ("celery@web2:7:bb", 30.0))
     nodes[0].client().zadd(key, {"celery@web2:7:bb": 10.0})  # it lacks the last write
@@ -131,7 +128,7 @@ def test_nodes_that_differ_are_shown_as_most_of_them_say(
 
 
 def test_a_killed_process_is_shown_until_a_release_passes_it_over(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     with redlock.lock("r", wait=60), waiting_process(nodes) as process:
         before = see_registered(redlock, process.pid)
@@ -144,9 +141,7 @@ def test_a_killed_process_is_shown_until_a_release_passes_it_over(
     eventually(lambda: not list_waiting(redlock).processes, within=FREED)
 
 
-def test_a_registration_is_shown_until_it_expires(
-    redlock: Redlock, nodes: list[EmbeddedNode]
-) -> None:
+def test_a_registration_is_shown_until_it_expires(redlock: Redlock, nodes: Nodes) -> None:
     register(redlock, ("celery@web1:7:aa", 1.0))
     for node in nodes:
         assert 0 < node.client().pttl(waiting_key("redlock", "r")) <= 60_000
@@ -154,9 +149,7 @@ def test_a_registration_is_shown_until_it_expires(
     eventually(lambda: not list_waiting(redlock).processes)
 
 
-def test_a_strangers_key_hides_no_other_waiters(
-    redlock: Redlock, nodes: list[EmbeddedNode]
-) -> None:
+def test_a_strangers_key_hides_no_other_waiters(redlock: Redlock, nodes: Nodes) -> None:
     register(redlock, ("celery@web1:7:aa", 1.0))
     register(redlock, ("celery@web1:7:aa", 1.0), resource="wrong")
     for node in nodes[:2]:
@@ -169,7 +162,7 @@ def test_a_strangers_key_hides_no_other_waiters(
 
 
 def test_what_a_stranger_wrote_into_the_set_is_shown_as_it_stands(
-    redlock: Redlock, nodes: list[EmbeddedNode]
+    redlock: Redlock, nodes: Nodes
 ) -> None:
     strange = {"by hand": float("inf"), b"a:b:\xff": float("-inf"), "a:-1:b": 0.0}
     nodes[0].client().zadd(waiting_key("redlock", "r"), strange)

@@ -26,11 +26,7 @@ from kombu.common import QoS
 from celery_redlock import LockedTask, Redlock, send_unique
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.handoff import TURN
-from celery_redlock.lock.model.keys import (
-    lock_key,
-    votes_channel,
-    waiting_key,
-)
+from celery_redlock.lock.model.keys import lock_key, votes_channel, waiting_key
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.tasks.delivery.delivery import (
@@ -43,13 +39,13 @@ from celery_redlock.tasks.delivery.delivery import (
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting.queues import WaitingTimes
 from celery_redlock.tasks.waiting.room import WaitingRoom, admit_received
-from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR
-from tests.conftest import PATIENCE, eventually, settle
+from tests.conftest import PATIENCE, Nodes, eventually, settle
 
 WAITING, VOTES = waiting_key("redlock", "a"), votes_channel("redlock")
 NEVER = 600.0  # s: longer than a test
 STILL = WaitingTimes(retry_next_after=NEVER, sweep_interval=NEVER)  # nothing happens by the clock
+MakeStage = Callable[..., "Stage"]
 
 
 class ClockAhead(SystemClock):
@@ -73,7 +69,7 @@ class Stage:
     handed_on: ids of messages. apply: what Celery does with one of them first.
     """
 
-    def __init__(self, nodes: list[EmbeddedNode], times: WaitingTimes, **conf: Any) -> None:
+    def __init__(self, nodes: Nodes, times: WaitingTimes, **conf: Any) -> None:
         self.app = Celery(set_as_current=False, broker="memory://")
         urls = [node.url for node in nodes]
         self.app.conf.update(redlock_nodes=urls, redlock_node_timeout=PATIENCE, **conf)
@@ -197,13 +193,13 @@ class Stage:
         self.hub.close()
 
 
-def registered(nodes: list[EmbeddedNode], resource: str = "a") -> list[int]:
+def registered(nodes: Nodes, resource: str = "a") -> list[int]:
     """Return how many workers each node can name."""
     key = waiting_key("redlock", resource)
     return [int(node.client().zcard(key)) for node in nodes]
 
 
-def keep_registrations(nodes: list[EmbeddedNode]) -> None:
+def keep_registrations(nodes: Nodes) -> None:
     """Let the sets of waiters not expire by themselves."""
     for node in nodes:
         assert node.client().persist(waiting_key("redlock", "a"))
@@ -220,11 +216,11 @@ def hold(redlock: Redlock, resource: str = "a", limit: int = 1) -> Lock:
 
 
 @pytest.fixture
-def make_stage() -> Iterator[Callable[..., Stage]]:
+def make_stage() -> Iterator[MakeStage]:
     """Give rooms; unless a test gives other times, nothing is swept or tried by the clock."""
     made: list[Stage] = []
 
-    def make(nodes: list[EmbeddedNode], times: WaitingTimes = STILL, **conf: Any) -> Stage:
+    def make(nodes: Nodes, times: WaitingTimes = STILL, **conf: Any) -> Stage:
         made.append(Stage(nodes, times, **conf))
         return made[-1]
 
@@ -234,13 +230,13 @@ def make_stage() -> Iterator[Callable[..., Stage]]:
 
 
 @pytest.fixture
-def stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
+def stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
     """Give a room over three nodes."""
     return make_stage(nodes)
 
 
 def test_while_a_body_runs_in_the_main_process_one_can_look_who_waits(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    make_stage: MakeStage, nodes: Nodes, redlock: Redlock
 ) -> None:
     """A solo pool runs it where its message is handed on."""
     seen: list[list[str]] = []
@@ -283,7 +279,7 @@ def test_a_release_hands_on_the_first_to_be_deferred_and_each_limit_by_itself(
     [("redis://", ["0", "3", "9"]), ("pyamqp://", ["9", "3", "0"]), ("memory://", ["9", "0", "3"])],
 )
 def test_who_waits_is_in_the_order_that_the_broker_gives_to_priorities(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], broker: str, in_order: list[str]
+    make_stage: MakeStage, nodes: Nodes, broker: str, in_order: list[str]
 ) -> None:
     stage = make_stage(nodes, broker_url=broker)
     for priority in (9, 0, 3):
@@ -329,7 +325,7 @@ def test_one_that_cannot_be_handed_on_ends_neither_the_event_loop_nor_the_wait_o
 
 
 def test_a_sweep_ends_what_was_revoked_and_forgets_nobody_else(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    make_stage: MakeStage, nodes: Nodes, redlock: Redlock
 ) -> None:
     stage = make_stage(nodes, replace(STILL, sweep_interval=0.02))
     with lock_of(redlock):
@@ -361,7 +357,7 @@ class TestHandOff:
         stage.turn_until(lambda: stage.handed_on == ["first", "late"])
 
     def test_of_two_workers_the_one_whose_message_was_deferred_first_is_next(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
     ) -> None:
         second, first = make_stage(nodes), make_stage(nodes)
         lock = hold(redlock)
@@ -374,7 +370,7 @@ class TestHandOff:
         assert second.handed_on == []
 
     def test_a_worker_whose_loop_stands_still_costs_one_turn_and_is_passed_by(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
     ) -> None:
         stopped, next_one = make_stage(nodes), make_stage(nodes)
         lock = hold(redlock)
@@ -390,7 +386,7 @@ class TestHandOff:
         assert stopped.waiting() == ["stopped"]
 
     def test_the_second_does_not_act_if_the_first_has_the_lock_by_then(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
     ) -> None:
         first, second = make_stage(nodes), make_stage(nodes)
         lock = hold(redlock)
@@ -406,7 +402,7 @@ class TestHandOff:
         second.turn_until(lambda: second.handed_on == ["second"])
 
     def test_who_finds_the_lock_free_lets_the_worker_before_it_have_its_turn(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+        self, make_stage: MakeStage, nodes: Nodes
     ) -> None:
         stopped, next_one = make_stage(nodes), make_stage(nodes)
         for node in nodes:
@@ -420,7 +416,7 @@ class TestHandOff:
         assert sum(registered(nodes)) <= 1  # a majority has passed the other one by
 
     def test_the_next_one_tries_though_the_first_was_handed_on_and_did_not_take_the_lock(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
     ) -> None:
         """It may be refused another lock before, and no release of this one follows."""
         stage, lock = make_stage(nodes, replace(STILL, retry_next_after=0.05)), hold(redlock)
@@ -432,11 +428,7 @@ class TestHandOff:
 
     @pytest.mark.parametrize("at_once", [True, False])
     def test_the_next_one_waits_for_the_release_of_the_first_if_that_succeeds(
-        self,
-        make_stage: Callable[..., Stage],
-        nodes: list[EmbeddedNode],
-        redlock: Redlock,
-        at_once: bool,
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock, at_once: bool
     ) -> None:
         """With many workers each would ask the nodes in vain after each of its runs."""
         stage, lock = make_stage(nodes, replace(STILL, retry_next_after=0.5)), hold(redlock)
@@ -452,7 +444,7 @@ class TestHandOff:
         assert (stage.handed_on, stage.waiting()) == (["first"], ["second"])
 
     def test_the_next_one_takes_a_permit_that_is_free_though_the_run_before_it_succeeds(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+        self, make_stage: MakeStage, nodes: Nodes
     ) -> None:
         """The release of one permit hands on one message, so another free one would stay idle."""
         stage = make_stage(nodes, replace(STILL, retry_next_after=0.1))
@@ -462,7 +454,7 @@ class TestHandOff:
         stage.turn_until(lambda: stage.handed_on == ["first", "second"])
 
     def test_a_success_of_an_earlier_message_with_the_same_id_is_none_of_this_one(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+        self, make_stage: MakeStage, nodes: Nodes
     ) -> None:
         """Who sends a message may choose its id, and a message may be delivered twice."""
         stage = make_stage(nodes, replace(STILL, retry_next_after=0.1))
@@ -491,7 +483,7 @@ class TestHandOff:
             stage.turn_until(lambda: stage.handed_on == ["for one of two permits"])
 
     def test_a_loop_that_stood_still_asks_before_it_acts_on_an_old_name(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+        self, make_stage: MakeStage, nodes: Nodes
     ) -> None:
         stage = make_stage(nodes[:1])
         with Redlock([nodes[0].url], node_timeout=PATIENCE) as redlock:
@@ -510,11 +502,7 @@ class TestHandOff:
 
     @pytest.mark.parametrize("forgetful", [1, 3])
     def test_nodes_that_forget_who_waits_cost_time_alone(
-        self,
-        make_stage: Callable[..., Stage],
-        nodes: list[EmbeddedNode],
-        redlock: Redlock,
-        forgetful: int,
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock, forgetful: int
     ) -> None:
         stage, lock = make_stage(nodes), hold(redlock)
         stage.admit("waits", countdown=1.0)
@@ -525,7 +513,7 @@ class TestHandOff:
         stage.turn_until(lambda: stage.handed_on == ["waits"])
 
     def test_a_head_looks_at_its_eta_and_waits_on_while_the_lock_is_held(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
     ) -> None:
         stage = make_stage(nodes, replace(STILL, longest_pause=0.1))
         key = lock_key("redlock", "a")
@@ -550,7 +538,7 @@ class TestHandOff:
             stage.turn_until(lambda: stage.handed_on == ["waits"])
 
     def test_a_head_that_waits_on_looks_as_the_lease_of_a_dead_holder_ends(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+        self, make_stage: MakeStage, nodes: Nodes
     ) -> None:
         stage = make_stage(nodes, replace(STILL, longest_pause=NEVER))
         for node in nodes:
@@ -560,7 +548,7 @@ class TestHandOff:
         stage.turn_until(lambda: stage.handed_on == ["waits"])
 
     def test_a_head_that_waits_on_looks_less_often_with_time(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
     ) -> None:
         longest = 1.5
         stage = make_stage(nodes, replace(STILL, longest_pause=longest))
@@ -571,7 +559,7 @@ class TestHandOff:
             stage.turn_until(lambda: waiter.pause == longest)
 
     def test_without_an_answer_of_a_quorum_a_head_tries_at_its_eta(
-        self, make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+        self, make_stage: MakeStage, mortal_nodes: Nodes
     ) -> None:
         stage = make_stage(mortal_nodes)
         for node in mortal_nodes[1:]:
@@ -595,7 +583,7 @@ class TestHandOff:
 
 class TestRegistration:
     def test_it_ends_with_the_last_message(
-        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
+        self, stage: Stage, nodes: Nodes, redlock: Redlock
     ) -> None:
         lock = hold(redlock)
         for id_ in ("first", "second"):
@@ -610,7 +598,7 @@ class TestRegistration:
         eventually(lambda: registered(nodes) == [0, 0, 0])
 
     def test_it_ends_when_the_room_is_closed(
-        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
+        self, stage: Stage, nodes: Nodes, redlock: Redlock
     ) -> None:
         with lock_of(redlock):
             stage.admit("waits")
@@ -622,7 +610,7 @@ class TestRegistration:
             assert stage.waiting() == []
 
     def test_it_is_made_anew_after_the_loop_stood_still(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
     ) -> None:
         stage = make_stage(nodes, replace(STILL, sweep_interval=0.02, refresh_after=NEVER))
         with lock_of(redlock):
@@ -634,7 +622,7 @@ class TestRegistration:
             stage.turn_until(lambda: registered(nodes) == [1, 1, 1])
 
     def test_a_release_that_named_nobody_while_the_loop_stood_still_is_not_missed(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
     ) -> None:
         stage = make_stage(nodes, replace(STILL, sweep_interval=0.5, refresh_after=NEVER))
         lock = hold(redlock)
@@ -648,7 +636,7 @@ class TestRegistration:
         stage.turn_until(lambda: stage.handed_on == ["waits"])
 
     def test_a_release_before_the_inbox_opened_again_is_not_missed(
-        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
+        self, stage: Stage, nodes: Nodes, redlock: Redlock
     ) -> None:
         def listeners() -> list[set[str]]:
             clients = [node.client().client_list(_type="pubsub") for node in nodes]
@@ -667,7 +655,7 @@ class TestRegistration:
         stage.turn_until(lambda: stage.handed_on == ["waits"])
 
     def test_it_is_made_anew_from_time_to_time(
-        self, make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
     ) -> None:
         stage = make_stage(nodes, replace(STILL, sweep_interval=1.0, refresh_after=0.1))
         with lock_of(redlock):
@@ -679,7 +667,7 @@ class TestRegistration:
 
     @pytest.mark.parametrize("lost", [1, 3])
     def test_it_is_made_anew_on_a_new_connection(
-        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock, lost: int
+        self, stage: Stage, nodes: Nodes, redlock: Redlock, lost: int
     ) -> None:
         with lock_of(redlock):
             stage.admit("waits")
@@ -690,7 +678,7 @@ class TestRegistration:
             stage.turn_until(lambda: registered(nodes) == [1, 1, 1])
 
     def test_an_earlier_message_moves_the_worker_forward(
-        self, stage: Stage, nodes: list[EmbeddedNode], redlock: Redlock
+        self, stage: Stage, nodes: Nodes, redlock: Redlock
     ) -> None:
         def scores() -> list[list[float]]:
             key = waiting_key("redlock", "a")
@@ -759,10 +747,7 @@ class TestCountdown:
 
 
 def test_a_worker_does_not_listen_for_ever_if_nobody_waits(
-    make_stage: Callable[..., Stage],
-    nodes: list[EmbeddedNode],
-    redlock: Redlock,
-    monkeypatch: pytest.MonkeyPatch,
+    make_stage: MakeStage, nodes: Nodes, redlock: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriber, "LINGER", 0.1)
     stage = make_stage(nodes, replace(STILL, sweep_interval=0.02, unsubscribe_after=0.0))
@@ -774,7 +759,7 @@ def test_a_worker_does_not_listen_for_ever_if_nobody_waits(
 
 
 def test_a_worker_remembers_a_refusal_while_a_message_waits_for_that_lock(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], redlock: Redlock
+    make_stage: MakeStage, nodes: Nodes, redlock: Redlock
 ) -> None:
     """So that a message that does not try can say who holds its lock."""
     stage, request = make_stage(nodes, replace(STILL, sweep_interval=0.02)), Consumer(name="task")
@@ -790,9 +775,7 @@ def test_a_worker_remembers_a_refusal_while_a_message_waits_for_that_lock(
         assert stage.room.refusal_of(request, ("b",), 1) is None
 
 
-def test_a_worker_does_not_remember_every_refusal(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
+def test_a_worker_does_not_remember_every_refusal(make_stage: MakeStage, nodes: Nodes) -> None:
     stage = make_stage(nodes, replace(STILL, sweep_interval=0.02))
     stage.room.note_refusal(Deferral(resource="a"))
     assert stage.room.may_refuse("task")

@@ -27,7 +27,7 @@ from celery_redlock.lock.transport import subscriber
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, NODE_TIMEOUT, Journal, eventually, hearing, settle
+from tests.conftest import FREED, NODE_TIMEOUT, Journal, Nodes, eventually, hearing, settle
 from tests.contract.conftest import over
 from tests.contract.contention import PROCESSES
 
@@ -104,9 +104,7 @@ class TestWoken:
                 lock.release()
                 eventually(lambda caller=caller: caller.take_step(now()))
 
-    def test_while_one_node_is_frozen(
-        self, mortal_nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
-    ) -> None:
+    def test_while_one_node_is_frozen(self, mortal_nodes: Nodes, pool: ThreadPoolExecutor) -> None:
         with over(mortal_nodes) as redlock, over(mortal_nodes) as rival:
             mortal_nodes[0].pause()
             lock = redlock.lock("r", wait=WAIT).acquire()
@@ -116,7 +114,7 @@ class TestWoken:
             assert waiting.result(FREED)
 
     def test_on_a_new_connection_where_the_one_that_would_tell_was_closed(
-        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
+        self, redlock: Redlock, rival: Redlock, nodes: Nodes, pool: ThreadPoolExecutor
     ) -> None:
         lock = redlock.lock("r").acquire()
         waiting = pool.submit(take, rival)
@@ -129,7 +127,7 @@ class TestWoken:
         assert waiting.result(FREED)
 
     def test_of_many_threads_of_a_process_not_all_at_once(
-        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, rival: Redlock, nodes: Nodes
     ) -> None:
         count = 24
 
@@ -154,7 +152,7 @@ class TestWoken:
         assert count <= tries < 3 * count
 
     def test_none_of_those_behind_the_first_one_tries_as_its_wait_ends(
-        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode]
+        self, redlock: Redlock, rival: Redlock, nodes: Nodes
     ) -> None:
         count = 24
         with redlock.lock("r"), ThreadPoolExecutor(count) as threads:
@@ -177,7 +175,7 @@ class TestWoken:
 
 class TestNotWoken:
     def test_when_the_holder_was_killed_it_gets_the_lock_at_the_end_of_the_lease(
-        self, rival: Redlock, nodes: list[EmbeddedNode]
+        self, rival: Redlock, nodes: Nodes
     ) -> None:
         line, other_end = PROCESSES.Pipe()
         urls = [node.url for node in nodes]
@@ -199,7 +197,7 @@ class TestNotWoken:
         ],
     )
     def test_without_the_right_it_gets_the_lock_all_the_same(
-        self, nodes: list[EmbeddedNode], pool: ThreadPoolExecutor, rights: list[str]
+        self, nodes: Nodes, pool: ThreadPoolExecutor, rights: list[str]
     ) -> None:
         for node in nodes:
             setting = ["ACL", "SETUSER", "app", "reset", "on", ">right-one", "~*", *rights]
@@ -216,9 +214,7 @@ class TestNotWoken:
             for node in nodes:
                 node.client().execute_command("ACL", "DELUSER", "app")
 
-    def test_a_try_that_failed_tells_nobody(
-        self, rival: Redlock, nodes: list[EmbeddedNode]
-    ) -> None:
+    def test_a_try_that_failed_tells_nobody(self, rival: Redlock, nodes: Nodes) -> None:
         with over(nodes[1:]) as two, two.lock("r"):
             settle(two)
             client = nodes[0].client()
@@ -260,7 +256,7 @@ class TestSeveral:
 
     @pytest.mark.slow
     def test_who_waits_for_one_of_several_is_not_woken_by_its_own_tries(
-        self, redlock: Redlock, rival: Redlock, nodes: list[EmbeddedNode], pool: ThreadPoolExecutor
+        self, redlock: Redlock, rival: Redlock, nodes: Nodes, pool: ThreadPoolExecutor
     ) -> None:
         def take_both() -> None:
             with rival.lock(["r", "s"], wait=WAIT):
@@ -318,7 +314,7 @@ def test_who_comes_to_a_subscription_that_stands_looks_at_once_whether_it_missed
 
 
 def test_an_ear_that_ends_leaves_the_next_one_its_connection(
-    nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriber, "LINGER", 0.1)
     wanted, heard = {"a"}, Counter[str]()
@@ -359,9 +355,7 @@ def listening(node: EmbeddedNode, *channels: str, user: str = "") -> Iterator[Su
         yield ear
 
 
-def test_a_channel_that_a_user_may_not_hear_keeps_an_ear_from_no_other(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_a_channel_that_a_user_may_not_hear_keeps_an_ear_from_no_other(nodes: Nodes) -> None:
     client = nodes[0].client()
     words = ["on", ">secret", "~*", "+@all", "resetchannels", "&a", "&c"]
     client.execute_command("ACL", "SETUSER", "few", *words)
@@ -373,7 +367,7 @@ def test_a_channel_that_a_user_may_not_hear_keeps_an_ear_from_no_other(
 
 
 def test_an_ear_that_is_told_of_channels_all_the_time_finds_out_that_its_node_is_gone(
-    mortal_nodes: list[EmbeddedNode], monkeypatch: pytest.MonkeyPatch
+    mortal_nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that is gone ends no connection, and whoever comes to wait rings."""
     monkeypatch.setattr(subscriber, "LINGER", 0.1)
@@ -388,9 +382,7 @@ def test_an_ear_that_is_told_of_channels_all_the_time_finds_out_that_its_node_is
         eventually(is_dropped_though_it_is_rung)
 
 
-def test_an_ear_hears_more_channels_than_a_connection_takes_at_once(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_an_ear_hears_more_channels_than_a_connection_takes_at_once(nodes: Nodes) -> None:
     channels = [f"{number}".rjust(250, "c") for number in range(40_000)]
     with listening(nodes[0], *channels) as ear:
         eventually(lambda: len(ear.confirmed) == len(channels))

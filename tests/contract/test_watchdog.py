@@ -14,7 +14,7 @@ import pytest
 
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.testing import EmbeddedNode
+from tests.conftest import Nodes
 
 LONG = 600.0  # s: longer than any test
 SHORT = 6.0  # s: a ttl
@@ -60,7 +60,7 @@ class Dog:
     def __init__(self) -> None:
         self.tidied, self.again = threading.Event(), Meanwhile(math.inf)
         platform = Platform(SystemClock())
-        self.watchdog: Watchdog[Any] = Watchdog(
+        self.watchdog: Watchdog = Watchdog(
             platform, lambda renewed: None, self._tidy, lambda one, now: None
         )
 
@@ -106,7 +106,7 @@ def test_of_two_that_ask_at_once_the_earlier_one_is_heard(dog: Dog) -> None:
 
 @pytest.mark.slow
 def test_c_code_that_keeps_the_gil_for_a_fifth_of_the_ttl_again_and_again_loses_no_lock(
-    nodes: list[EmbeddedNode],
+    nodes: Nodes,
 ) -> None:
     command, urls = [sys.executable, "-c", HOLDS_THE_GIL], [node.url for node in nodes]
     both = [

@@ -28,6 +28,7 @@ from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import (
     NODE_TIMEOUT,
+    Nodes,
     eventually,
     is_free,
     see_freed,
@@ -37,6 +38,7 @@ from tests.conftest import (
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "s3cret-word"  # of guarded nodes
+MakeStage = Callable[..., "Stage"]
 
 
 def slow_but(fast: Sequence[Any], every: Sequence[Any]) -> list[Any]:
@@ -66,7 +68,7 @@ class Stage:
 
     tasks: Any
     broker: EmbeddedNode
-    nodes: list[EmbeddedNode]
+    nodes: Nodes
     log: Path
     env: dict[str, str]
     stack: ExitStack
@@ -197,9 +199,9 @@ def lasting_broker() -> Iterator[EmbeddedNode]:
 def set_standing_stage(
     request: pytest.FixtureRequest,
     lasting_broker: EmbeddedNode,
-    standing_nodes: list[EmbeddedNode],
+    standing_nodes: Nodes,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[..., Stage]]:
+) -> Iterator[MakeStage]:
     """Give what sets a stage for all tests of a module, over emptied servers; takes settings."""
     for node in (*standing_nodes, lasting_broker):
         node.client().flushall()
@@ -214,7 +216,7 @@ def set_standing_stage(
 
 
 @pytest.fixture(scope="module")
-def standing_stage(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+def standing_stage(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
     """Give a stage and its one worker, which stay for all tests of a module."""
     made = set_standing_stage()
     return made, made.worker(concurrency=4, options=["-E"])
@@ -255,7 +257,7 @@ def no_shared_task_left(*apps: Celery) -> Iterator[None]:
 def set_stage(
     stack: ExitStack,
     folder: Path,
-    nodes: list[EmbeddedNode],
+    nodes: Nodes,
     broker: EmbeddedNode,
     amqp: str | None = None,
     queues: str = "celery",
@@ -292,27 +294,25 @@ def close_connections(app: Any) -> None:
 
 
 @pytest.fixture
-def make_stage(standing_broker: EmbeddedNode, tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+def make_stage(standing_broker: EmbeddedNode, tmp_path: Path) -> Iterator[MakeStage]:
     """Give a function that sets a stage over given nodes, with settings for the workers' app."""
     standing_broker.client().flushall()
     with ExitStack() as stack:
 
-        def make(
-            nodes: list[EmbeddedNode], broker: EmbeddedNode | None = None, **conf: Any
-        ) -> Stage:
+        def make(nodes: Nodes, broker: EmbeddedNode | None = None, **conf: Any) -> Stage:
             return set_stage(stack, tmp_path, nodes, broker or standing_broker, **conf)
 
         yield make
 
 
 @pytest.fixture
-def stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
+def stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
     """Give a stage over the three standing nodes."""
     return make_stage(nodes)
 
 
 @pytest.fixture
-def own_stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
+def own_stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
     """Give what `stage` is, in a module whose `stage` is shared."""
     return make_stage(nodes)
 
@@ -326,14 +326,14 @@ class GuardedNode(EmbeddedNode):
 
 
 @pytest.fixture
-def guarded_stage(make_stage: Callable[..., Stage]) -> Iterator[Stage]:
+def guarded_stage(make_stage: MakeStage) -> Iterator[Stage]:
     """Give a stage over three nodes whose URLs have a password; the last one has another."""
     with (
         GuardedNode(requirepass=PASSWORD) as first,
         GuardedNode(requirepass=PASSWORD) as second,
         GuardedNode(requirepass="another") as refusing,
     ):
-        nodes: list[EmbeddedNode] = [first, second, refusing]
+        nodes: Nodes = [first, second, refusing]
         trust_nodes(nodes)
         yield make_stage(nodes)
 

@@ -18,8 +18,7 @@ from asgiref.sync import async_to_sync
 from celery import Celery
 
 from celery_redlock import LockedTask, LockTaken, SettingsError
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, is_free, see_freed
+from tests.conftest import PATIENCE, Nodes, is_free, see_freed
 from tests.integration.conftest import Stage
 
 began: list[str] = []
@@ -27,7 +26,7 @@ looks: list[Callable[[], bool]] = []  # at what is to hold in the middle of a bo
 
 
 @pytest.fixture
-def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
+def app(nodes: Nodes) -> Iterator[Celery]:
     began.clear()
     looks.clear()
     made = Celery("awaits", broker="memory://", backend="cache+memory://", set_as_default=False)
@@ -166,20 +165,18 @@ RETURNED = {
 
 @pytest.mark.parametrize("way", RETURNED)
 def test_a_body_that_returns_what_is_to_be_awaited_fails_and_leaves_no_warning(
-    app: Celery, nodes: list[EmbeddedNode], way: str
+    app: Celery, nodes: Nodes, way: str
 ) -> None:
     task = of_function(RETURNED[way], lock_key="order")(app)
     see_refused(task.apply, nodes)
 
 
-def test_an_async_def_for_which_a_call_asks_for_a_lock_fails(
-    app: Celery, nodes: list[EmbeddedNode]
-) -> None:
+def test_an_async_def_for_which_a_call_asks_for_a_lock_fails(app: Celery, nodes: Nodes) -> None:
     task = of_function(settle, lock_key=False)(app)
     see_refused(functools.partial(task.apply, lock={"key": "order"}), nodes)
 
 
-def see_refused(apply: Callable[..., Any], nodes: list[EmbeddedNode]) -> None:
+def see_refused(apply: Callable[..., Any], nodes: Nodes) -> None:
     """See that a run ends with the way out, having done nothing, and that its lock is free."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -235,7 +232,7 @@ SYNCHRONOUS = {
     ids=str,
 )
 def test_a_coroutine_that_is_run_to_its_end_has_its_lock_until_then(
-    app: Celery, nodes: list[EmbeddedNode], way: str, lock: dict[str, Any]
+    app: Celery, nodes: Nodes, way: str, lock: dict[str, Any]
 ) -> None:
     task = SYNCHRONOUS[way](app, lock)
     resource = task.lock_for(7).resource
@@ -246,7 +243,7 @@ def test_a_coroutine_that_is_run_to_its_end_has_its_lock_until_then(
 
 
 def test_a_coroutine_in_a_body_takes_other_locks_and_not_the_runs_own(
-    app: Celery, nodes: list[EmbeddedNode]
+    app: Celery, nodes: Nodes
 ) -> None:
     async def settle_both(order: int) -> bool:
         async with task.lock_for(order + 1) as other:

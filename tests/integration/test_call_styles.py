@@ -34,13 +34,13 @@ from celery_redlock.signals import (
 )
 from celery_redlock.tasks.delivery.delivery import Delivery
 from celery_redlock.tasks.delivery.route import Route, queue_of
-from celery_redlock.testing import EmbeddedNode, locking_off
-from tests.conftest import PATIENCE, see_freed
+from celery_redlock.testing import locking_off
+from tests.conftest import PATIENCE, Nodes, see_freed
 from tests.integration.conftest import ROOT, Stage, overlaps
 
 
 @pytest.fixture
-def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
+def app(nodes: Nodes) -> Iterator[Celery]:
     made = Celery("styles", broker="memory://", backend="cache+memory://", set_as_default=False)
     made.conf.update(redlock_nodes=[node.url for node in nodes], task_always_eager=True)
     made.conf.redlock_node_timeout = PATIENCE
@@ -64,7 +64,7 @@ def test_a_users_own_hooks_without_super_cannot_switch_the_lock_off(
         assert len(stage.lines("called")) == 6, "the user's __call__ ran for deferrals too"
 
 
-def test_a_direct_call_takes_no_lock(app: Celery, nodes: list[EmbeddedNode]) -> None:
+def test_a_direct_call_takes_no_lock(app: Celery, nodes: Nodes) -> None:
     @app.task(bind=True, base=LockedTask, shared=False)
     def settle(self: Any, order: int) -> tuple[bool, bool]:
         return hasattr(self, "lock"), current_lock() is None
@@ -99,7 +99,7 @@ def test_whoever_walks_the_attributes_of_a_task_meets_no_error(app: Celery) -> N
     assert mock.create_autospec(task).delay("42") is not None
 
 
-def test_an_eager_run_locks_and_lets_go(app: Celery, nodes: list[EmbeddedNode]) -> None:
+def test_an_eager_run_locks_and_lets_go(app: Celery, nodes: Nodes) -> None:
     @app.task(bind=True, base=LockedTask, lock_key="order:{order}", shared=False)
     def settle(self: Any, order: int) -> tuple[bool, bool]:
         return self.lock.held, self.lock is current_lock()
@@ -452,15 +452,13 @@ print(seen)
 """
 
 
-def test_the_lock_is_released_before_any_receiver_of_a_users_own(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_the_lock_is_released_before_any_receiver_of_a_users_own(nodes: Nodes) -> None:
     command = [sys.executable, "-c", CONNECTS_FIRST, *(node.url for node in nodes)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split("\n")[0] == "[True, False]"
 
 
-def test_app_task_as_base_leaves_celerys_own_tasks_alone(nodes: list[EmbeddedNode]) -> None:
+def test_app_task_as_base_leaves_celerys_own_tasks_alone(nodes: Nodes) -> None:
     app = Celery("base", broker="memory://", task_cls=LockedTask, set_as_default=False)
     app.conf.redlock_nodes = [node.url for node in nodes]
     app.conf.redlock_node_timeout = PATIENCE
@@ -518,7 +516,7 @@ def test_lock_for_waits_as_it_is_told(app: Celery, redlock: Redlock) -> None:
     assert caught.value.waited >= 0.2
 
 
-def test_a_key_of_false_takes_no_lock(app: Celery, nodes: list[EmbeddedNode]) -> None:
+def test_a_key_of_false_takes_no_lock(app: Celery, nodes: Nodes) -> None:
     @app.task(base=LockedTask, lock_key=False, shared=False)
     def free() -> bool:
         return current_lock() is None
@@ -573,7 +571,7 @@ class TestDeclarationsThatCannotBeMeant:
         ],
     )
     def test_they_raise_when_the_app_finalizes_and_at_each_later_use(
-        self, nodes: list[EmbeddedNode], options: dict[str, Any], words: str
+        self, nodes: Nodes, options: dict[str, Any], words: str
     ) -> None:
         app = Celery("wrong", broker="memory://", set_as_default=False)
         app.conf.redlock_nodes = [node.url for node in nodes]
@@ -645,7 +643,7 @@ class TestDeclarationsThatCannotBeMeant:
                 settle.apply_async((7,), lock=wrong)
         assert settle.apply_async((7,), lock={"backoff": Backoff(1, 2)})
 
-    def test_another_strategy_is_refused(self, nodes: list[EmbeddedNode]) -> None:
+    def test_another_strategy_is_refused(self, nodes: Nodes) -> None:
         app = Celery("batches", broker="redis://", set_as_default=False)
 
         class Batches(Task):

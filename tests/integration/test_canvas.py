@@ -12,14 +12,14 @@ from celery.exceptions import ChordError, TaskRevokedError
 
 from celery_redlock import Backoff, LockTaken, RedlockError
 from tests.conftest import eventually
-from tests.integration.conftest import Stage
+from tests.integration.conftest import MakeStage, Stage
 
 WAITING = ("step", "asks")  # on_conflict="defer", and a callable that says so
 NOT_RUN = {"skip": TaskRevokedError, "fail": LockTaken}
 
 
 @pytest.fixture(scope="module")
-def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+def stage(set_standing_stage: MakeStage) -> Stage:
     """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
     made = set_standing_stage()
     made.worker(concurrency=3)

@@ -16,7 +16,6 @@ import sys
 import termios
 import time
 import uuid
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,9 @@ from redis import Redis
 
 from celery_redlock import LockedTask, LockLost, Redlock, SettingsError
 from celery_redlock.lock.model.keys import lock_key, waiting_key
-from celery_redlock.testing import EmbeddedNode, embedded_nodes
-from tests.conftest import PATIENCE, eventually, register, settle
-from tests.integration.conftest import PASSWORD, ROOT, Stage, slow_but
+from celery_redlock.testing import embedded_nodes
+from tests.conftest import PATIENCE, Nodes, eventually, register, settle
+from tests.integration.conftest import PASSWORD, ROOT, MakeStage, Stage, slow_but
 from tests.integration.deliveries import heard
 
 WORK = "tests.integration.app.work"
@@ -55,9 +54,7 @@ def in_json(*words: str) -> Any:
     return shown
 
 
-def test_a_worker_says_once_at_its_start_what_is_wrong(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
+def test_a_worker_says_once_at_its_start_what_is_wrong(make_stage: MakeStage, nodes: Nodes) -> None:
     queues = {"othre": {"ttl": 40}, "other": {"ttl": 40}}
     stage = make_stage(nodes, redlock_queues=queues)
     worker = stage.worker(concurrency=1)
@@ -181,9 +178,7 @@ def test_a_task_without_rules_is_told_with_a_proposal(stage: Stage, name: str, w
     assert words in asked.output
 
 
-def test_celerys_own_tasks_have_no_rules_though_they_are_locked_tasks(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_celerys_own_tasks_have_no_rules_though_they_are_locked_tasks(nodes: Nodes) -> None:
     app = Celery("base", broker="memory://", task_cls=LockedTask, set_as_default=False)
     app.conf.redlock_nodes = [node.url for node in nodes]
     with pytest.raises(ClickException, match="takes no lock"):
@@ -191,7 +186,7 @@ def test_celerys_own_tasks_have_no_rules_though_they_are_locked_tasks(
 
 
 def test_the_doctor_says_what_is_wrong_and_which_nodes_vote(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     make_stage(mortal_nodes, redlock_queues={"celrey": {}})
     told = command("doctor")
@@ -213,9 +208,7 @@ def test_the_doctor_says_what_is_wrong_and_which_nodes_vote(
     assert {"level", "setting", "value", "hint"} == set(shown["lints"][0])
 
 
-def test_the_doctor_finds_no_problem_where_there_is_none(
-    nodes: list[EmbeddedNode], tmp_path: Path
-) -> None:
+def test_the_doctor_finds_no_problem_where_there_is_none(nodes: Nodes, tmp_path: Path) -> None:
     url = nodes[0].url
     (tmp_path / "plain.py").write_text(f"from celery import Celery\napp = Celery(broker={url!r})")
     line = [sys.executable, "-m", "celery", "-A", "plain", "redlock", "doctor"]
@@ -229,7 +222,7 @@ def test_the_doctor_finds_no_problem_where_there_is_none(
 
 
 def test_a_node_that_nobody_has_used_is_new_and_not_silent_and_stays_so(
-    make_stage: Callable[..., Stage],
+    make_stage: MakeStage,
 ) -> None:
     with embedded_nodes(3) as new:
         make_stage(new)
@@ -393,7 +386,7 @@ def test_a_task_is_found_by_its_id_whatever_became_of_it(busy_stage: Any) -> Non
 
 @pytest.mark.slow
 def test_a_task_for_which_no_quorum_votes_is_among_those_that_wait(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes)
     stage.worker(concurrency=1)
@@ -504,9 +497,7 @@ def test_breaking_a_lock_is_asked_for_and_learned_by_its_body_alone(stage: Stage
     assert "no lock stands on k:k" in nobody.output
 
 
-def test_breaking_a_permit_leaves_the_others_to_their_holders(
-    stage: Stage, nodes: list[EmbeddedNode]
-) -> None:
+def test_breaking_a_permit_leaves_the_others_to_their_holders(stage: Stage, nodes: Nodes) -> None:
     urls = [node.url for node in nodes]
     with (
         Redlock(urls, node_timeout=PATIENCE) as one,
@@ -520,7 +511,7 @@ def test_breaking_a_permit_leaves_the_others_to_their_holders(
 
 
 def test_an_order_that_no_quorum_of_nodes_took_ends_with_a_status_of_its_own(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes)
     with stage.tasks.work.lock_for("k", wait=60) as lock:
@@ -534,7 +525,7 @@ def test_an_order_that_no_quorum_of_nodes_took_ends_with_a_status_of_its_own(
 
 
 def test_the_nodes_are_shown_and_a_quorum_that_is_away_is_told_by_the_exit_status(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     make_stage(mortal_nodes)
     assert command("status").exit_code == 0
@@ -549,7 +540,7 @@ def test_the_nodes_are_shown_and_a_quorum_that_is_away_is_told_by_the_exit_statu
 
 
 def test_nodes_are_trusted_by_name_once_that_is_confirmed(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     make_stage(mortal_nodes)
     for node in mortal_nodes:
@@ -645,7 +636,7 @@ def asked_of(stage: Stage, worker: str) -> Any:
 
 
 def test_workers_that_wait_are_shown_in_order_and_it_is_said_that_they_do_not_answer(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     make_stage(mortal_nodes)
     with Redlock([node.url for node in mortal_nodes], node_timeout=PATIENCE) as redlock:
@@ -679,7 +670,7 @@ WITHOUT_QUORUM = [["locks"], ["waiters"], ["show", "k:k"], ["show", str(uuid.uui
 
 
 def test_without_a_quorum_no_command_says_that_no_lock_is_held(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     make_stage(mortal_nodes)
     for words in WITHOUT_QUORUM:
@@ -718,7 +709,7 @@ def test_a_word_that_means_nothing_is_refused_with_a_sentence(stage: Stage, line
 
 
 def test_a_broker_that_is_silent_ends_no_command_and_hides_no_break(
-    nodes: list[EmbeddedNode], tmp_path: Path
+    nodes: Nodes, tmp_path: Path
 ) -> None:
     def told(*words: str) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, "-m", "celery", "-A", "quiet", "redlock", *words]
@@ -805,7 +796,7 @@ with Redlock(sys.argv[1:], node_timeout=2.0, max_ttl=600) as redlock, redlock.lo
 
 
 def test_without_a_result_backend_a_task_is_shown_from_what_nodes_and_workers_know(
-    nodes: list[EmbeddedNode], tmp_path: Path
+    nodes: Nodes, tmp_path: Path
 ) -> None:
     task_id = str(uuid.uuid4())
     label = f"{task_id}:shop.take:0:0 celery@web1"

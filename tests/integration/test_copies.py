@@ -12,7 +12,7 @@ import pytest
 from celery_redlock import LockTaken
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import eventually, trust_nodes
+from tests.conftest import Nodes, eventually, trust_nodes
 from tests.integration.carried import BITS
 from tests.integration.conftest import Line, Stage, set_stage, slow_but, virtual_host
 
@@ -23,7 +23,7 @@ BROKERS = {"redis": "classic", "rabbitmq": "classic", "rabbitmq, quorum queues":
 def placed(
     request: pytest.FixtureRequest,
     standing_broker: EmbeddedNode,
-    standing_nodes: list[EmbeddedNode],
+    standing_nodes: Nodes,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Stage, WorkerProcess]]:
     """Give a stage with a worker that stays for all tests here; each has keys of its own."""

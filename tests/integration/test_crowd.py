@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import eventually
-from tests.integration.conftest import Stage, overlaps
+from tests.conftest import Nodes, eventually
+from tests.integration.conftest import MakeStage, Stage, overlaps
 
 FEW, MANY = 50, 800
 CROWD, LIMIT = 120, 20  # messages that wait for one key, and that a worker may have
@@ -74,7 +73,7 @@ def run_crowd(stage: Stage, workers: list[WorkerProcess], key: str, count: int) 
 
 @pytest.mark.long
 def test_what_a_task_costs_does_not_grow_with_the_number_that_wait(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     stage = make_stage(nodes)
     workers = [stage.worker(name, concurrency=2) for name in ("w1", "w2")]

@@ -20,8 +20,7 @@ from celery_redlock.lock.model import acquisition
 from celery_redlock.tasks.execution import run as run_module
 from celery_redlock.tasks.execution.run import release_after_run
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, eventually, see_freed, settle
+from tests.conftest import PATIENCE, Nodes, eventually, see_freed, settle
 
 # what lies below takes mutexes, which no exception from outside strikes between `with` and its end
 CUT = {module.__file__ for module in (run_module, lock_module, acquisition, releaser)}
@@ -68,7 +67,7 @@ def cut(run: Callable[[], object], at: int, seen: set[str]) -> bool:
 
 
 @pytest.mark.slow
-def test_it_is_released_and_marked_as_done_all_the_same(nodes: list[EmbeddedNode]) -> None:
+def test_it_is_released_and_marked_as_done_all_the_same(nodes: Nodes) -> None:
     app = Celery("cut", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually
-from tests.integration.conftest import Stage
+from tests.conftest import Nodes, eventually
+from tests.integration.conftest import MakeStage, Stage
 from tests.integration.deliveries import deliver, messages_of
 
 SOFT_LIMIT = 8.0  # s: it strikes nowhere before the body waits for it
@@ -65,10 +63,7 @@ def test_a_body_that_exits_its_process_frees_its_key(stage: Stage, key: str) -> 
 
 @pytest.mark.parametrize(
     "recycling",
-    [
-        "--max-tasks-per-child=1",
-        pytest.param("--max-memory-per-child=1", marks=pytest.mark.slow),
-    ],
+    ["--max-tasks-per-child=1", pytest.param("--max-memory-per-child=1", marks=pytest.mark.slow)],
 )
 def test_a_child_that_is_recycled_leaves_no_lock_behind(own_stage: Stage, recycling: str) -> None:
     stage = own_stage
@@ -92,7 +87,7 @@ def test_hooks_that_fail_keep_no_lock(stage: Stage, key: str, name: str) -> None
 
 
 def test_a_result_backend_that_fails_keeps_no_lock_and_loses_no_run(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     stage = make_stage(nodes)
     conf = {

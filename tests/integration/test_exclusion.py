@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from celery_redlock import Backoff, QuorumUnreachable
-from celery_redlock.testing import EmbeddedNode, embedded_nodes
+from celery_redlock.testing import embedded_nodes
 from tests.conftest import (
     NODE_TIMEOUT,
     PATIENCE,
     TTL,
+    Nodes,
     eventually,
     is_free,
     keys_on,
     trust_nodes,
 )
-from tests.integration.conftest import Stage, overlaps, slow_but
+from tests.integration.conftest import MakeStage, Stage, overlaps, slow_but
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_body_of_two_ttls_keeps_its_lock_and_a_rival_follows(stage: Stage) -> 
 
 @pytest.mark.slow
 def test_a_dead_worker_holds_a_message_up_no_longer_than_its_lease(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     stage = make_stage(nodes, redlock_ttl=TTL)
     holder = stage.worker("holder", queues=["held"], concurrency=10)
@@ -90,9 +90,7 @@ def test_a_dead_worker_holds_a_message_up_no_longer_than_its_lease(
     assert {line.key for line in begins} == set(keys)
 
 
-def test_one_dead_node_of_three_stops_nothing(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
-) -> None:
+def test_one_dead_node_of_three_stops_nothing(make_stage: MakeStage, mortal_nodes: Nodes) -> None:
     stage = make_stage(mortal_nodes)
     stage.worker(concurrency=4)
     first = [stage.tasks.work.delay(f"key{n % 3}") for n in range(15)]
@@ -105,7 +103,7 @@ def test_one_dead_node_of_three_stops_nothing(
 
 @pytest.mark.slow
 def test_without_a_quorum_no_body_starts_and_no_message_is_lost(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes)
     stage.worker(concurrency=4)
@@ -123,7 +121,7 @@ def test_without_a_quorum_no_body_starts_and_no_message_is_lost(
 
 @pytest.mark.slow
 def test_two_dead_nodes_of_five_stop_nothing_and_a_third_one_lets_nobody_run(
-    make_stage: Callable[..., Stage],
+    make_stage: MakeStage,
 ) -> None:
     with embedded_nodes(5) as nodes:
         trust_nodes(nodes)
@@ -154,9 +152,7 @@ def test_two_dead_nodes_of_five_stop_nothing_and_a_third_one_lets_nobody_run(
         eventually(lambda: not any(keys_on([nodes[1], *nodes[3:]])))
 
 
-def test_without_nodes_set_the_broker_is_the_node(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
+def test_without_nodes_set_the_broker_is_the_node(make_stage: MakeStage, nodes: Nodes) -> None:
     stage = make_stage(nodes)
     conf = {"redlock_prefix": "alone", "redlock_node_timeout": NODE_TIMEOUT}
     stage.env["TEST_CONF"] = json.dumps(conf)

@@ -12,8 +12,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually, keys_on
+from tests.conftest import Nodes, eventually, keys_on
 from tests.integration.conftest import ROOT
 
 httpx = pytest.importorskip("httpx", reason="needs httpx")
@@ -24,7 +23,7 @@ LATE = 0.05  # s
 
 
 @pytest.fixture
-def address(nodes: list[EmbeddedNode]) -> Iterator[str]:
+def address(nodes: Nodes) -> Iterator[str]:
     """Give the address of the app, which runs in a process of its own."""
     with socket.create_server(("127.0.0.1", 0), backlog=2 * REQUESTS) as listening:
         descriptor, port = listening.fileno(), listening.getsockname()[1]
@@ -52,7 +51,7 @@ async def rounds(address: str) -> dict[str, list[dict[str, float]]]:
 
 @pytest.mark.slow
 def test_of_200_requests_on_five_names_none_overlap_and_the_loop_is_never_late(
-    address: str, nodes: list[EmbeddedNode]
+    address: str, nodes: Nodes
 ) -> None:
     """Of each name one request at a time is inside, and the app's loop beats on.
 

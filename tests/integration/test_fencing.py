@@ -8,8 +8,7 @@ import pytest
 from celery import Celery
 
 from celery_redlock import LockedTask, RedlockError
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, Nodes
 from tests.integration.conftest import Stage
 
 
@@ -26,7 +25,7 @@ def test_each_run_has_a_greater_token_than_every_one_before_it(stage: Stage) -> 
         assert lock.fencing_token > tokens[-1]
 
 
-def test_a_call_can_ask_for_a_token(nodes: list[EmbeddedNode]) -> None:
+def test_a_call_can_ask_for_a_token(nodes: Nodes) -> None:
     app = Celery("fencing", broker="memory://", set_as_default=False)
     app.conf.redlock_nodes = [node.url for node in nodes]
     app.conf.redlock_node_timeout = PATIENCE

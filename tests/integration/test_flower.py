@@ -10,6 +10,7 @@ import pytest
 from celery.utils.nodenames import worker_direct
 
 from celery_redlock.testing import EmbeddedNode
+from tests.conftest import Nodes
 from tests.integration.flower.stage import WORKERS, Stage, stage
 
 pytestmark = pytest.mark.slow
@@ -22,9 +23,7 @@ LIST = "//*[@id='tasks-table_wrapper']", "//table[@id='tasks-table']", 1280
 
 
 @pytest.fixture
-def flower(
-    standing_broker: EmbeddedNode, nodes: list[EmbeddedNode], tmp_path: Path
-) -> Iterator[Stage]:
+def flower(standing_broker: EmbeddedNode, nodes: Nodes, tmp_path: Path) -> Iterator[Stage]:
     """Give workers, Flower and a browser; pictures go to the folder CELERY_REDLOCK_PICTURES."""
     standing_broker.client().flushall()
     pictures = os.environ.get("CELERY_REDLOCK_PICTURES")

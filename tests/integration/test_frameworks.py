@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import NODE_TIMEOUT, eventually
+from tests.conftest import NODE_TIMEOUT, Nodes, eventually
 from tests.integration.conftest import ROOT, overlaps
 from tests.pages import on_servers
 
@@ -73,7 +73,7 @@ class Example:
 
     folder: Path
     broker: EmbeddedNode
-    nodes: list[EmbeddedNode]
+    nodes: Nodes
     stack: ExitStack
     env: dict[str, str] = field(default_factory=dict)
 
@@ -171,7 +171,7 @@ def answers(client: httpx.Client) -> bool:
 
 @pytest.fixture
 def example(
-    standing_broker: EmbeddedNode, nodes: list[EmbeddedNode], tmp_path: Path
+    standing_broker: EmbeddedNode, nodes: Nodes, tmp_path: Path
 ) -> Iterator[Callable[..., Example]]:
     """Give a function that copies an example by name."""
     standing_broker.client().flushall()

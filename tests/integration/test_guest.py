@@ -20,7 +20,7 @@ import celery
 import pytest
 
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually, see_listening
+from tests.conftest import Nodes, eventually, see_listening
 from tests.integration.conftest import ROOT
 
 OWN = ("celery_redlock", "celery_redlock_entry.py", "pytest_celery_redlock.py")
@@ -265,7 +265,7 @@ ROWS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_a_worker_with_locked_tasks_gets_what_the_page_says(
-    pool: str, installed: Place, broker: EmbeddedNode, nodes: list[EmbeddedNode], tmp_path: Path
+    pool: str, installed: Place, broker: EmbeddedNode, nodes: Nodes, tmp_path: Path
 ) -> None:
     page = (ROOT / "docs" / "operations" / "sizing.md").read_text()
     by_number = [f"{broker.url[:-1]}{n}" for n in range(2)]

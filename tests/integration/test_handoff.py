@@ -7,7 +7,6 @@ runs was named by the release, or took the turn of a worker that did not act.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +14,15 @@ import pytest
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.clocks import WallClock
-from tests.conftest import eventually
-from tests.integration.conftest import Stage, overlaps
+from tests.conftest import Nodes, eventually
+from tests.integration.conftest import MakeStage, Stage, overlaps
 
 FIRST, SECOND = "other", "celery"  # queues, each of one worker
 LIVELY = 60.0  # s: well before the end of `patient`'s countdown of 100 s
 
 
 @pytest.fixture
-def handoff_stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
+def handoff_stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
     """Give a stage whose leases are longer than any test."""
     return make_stage(nodes, redlock_max_ttl=200)
 
@@ -34,7 +33,7 @@ def start(stage: Stage, **options: Any) -> tuple[WorkerProcess, WorkerProcess]:
     return first, stage.worker("w2", concurrency=1, queues=[SECOND])
 
 
-def see_waiting(stage: Stage, nodes: list[EmbeddedNode] | None = None) -> tuple[Any, Any]:
+def see_waiting(stage: Stage, nodes: Nodes | None = None) -> tuple[Any, Any]:
     """Return the results of a message of each worker, once all nodes can name both workers."""
     results = []
     for queue in (FIRST, SECOND):
@@ -44,7 +43,7 @@ def see_waiting(stage: Stage, nodes: list[EmbeddedNode] | None = None) -> tuple[
     return results[0], results[1]
 
 
-def see_registered(nodes: list[EmbeddedNode], count: int) -> None:
+def see_registered(nodes: Nodes, count: int) -> None:
     """Return when each node has so many waiters whose own channel is subscribed to."""
 
     def listening(node: EmbeddedNode) -> int:
@@ -102,7 +101,7 @@ def test_a_node_that_lost_its_memory_costs_nobody_the_lock(handoff_stage: Stage)
 
 
 def test_a_node_that_nobody_reaches_costs_nobody_the_lock(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes, redlock_max_ttl=200)
     start(stage)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually, trust_nodes
-from tests.integration.conftest import Stage, slow_but
+from tests.conftest import Nodes, eventually, trust_nodes
+from tests.integration.conftest import MakeStage, Stage, slow_but
 from tests.integration.test_untried import LONG, see_each_run_once, wait_behind
 
 PINGS = 25
@@ -19,7 +19,7 @@ COUNT = 6  # messages that wait for one lock
 
 
 @pytest.fixture
-def nodes() -> Iterator[list[EmbeddedNode]]:
+def nodes() -> Iterator[Nodes]:
     """Give three nodes, of which the test may freeze one."""
     with EmbeddedNode() as first, EmbeddedNode() as second, EmbeddedNode() as third:
         trust_nodes([first, second, third])
@@ -43,10 +43,7 @@ def answered(stage: Stage, where: list[str]) -> int:
 
 @pytest.mark.parametrize("pool", slow_but(("prefork", "gevent"), ("prefork", "threads", "gevent")))
 def test_a_frozen_backend_and_a_frozen_node_keep_no_worker_from_its_commands(
-    nodes: list[EmbeddedNode],
-    backend: EmbeddedNode,
-    make_stage: Callable[..., Stage],
-    pool: str,
+    nodes: Nodes, backend: EmbeddedNode, make_stage: MakeStage, pool: str
 ) -> None:
     """And no state lands over a later one, once the result backend goes on."""
     stage = make_stage(nodes, result_backend=backend.url)

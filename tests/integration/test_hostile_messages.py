@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from celery_redlock import SettingsError
 from celery_redlock.tasks.settings.options import OPTION
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import eventually
-from tests.integration.conftest import Stage
+from tests.integration.conftest import MakeStage, Stage
 from tests.integration.hostile import STRANGE, changed, encoded, message, paths
 
 SEED = 5
@@ -39,7 +39,7 @@ Workers = dict[str, WorkerProcess]
 
 
 @pytest.fixture(scope="module")
-def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+def stage(set_standing_stage: MakeStage) -> Stage:
     return set_standing_stage(redlock_call_options=sorted(set(OPTION) - {"args"}))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,9 @@ import pytest
 from redis import Redis
 
 from celery_redlock import Redlock
-from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import PATIENCE, eventually, settle
-from tests.integration.conftest import Stage
+from celery_redlock.testing import WorkerProcess
+from tests.conftest import PATIENCE, Nodes, eventually, settle
+from tests.integration.conftest import MakeStage, Stage
 from tests.integration.test_command import command
 
 PREFIX = "{redlock}"
@@ -52,9 +52,7 @@ def messages(release: str) -> Iterator[str | bytes]:
 
 
 @pytest.fixture
-def hostile_stage(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> tuple[Stage, WorkerProcess]:
+def hostile_stage(make_stage: MakeStage, nodes: Nodes) -> tuple[Stage, WorkerProcess]:
     """Give a stage whose leases are longer than the test, and a worker with a waiting message."""
     stage = make_stage(nodes, redlock_max_ttl=200)
     return stage, stage.worker(concurrency=2)

@@ -21,7 +21,7 @@ from celery.exceptions import TaskRevokedError
 
 from celery_redlock import DuplicateTask, LockTaken
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, hold
-from tests.conftest import NODE_TIMEOUT, eventually, trust_nodes
+from tests.conftest import NODE_TIMEOUT, Nodes, eventually, trust_nodes
 from tests.integration.conftest import ROOT, close_connections, no_shared_task_left
 from tests.pages import blocks, on_servers
 from tests.snippets import missing_names
@@ -141,9 +141,7 @@ class Guides:
 
 @pytest.fixture(scope="module")
 def guides(
-    standing_broker: EmbeddedNode,
-    standing_nodes: list[EmbeddedNode],
-    tmp_path_factory: pytest.TempPathFactory,
+    standing_broker: EmbeddedNode, standing_nodes: Nodes, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Guides]:
     """Give the guides, each a module of the app that one worker runs."""
     for node in (*standing_nodes, standing_broker):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,10 +12,10 @@ import celery
 import pytest
 
 from celery_redlock.tasks.children.journal import SIZE
-from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import TTL, eventually
+from celery_redlock.testing import WorkerProcess
+from tests.conftest import TTL, Nodes, eventually
 from tests.contract.proxy import FAIR, Proxy, Way, Weather, proxies
-from tests.integration.conftest import Line, Stage
+from tests.integration.conftest import Line, MakeStage, Stage
 
 THEIRS = "theirs"  # a value that another's lock has
 PIDFD = "anon_inode:[pidfd]"  # what /proc calls a descriptor of a process
@@ -141,7 +140,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_children_that_come_and_go_leave_nothing_behind(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], tmp_path: Path
+    make_stage: MakeStage, nodes: Nodes, tmp_path: Path
 ) -> None:
     stage = make_stage(nodes, redlock_metrics="127.0.0.1:0")
     (folder := tmp_path / "temporary").mkdir()
@@ -358,7 +357,7 @@ def test_a_child_that_ends_after_it_was_refused_is_no_news(own_stage: Stage) -> 
 
 
 def test_a_child_killed_between_its_request_and_the_answer_leaves_no_lock(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     with proxies(nodes) as before:
         stage = make_stage(before)
@@ -387,7 +386,7 @@ def kills_in_between(stage: Stage, before: list[Proxy], key: str) -> bool:
 
 
 def test_a_node_that_was_away_is_told_when_it_is_back(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes)
     worker = stage.worker(concurrency=1)

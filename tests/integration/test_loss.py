@@ -154,9 +154,7 @@ def test_autoretry_covers_a_loss_where_the_task_says_so(stage: Stage) -> None:
 
 @pytest.mark.parametrize("pool", slow_but(FAST, INTERRUPTING))
 @pytest.mark.parametrize(
-    "nested",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["plain", "nested locks"],
+    "nested", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "nested locks"]
 )
 def test_a_loss_about_the_end_of_a_body_strikes_nothing_else(
     stage: Stage, pool: str, nested: bool

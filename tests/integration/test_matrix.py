@@ -9,6 +9,7 @@ from statistics import median
 import pytest
 
 from celery_redlock.testing import EmbeddedNode
+from tests.conftest import Nodes
 from tests.integration.conftest import virtual_host
 from tests.integration.matrix.ends import PARENT, PLACES, RUN
 from tests.integration.matrix.stage import Stage, live
@@ -21,11 +22,7 @@ AT_ONCE = 1.0  # s from an end to a free lock: in the middle, for a stall delays
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("pool", "broker"), PLACES)
 def test_every_end_leaves_the_lock_free_and_the_state_right(
-    pool: str,
-    broker: str,
-    nodes: list[EmbeddedNode],
-    standing_broker: EmbeddedNode,
-    tmp_path: Path,
+    pool: str, broker: str, nodes: Nodes, standing_broker: EmbeddedNode, tmp_path: Path
 ) -> None:
     standing_broker.client().flushall()
     with ExitStack() as stack:

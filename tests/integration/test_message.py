@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import json
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -13,9 +12,9 @@ from celery.exceptions import MaxRetriesExceededError
 
 from celery_redlock import SettingsError
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually
+from tests.conftest import Nodes, eventually
 from tests.integration import carried
-from tests.integration.conftest import Stage
+from tests.integration.conftest import MakeStage, Stage
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def test_ten_deferrals_leave_a_task_all_its_retries_and_the_count_of_those_it_ha
 
 
 def test_a_deferral_keeps_everything_that_a_message_carries(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     stage = make_stage(nodes, accept_content=["json", "pickle"])
     stage.worker(concurrency=1, queues=["other"])
@@ -103,7 +102,7 @@ def test_a_task_without_a_parent_does_not_become_its_own(stage: Stage) -> None:
 @pytest.mark.every_celery
 @pytest.mark.parametrize("late", [True, False], ids=["acks late", "acks early"])
 def test_a_broker_that_is_away_while_a_message_is_put_back_loses_none(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], late: bool
+    make_stage: MakeStage, nodes: Nodes, late: bool
 ) -> None:
     with EmbeddedNode(appendonly="yes", appendfsync="always") as broker:
         stage = make_stage(
@@ -130,9 +129,7 @@ def test_a_broker_that_is_away_while_a_message_is_put_back_loses_none(
         stage.wait_for("end")
 
 
-def test_a_deferral_goes_past_what_is_for_sends_alone(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
+def test_a_deferral_goes_past_what_is_for_sends_alone(make_stage: MakeStage, nodes: Nodes) -> None:
     stage = make_stage(nodes)
     conf = {**json.loads(stage.env["TEST_CONF"]), "task_always_eager": True}  # the worker's alone
     stage.env["TEST_CONF"] = json.dumps(conf)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.operate.metrics import Metrics
 from celery_redlock.tasks.delivery.delivery import NAMED_AT
 from celery_redlock.tasks.settings.levels import read_app
-from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import eventually
-from tests.integration.conftest import ROOT, Stage, slow_but
+from celery_redlock.testing import WorkerProcess
+from tests.conftest import Nodes, eventually
+from tests.integration.conftest import ROOT, MakeStage, Stage, slow_but
 from tests.integration.deliveries import heard, run_here
 
 ANY_PORT = "127.0.0.1:0"
@@ -56,7 +56,7 @@ def of_kind(events: list[dict[str, Any]], kind: str) -> int:
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_the_metrics_of_a_run_are_its_own_counts(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
+    make_stage: MakeStage, nodes: Nodes, pool: str
 ) -> None:
     stage = make_stage(nodes, redlock_metrics=ANY_PORT)
     worker = stage.worker(pool=pool, concurrency=3, options=["-E"])
@@ -98,9 +98,7 @@ def test_the_metrics_of_a_run_are_its_own_counts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_renewals_and_losses_are_counted(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
-) -> None:
+def test_renewals_and_losses_are_counted(make_stage: MakeStage, nodes: Nodes, pool: str) -> None:
     stage = make_stage(nodes, redlock_metrics=ANY_PORT)
     stage.log.with_name("renewals").touch()
     worker = stage.worker(pool=pool, concurrency=2, options=["-E"])
@@ -123,7 +121,7 @@ def test_renewals_and_losses_are_counted(
 
 
 def test_a_lock_that_the_parent_released_is_counted_as_such(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     stage = make_stage(nodes, redlock_metrics=ANY_PORT)
     worker = stage.worker(concurrency=1)
@@ -141,7 +139,7 @@ def test_a_lock_that_the_parent_released_is_counted_as_such(
 
 
 def test_a_node_that_is_away_is_seen_in_the_metrics(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes, redlock_metrics=ANY_PORT)
     worker = stage.worker(concurrency=1)
@@ -158,7 +156,7 @@ def test_a_node_that_is_away_is_seen_in_the_metrics(
 
 @pytest.mark.slow
 def test_a_child_goes_on_with_the_counts_of_the_one_before_it(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], tmp_path: Path
+    make_stage: MakeStage, nodes: Nodes, tmp_path: Path
 ) -> None:
     """Or a worker whose children end after so many tasks would fill its disk."""
     stage = make_stage(nodes, redlock_metrics=ANY_PORT)
@@ -234,9 +232,7 @@ def test_a_child_can_count_that_was_forked_while_another_thread_did(tmp_path: Pa
     assert made.returncode == 0, made.stderr
 
 
-def test_what_is_rare_is_0_before_it_comes(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
+def test_what_is_rare_is_0_before_it_comes(make_stage: MakeStage, nodes: Nodes) -> None:
     """An alert on `increase(...)` sees no first loss where the count begins with 1."""
     stage = make_stage(nodes, redlock_metrics=ANY_PORT)
     worker = stage.worker(concurrency=1)
@@ -290,7 +286,7 @@ def test_a_hand_off_lasts_from_the_releases_message_to_the_runs_lock(
 
 @pytest.mark.parametrize("pool", slow_but(("prefork",), ("prefork", "threads", "solo", "gevent")))
 def test_a_worker_counts_its_hand_offs_and_how_long_each_took(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
+    make_stage: MakeStage, nodes: Nodes, pool: str
 ) -> None:
     stage = make_stage(nodes, redlock_metrics=ANY_PORT)
     worker, task = stage.worker(pool=pool, concurrency=1), stage.tasks.patient
@@ -329,7 +325,7 @@ def test_a_run_that_no_release_dispatched_was_not_handed_its_lock(
 
 
 def test_a_worker_without_the_library_says_that_it_has_no_metrics(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], tmp_path: Path
+    make_stage: MakeStage, nodes: Nodes, tmp_path: Path
 ) -> None:
     stage = make_stage(nodes, redlock_metrics=ANY_PORT)
     (folder := tmp_path / "without").mkdir()
@@ -362,9 +358,7 @@ def test_an_address_is_a_port_of_this_machine_or_a_host_and_its_port(
     assert read_app(conf).metrics == address
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
+def test_the_dashboard_asks_for_metrics_that_there_are(make_stage: MakeStage, nodes: Nodes) -> None:
     worker = make_stage(nodes, redlock_metrics=ANY_PORT).worker(concurrency=1)
     registry = CollectorRegistry()
     with contextlib.closing(Metrics(registry)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
 from celery_redlock import DuplicateTask, LockTaken, Redlock
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import Stage, no_shared_task_left
+from tests.conftest import PATIENCE, Nodes, eventually
+from tests.integration.conftest import MakeStage, Stage, no_shared_task_left
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +54,7 @@ AT_THE_SEND = {
 
 
 @pytest.fixture(scope="module")
-def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+def stage(set_standing_stage: MakeStage) -> Stage:
     """Give a stage whose one worker runs every spelling as a task."""
     made = set_standing_stage()
     made.stack.enter_context(no_shared_task_left(made.app))
@@ -160,9 +158,7 @@ def test_the_two_releases_of_a_switch_over_exclude_each_other(stage: Stage) -> N
         assert second.get(timeout=120) == "stock:s"
 
 
-def test_a_lock_in_the_middle_of_a_body_is_taken_outside_of_tasks_too(
-    nodes: list[EmbeddedNode],
-) -> None:
+def test_a_lock_in_the_middle_of_a_body_is_taken_outside_of_tasks_too(nodes: Nodes) -> None:
     (spelling,) = [s for s in HERE if s.startswith("with ")]
     held: list[bool] = []
     with Redlock([node.url for node in nodes], node_timeout=PATIENCE) as redlock:

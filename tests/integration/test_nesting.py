@@ -9,13 +9,12 @@ import pytest
 from celery import Celery
 
 from celery_redlock import LockedTask, LockTaken, SettingsError, current_lock
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, eventually, is_free, see_freed
+from tests.conftest import PATIENCE, Nodes, eventually, is_free, see_freed
 from tests.integration.conftest import Stage
 
 
 @pytest.fixture
-def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
+def app(nodes: Nodes) -> Iterator[Celery]:
     made = Celery("nesting", broker="memory://", set_as_default=False)
     made.conf.redlock_nodes = [node.url for node in nodes]
     made.conf.redlock_node_timeout = PATIENCE
@@ -33,9 +32,7 @@ def test_a_worker_runs_a_body_that_takes_its_own_key_again(stage: Stage, name: s
     stage.see_freed("k:k")
 
 
-def test_what_ends_inside_does_not_free_what_is_held_outside(
-    app: Celery, nodes: list[EmbeddedNode]
-) -> None:
+def test_what_ends_inside_does_not_free_what_is_held_outside(app: Celery, nodes: Nodes) -> None:
     @app.task(base=LockedTask, lock_key="order:{order}", shared=False)
     def inner(order: int) -> bool:
         return current_lock() is not None
@@ -51,7 +48,7 @@ def test_what_ends_inside_does_not_free_what_is_held_outside(
     see_freed(nodes, "order:7")
 
 
-def test_a_task_may_apply_itself(app: Celery, nodes: list[EmbeddedNode]) -> None:
+def test_a_task_may_apply_itself(app: Celery, nodes: Nodes) -> None:
     @app.task(bind=True, base=LockedTask, lock_key="tree", shared=False)
     def walk(self: Any, depth: int) -> int:
         below = walk.apply((depth - 1,), throw=True).get() if depth else 0
@@ -62,9 +59,7 @@ def test_a_task_may_apply_itself(app: Celery, nodes: list[EmbeddedNode]) -> None
     see_freed(nodes, "tree")
 
 
-def test_an_error_inside_leaves_the_outer_lock_to_its_body(
-    app: Celery, nodes: list[EmbeddedNode]
-) -> None:
+def test_an_error_inside_leaves_the_outer_lock_to_its_body(app: Celery, nodes: Nodes) -> None:
     @app.task(base=LockedTask, lock_key="tree", shared=False)
     def fails() -> None:
         raise ValueError("inside")
@@ -78,7 +73,7 @@ def test_an_error_inside_leaves_the_outer_lock_to_its_body(
 
 
 def test_several_resources_take_again_what_is_held_and_add_the_rest(
-    app: Celery, nodes: list[EmbeddedNode]
+    app: Celery, nodes: Nodes
 ) -> None:
     @app.task(base=LockedTask, lock_key=["k:{a}", "k:{b}"], shared=False)
     def both(a: str, b: str) -> bool:
@@ -118,9 +113,7 @@ def test_a_permit_among_several_cannot_stand_for_the_plain_lock(app: Celery) -> 
     assert "one of 3 permits" in str(refused)
 
 
-def test_an_unrelated_key_inside_is_a_lock_of_its_own(
-    app: Celery, nodes: list[EmbeddedNode]
-) -> None:
+def test_an_unrelated_key_inside_is_a_lock_of_its_own(app: Celery, nodes: Nodes) -> None:
     @app.task(base=LockedTask, lock_key="inner", shared=False)
     def inner() -> None: ...
 

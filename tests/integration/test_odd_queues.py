@@ -19,7 +19,7 @@ from amqp.exceptions import NotFound
 from kombu import Queue
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import eventually, trust_nodes
+from tests.conftest import Nodes, eventually, trust_nodes
 from tests.integration.conftest import Stage, set_stage, virtual_host
 
 
@@ -35,7 +35,7 @@ def stage(
     request: pytest.FixtureRequest,
     rabbitmq: str,
     standing_broker: EmbeddedNode,
-    standing_nodes: list[EmbeddedNode],
+    standing_nodes: Nodes,
     tmp_path: Any,
 ) -> Iterator[Stage]:
     """Give a stage with these queues; its tests start the workers."""
@@ -235,9 +235,7 @@ def restricted(stage: Stage, rabbitmq: str) -> Iterator[Stage]:
 
 
 @pytest.mark.parametrize("stage", ["quorum"], indirect=True)
-def test_a_worker_that_may_not_declare_the_delay_defers_without_it(
-    restricted: Stage,
-) -> None:
+def test_a_worker_that_may_not_declare_the_delay_defers_without_it(restricted: Stage) -> None:
     worker = restricted.worker(concurrency=2)
     assert "Failed to setup delayed delivery" in worker.output()
     with restricted.tasks.work.lock_for("refused", wait=60):

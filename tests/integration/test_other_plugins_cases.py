@@ -15,12 +15,11 @@ from celery.exceptions import Ignore
 from kombu.exceptions import OperationalError
 
 from celery_redlock import LockedTask, LockTaken, Redlock, current_lock
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, PATIENCE, eventually, is_free, see_freed
+from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, eventually, is_free, see_freed
 
 
 @pytest.fixture
-def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
+def app(nodes: Nodes) -> Iterator[Celery]:
     made = Celery("others", broker="memory://", backend="cache+memory://", set_as_default=False)
     made.conf.update(redlock_nodes=[node.url for node in nodes], task_always_eager=True)
     made.conf.redlock_node_timeout = NODE_TIMEOUT
@@ -109,7 +108,7 @@ class TestWhatIsLocked:
 class TestWhenItIsFree:
     @pytest.mark.parametrize("error", [None, ValueError, Ignore])
     def test_it_is_free_after_the_run_however_that_ends(
-        self, app: Celery, nodes: list[EmbeddedNode], error: type[Exception] | None
+        self, app: Celery, nodes: Nodes, error: type[Exception] | None
     ) -> None:
         @app.task(base=LockedTask, lock_key="ends", shared=False)
         def ends() -> None:
@@ -133,7 +132,7 @@ class TestWhenItIsFree:
         assert again.delay().get() == "again"
 
     def test_a_lock_that_a_dead_holder_left_ends_with_its_ttl(
-        self, app: Celery, nodes: list[EmbeddedNode]
+        self, app: Celery, nodes: Nodes
     ) -> None:
         @app.task(base=LockedTask, lock_key="left", lock_wait=60, shared=False)
         def left() -> str:
@@ -143,7 +142,7 @@ class TestWhenItIsFree:
             node.client().set("{redlock}:lock:left", "of one that died", px=300)
         assert left.delay().get() == "left"
 
-    def test_a_send_that_fails_leaves_no_lock(self, app: Celery, nodes: list[EmbeddedNode]) -> None:
+    def test_a_send_that_fails_leaves_no_lock(self, app: Celery, nodes: Nodes) -> None:
         @app.task(base=LockedTask, lock_key="sent", shared=False)
         def sent() -> None: ...
 
@@ -204,7 +203,7 @@ class TestOptions:
 
         assert (plain.lock_for().ttl, own.lock_for().ttl) == (40.0, 50.0)
 
-    def test_a_calls_ttl_reaches_the_nodes(self, app: Celery, nodes: list[EmbeddedNode]) -> None:
+    def test_a_calls_ttl_reaches_the_nodes(self, app: Celery, nodes: Nodes) -> None:
         @app.task(base=LockedTask, lock_key="timed", shared=False)
         def timed() -> list[int]:
             name = "{redlock}:lock:timed"

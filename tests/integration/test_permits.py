@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import TTL, eventually
-from tests.integration.conftest import Stage, overlaps
+from celery_redlock.testing import WorkerProcess
+from tests.conftest import TTL, Nodes, eventually
+from tests.integration.conftest import MakeStage, Stage, overlaps
 
 LIMIT = 3  # of `permitted`
 HIGHER = 5
@@ -27,7 +26,7 @@ def most_at_once(spans: list[tuple[float, float]]) -> int:
 
 
 @pytest.fixture(scope="module")
-def standing_stage(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+def standing_stage(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
     """Give a stage with two workers; each has a slot left if all bodies that may run are in it."""
     made = set_standing_stage()
     first, _ = (made.worker(name, concurrency=HIGHER + 1) for name in ("w1", "w2"))
@@ -102,7 +101,7 @@ def test_old_and_new_limits_together_are_never_more_than_the_larger_one(
 
 
 def test_workers_with_old_and_new_settings_together_are_never_more_than_the_larger_limit(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     settings = {"held": {"ttl": TTL}, "waiting": {"ttl": 2 * TTL, "limit": LIMIT}}
     for queue, options in settings.items():

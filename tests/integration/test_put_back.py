@@ -22,8 +22,8 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery_redlock.tasks.delivery.delivery import Deferral, Delivery, LockHeader, utc_now
 from celery_redlock.tasks.delivery.republish import republish
 from celery_redlock.testing import EmbeddedNode, hold
-from tests.conftest import eventually
-from tests.integration.conftest import Stage
+from tests.conftest import Nodes, eventually
+from tests.integration.conftest import MakeStage, Stage
 from tests.integration.deliveries import QUEUE, deliver, messages_of, run_here, see_drained
 
 VISIBILITY = 2  # s
@@ -34,7 +34,7 @@ DROPPED = "another delivery of its message is done"
 @pytest.mark.every_celery
 @pytest.mark.parametrize("late", [True, False], ids=["acks late", "acks early"])
 def test_a_worker_that_dies_between_putting_back_and_acknowledging_makes_no_second_run(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], late: bool
+    make_stage: MakeStage, nodes: Nodes, late: bool
 ) -> None:
     options = {"visibility_timeout": VISIBILITY}
     stage = make_stage(nodes, broker_transport_options=options)
@@ -141,9 +141,7 @@ def raising(error: BaseException, also: Callable[[], object]) -> Iterator[list[s
 
 
 @pytest.fixture
-def away(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> Iterator[tuple[Stage, EmbeddedNode]]:
+def away(make_stage: MakeStage, nodes: Nodes) -> Iterator[tuple[Stage, EmbeddedNode]]:
     """Give a stage whose broker is down."""
     with EmbeddedNode() as broker:
         stage = make_stage(nodes, broker, result_backend=nodes[0].url)
@@ -177,7 +175,7 @@ def test_early_acknowledged_it_is_tried_until_the_broker_is_back_soft_limit_or_n
 
 
 def test_early_acknowledged_a_soft_limit_in_the_middle_of_it_makes_no_second_message(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     here = threading.get_ident()
 

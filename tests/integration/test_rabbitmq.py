@@ -17,7 +17,7 @@ from celery import chord
 from celery.exceptions import TaskRevokedError
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import eventually, see_listening, trust_nodes
+from tests.conftest import Nodes, eventually, see_listening, trust_nodes
 from tests.contract.proxy import FAIR, Link, Proxy, Stream, Way, Weather
 from tests.integration import carried
 from tests.integration.conftest import Line, Stage, overlaps, set_stage, slow_but
@@ -28,7 +28,7 @@ def placed(
     request: pytest.FixtureRequest,
     rabbitmq: str,
     standing_broker: EmbeddedNode,
-    standing_nodes: list[EmbeddedNode],
+    standing_nodes: Nodes,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Stage, WorkerProcess]]:
     """Give a stage with a worker that stays for all tests here; each has keys of its own."""
@@ -331,9 +331,7 @@ def test_a_send_is_a_new_one_once_rabbitmq_has_dropped_the_earlier_message(stage
 
 
 @pytest.mark.slow
-def test_a_message_that_outlives_its_worker_keeps_its_window_until_it_has_run(
-    stage: Stage,
-) -> None:
+def test_a_message_that_outlives_its_worker_keeps_its_window_until_it_has_run(stage: Stage) -> None:
     task, queue = stage.tasks.once_late, f"{stage.tasks.KIND}-outlived"
     doomed = stage.worker("doomed", concurrency=1, queues=[queue])
     brief = {"ttl": stage.tasks.TTL}

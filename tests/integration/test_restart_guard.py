@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 
-from celery_redlock.testing import EmbeddedNode, embedded_nodes
-from tests.conftest import PATIENCE, eventually, trust_nodes
-from tests.integration.conftest import ROOT, Stage
+from celery_redlock.testing import embedded_nodes
+from tests.conftest import PATIENCE, Nodes, eventually, trust_nodes
+from tests.integration.conftest import ROOT, MakeStage, Stage
 
 MAX_TTL = 16.0  # s: of silence, too, in which a worker must have begun and met it
 SILENCE = MAX_TTL + 1  # s
@@ -25,7 +25,7 @@ LONG = {"first": 1e7, "cap": 1e7}  # s: what starts sooner was told to
 
 
 @pytest.fixture
-def new_nodes() -> Iterator[list[EmbeddedNode]]:
+def new_nodes() -> Iterator[Nodes]:
     """Give three nodes that nobody has trusted."""
     with embedded_nodes(3) as servers:
         yield servers
@@ -48,7 +48,7 @@ def is_long_before(at: datetime) -> bool:
 
 @pytest.mark.slow
 def test_on_new_nodes_runs_wait_for_the_silence_to_end_and_are_told_of_it(
-    make_stage: Callable[..., Stage], new_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, new_nodes: Nodes
 ) -> None:
     stage = make_stage(new_nodes, redlock_max_ttl=MAX_TTL, redlock_node_timeout=MAX_TTL / 4)
     worker = stage.worker(concurrency=1)
@@ -67,7 +67,7 @@ def test_on_new_nodes_runs_wait_for_the_silence_to_end_and_are_told_of_it(
 
 
 def test_the_first_start_says_one_plain_line_and_its_command_starts_what_waits(
-    make_stage: Callable[..., Stage], new_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, new_nodes: Nodes
 ) -> None:
     stage = make_stage(new_nodes, redlock_max_ttl=600)
     worker = stage.worker(concurrency=2)
@@ -91,7 +91,7 @@ def test_the_first_start_says_one_plain_line_and_its_command_starts_what_waits(
 
 @pytest.mark.parametrize("pool", ["gevent", "threads"])
 def test_an_operators_word_for_enough_nodes_starts_what_waits(
-    make_stage: Callable[..., Stage], new_nodes: list[EmbeddedNode], pool: str
+    make_stage: MakeStage, new_nodes: Nodes, pool: str
 ) -> None:
     stage = make_stage(new_nodes, redlock_max_ttl=600)
     stage.worker(concurrency=2, pool=pool)
@@ -106,7 +106,7 @@ def test_an_operators_word_for_enough_nodes_starts_what_waits(
 
 
 def test_nodes_that_are_back_start_what_waits_for_them(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes, redlock_restart_guard="off")
     stage.worker(concurrency=1)
@@ -121,7 +121,7 @@ def test_nodes_that_are_back_start_what_waits_for_them(
 
 
 def test_a_node_that_came_back_empty_is_told_of_and_the_others_decide(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes, redlock_node_timeout=PATIENCE)
     mortal_nodes[0].kill()
@@ -137,7 +137,7 @@ def test_a_node_that_came_back_empty_is_told_of_and_the_others_decide(
 
 
 def test_a_worker_whose_nodes_all_vote_says_nothing_of_silence(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     stage = make_stage(nodes, redlock_node_timeout=PATIENCE)
     worker = stage.worker(concurrency=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from celery.exceptions import TaskRevokedError
 
 from celery_redlock import LockLost, LockTaken, SettingsError
 from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import Stage
+from tests.integration.conftest import MakeStage, Stage
 
 QUEUES = {
     "other": {"on_conflict": "fail"},
@@ -20,7 +19,7 @@ QUEUES = {
 
 
 @pytest.fixture(scope="module")
-def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+def stage(set_standing_stage: MakeStage) -> Stage:
     """Give a stage whose one worker stays for all tests here; each test has keys of its own.
 
     A run that hears no quorum in time spends its budget, so the nodes have time for a stall.
@@ -105,11 +104,7 @@ def test_a_wait_inside_the_slot_is_no_deferral(stage: Stage, key: str) -> None:
 class TestACallable:
     @pytest.mark.parametrize(
         ("word", "error"),
-        [
-            ("skip", TaskRevokedError),
-            ("later skip", TaskRevokedError),
-            ("fail", LockTaken),
-        ],
+        [("skip", TaskRevokedError), ("later skip", TaskRevokedError), ("fail", LockTaken)],
     )
     def test_decides(self, stage: Stage, key: str, word: str, error: type[Exception]) -> None:
         with stage.tasks.decided.lock_for(key, word, wait=60):

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -21,7 +21,7 @@ from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, LockHeader,
 from celery_redlock.tasks.delivery.route import QUEUE as KEPT_QUEUE
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import ROOT, Line, Stage
+from tests.integration.conftest import ROOT, Line, MakeStage, Stage
 from tests.integration.deliveries import QUEUE, deliver, heard, run_here, see_drained
 from tests.integration.test_loss import take_away
 
@@ -35,7 +35,7 @@ LIMIT = 8  # s: a hard limit by which a body has begun, also where a stall of 5 
 
 
 @pytest.fixture(scope="module")
-def placed(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+def placed(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
     """Give a stage whose one worker stays for all tests here; each test has keys of its own.
 
     A run that hears no quorum in time is put back, so the nodes have time for a stall.

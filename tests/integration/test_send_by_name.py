@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +9,13 @@ from celery import Celery
 
 from celery_redlock import Backoff, LockTaken, SettingsError, send_unique
 from tests.conftest import eventually
-from tests.integration.conftest import Stage
+from tests.integration.conftest import MakeStage, Stage
 
 OPTIONS = {"on_conflict": "fail", "backoff": Backoff()}
 
 
 @pytest.fixture(scope="module")
-def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+def stage(set_standing_stage: MakeStage) -> Stage:
     """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
     made = set_standing_stage()
     made.worker(concurrency=1)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from celery_redlock import SettingsError
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import Stage, overlaps
+from tests.integration.conftest import MakeStage, Stage, overlaps
 
 PAIRS = 40  # of tasks that name their two resources in opposite orders
 
 
 @pytest.fixture(scope="module")
-def standing_stage(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+def standing_stage(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
     """Give a stage and its one worker; nodes have time for a stall, or a free one is in the way."""
     made = set_standing_stage(redlock_node_timeout=PATIENCE)
     return made, made.worker(concurrency=4)

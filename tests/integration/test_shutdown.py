@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import celery
 import pytest
 
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import TTL, eventually
-from tests.integration.conftest import Line, Stage, overlaps, slow_but
+from tests.conftest import TTL, Nodes, eventually
+from tests.integration.conftest import Line, MakeStage, Stage, overlaps, slow_but
 
 POOLS = ("prefork", "threads", "solo", "gevent")
 FAST = ("prefork", "gevent")
@@ -122,7 +120,7 @@ def test_a_cold_shutdown_frees_what_it_cuts_and_keeps_its_late_message(
 
 @pytest.mark.parametrize("pool", slow_but(["prefork"], ["prefork", "solo", "gevent"]))
 def test_a_soft_shutdown_frees_what_it_cuts_in_the_end(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
+    make_stage: MakeStage, nodes: Nodes, pool: str
 ) -> None:
     stage = make_stage(nodes, worker_soft_shutdown_timeout=2.0)
     ids = quit_amid_bodies(stage, pool, ends=ALWAYS_ENDS or pool == "prefork")

@@ -11,8 +11,7 @@ import pytest
 
 from celery_redlock import Redlock, signals
 from celery_redlock.lock.model.keys import lock_key
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, TTL, eventually
+from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually
 from tests.integration.conftest import Line, Stage
 
 NAMES = [name for name in signals.__all__ if name.islower()]
@@ -43,7 +42,7 @@ def test_each_signal_has_a_record_that_cannot_be_changed() -> None:
 
 @pytest.mark.slow
 def test_what_befalls_a_lock_and_its_nodes_is_told_in_the_redlocks_name(
-    mortal_nodes: list[EmbeddedNode],
+    mortal_nodes: Nodes,
 ) -> None:
     urls = [node.url for node in mortal_nodes]
     first = f"127.0.0.1:{mortal_nodes[0].port}"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually
+from tests.conftest import Nodes, eventually
 from tests.contract.proxy import BOTH_WAYS, Proxy, Weather, proxies, slow_line
-from tests.integration.conftest import Stage
+from tests.integration.conftest import MakeStage
 
 NODE_TIMEOUT = 0.2  # s, the default
 CHILDREN = 2
 
 
 @pytest.fixture
-def line(nodes: list[EmbeddedNode]) -> Iterator[list[Proxy]]:
+def line(nodes: Nodes) -> Iterator[list[Proxy]]:
     """Give a proxy for each of three nodes."""
     with proxies(nodes) as made:
         yield made
@@ -28,7 +28,7 @@ def connected_to(node: EmbeddedNode) -> int:
 
 
 def test_the_first_task_of_each_child_gets_its_lock_over_a_slow_line(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], line: list[Proxy]
+    make_stage: MakeStage, nodes: Nodes, line: list[Proxy]
 ) -> None:
     for proxy in line:
         proxy.weather = slow_line(0.1)
@@ -48,7 +48,7 @@ def test_the_first_task_of_each_child_gets_its_lock_over_a_slow_line(
 
 
 def test_a_child_starts_in_time_while_no_node_answers(
-    make_stage: Callable[..., Stage], line: list[Proxy]
+    make_stage: MakeStage, line: list[Proxy]
 ) -> None:
     for proxy in line:
         proxy.weather = Weather(swallows=BOTH_WAYS)

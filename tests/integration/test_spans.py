@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from celery_redlock import Backoff, Redlock
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually
-from tests.integration.conftest import Stage
+from tests.conftest import Nodes, eventually
+from tests.integration.conftest import MakeStage, Stage
 
 SLOW = Backoff(first=1e7, cap=1e7)
 Span = dict[str, Any]
@@ -48,7 +46,7 @@ def see_span(stage: Stage, result: Any, outcome: str) -> Span:
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_each_delivery_has_what_became_of_its_lock_on_its_span(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
+    make_stage: MakeStage, nodes: Nodes, pool: str
 ) -> None:
     stage = make_stage(nodes)
     stage.worker(module="tests.integration.traced", pool=pool, concurrency=3)
@@ -79,7 +77,7 @@ def test_each_delivery_has_what_became_of_its_lock_on_its_span(
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_a_worker_may_import_opentelemetry_after_its_app_has_finalized(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], pool: str
+    make_stage: MakeStage, nodes: Nodes, pool: str
 ) -> None:
     stage = make_stage(nodes)
     worker = stage.worker(module="tests.integration.traced_late", pool=pool, concurrency=2)
@@ -90,7 +88,7 @@ def test_a_worker_may_import_opentelemetry_after_its_app_has_finalized(
 
 
 def test_a_lock_that_is_not_the_runs_own_is_an_event_on_its_span(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     stage = make_stage(nodes)
     stage.worker(module="tests.integration.traced", pool="threads")

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from celery.exceptions import TaskRevokedError
 from celery_redlock import LockedTask, LockTaken, QuorumUnreachable, SettingsError
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import PATIENCE, eventually, trust_nodes
-from tests.integration.conftest import PASSWORD, Stage, slow_but
+from tests.conftest import PATIENCE, Nodes, eventually, trust_nodes
+from tests.integration.conftest import PASSWORD, MakeStage, Stage, slow_but
 from tests.integration.deliveries import watched
 
 
 @pytest.fixture(scope="module")
-def standing_stage(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+def standing_stage(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
     """Give a stage and its one worker; nodes have time for a stall, or a holder has no name."""
     made = set_standing_stage(redlock_node_timeout=PATIENCE)
     return made, made.worker(concurrency=4, options=["-E"])
@@ -67,7 +67,7 @@ def test_deferred_is_stored_before_the_message_is_published(stage: Stage, key: s
 
 @pytest.mark.parametrize("tracked", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_started_means_that_the_lock_is_held(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], tracked: bool
+    make_stage: MakeStage, nodes: Nodes, tracked: bool
 ) -> None:
     stage, task_id = make_stage(nodes, task_track_started=tracked), str(uuid.uuid4())
     stage.worker(concurrency=1)
@@ -106,7 +106,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("backend", slow_but(["redis"], [*BACKENDS]))
 def test_the_states_are_the_same_in_each_result_backend(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], tmp_path: Path, backend: str
+    make_stage: MakeStage, nodes: Nodes, tmp_path: Path, backend: str
 ) -> None:
     conf = dict(BACKENDS[backend])
     if "result_backend" in conf:
@@ -210,9 +210,7 @@ CARD = "4111-1111"
 
 
 @pytest.mark.slow
-def test_no_argument_and_no_password_stands_in_logs_events_and_states(
-    guarded_stage: Stage,
-) -> None:
+def test_no_argument_and_no_password_stands_in_logs_events_and_states(guarded_stage: Stage) -> None:
     stage = guarded_stage
     events: list[str] = []
     with watched(stage, lambda event: events.append(repr(event))):
@@ -246,7 +244,7 @@ def test_no_argument_and_no_password_stands_in_logs_events_and_states(
 
 @pytest.mark.slow
 def test_a_send_is_a_new_one_from_the_start_of_a_body_without_a_lock(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes)
     task = stage.tasks.once_to_start
@@ -272,7 +270,7 @@ def test_a_send_is_a_new_one_from_the_start_of_a_body_without_a_lock(
 
 
 def test_without_a_quorum_each_deferral_says_how_long_it_has_been_so(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage, short = make_stage(mortal_nodes), {"first": 0.4, "cap": 0.4}
     for node in mortal_nodes[:2]:
@@ -288,7 +286,7 @@ def test_without_a_quorum_each_deferral_says_how_long_it_has_been_so(
 
 
 def test_without_a_quorum_whoever_waits_is_told_by_every_rule_or_it_runs_unlocked(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes)
     worker = stage.worker(concurrency=3)
@@ -326,7 +324,7 @@ def test_a_key_that_cannot_be_made_ends_the_run_as_failure(stage: Stage) -> None
 
 
 def test_without_a_result_backend_nothing_is_written_and_the_lock_works(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     stage = make_stage(nodes, result_backend=None, task_ignore_result=True)
     stage.worker(concurrency=2)
@@ -338,7 +336,7 @@ def test_without_a_result_backend_nothing_is_written_and_the_lock_works(
 
 @pytest.mark.parametrize("said", ["by settings", "by the call"])
 def test_where_only_errors_are_wanted_they_are_stored_and_nothing_else(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], said: str
+    make_stage: MakeStage, nodes: Nodes, said: str
 ) -> None:
     by_settings = said == "by settings"
     stage = make_stage(
@@ -376,7 +374,7 @@ def test_what_is_skipped_here_and_now_is_stored_where_eager_results_are() -> Non
 
 
 def test_a_worker_says_at_its_start_what_its_nodes_say(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes, redlock_node_timeout=PATIENCE)  # each says it once
     first = stage.worker("w1", concurrency=1)

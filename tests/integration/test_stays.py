@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import eventually
-from tests.integration.conftest import Stage, overlaps, set_stage, slow_but
+from tests.conftest import Nodes, eventually
+from tests.integration.conftest import MakeStage, Stage, overlaps, set_stage, slow_but
 from tests.integration.deliveries import heard, messages_of, see_drained
 
 POOLS = ("prefork", "threads", "solo", "gevent")
@@ -154,9 +153,7 @@ def test_one_that_is_terminated_while_it_waits_ends_no_other_run(stage: Stage) -
     assert stage.runs_of("k") == 0
 
 
-def test_it_leaves_before_its_visibility_timeout(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
+def test_it_leaves_before_its_visibility_timeout(make_stage: MakeStage, nodes: Nodes) -> None:
     stage = make_stage(nodes, broker_transport_options={"visibility_timeout": VISIBILITY})
     worker = stage.worker()
     with stage.tasks.late.lock_for("k", wait=60):
@@ -170,7 +167,7 @@ def test_it_leaves_before_its_visibility_timeout(
 
 @pytest.mark.parametrize("name", ["work", "late"], ids=["acks early", "acks late"])
 def test_those_above_the_workers_capacity_leave_and_others_get_past_them(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], name: str
+    make_stage: MakeStage, nodes: Nodes, name: str
 ) -> None:
     stage = make_stage(nodes, worker_eta_task_limit=LIMIT)
     stage.worker(concurrency=2)
@@ -209,7 +206,7 @@ def test_a_second_message_of_a_key_that_runs_here_does_not_reach_the_pool(
 
 
 def test_a_message_waits_for_a_run_of_its_worker_that_has_not_begun(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     """Its lock is free until then, and both would begin at once."""
     stage = make_stage(nodes, worker_prefetch_multiplier=4)
@@ -253,7 +250,7 @@ def test_one_that_was_acknowledged_comes_back_before_all_that_wait_in_its_queue(
 
 @pytest.mark.parametrize(("kind", "times"), [("classic", 1), ("quorum", 2)])
 def test_over_rabbitmq_it_is_published_again_if_the_prefetch_cannot_grow(
-    nodes: list[EmbeddedNode],
+    nodes: Nodes,
     standing_broker: EmbeddedNode,
     rabbitmq: str,
     tmp_path: Path,
@@ -272,7 +269,7 @@ def test_over_rabbitmq_it_is_published_again_if_the_prefetch_cannot_grow(
 
 
 def test_a_worker_of_rabbitmq_that_stops_publishes_it_with_its_count(
-    nodes: list[EmbeddedNode], standing_broker: EmbeddedNode, rabbitmq: str, tmp_path: Path
+    nodes: Nodes, standing_broker: EmbeddedNode, rabbitmq: str, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
         stage = set_stage(stack, tmp_path, nodes, standing_broker, rabbitmq, "classic")

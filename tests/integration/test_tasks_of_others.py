@@ -7,7 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import celery.worker.request
@@ -20,8 +20,8 @@ import celery_redlock
 from celery_redlock import LockedTask, LockTaken, Redlock, RedlockError, SettingsError, current_lock
 from celery_redlock.tasks.worker_request import Request
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import ROOT, Stage, no_shared_task_left
+from tests.conftest import PATIENCE, Nodes, eventually
+from tests.integration.conftest import ROOT, MakeStage, Stage, no_shared_task_left
 
 # a module that a stage imports anew gives its shared tasks to each app that is still there, too
 pytestmark = pytest.mark.filterwarnings("ignore:Task name .vendor.* is already registered")
@@ -31,7 +31,7 @@ numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+def stage(set_standing_stage: MakeStage) -> Stage:
     """Give a stage whose one worker runs an app that imports nothing of ours."""
     made = set_standing_stage(result_extended=True)
     made.stack.enter_context(no_shared_task_left())
@@ -140,7 +140,7 @@ def test_a_chord_of_them_ends(stage: Stage, account: str) -> None:
 
 
 @pytest.fixture
-def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
+def app(nodes: Nodes) -> Iterator[Celery]:
     made = Celery("others", broker="memory://", backend="cache+memory://", set_as_default=False)
     made.conf.update(redlock_nodes=[node.url for node in nodes], task_always_eager=True)
     made.conf.redlock_node_timeout = PATIENCE
@@ -322,7 +322,7 @@ def test_a_locked_task_of_ones_own_says_its_options_itself(app: Celery, late: bo
 
 
 @pytest.mark.parametrize("name", ["vendor.sync", "shop.take"])
-def test_names_with_a_namespace_are_known_too(nodes: list[EmbeddedNode], name: str) -> None:
+def test_names_with_a_namespace_are_known_too(nodes: Nodes, name: str) -> None:
     app = Celery("named", broker="memory://", set_as_default=False)
     urls = [node.url for node in nodes]
     conf = {"CELERY_REDLOCK_NODES": urls, "CELERY_REDLOCK_TASKS": {name: {"key": "x"}}}
@@ -372,7 +372,7 @@ def test_an_entry_that_comes_too_late_is_refused(app: Celery) -> None:
         celery_redlock.install(app)
 
 
-def test_an_import_locks_in_an_app_that_had_finalized(nodes: list[EmbeddedNode]) -> None:
+def test_an_import_locks_in_an_app_that_had_finalized(nodes: Nodes) -> None:
     program = f"""
 from celery import Celery
 app = Celery("x", broker="memory://")
@@ -393,7 +393,7 @@ print(app.tasks["vendor.sync"].lock_for("a").resource)
 
 
 def test_a_worker_that_a_program_starts_locks_though_its_app_had_finalized(
-    nodes: list[EmbeddedNode], standing_broker: EmbeddedNode
+    nodes: Nodes, standing_broker: EmbeddedNode
 ) -> None:
     program = f"""
 import os, signal, sys

@@ -10,13 +10,12 @@ from click.testing import CliRunner, Result
 
 from celery_redlock import Redlock
 from celery_redlock.lock.node_status import exchange_shared_settings, shared_settings_of
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import Stage
+from tests.conftest import PATIENCE, Nodes, eventually
+from tests.integration.conftest import MakeStage
 
 
 @pytest.fixture
-def client(nodes: list[EmbeddedNode]) -> Iterator[Callable[..., Redlock]]:
+def client(nodes: Nodes) -> Iterator[Callable[..., Redlock]]:
     """Give a function that makes a Redlock over the nodes; each is closed in the end."""
     made: list[Redlock] = []
 
@@ -41,7 +40,7 @@ def test_clients_that_agree_have_nothing_to_say(client: Callable[..., Redlock]) 
     ids=lambda o: next(iter(o)),
 )
 def test_each_node_shows_the_settings_of_others(
-    client: Callable[..., Redlock], nodes: list[EmbeddedNode], other: dict[str, float | str]
+    client: Callable[..., Redlock], nodes: Nodes, other: dict[str, float | str]
 ) -> None:
     first, second = client(), client(**other)
     exchange_shared_settings(first)
@@ -56,7 +55,7 @@ def test_each_node_shows_the_settings_of_others(
 
 @pytest.mark.slow
 def test_a_worker_says_that_others_go_by_another_longest_ttl(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     patient = {"redlock_node_timeout": PATIENCE}  # what a worker says at its start it says once
     first = make_stage(nodes, **patient).worker("w1", concurrency=1)
@@ -70,7 +69,7 @@ def test_a_worker_says_that_others_go_by_another_longest_ttl(
 
 
 def test_the_doctor_fails_where_others_go_by_another_longest_ttl_and_changes_nothing(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], client: Callable[..., Redlock]
+    make_stage: MakeStage, nodes: Nodes, client: Callable[..., Redlock]
 ) -> None:
     def doctor() -> Result:
         return CliRunner().invoke(celery, ["-A", "tests.integration.app", "redlock", "doctor"])

@@ -22,14 +22,13 @@ from celery.signals import task_postrun
 import celery_redlock
 from celery_redlock import LockedTask, LockTaken, QuorumUnreachable, Redlock, SettingsError
 from celery_redlock.tasks.wrapping import keep_tracebacks
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, Nodes
 
 OURS = str(Path(celery_redlock.__file__).parent)
 
 
 @pytest.fixture
-def app(nodes: list[EmbeddedNode]) -> Iterator[Celery]:
+def app(nodes: Nodes) -> Iterator[Celery]:
     made = Celery("frames", broker="memory://", backend="cache+memory://", set_as_default=False)
     made.conf.update(redlock_nodes=[node.url for node in nodes])
     made.conf.redlock_node_timeout = PATIENCE

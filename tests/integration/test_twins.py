@@ -7,16 +7,15 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from celery_redlock.testing import WorkerProcess
 from tests.clocks import HOUR, WallClock
-from tests.conftest import PATIENCE, TTL, eventually
-from tests.integration.conftest import Stage
+from tests.conftest import PATIENCE, TTL, Nodes, eventually
+from tests.integration.conftest import MakeStage, Stage
 from tests.integration.deliveries import QUEUE, deliver, heard, messages_of, see_drained
 
 VISIBILITY = 2  # s
@@ -40,7 +39,7 @@ def begun(stage: Stage, key: str = "k") -> int:
 
 
 @pytest.fixture
-def hasty(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
+def hasty(make_stage: MakeStage, nodes: Nodes) -> Stage:
     """Give a stage whose broker takes a message for lost that runs for longer than 2 s."""
     options = {"visibility_timeout": VISIBILITY}
     return make_stage(nodes, broker_transport_options=options, task_track_started=True)
@@ -117,7 +116,7 @@ ENDS = {"return": 1, "raise": 1, "retry": 2, "ignore": 1, "reject": 1, "replace"
 @pytest.mark.slow
 @pytest.mark.parametrize("acks_on_failure", [True, False])
 def test_a_duplicate_of_a_run_that_has_ended_is_dropped_whatever_the_end(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode], acks_on_failure: bool
+    make_stage: MakeStage, nodes: Nodes, acks_on_failure: bool
 ) -> None:
     stage = make_stage(nodes, task_acks_on_failure_or_timeout=acks_on_failure)
     results = {how: stage.tasks.late_end.delay(how, how) for how in ENDS}
@@ -142,7 +141,7 @@ def test_a_duplicate_of_a_run_that_has_ended_is_dropped_whatever_the_end(
 
 @pytest.mark.slow
 def test_a_duplicate_of_which_no_node_can_tell_waits_and_says_nothing(
-    make_stage: Callable[..., Stage], mortal_nodes: list[EmbeddedNode]
+    make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes)
     result = stage.tasks.late.delay("k")
@@ -246,9 +245,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-def test_nothing_that_ends_a_wait_ends_that_of_a_twin(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
-) -> None:
+def test_nothing_that_ends_a_wait_ends_that_of_a_twin(make_stage: MakeStage, nodes: Nodes) -> None:
     # each of the first ones is to get its lock at once, though all begin together
     stage = make_stage(nodes, redlock_node_timeout=PATIENCE)
     results = [

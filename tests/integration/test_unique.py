@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.request import Request, urlopen
@@ -24,19 +23,12 @@ from kombu.exceptions import OperationalError
 from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
 from werkzeug.serving import make_server
 
-from celery_redlock import (
-    DuplicateTask,
-    LockedTask,
-    QuorumUnreachable,
-    SettingsError,
-    send_unique,
-)
+from celery_redlock import DuplicateTask, LockedTask, QuorumUnreachable, SettingsError, send_unique
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.claim import ClaimToken
-from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, PATIENCE, eventually, is_free
-from tests.integration.conftest import ROOT, Stage, slow_but
+from tests.conftest import FREED, PATIENCE, Nodes, eventually, is_free
+from tests.integration.conftest import ROOT, MakeStage, Stage, slow_but
 from tests.integration.deliveries import run_here, see_drained
 
 FORKS = """
@@ -59,7 +51,7 @@ for _ in range(3):
 
 
 @pytest.fixture(scope="module")
-def stage(set_standing_stage: Callable[..., Stage]) -> Stage:
+def stage(set_standing_stage: MakeStage) -> Stage:
     """Give a stage whose one worker stays for all tests here; each test has keys of its own.
 
     A send that hears no quorum in time goes out unchecked, so the nodes have time for a stall.
@@ -649,7 +641,7 @@ def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock
     assert ended.retval == "free", ended
 
 
-def test_without_a_quorum_unreachable_decides(mortal_nodes: list[EmbeddedNode]) -> None:
+def test_without_a_quorum_unreachable_decides(mortal_nodes: Nodes) -> None:
     app = Celery("unreachable", broker="memory://", set_as_default=False)
     app.conf.task_default_queue = "unreachable"  # one memory serves all tests of a process
     app.conf.redlock_nodes = [node.url for node in mortal_nodes]

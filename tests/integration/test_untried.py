@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import eventually
-from tests.integration.conftest import Stage, overlaps, set_stage, slow_but
+from tests.conftest import Nodes, eventually
+from tests.integration.conftest import MakeStage, Stage, overlaps, set_stage, slow_but
 from tests.integration.deliveries import heard, messages_of, see_drained
 
 POOLS = ("prefork", "threads", "solo", "gevent")
@@ -157,7 +157,7 @@ def test_a_worker_that_is_killed_loses_no_message_that_waits(stage: Stage, name:
 
 
 def test_messages_that_wait_use_up_no_token_of_their_tasks_rate(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     """Messages of free keys run at the rate of plain Celery, and the others once they may."""
     rate = 20  # per second
@@ -192,7 +192,7 @@ def refusals(stage: Stage, worker: WorkerProcess, key: str) -> Counter[str]:
 
 @pytest.fixture
 def set_rabbitmq_stage(
-    rabbitmq: str, standing_broker: EmbeddedNode, nodes: list[EmbeddedNode], tmp_path: Path
+    rabbitmq: str, standing_broker: EmbeddedNode, nodes: Nodes, tmp_path: Path
 ) -> Iterator[Callable[[str], Stage]]:
     """Give what sets a stage over RabbitMQ; takes the kind of its queues."""
     with ExitStack() as stack:

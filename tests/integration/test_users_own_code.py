@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
 from celery_redlock import Redlock, RedlockError
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import NODE_TIMEOUT, eventually
-from tests.integration.conftest import Stage, overlaps
+from tests.integration.conftest import MakeStage, Stage, overlaps
 from tests.unit.test_errors import ERRORS
 
 TASKS = [f"{name}_{order}" for name in ("flask", "django", "abortable", "all")
@@ -24,7 +24,7 @@ TASKS = [f"{name}_{order}" for name in ("flask", "django", "abortable", "all")
 
 
 @pytest.fixture(scope="module")
-def placed(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+def placed(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
     """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
     made = set_standing_stage()
     return made, made.worker(module="tests.integration.frameworks", concurrency=3)

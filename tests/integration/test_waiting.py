@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -18,9 +17,9 @@ from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.server.requests import RELEASE
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.clocks import HOUR, WallClock
-from tests.conftest import NODE_TIMEOUT, Journal, eventually
+from tests.conftest import NODE_TIMEOUT, Journal, Nodes, eventually
 from tests.integration import carried
-from tests.integration.conftest import Stage, slow_but
+from tests.integration.conftest import MakeStage, Stage, slow_but
 
 POOLS = ["prefork", "threads", "solo", "gevent"]
 SEVERAL = {"key": ["k:{key}", "k:{name}"]}
@@ -29,14 +28,14 @@ WOKEN = 60.0  # s: well before the end of `patient`'s countdown of 100 s
 
 
 @pytest.fixture(scope="module")
-def standing_stage(set_standing_stage: Callable[..., Stage]) -> tuple[Stage, WorkerProcess]:
+def standing_stage(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
     """Give a stage as `calm_stage` is one, and its worker, for the tests that look at no other."""
     made = set_standing_stage(redlock_max_ttl=200)
     return made, made.worker(concurrency=2)
 
 
 @pytest.fixture
-def calm_stage(make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]) -> Stage:
+def calm_stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
     """Give a stage whose leases are longer than any test: what runs was woken."""
     return make_stage(nodes, redlock_max_ttl=200)
 
@@ -154,8 +153,7 @@ def hold(stage: Stage, key: str) -> None:
 
 
 def test_one_of_a_higher_limit_is_not_held_up_by_those_who_wait_for_the_plain_lock(
-    shared_stage: Stage,
-    key: str,
+    shared_stage: Stage, key: str
 ) -> None:
     stage = shared_stage
     hold(stage, f"k:{key}")
@@ -226,8 +224,7 @@ def test_one_that_waits_for_several_is_woken_by_each_in_turn(shared_stage: Stage
 
 
 def test_those_that_were_revoked_by_a_stamp_are_seen_to_be_while_they_wait(
-    shared_stage: Stage,
-    key: str,
+    shared_stage: Stage, key: str
 ) -> None:
     stage = shared_stage
     hold(stage, f"k:{key}")
@@ -248,7 +245,7 @@ def test_those_that_were_revoked_by_a_stamp_are_seen_to_be_while_they_wait(
 
 
 def test_a_restart_of_the_broker_ends_no_worker_in_which_messages_wait(
-    make_stage: Callable[..., Stage], nodes: list[EmbeddedNode]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
     with EmbeddedNode() as broker:
         stage = make_stage(nodes, broker, result_backend=nodes[0].url)
@@ -303,8 +300,7 @@ def test_one_that_was_long_on_its_way_hears_of_the_release_that_it_missed(
 
 
 def test_those_that_find_it_free_and_go_back_all_the_same_hold_up_nobody(
-    shared_stage: Stage,
-    key: str,
+    shared_stage: Stage, key: str
 ) -> None:
     stage = shared_stage
     hold(stage, f"k:{key}")
@@ -338,8 +334,7 @@ def test_those_that_are_refused_something_else_before_hold_up_nobody(
 
 
 def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
-    shared_stage: Stage,
-    key: str,
+    shared_stage: Stage, key: str
 ) -> None:
     stage = shared_stage
     hold(stage, f"k:z-{key}")

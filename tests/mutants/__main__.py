@@ -61,7 +61,7 @@ def survives(mutant: Mutant, end: float) -> bool | None:
         keyword = ("-k", mutant.keyword) if mutant.keyword else ()
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         done = subprocess.run(
-            [*command, *mutant.tests, *keyword], cwd=copy, capture_output=True, text=True,
+            [*command, *mutant.files, *keyword], cwd=copy, capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "160"}, check=False,
         )  # fmt: skip
     caught = done.returncode == FAILED

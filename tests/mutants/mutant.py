@@ -10,8 +10,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "celery_redlock"
 SCRIPT = ".lua"
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-UNIT, CONTRACT, INTEGRATION = "tests/unit", "tests/contract", "tests/integration"
-SIMULATION = "tests/simulation"
 
 
 @dataclass(frozen=True)
@@ -19,17 +17,26 @@ class Mutant:
     """A fault, and the tests of which at least one fails with it.
 
     name: what a user would see. where: module and class, as "tasks.task:LockedTask", or the whole
-    module, as "tasks.task:"; of a script its file, as "lock/server/lua/grant.lua:". old, new: a
-    piece of its source, and what stands there instead.
-    tests: as pytest names them; keyword: narrows them, as of `pytest -k`.
+    module, as "tasks.task:"; of a script its file, as "lock/server/lua/grant.lua:". tests: files
+    below tests/, and behind "::" words that narrow them, as of `pytest -k`. old, new: a piece of
+    the source, and what stands there instead.
     """
 
     name: str
     where: str
+    tests: str
     old: str
     new: str
-    tests: tuple[str, ...]
-    keyword: str = ""
+
+    @property
+    def files(self) -> list[str]:
+        """The files of the tests, relative to the repository."""
+        return [f"tests/{name}" for name in self.tests.partition("::")[0].split(" ")]
+
+    @property
+    def keyword(self) -> str:
+        """The words that narrow them, "" if all tests of the files may catch it."""
+        return self.tests.partition("::")[2]
 
     @property
     def path(self) -> str:

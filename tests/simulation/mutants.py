@@ -16,6 +16,7 @@ from celery_redlock.lock import client as client_module
 from celery_redlock.lock.engine import acquirer as acquirer_module
 from celery_redlock.lock.engine import rounds as rounds_module
 from celery_redlock.lock.engine.acquirer import Acquirer
+from celery_redlock.lock.engine.permits import PermitRound
 from celery_redlock.lock.engine.releaser import KeyRelease, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound, RenewRound
@@ -25,11 +26,12 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import value_of
 from celery_redlock.lock.model.lease import UNKNOWN, Fence, Lease, LockKey, Probation, State
 from celery_redlock.lock.model.options import Guard
+from celery_redlock.lock.model.votes import Vote
 from celery_redlock.lock.server import guard as guard_module
 from celery_redlock.lock.server.guard import RestartGuard
 from celery_redlock.lock.server.handshake import Tenures
-from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
-from celery_redlock.lock.transport.command import Command, Round, Script
+from celery_redlock.lock.server.requests import GRANT, GUARD, PERMIT, RELEASE, RENEW, Requests
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round, Script
 from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
@@ -161,9 +163,9 @@ def late_clear() -> Iterator[None]:
 
     def write(self: Releaser, release: KeyRelease) -> None:
         nodes = self.core.nodes
-        self._watchdog.unwatch(release.acquisition)
-        nodes.broadcast(release.command(), self.clock.now())
-        until = self.clock.now() + self.core.options.node_timeout / 2
+        self.core.watchdog.unwatch(release.acquisition)
+        nodes.broadcast(release.command(), self.core.clock.now())
+        until = self.core.clock.now() + nodes.timeout / 2
         nodes.wait(Round(), until)
         release.lease.end()
         self._unwritten.pop(id(release), None)
@@ -205,7 +207,8 @@ def unowned_renew() -> Iterator[None]:
 @mutant("one_holder", "truth", profile="lossy")
 def unowned_release() -> Iterator[None]:
     """A release deletes whatever stands there."""
-    text = without(RELEASE, "if redis.call('GET', KEYS[1]) ~= ARGV[1] then", "  return 0", "end")
+    line = "if redis.call('GET', name) == ARGV[1] then"
+    text = without(RELEASE, line, instead="if redis.call('GET', name) then")
     with patched_scripts({RELEASE: text}):
         yield
 
@@ -237,6 +240,46 @@ def reuse_token() -> Iterator[None]:
         return f"of {here().name}" if running() is not None else new(self)  # as it is made
 
     with patched(Witness, new_token=token), patched(acquirer_module, value_of=value):
+        yield
+
+
+# permits
+
+
+@mutant("one_permit", profile="permits")
+def a_second_permit() -> Iterator[None]:
+    """A request sent twice gets a second permit, for the script does not look for its value."""
+    text = without(PERMIT, "  if current == value then", instead="  if false then")
+    with patched_scripts({PERMIT: text}):
+        yield
+
+
+@mutant("truth", "one_holder", "ends_are_promised", profile="permits")
+def any_permit_counts() -> Iterator[None]:
+    """A quorum that has granted permits is enough, whichever each node has granted."""
+    count = PermitRound._count
+
+    def blind(self: PermitRound, node: int, vote: Vote) -> None:
+        for other, (_, sent, run_id) in list(self._offers.items()):
+            self._offers[other] = 0, sent, run_id
+        count(self, node, vote)
+
+    with patched(PermitRound, _count=blind):
+        yield
+
+
+@mutant("nothing_after_release", "truth", "ended_before_release", profile="permits")
+def a_move_by_release() -> Iterator[None]:
+    """A node that has granted another permit than the quorum is sent a release, then a request."""
+    settle_on = PermitRound._settle_on
+
+    def release_first(self: PermitRound, permit: int, node: int) -> None:
+        if self._offers[node][0] != permit and node not in self._moved:
+            request = Requests("redlock").release(self._lease)
+            self._resend(node, Command(request, IGNORE_REPLY, RELEASE), None)
+        settle_on(self, permit, node)
+
+    with patched(PermitRound, _settle_on=release_first):
         yield
 
 
@@ -540,16 +583,16 @@ def counters_without_clock() -> Iterator[None]:
 @mutant("fences_grow", steps="a_proposal_from_before_the_loss")
 def clock_before_sent() -> Iterator[None]:
     """The wall clock is read before the sending time, and a pause may lie between."""
-    run = Acquirer._run
+    lock_key = Acquirer._lock_key
 
     def early(self: Acquirer, *what: Any) -> Any:
         clock = here().clock
         wall = clock.wall_us()
         clock.sleep(0.001)
         with patched(Clock, wall_us=lambda self: wall):
-            return run(self, *what)
+            return lock_key(self, *what)
 
-    with patched(Acquirer, _run=early):
+    with patched(Acquirer, _lock_key=early):
         yield
 
 

@@ -44,13 +44,7 @@ class Node(Server):
     """
 
     def __init__(
-        self,
-        world: World,
-        index: int,
-        *,
-        rate: float,
-        offset: float,
-        scripts: Scripts,
+        self, world: World, index: int, *, rate: float, offset: float, scripts: Scripts
     ) -> None:
         super().__init__(scripts)
         self.world, self.index = world, index

@@ -379,9 +379,7 @@ def gone(process: ChildProcess) -> bool:
     return process.has_exited(set(ready))
 
 
-def test_a_process_is_gone_when_it_is_dead_and_not_before(
-    process: subprocess.Popen[bytes],
-) -> None:
+def test_a_process_is_gone_when_it_is_dead_and_not_before(process: subprocess.Popen[bytes]) -> None:
     watched = ChildProcess(process.pid, start_time_of(process.pid))
     assert not gone(watched)
     process.send_signal(signal.SIGSTOP)

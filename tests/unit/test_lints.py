@@ -197,11 +197,7 @@ def test_tasks_that_share_a_lock_are_told_that_their_limits_differ() -> None:
     [
         ({}, {"key": "a"}, "lock_args"),
         ({"redlock_key": "a"}, {}, "redlock_args"),
-        (
-            {"redlock_queues": {"celery": {"key": "a"}}},
-            {},
-            "redlock_queues['celery']['args']",
-        ),
+        ({"redlock_queues": {"celery": {"key": "a"}}}, {}, "redlock_queues['celery']['args']"),
     ],
     ids=["task", "app", "queue"],
 )

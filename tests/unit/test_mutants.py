@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 from lupa.lua51 import LuaRuntime
@@ -24,18 +25,9 @@ def test_a_mutant_changes_the_source_and_leaves_it_a_program(mutant: Mutant) -> 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_tests_that_catch_a_mutant_are_there(mutant: Mutant) -> None:
-    for test in mutant.tests:
-        path, *names = test.partition("[")[0].split("::")
-        text = (ROOT / path).read_text()
-        for name in names:
-            assert f"def {name}(" in text or f"class {name}" in text, test
-
-
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.keyword], ids=lambda m: m.name)
-def test_the_words_that_choose_among_them_are_there(mutant: Mutant) -> None:
-    texts = [(ROOT / test.partition("::")[0]).read_text() for test in mutant.tests]
+    texts = [(ROOT / file).read_text() for file in mutant.files]
     for word in mutant.keyword.split(" or "):
-        assert any(word in text for text in texts), word
+        assert any(re.search(rf"(def|class) \w*{word}", text) for text in texts), word
 
 
 def test_names_of_mutants_differ() -> None:

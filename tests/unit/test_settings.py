@@ -17,12 +17,7 @@ from redis.sentinel import Sentinel
 from celery_redlock import Backoff, LockedTask, SettingsError
 from celery_redlock.lock.validation import check_nodes
 from celery_redlock.tasks.per_app import settings_of
-from celery_redlock.tasks.settings.app import (
-    APP_SETTING,
-    AppSettings,
-    OptionSource,
-    pattern_for,
-)
+from celery_redlock.tasks.settings.app import APP_SETTING, AppSettings, OptionSource, pattern_for
 from celery_redlock.tasks.settings.levels import (
     check_known_names,
     check_outside,
@@ -31,11 +26,7 @@ from celery_redlock.tasks.settings.levels import (
     read_app,
     visibility_timeout,
 )
-from celery_redlock.tasks.settings.options import (
-    BUILT_IN,
-    OPTION,
-    TaskLockOptions,
-)
+from celery_redlock.tasks.settings.options import BUILT_IN, OPTION, TaskLockOptions
 from celery_redlock.tasks.settings.task_config import (
     TaskCall,
     TaskLockConfig,

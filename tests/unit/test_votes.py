@@ -43,9 +43,7 @@ def test_a_full_round_is_decided(round_: tuple[int, list[Vote]]) -> None:
 
 
 @given(rounds)
-def test_impossible_means_that_no_further_votes_could_help(
-    round_: tuple[int, list[Vote]],
-) -> None:
+def test_impossible_means_that_no_further_votes_could_help(round_: tuple[int, list[Vote]]) -> None:
     nodes, votes = round_
     counted = tally(nodes, *votes)
     best = tally(nodes, *votes, *[Vote.GRANTED] * (nodes - len(votes)))

@@ -9,14 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from celery_redlock.lock.engine.callers import Caller, Callers
-from celery_redlock.lock.engine.inbox import Inbox
+from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.handoff import ACTED, LADDER, LOOK, TURN
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.model.options import ClientOptions, Guard
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.lock.platform.coroutines import ThreadPool
-from celery_redlock.lock.server.guard import Core, NodeCallbacks, RestartGuard
-from celery_redlock.lock.server.requests import Requests
 
 PLATFORM = Platform(SystemClock())
 GUARD = Guard("off", "p", 1.0)
@@ -25,20 +22,18 @@ LATER = 1.0  # s: every step that a test plans is due by then
 numbers = itertools.count()
 
 
-def ignore(*_: object) -> None:
-    """Do nothing."""
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """Give a session without nodes: a test says what a node would."""
+    made = Session(Session, ClientOptions("p", 1.0, 0.01, GUARD), [], PLATFORM)
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def callers() -> Iterator[Callers]:
-    """Give callers whose inbox has no nodes: a test says what a node would."""
-    guard = RestartGuard([], 1.0, PLATFORM, GUARD, NodeCallbacks(ignore, ignore, ignore))
-    core = Core(guard.nodes, guard, Requests("p"), ClientOptions("p", 1.0, 0.01, GUARD))
-    threads = ThreadPool(PLATFORM)
-    made = Callers(lambda line: Inbox(core, threads, ignore, PLATFORM, line), PLATFORM)
-    yield made
-    made.close()
-    threads.close()
+def callers(session: Session) -> Callers:
+    """Give its callers."""
+    return session.callers
 
 
 def join(callers: Callers, *resources: str, limit: int = 1) -> list[Caller]:
@@ -255,10 +250,11 @@ def test_a_second_release_of_a_plain_lock_is_for_the_first_again(callers: Caller
     assert [why(caller) for caller in found] == [ACTED, None]
 
 
-def test_a_forked_child_has_another_name_and_waits_for_nothing(callers: Callers) -> None:
-    join(callers, "a")
-    before = callers.inbox.name, callers.inbox.channel
-    callers.forget()
+def test_a_forked_child_has_another_name_and_waits_for_nothing(session: Session) -> None:
+    join(session.callers, "a")
+    before = session.callers.inbox.name, session.callers.inbox.channel
+    session.forget()
+    callers = session.callers
     assert not {callers.inbox.name, callers.inbox.channel} & {*before}
     assert callers.inbox.channels() == set()
     assert not callers.resources()

@@ -7,5 +7,6 @@ arithmetic of leases (`lock/model`). Read `acquirer.py` first, then `renewer.py`
 - `watchdog.py` renews in time and checks deadlines.
 - `events.py` writes the log, and sends the records of the public signals.
 - `callers.py`: who waits for a lock. `inbox.py`: what the nodes know of it, and say.
-- `session.py` builds the parts, and knows who calls. No other file of this folder imports it.
+- `core.py`: what all of these use. `session.py` is the core with the parts: builds and ends them,
+  and knows who calls. No other file of this folder imports it.
 """

@@ -11,25 +11,22 @@ import functools
 import os
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from celery_redlock.errors import LockTaken, NodeError, QuorumUnreachable, RedlockError
 from celery_redlock.label import is_of_run
-from celery_redlock.lock.engine.events import Events
+from celery_redlock.lock.engine.core import Core
 from celery_redlock.lock.engine.permits import PermitRound
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound
-from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition, Hold
 from celery_redlock.lock.model.keys import parts_of, value_of
 from celery_redlock.lock.model.lease import MARGIN, Fence, Lease, LockKey, proposal
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.model.votes import is_split
-from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.server.error_hints import causes_of
-from celery_redlock.lock.server.guard import Core
 from celery_redlock.lock.server.requests import GRANT
 from celery_redlock.lock.transport.command import Command
 
@@ -49,26 +46,12 @@ class SupersededError(RedlockError):
 
 
 class Acquirer:
-    """Runs acquire rounds.
+    """Runs acquire rounds."""
 
-    check_distinct: raises SettingsError if two nodes turned out to be one server.
-    """
-
-    def __init__(
-        self,
-        core: Core,
-        platform: Platform,
-        events: Events,
-        watchdog: Watchdog[Acquisition],
-        releaser: Releaser,
-        renewer: Renewer,
-        check_distinct: Callable[[], None],
-    ) -> None:
-        self._core, self._platform, self.clock = core, platform, core.clock
-        self.events, self._watchdog = events, watchdog
+    def __init__(self, core: Core, releaser: Releaser, renewer: Renewer) -> None:
+        self.core, self._clock = core, core.clock
         self._releaser, self._renewer = releaser, renewer
-        self._check_distinct = check_distinct
-        self._margin = MARGIN + self.clock.resolution
+        self._margin = MARGIN + core.clock.resolution
         self._guarded = core.options.guard.mode != "off"
         nodes = core.nodes
         self._counts = len(nodes.all), nodes.quorum, core.options.clock_drift
@@ -82,35 +65,35 @@ class Acquirer:
         AlreadyCompletedError, SupersededError, and SettingsError if two nodes turn out to be one
         server.
         """
-        acquisition, started = Acquisition(options, keys, hold.owner), self.clock.now()
+        acquisition, started = Acquisition(options, keys, hold.owner), self._clock.now()
         hold.add(acquisition)  # before its request leaves, so that an exception releases it
         failure = self._lock_keys(acquisition)
         if failure is None and options.fencing:
             failure = self.confirm_fencing_token([acquisition])
         several = len(acquisition.leases) > 1
-        if failure is None and several and not acquisition.held(self.clock.now()):
+        if failure is None and several and not acquisition.held(self._clock.now()):
             # the first keys expired during the rounds for later keys
-            failure = QuorumUnreachable(acquisition.resource, (), self._core.nodes.quorum)
+            failure = QuorumUnreachable(acquisition.resource, (), self.core.nodes.quorum)
         if failure is None:
             self._begin(acquisition, started)
             return None
         self._releaser.roll_back(acquisition)
         hold.remove(acquisition)
         hold.splits = hold.splits + 1 if acquisition.was_split else 0
-        hold.took = self.clock.now() - started
+        hold.took = self._clock.now() - started
         return failure
 
     def _begin(self, acquisition: Acquisition, started: float) -> None:
         acquisition.acquired_at = started
         acquisition.plan_renewals(started)
-        self._watchdog.watch(acquisition)
-        replaced_at = self._core.guard.replaced_at
+        self.core.watchdog.watch(acquisition)
+        replaced_at = self.core.guard.replaced_at
         if replaced_at:  # between the grant of the first key and now
             for one in acquisition.leases:
                 for node in one.replaced(replaced_at):
                     one.withdraw(node)
         acquisition.nest()
-        self.events.acquired(acquisition)
+        self.core.events.acquired(acquisition)
 
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
         """Lock each key in order, or one permit.
@@ -122,7 +105,7 @@ class Acquirer:
         marker, is_semaphore = options.marker, options.limit > 1
         keys: Sequence[LockKey] = () if is_semaphore else acquisition.keys
         if marker is not None and (is_semaphore or marker.is_redelivered):
-            keys = [LockKey(self._core.options.prefix, f"run:{marker.run}", options.ttl), *keys]
+            keys = [LockKey(self.core.options.prefix, f"run:{marker.run}", options.ttl), *keys]
         for key in keys:
             failure = self._lock_key(acquisition, key)
             if failure is not None:
@@ -130,13 +113,13 @@ class Acquirer:
         return self._lock_permit(acquisition) if is_semaphore else None
 
     def _lock_key(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
-        options, nodes = acquisition.options, self._core.nodes
+        options, nodes = acquisition.options, self.core.nodes
         lease = self._claim(acquisition, key)
         round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, options.marker)
-        least = None if lease.fence is None else proposal(self.clock.wall_us())
+        least = None if lease.fence is None else proposal(self._clock.wall_us())
         if lease.fence is not None:
             lease.fence.proposed = least or 0
-        request = self._core.requests.acquire(lease, options, least)
+        request = self.core.requests.acquire(lease, options, least)
         is_suffixed, is_dated = True, bool(least)
         command = Command(request, round_, GRANT, is_suffixed, is_dated)
         failure = self._run(round_, lease, command, options.limit)
@@ -165,7 +148,7 @@ class Acquirer:
         self._releaser.roll_back_last(acquisition)
         permit = round_.takable()
         if permit is None:
-            self.clock.sleep(random.uniform(0, LONGEST_ROLLBACK))  # noqa: S311 - no secret
+            self._clock.sleep(random.uniform(0, LONGEST_ROLLBACK))  # noqa: S311 - no secret
         failure, round_ = self._ask_permit(acquisition, permit)
         if isinstance(failure, LockTaken):
             acquisition.was_split = round_.takable() is not None
@@ -175,8 +158,8 @@ class Acquirer:
         self, acquisition: Acquisition, asked: int | None = None
     ) -> tuple[Failure | None, PermitRound]:
         """Ask all nodes for one permit; asked: for this one only."""
-        options, nodes, requests = acquisition.options, self._core.nodes, self._core.requests
-        prefix, limit = self._core.options.prefix, options.limit
+        options, nodes, requests = acquisition.options, self.core.nodes, self.core.requests
+        prefix, limit = self.core.options.prefix, options.limit
         key = LockKey(prefix, acquisition.keys[0].resource, options.ttl, limit)
         lease = self._claim(acquisition, key)
         first = random.randrange(limit)  # noqa: S311 - no secret
@@ -187,16 +170,16 @@ class Acquirer:
     def _claim(self, acquisition: Acquisition, key: LockKey) -> Lease:
         lease = self.new_lease(acquisition.options, key)
         acquisition.leases.append(lease)  # before the request leaves, so it gets released
-        self.events.claiming(acquisition, lease)
-        lease.sent = self.clock.now()
+        self.core.events.claiming(acquisition, lease)
+        lease.sent = self._clock.now()
         return lease
 
     def new_lease(self, options: LockOptions, key: LockKey, value: str = "") -> Lease:
         """Return a new lease without a request yet. value: of another process's lease."""
         if not value:
-            since_ms = self.clock.wall_us() // 1000
+            since_ms = self._clock.wall_us() // 1000
             label = options.label or _process_label(os.getpid())
-            token = self._platform.new_token()
+            token = self.core.platform.new_token()
             value = value_of(token, since_ms, label, options.ttl)
         nodes, quorum, drift = self._counts
         fence = Fence(quorum) if options.fencing else None
@@ -205,17 +188,17 @@ class Acquirer:
     def _run(
         self, round_: AcquireRound, lease: Lease, command: Command, limit: int
     ) -> Failure | None:
-        core, clock, sent = self._core, self.clock, lease.sent
+        core, clock, sent = self.core, self._clock, lease.sent
         nodes = core.nodes
         nodes.broadcast(command, sent)
         core.requests.release(lease)  # encoded now, while the nodes work
         longest = lease.ttl / ROUNDS_IN_TTL
-        nodes.wait(round_, sent + min(core.options.node_timeout, longest))
+        nodes.wait(round_, sent + min(core.nodes.timeout, longest))
         if not round_.decided:
             nodes.wait_for_connects(round_, sent, longest=longest)
         time_is_up, round_.decided = not round_.decided, True
         if core.guard.same_server is not None:
-            self._check_distinct()
+            core.check_distinct()
         if round_.completed:
             error = SupersededError if round_.superseded else AlreadyCompletedError
             raise error(lease.key.resource)
@@ -229,19 +212,19 @@ class Acquirer:
 
     def _has_counters(self, fence: Fence, round_: AcquireRound) -> bool:
         """Return whether a quorum's counters count; tell of the nodes whose counters do not."""
-        nodes = self._core.nodes
+        nodes = self.core.nodes
         for node in fence.implausible:
             round_.errors[node] = NodeError("", IMPLAUSIBLE)
-            self._core.guard.on_error_reply(nodes.all[node], IMPLAUSIBLE)
+            self.core.guard.on_error_reply(nodes.all[node], IMPLAUSIBLE)
         return fence.has_quorum
 
     def _failed(
         self, round_: AcquireRound, lease: Lease, limit: int, *, time_is_up: bool
     ) -> Failure:
         for node, other in round_.held_by.items():
-            self._core.guard.learn_time(node, other.wall, lease.sent)
+            self.core.guard.learn_time(node, other.wall, lease.sent)
             self._releaser.release_late_grant(node, other.value)
-        resource, nodes = lease.key.resource, self._core.nodes
+        resource, nodes = lease.key.resource, self.core.nodes
         if round_.tally.taken(time_is_up=time_is_up):
             values = round_.holders  # the one that most of the refusing nodes have is shown
             holder, _, ttl = parts_of(max(values, key=values.count, default=""))
@@ -256,9 +239,9 @@ class Acquirer:
         Several resources share one token, so it must be confirmed for each of them. Otherwise a
         later holder of one resource might get a smaller token.
         """
-        core, token = self._core, max(one.fencing_token for one in acquisitions)
+        core, token = self.core, max(one.fencing_token for one in acquisitions)
         for lease in chain.from_iterable(one.leases for one in acquisitions):
-            until = self.clock.now() + core.options.node_timeout
+            until = self._clock.now() + core.nodes.timeout
             if not self._renewer.confirm_fencing_token(lease, token, until):
                 causes = causes_of(core.nodes.all)
                 return QuorumUnreachable(lease.key.resource, causes, core.nodes.quorum)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 
-from celery_redlock.lock.engine.inbox import Inbox, Line
+from celery_redlock.lock.engine.core import Core
+from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.handoff import FALLBACK, LOOK, TURN, Step
-from celery_redlock.lock.platform.clock import Platform
 
 LONGEST_SPIN = 1.0  # seconds between two tries of a caller that no release can name
 LOOK_AGAIN = 3 * TURN  # seconds between two looks for which no majority names this process
@@ -69,15 +69,10 @@ class Callers:
     finalizer or a signal handler may interrupt a change and wait for a lock, too.
     """
 
-    def __init__(self, new_inbox: Callable[[Line], Inbox], platform: Platform) -> None:
-        self._clock = platform.clock
+    def __init__(self, core: Core) -> None:
+        self._clock = core.clock
         self._lines: dict[str, dict[int, Caller]] = {}
-        self.inbox = new_inbox(self)
-
-    def forget(self) -> None:
-        """Reset in a forked child: no caller of its parent waits in it."""
-        self._lines = {}
-        self.inbox.forget()
+        self.inbox = Inbox(core, self)
 
     def join(self, caller: Caller) -> None:
         """Let a caller wait. The first one is to ask: a release may have come before it joined."""

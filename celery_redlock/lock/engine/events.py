@@ -96,9 +96,7 @@ class Events:
     sending: AbstractContextManager[Any] = nullcontext()
     tells_of_new_nodes = True
 
-    def __init__(
-        self, client: Any, identity: bytes, clock: Clock, watchdog: Watchdog[Acquisition]
-    ) -> None:
+    def __init__(self, client: Any, identity: bytes, clock: Clock, watchdog: Watchdog) -> None:
         self._client, self._identity = ref(client), identity
         self._clock, self._watchdog = clock, watchdog
         self.forget()

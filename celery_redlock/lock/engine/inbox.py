@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+from celery_redlock.lock.engine.core import Core
 from celery_redlock.lock.engine.rounds import PlaceRound
 from celery_redlock.lock.model.handoff import (
     ACTED,
@@ -27,10 +28,7 @@ from celery_redlock.lock.model.handoff import (
     Step,
 )
 from celery_redlock.lock.model.keys import inbox_channel
-from celery_redlock.lock.model.votes import quorum_of
-from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.coroutines import ThreadPool, WorkItem
-from celery_redlock.lock.server.guard import Core
+from celery_redlock.lock.platform.coroutines import WorkItem
 from celery_redlock.lock.server.requests import REGISTER
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.subscriber import Subscriber
@@ -59,39 +57,31 @@ class Line(Protocol):
 class Inbox:
     """One name of this process on the nodes, and a subscriber connection to each of them.
 
-    The connections are made for the first one that waits. drain_by: has replies read by a monotonic
-    second. threads: in which `ask` waits for replies. host: the beginning of the name. channels:
-    returns other channels to hear, whose messages go to on_other as (channel, message, node).
+    The connections are made for the first one that waits. A forked child makes another inbox. host:
+    the beginning of the name. channels: returns other channels to hear, whose messages go to
+    on_other as (channel, message, node).
     """
 
     def __init__(
         self,
         core: Core,
-        threads: ThreadPool,
-        drain_by: Callable[[float], None],
-        platform: Platform,
         line: Line,
         host: str = "",
         channels: Callable[[], set[str]] = set,
         on_other: OnMessage | None = None,
     ) -> None:
-        self._core, self._threads, self._drain_by = core, threads, drain_by
-        self._platform, self._line, self._host = platform, line, host or socket.gethostname()
+        self._core, self._line = core, line
         self._others, self._on_other = channels, on_other
-        self.forget()
-
-    def forget(self) -> None:
-        """Reset in a forked child, which gets another name: connections stay with the parent."""
-        options, token = self._core.options, self._platform.new_token()
-        self.name = f"{self._host}:{os.getpid()}:{token[:8]}"
-        self.channel = inbox_channel(options.prefix, self.name)
+        token = core.platform.new_token()
+        self.name = f"{host or socket.gethostname()}:{os.getpid()}:{token[:8]}"
+        self.channel = inbox_channel(core.options.prefix, self.name)
         self._subscribers: dict[None, list[Subscriber]] = {}
         self._registered: dict[str, float] = {}  # by resource: since when, as the nodes know it
         self._struck_at: dict[int, float] = {}  # monotonic seconds, by node
         # by resource and limit: those in flight as one, and those that came meanwhile
         self._questions: dict[tuple[str, int], list[Question]] = {}
-        self._counting = self._platform.new_mutex()
-        self._namings = Namings(quorum_of(len(self._core.nodes.all)))
+        self._counting = core.platform.new_mutex()
+        self._namings = Namings(core.nodes.quorum)
 
     # what the nodes know
 
@@ -129,7 +119,7 @@ class Inbox:
         No other node, and once a turn: one that sends any number of messages causes few commands,
         and to itself alone.
         """
-        now = self._platform.clock.now()
+        now = self._core.clock.now()
         if now - self._struck_at.get(node, -math.inf) < TURN:
             return  # each release names this process again
         self._struck_at[node] = now
@@ -139,12 +129,12 @@ class Inbox:
 
     def _write(self, request: bytes, script: Any = None, node: int | None = None) -> None:
         nodes, command = self._core.nodes, Command(request, IGNORE_REPLY, script)
-        now = nodes.clock.now()
+        now = self._core.clock.now()
         if node is None:
             nodes.broadcast(command, now)
         else:
             nodes.send_to(node, command)
-        self._drain_by(now + nodes.timeout)
+        self._core.watchdog.run_maintenance_by(now + nodes.timeout)
 
     def leave(self) -> None:
         """Let the nodes forget this name."""
@@ -205,7 +195,7 @@ class Inbox:
                 return
             round_, until = self._send(resource, limit, since, questions[-1][0])
             wait = functools.partial(self._core.nodes.wait, round_, until, native=True)
-            self._threads.add(WorkItem(wait, lambda: on_place(round_.place)))
+            self._core.threads.add(WorkItem(wait, lambda: on_place(round_.place)))
         except BaseException:  # for example, no thread can be started: later questions are asked
             with self._counting:
                 self._questions.pop(asked, None)
@@ -217,10 +207,10 @@ class Inbox:
         """Send a question; return it, and until when replies count, in monotonic seconds."""
         nodes = self._core.nodes
         request = self._register(resource, since, limit, passed)
-        round_, now = PlaceRound(len(nodes.all)), nodes.clock.now()
+        round_, now = PlaceRound(len(nodes.all)), self._core.clock.now()
         nodes.broadcast(Command(request, round_, REGISTER), now)
         # also a reply that nobody waits for is read: the server may have forgotten the script
-        self._drain_by(now + nodes.timeout)
+        self._core.watchdog.run_maintenance_by(now + nodes.timeout)
         return round_, now + nodes.timeout
 
     # what the nodes say
@@ -233,8 +223,8 @@ class Inbox:
         """Have each subscriber that lacks a subscription make it. Never waits."""
         if not self._subscribers:
             core = self._core
-            how = core.options.node_timeout, self._platform, self.channels
-            new = self._platform.new_subscriber or Subscriber
+            how = core.nodes.timeout, core.platform, self.channels
+            new = core.platform.new_subscriber or Subscriber
             made = [
                 new(node.address, *how, functools.partial(self.on_message, node=node.index))
                 for node in core.nodes.all
@@ -276,7 +266,7 @@ class Inbox:
             turns = self._namings.turns(named, node)
         if turns is None:
             return
-        now = self._platform.clock.now()
+        now = self._core.clock.now()
         is_agreed = named.rank == turns  # else the nodes differ, or a majority has not spoken yet
         why = FALLBACK if not is_agreed else LADDER if turns else ACTED
         self._line.on_step(named.resource, Step(why, turns, now), now + turns * TURN)

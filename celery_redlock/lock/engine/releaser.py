@@ -15,12 +15,10 @@ from typing import Any, Protocol
 from hiredis import ReplyError
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.engine.events import Events
-from celery_redlock.lock.engine.watchdog import Watchdog
+from celery_redlock.lock.engine.core import Core
 from celery_redlock.lock.model.acquisition import Acquisition, Hold
 from celery_redlock.lock.model.lease import HELD, Lease
 from celery_redlock.lock.platform.threads import uninterruptible
-from celery_redlock.lock.server.guard import Core
 from celery_redlock.lock.server.requests import RELEASE
 from celery_redlock.lock.transport.command import Command, UnexpectedReplyError
 from celery_redlock.lock.transport.nodes import Nodes
@@ -47,11 +45,7 @@ class Outbox:
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self.forget()
-
-    def forget(self) -> None:
-        """Reset in a forked child: the items stay with the parent."""
-        self._items: list[dict[int, OutboxItem]] = [{} for _ in self._nodes.all]
+        self._items: list[dict[int, OutboxItem]] = [{} for _ in nodes.all]
 
     def put(self, node: int, item: OutboxItem) -> None:
         """Keep an item for a node. A second call with the same item has no effect."""
@@ -89,16 +83,8 @@ class OrphanedKey:
 class Releaser:
     """Releases acquisitions of one `Redlock`, even if exceptions interrupt their owners."""
 
-    def __init__(
-        self, core: Core, events: Events, outbox: Outbox, watchdog: Watchdog[Acquisition]
-    ) -> None:
-        self.core, self.clock = core, core.clock
-        self.events, self.outbox = events, outbox
-        self._watchdog = watchdog
-        self.forget()
-
-    def forget(self) -> None:
-        """Reset in a forked child, which releases no lock of its parent."""
+    def __init__(self, core: Core) -> None:
+        self.core, self.outbox = core, Outbox(core.nodes)
         self._unwritten: dict[int, KeyRelease] = {}
         self._late_grants: dict[str, KeyRelease] = {}  # by value: its grant may still run later
         self._orphans: list[tuple[float, Acquisition]] = []  # monotonic seconds of the repetition
@@ -112,7 +98,7 @@ class Releaser:
         acquisition.unnest()
         releases = acquisition.releases
         if not releases:
-            now, releases = self.clock.now(), []  # a new list: kept once it has all of them
+            now, releases = self.core.clock.now(), []  # a new list: kept once it has all of them
             for one in acquisition.leases:
                 releases.append(KeyRelease(self, acquisition, one, now, publish))
         acquisition.releases = releases  # kept: after an exception, the next call writes them again
@@ -126,7 +112,7 @@ class Releaser:
         Notifies only the waiters of keys that were held: other clients may have been refused there.
         For the other keys it would wake rivals for nothing.
         """
-        now = self.clock.now()
+        now = self.core.clock.now()
         acquisition.releases = [
             KeyRelease(self, acquisition, one, now, one.state is HELD) for one in acquisition.leases
         ]
@@ -136,7 +122,7 @@ class Releaser:
     def roll_back_last(self, acquisition: Acquisition) -> None:
         """Release the last key that was tried, which another client holds."""
         lease = acquisition.leases[-1]
-        now = self.clock.now()
+        now = self.core.clock.now()
         is_published = False
         self._write_all([KeyRelease(self, acquisition, lease, now, is_published)])
         acquisition.leases.pop()
@@ -147,7 +133,7 @@ class Releaser:
         if acquisition.users or not acquisition.abandon():
             return False
         self.release(acquisition)
-        self.events.abandoned(acquisition)
+        self.core.events.abandoned(acquisition)
         return True
 
     @uninterruptible
@@ -170,7 +156,7 @@ class Releaser:
 
         Requests of the dead process may arrive after the first release, on other connections.
         """
-        now = self.clock.now()
+        now = self.core.clock.now()
         self._orphans += [(now + seconds, acquisition) for seconds in REPEATED_AFTER]
         self.release(acquisition)
 
@@ -183,7 +169,7 @@ class Releaser:
         release = self._late_grants.get(value)
         if release is not None:
             self.outbox.put(node, release)
-            self._watchdog.run_maintenance_by(self.clock.now())
+            self.core.watchdog.run_maintenance_by(self.core.clock.now())
 
     def expect_late_grant(self, release: KeyRelease) -> None:
         """Keep a release, because a grant of its key may run after it."""
@@ -205,14 +191,14 @@ class Releaser:
                 self._write(release)
         finally:
             # the next round of this process reads the replies, or the watchdog a little later
-            soon = self.clock.now() + self.core.options.node_timeout
-            self._watchdog.run_maintenance_by(soon)
+            soon = self.core.clock.now() + self.core.nodes.timeout
+            self.core.watchdog.run_maintenance_by(soon)
 
     def _write(self, release: KeyRelease) -> None:
         nodes = self.core.nodes
         release.lease.end()  # before the first byte leaves: from here on nothing is held
-        self._watchdog.unwatch(release.acquisition)
-        nodes.broadcast(release.command(), self.clock.now())
+        self.core.watchdog.unwatch(release.acquisition)
+        nodes.broadcast(release.command(), self.core.clock.now())
         nodes.report_broken()  # reports of connections that broke with a grant in flight
         if release.lease.asked_again:
             self.expect_late_grant(release)
@@ -225,7 +211,7 @@ class Releaser:
         """
         for release in list(self._unwritten.values()):
             # before the node timeout, the owner may still be writing it
-            if now - release.made_at > self.core.options.node_timeout:
+            if now - release.made_at > self.core.nodes.timeout:
                 self._write(release)
         for due in [due for due in self._orphans if due[0] <= now]:
             self._orphans.remove(due)
@@ -282,7 +268,7 @@ class KeyRelease:
     def command(self) -> Command:
         """Return the command to send. Not kept, because it refers to this object."""
         releaser, marker = self._releaser, self.acquisition.options.marker
-        ended_for = None if self._ended_at is None else releaser.clock.now() - self._ended_at
+        ended_for = None if self._ended_at is None else releaser.core.clock.now() - self._ended_at
         requests = releaser.core.requests
         request = requests.release(self.lease, marker, ended_for, publish=self._publish)
         return Command(request, self, RELEASE)
@@ -299,7 +285,7 @@ class KeyRelease:
         if reply == 1:
             self.settle(node)
             return
-        if is_error and self._releaser.clock.now() < self.until:
+        if is_error and self._releaser.core.clock.now() < self.until:
             self._releaser.outbox.put(node, self)  # for later: the node is loading, busy, or full
         else:
             self.settle(node)
@@ -311,13 +297,13 @@ class KeyRelease:
         nodes, end = self._releaser.core.nodes, self._ends[node]
         if end > self.made_at:
             keeps = self.lease.keeps_its_promise(node, run_id)
-            if keeps or end <= self._releaser.clock.now():
+            if keeps or end <= self._releaser.core.clock.now():
                 return  # the node restarted and abstains, or its lease ended before the release
             self._taken_away = True
         self._missing += 1
         if self._taken_away and self._missing > len(nodes.all) - nodes.quorum:
             reason = "at its release its key was no longer ours"
-            self._releaser.events.lost_soon(self.acquisition, reason)
+            self._releaser.core.events.lost_soon(self.acquisition, reason)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Queue the release until the node is back, if the node may keep our key."""
@@ -325,7 +311,7 @@ class KeyRelease:
         if error.lost:
             self._releaser.expect_late_grant(self)  # the connection may have lost the grant, too
         never_asked = node in self.lease.never_asked
-        if not never_asked and self._releaser.clock.now() < self.until:
+        if not never_asked and self._releaser.core.clock.now() < self.until:
             self._releaser.outbox.put(node, self)
         else:
             self.settle(node)
@@ -334,4 +320,4 @@ class KeyRelease:
         """Record that a node needs no release any more; after the last node, report that."""
         self._unsettled &= ~(1 << node)
         if not self._unsettled:
-            self._releaser.events.settled(self.lease)
+            self._releaser.core.events.settled(self.lease)

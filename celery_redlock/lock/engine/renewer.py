@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from celery_redlock.lock.engine.events import Events
+from celery_redlock.lock.engine.core import Core
+from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.rounds import RenewRound
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease
-from celery_redlock.lock.server.guard import Core
 from celery_redlock.lock.server.requests import RENEW
 from celery_redlock.lock.transport.command import Command, Entry, RoundGroup, encode_text
 
@@ -32,27 +32,19 @@ class Part:
 
 
 class Renewer:
-    """Renews acquisitions and confirms fencing tokens.
+    """Renews acquisitions, of which it releases abandoned ones, and confirms fencing tokens."""
 
-    reschedule: called with an acquisition whose deadline or next renewal has become earlier.
-    """
+    def __init__(self, core: Core, releaser: Releaser) -> None:
+        self._core, self._clock, self._releaser = core, core.clock, releaser
 
-    def __init__(
-        self, core: Core, events: Events, reschedule: Callable[[Acquisition], None]
-    ) -> None:
-        self._core, self._clock = core, core.clock
-        self._events, self._reschedule = events, reschedule
+    def renew(self, acquisitions: Sequence[Acquisition], *, native: bool = False) -> bool:
+        """Renew in one batch for each node, wait, and return whether a quorum confirmed all.
 
-    def renew(
-        self, acquisitions: Sequence[Acquisition], *, native: bool = False
-    ) -> set[Acquisition]:
-        """Renew what is still held, in one batch for each node, and wait for the replies.
-
-        native: called in a thread of the watchdog. Returns the acquisitions that no quorum
-        confirmed.
+        native: called in a thread of the watchdog.
         """
+        kept = [one for one in acquisitions if not self._releaser.release_if_abandoned(one)]
         core, sent = self._core, self._clock.now()
-        renewed = [one for one in acquisitions if one.begin_renewal(sent)]
+        renewed = [one for one in kept if one.begin_renewal(sent)]
         group = RoundGroup()
         entries: list[list[Entry]] = [[] for _ in core.nodes.all]
         written = [self._write(part, group, entries, sent) for part in _in_parts(renewed, sent)]
@@ -60,7 +52,7 @@ class Renewer:
         core.nodes.scatter(entries, sent)
         if native and any(sent - one.renew_at > LATE for one in renewed):
             core.nodes.wait_keeping_gil(group)
-        core.nodes.wait(group, sent + core.options.node_timeout, native=native)
+        core.nodes.wait(group, sent + core.nodes.timeout, native=native)
         unconfirmed = {part.owners[i] for part, round_ in written for i in round_.unconfirmed}
         now = self._clock.now()
         for one in renewed:
@@ -68,8 +60,8 @@ class Renewer:
                 one.renewal_failed(now, SHORTEST_RENEWAL)
             else:
                 one.renewal_reached(sent)
-        self._events.extended(one for one in renewed if one not in unconfirmed)
-        return unconfirmed
+        core.events.extended(one for one in renewed if one not in unconfirmed)
+        return not unconfirmed
 
     def _write(
         self, part: Part, group: RoundGroup, entries: Sequence[list[Entry]], sent: float
@@ -95,8 +87,8 @@ class Renewer:
     def _on_missing(self, owners: Sequence[Acquisition], number: int) -> None:
         """Check the deadline again, and reclaim the key soon, after the present round."""
         owner = owners[number]
-        owner.reclaim_by(self._clock.now() + self._core.options.node_timeout)
-        self._reschedule(owner)
+        owner.reclaim_by(self._clock.now() + self._core.nodes.timeout)
+        self._core.watchdog.reschedule(owner)
 
     def confirm_fencing_token(self, lease: Lease, token: int, until: float) -> bool:
         """Return whether a quorum of nodes has reached a token by the monotonic second `until`."""

@@ -13,12 +13,14 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from redis.backoff import ExponentialBackoff
 
 from celery_redlock import anchors
+from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.transport.node import LONGEST_RECONNECT
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +28,10 @@ HEAD_START = 0.0005  # seconds of keeping the GIL, so that a late renewal is the
 AFTER_ERROR = ExponentialBackoff(cap=1.0, base=0.05)  # seconds after an unexpected error
 
 
-class Watched(Protocol):
-    """What the watchdog uses of an acquisition. Times are monotonic seconds."""
-
-    renew_at: float  # inf: never
-    leeway: float  # seconds by which it may be renewed earlier, together with others
-
-    @property
-    def deadline(self) -> float:
-        """When to check it next; inf for never."""
+Renew = Callable[[Sequence[Acquisition]], object]
 
 
-W = TypeVar("W", bound=Watched)
-
-
-class Watchdog(Generic[W]):
+class Watchdog:
     """Watches the acquisitions of a process.
 
     renew: renews these in one batch and sets a later `renew_at`. run_maintenance: does I/O that no
@@ -52,9 +43,9 @@ class Watchdog(Generic[W]):
     def __init__(
         self,
         platform: Platform,
-        renew: Callable[[Sequence[W]], object],
+        renew: Renew,
         run_maintenance: Callable[[], float],
-        check_deadline: Callable[[W, float], None],
+        check_deadline: Callable[[Acquisition, float], None],
     ) -> None:
         self._platform, self._clock = platform, platform.clock
         self._renew, self._run_maintenance = renew, run_maintenance
@@ -63,8 +54,9 @@ class Watchdog(Generic[W]):
 
     def forget(self) -> None:
         """Reset after a fork: the threads and their locks stay with the parent."""
-        self._watched: dict[int, W] = {}
+        self._watched: dict[int, Acquisition] = {}
         self._maintenance_at = math.inf  # used by the first thread alone
+        self._hurried_at = -math.inf
         self._asked: deque[float] = deque()  # requests for maintenance, by any thread
         self._pending: deque[Callable[[], object]] = deque()  # calls for the second thread
         self._renewals = self._platform.deadline_timer()
@@ -72,7 +64,7 @@ class Watchdog(Generic[W]):
         self._threads: dict[str, object] = {}  # by task; of two threads for a task, the first stays
         self._started = self._stopped = False
 
-    def watch(self, acquisition: W) -> None:
+    def watch(self, acquisition: Acquisition) -> None:
         """Renew an acquisition and check its deadline from now on."""
         if not self._started:
             self._start()
@@ -81,14 +73,14 @@ class Watchdog(Generic[W]):
         self._deadlines.schedule_by(acquisition.deadline)
 
     @property
-    def watched(self) -> list[W]:
+    def watched(self) -> list[Acquisition]:
         return list(self._watched.values())
 
-    def unwatch(self, acquisition: W) -> None:
+    def unwatch(self, acquisition: Acquisition) -> None:
         """Stop watching an acquisition. No effect if it is not watched."""
         self._watched.pop(id(acquisition), None)
 
-    def reschedule(self, acquisition: W) -> None:
+    def reschedule(self, acquisition: Acquisition) -> None:
         """Wake the threads in time, because the deadline or the next renewal has become earlier."""
         self._renewals.schedule_by(acquisition.renew_at)
         self._deadlines.schedule_by(acquisition.deadline)
@@ -107,6 +99,17 @@ class Watchdog(Generic[W]):
             if moment < acquisition.renew_at < math.inf:
                 acquisition.renew_at = moment
         self._renewals.schedule_by(moment)
+
+    def renew_soon(self) -> None:
+        """Renew now, but at most once a second: a node has connected.
+
+        So a key that a restarted node lost is reclaimed while the node's promise is still true. If
+        a renewal breaks the connection, each reconnect would cause the next renewal.
+        """
+        now = self._clock.now()
+        if self._hurried_at <= now:  # otherwise the planned renewal serves this node, too
+            self._hurried_at = max(now, self._hurried_at + LONGEST_RECONNECT)
+        self.renew_by(self._hurried_at)
 
     def run_maintenance_by(self, moment: float) -> None:
         """Run maintenance by this monotonic second."""

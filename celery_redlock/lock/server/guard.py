@@ -15,9 +15,9 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.model.options import ClientOptions, Guard
+from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.model.votes import quorum_of
-from celery_redlock.lock.platform.clock import Clock, Platform
+from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
 from celery_redlock.lock.server.handshake import (
     ServerInfo,
@@ -27,7 +27,7 @@ from celery_redlock.lock.server.handshake import (
     noted_keys,
     tenures_of,
 )
-from celery_redlock.lock.server.requests import GUARD, Requests
+from celery_redlock.lock.server.requests import GUARD
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Command
 from celery_redlock.lock.transport.connection import Connection
@@ -255,17 +255,3 @@ class RestartGuard:
             raise NodeError(name, f"is the same server as {first}")
         if self.same_server is not None and self.nodes.all[index].name in self.same_server:
             self.same_server = None  # the node has its own server again
-
-
-@dataclass(frozen=True)
-class Core:
-    """The parts of one `Redlock` that all locks share: nodes, guard, requests and options."""
-
-    nodes: Nodes
-    guard: RestartGuard
-    requests: Requests
-    options: ClientOptions
-
-    @property
-    def clock(self) -> Clock:
-        return self.nodes.clock

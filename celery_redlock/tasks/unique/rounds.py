@@ -222,7 +222,7 @@ class ClaimRelease(Round):
         session = self._session
         found = None if type(reply) is hiredis.ReplyError else read_reply(reply)
         if found is None or (isinstance(found, EarlierSend) and not found.is_sent):
-            session.outbox.put(node, self)
+            session.releaser.outbox.put(node, self)
             session.watchdog.run_maintenance_by(session.clock.now() + session.options.node_timeout)
             return
         self._executed.add(node)
@@ -232,7 +232,7 @@ class ClaimRelease(Round):
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Send it again once the node is back."""
         if self._session.clock.now() < self.until:
-            self._session.outbox.put(node, self)
+            self._session.releaser.outbox.put(node, self)
 
     def settle(self, node: int) -> None:
         """Do nothing: the key expires by itself."""

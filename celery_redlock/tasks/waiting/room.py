@@ -284,7 +284,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             self._votes, self._quorum = votes_channel(session.options.prefix), session.nodes.quorum
             host = str(getattr(self._consumer, "hostname", ""))
             on_vote = functools.partial(self._loop.call_soon, self._on_vote)
-            self.inbox = session.new_inbox(self._successor, host, self._channels, on_vote)
+            self.inbox = Inbox(session, self._successor, host, self._channels, on_vote)
             self._successor.inbox = self.inbox
         return self.inbox
 
