@@ -59,7 +59,7 @@ def count_kept(way: str, share: float, ttls: int, urls: Sequence[str]) -> int:
 def keeps_its_lock(way: str, share: float, ttls: int, urls: Sequence[str]) -> bool:
     """Keep the GIL for a share of the ttl, again and again; returns whether the lock is held."""
     if way != "ours":
-        connection._unyielding = lambda sock: sock
+        connection.UnyieldingSocket = lambda sock: sock  # type: ignore[assignment,misc,return-value]
         Nodes.wait_keeping_gil = lambda self, round_: None  # type: ignore[method-assign]
         watchdog.HEAD_START = 0.0
     logging.disable()

@@ -31,8 +31,6 @@ from celery_redlock.lock.validation import (
 
 logger = logging.getLogger(__name__)
 
-TRUST_TIMEOUT = 1.0  # seconds for each step of `trust`, or the node_timeout if that is longer
-
 
 class Redlock:
     """Locks on N independent Redis or Valkey nodes; a majority of them grants a lock.
@@ -121,11 +119,8 @@ class Redlock:
         the nodes that could not be reached, and the nodes that hold locks nevertheless. Raises
         QuorumUnreachable if no node could be reached.
         """
-        addresses = [node.address for node in self.session.nodes.all]
-        names, timeout = [one.name for one in addresses], max(self.node_timeout, TRUST_TIMEOUT)
-        trusted, failing = trust_nodes(
-            addresses, names, self.prefix, timeout, self.session.platform
-        )
+        nodes = self.session.nodes
+        trusted, failing = trust_nodes(nodes, [node.name for node in nodes.all], self.prefix)
         for name, cause in failing.items():
             extra = {"event": "node_not_trusted", "node": name}
             logger.warning("node %s could not be trusted: %s", name, cause, extra=extra)

@@ -26,8 +26,9 @@ from celery_redlock.lock.model.keys import (
     waiting_key,
 )
 from celery_redlock.lock.model.options import grace_period
-from celery_redlock.lock.node_status import ask_each, in_iso
-from celery_redlock.lock.server.admin import force_unlock, names_on, reply_of
+from celery_redlock.lock.node_status import in_iso
+from celery_redlock.lock.server.admin import ask_each, names_on, reply_of
+from celery_redlock.lock.server.requests import BREAK
 from celery_redlock.lock.transport.command import (
     encoded,
     read_list,
@@ -94,7 +95,7 @@ def list_locks(redlock: Redlock, resource: str | None = None) -> LockList:
     def look(connection: Any) -> list[tuple[Any, Any, float]]:
         return list(_values(connection, list(set(names_on(connection, beginning)))))
 
-    found, failing = ask_each(redlock, look)
+    found, failing = ask_each(nodes, look)
     votes: dict[tuple[Any, Any], dict[str, float]] = {}
     for node, values in found.items():
         for key, value, left in values:
@@ -137,15 +138,18 @@ def break_lock(redlock: Redlock, lock: LockReport) -> tuple[Mapping[str, bool], 
     key that has another value by now stays unchanged. Returns by node whether the node had the
     lock, and the causes by failed node.
     """
-    keys = (
-        lock.key,
-        encoded(broken_key(text_of(lock.key), text_of(lock.value))),
-        encoded(waiting_key(redlock.prefix, lock.resource)),
-    )
+    broken = broken_key(text_of(lock.key), text_of(lock.value))
+    waiting = waiting_key(redlock.prefix, lock.resource)
     # milliseconds; a holder reclaims for no longer than its lease
     lasting = str(int(grace_period(redlock.max_ttl) * 1000))
     inbox = encoded(inbox_channel(redlock.prefix, ""))
-    return ask_each(redlock, lambda one: force_unlock(one, keys, lock.value, lasting, inbox))
+    keys = "3", lock.key, encoded(broken), encoded(waiting)
+
+    def force_unlock(connection: Any) -> bool:
+        reply = reply_of(connection, "EVAL", BREAK.source, *keys, lock.value, lasting, inbox)
+        return bool(read_number(reply))
+
+    return ask_each(redlock.session.nodes, force_unlock)
 
 
 def _values(connection: Any, names: Sequence[Any]) -> Iterator[tuple[Any, Any, float]]:
@@ -199,7 +203,7 @@ def list_waiting(redlock: Redlock) -> WaitingList:
 
     Scans each node's keys in parts, so that no other client waits.
     """
-    beginning = waiting_key(redlock.prefix, "")
+    beginning, nodes = waiting_key(redlock.prefix, ""), redlock.session.nodes
 
     def look(
         connection: Any,
@@ -209,9 +213,8 @@ def list_waiting(redlock: Redlock) -> WaitingList:
         waiters = {waiter for _, scores in sets for waiter in scores or ()}
         return sets, _listening(connection, redlock.prefix, sorted(waiters))
 
-    found, failing = ask_each(redlock, look)
+    found, failing = ask_each(nodes, look)
     heard = [listening for _, listening in found.values() if listening is not None]
-    nodes = redlock.session.nodes
     listens = None if len(heard) < nodes.quorum else set().union(*heard)
     registered: dict[str, dict[Any, dict[str, float]]] = {}
     wrong_type: dict[str, tuple[str, ...]] = {}

@@ -1,24 +1,29 @@
 """Reads the status of the nodes, for operators.
 
-Each query uses a new connection. So the query does not disturb the locks' connections, and it sees
-the same as a new client.
+Not here: the locks on the nodes (`inspection.py`), and how to ask a node (`server/admin.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import Any, TypeVar
+from typing import Any
+
+import redis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.core import one_server
-from celery_redlock.lock.model.keys import guard_keys
-from celery_redlock.lock.server import admin
-from celery_redlock.lock.server.admin import reply_of
+from celery_redlock.lock.model.keys import (
+    completion_key,
+    guard_keys,
+    inbox_channel,
+    votes_channel,
+)
+from celery_redlock.lock.server.admin import ask_each, reply_of
 from celery_redlock.lock.server.handshake import read_info
-from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import (
     encode_command,
     encoded,
@@ -27,8 +32,7 @@ from celery_redlock.lock.transport.command import (
     read_text,
 )
 
-PATIENCE = 1.0  # seconds for each step with a node, or the node_timeout if that is longer
-T = TypeVar("T")
+_DENIED = re.compile(r"access (?:a|one of the) (key|channel)")  # Redis 7; Redis 6.2
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def exchange_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     nodes, answering = redlock.session.nodes, _connect(redlock)
     request = encode_command("SET", _settings_key(redlock), shared_settings_of(redlock), "GET")
     noted = nodes.query(request, _read_settings, nodes=answering)
-    return _differing(redlock, {nodes.all[index].name: text for index, text in noted.items()})
+    return _differing(redlock, [(nodes.all[index].name, text) for index, text in noted.items()])
 
 
 def read_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
@@ -93,16 +97,16 @@ def read_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     """
 
     def look(connection: Any) -> tuple[str | None, str]:
-        run_id = read_info(connection).get("run_id", "")
-        return _read_settings(reply_of(connection, "GET", encoded(_settings_key(redlock)))), run_id
+        noted = _read_settings(reply_of(connection, "GET", encoded(_settings_key(redlock))))
+        return noted, read_info(connection).get("run_id", "")
 
-    found, _ = ask_each(redlock, look)
+    found, _ = ask_each(redlock.session.nodes, look)
     seen: dict[str, str] = {}
     for node, (_, run_id) in found.items():
         if run_id and run_id in seen:
             raise one_server(type(redlock).__name__, (seen[run_id], node))
         seen[run_id] = node
-    return _differing(redlock, {node: settings for node, (settings, _) in found.items()})
+    return _differing(redlock, [(node, noted) for node, (noted, _) in found.items()])
 
 
 def _settings_key(redlock: Redlock) -> str:
@@ -110,17 +114,15 @@ def _settings_key(redlock: Redlock) -> str:
 
 
 def _read_settings(reply: Any) -> str | None:
-    """Return the settings in a reply, None if there are none; raises UnexpectedReplyError."""
     return None if reply is None else read_text(reply)
 
 
-def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> Mapping[str, list[str]]:
-    """Return the nodes by the shared settings found there, without those like this client's."""
+def _differing(redlock: Redlock, noted: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
+    """Return the nodes by the settings noted there, without those like this client's."""
     own = shared_settings_of(redlock)
     others: dict[str, list[str]] = {}
-    for node, before in noted.items():
-        settings = own if before is None else before
-        if settings != own:
+    for node, settings in noted:
+        if settings not in (None, own):
             others.setdefault(settings, []).append(node)
     return others
 
@@ -192,7 +194,7 @@ def read_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
             votes=may_vote and (knows_us or guard.mode == "off"),
         )
 
-    found, failing = ask_each(redlock, look)
+    found, failing = ask_each(redlock.session.nodes, look)
     names = [node.name for node in redlock.session.nodes.all]
     return tuple(
         NodeStatus(node=name, error=failing[name])
@@ -203,22 +205,58 @@ def read_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
 
 
 def missing_rights(redlock: Redlock) -> Mapping[str, list[str]]:
-    """Return the rights that a node's user lacks, by node. Writes nothing."""
-    found, _ = ask_each(redlock, lambda one: admin.missing_rights(one, redlock.prefix))
-    return {node: rights for node, rights in found.items() if rights}
+    """Return by node which rights of lua/*.lua, of the client and of the commands its user lacks.
 
-
-def trust_nodes(
-    redlock: Redlock, names: Collection[str]
-) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Let these nodes vote from now on; see `Redlock.trust`.
-
-    Returns by node the name of one lock on the node ("" for none), and the causes by failed node.
+    Tries each command, and changes nothing. Nodes whose user lacks no right are left out.
     """
-    session, timeout = redlock.session, max(PATIENCE, redlock.node_timeout)
-    return admin.trust_nodes(
-        addresses_of(redlock), names, redlock.prefix, timeout, session.platform
-    )
+    prefix = redlock.prefix
+    key, channel = completion_key(prefix, ""), f"{votes_channel(prefix)}\n"  # nobody has these
+    tried = {
+        "+ping": ("PING",),
+        "+info": ("INFO", "server"),
+        "+get": ("GET", key),
+        "+set": ("SET", key, "", "XX", "PX", "1"),  # only if there is such a key
+        "+del": ("DEL", key),
+        "+time": ("TIME",),
+        "+pexpire": ("PEXPIRE", key, "1"),
+        "+pttl": ("PTTL", key),
+        "+exists": ("EXISTS", key),
+        "+zadd": ("ZADD", key, "XX", "0", "x"),
+        "+zrem": ("ZREM", key, "x"),
+        "+zrange": ("ZRANGE", key, "0", "0"),
+        "+zrank": ("ZRANK", key, "x"),
+        "+publish": ("PUBLISH", channel, ""),
+        "+pubsub|numsub": ("PUBSUB", "NUMSUB"),
+        "+eval": ("EVAL", "return 1", "0"),
+        "+evalsha": ("EVALSHA", "0" * 40, "0"),
+        "+script": ("SCRIPT", "EXISTS", "0" * 40),
+        "+scan": ("SCAN", "0", "COUNT", "1"),
+        "+mget": ("MGET", key),
+        f"&{{{prefix}}}:handoff:*": ("PUBLISH", inbox_channel(prefix, "\n"), ""),
+        "+unsubscribe": ("UNSUBSCRIBE", channel),
+        "+subscribe": ("SUBSCRIBE", channel),  # last: such a connection takes no other command
+    }
+
+    def ask(connection: Any) -> list[str]:
+        connection.send_packed_command(connection.pack_commands(tried.values()))
+        missing = dict[str, None]()
+        for right, (command, *_) in tried.items():
+            try:
+                connection.read_response()
+            except redis.exceptions.NoPermissionError as error:
+                denied = _DENIED.search(str(error))
+                if denied is None:  # the command itself
+                    missing[right if right.startswith("+") else f"+{command.lower()}"] = None
+                elif denied[1] == "key":
+                    missing[f"~{{{prefix}}}:*"] = None
+                else:
+                    missing[f"&{{{prefix}}}:wake:*" if right.startswith("+") else right] = None
+            except redis.ResponseError:
+                pass  # of a script that is not there, or a replica: the command is allowed
+        return list(missing)
+
+    found, _ = ask_each(redlock.session.nodes, ask)
+    return {node: rights for node, rights in found.items() if rights}
 
 
 def in_iso(seconds: float | None) -> str | None:
@@ -228,12 +266,3 @@ def in_iso(seconds: float | None) -> str | None:
     except (ValueError, OverflowError, OSError):  # another program wrote the value
         return None
     return None if moment is None else moment.isoformat()
-
-
-def addresses_of(redlock: Redlock) -> list[Address]:
-    return [node.address for node in redlock.session.nodes.all]
-
-
-def ask_each(redlock: Redlock, ask: Callable[[Any], T]) -> tuple[dict[str, T], dict[str, str]]:
-    """Call a function with a new connection to each node, as `admin.ask_each` does."""
-    return admin.ask_each(addresses_of(redlock), max(PATIENCE, redlock.node_timeout), ask)

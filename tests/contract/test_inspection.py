@@ -14,7 +14,8 @@ import pytest
 from celery_redlock import Lock, Redlock
 from celery_redlock.lock.inspection import LockReport, break_lock, list_locks, list_waiting
 from celery_redlock.lock.model.keys import broken_key, fence_key, lock_key
-from celery_redlock.lock.node_status import missing_rights, read_nodes, trust_nodes
+from celery_redlock.lock.node_status import missing_rights, read_nodes
+from celery_redlock.lock.server.admin import trust_nodes
 from celery_redlock.lock.server.requests import RENEW
 from celery_redlock.lock.transport.command import text_of
 from celery_redlock.operate.cli.group import as_data
@@ -125,7 +126,7 @@ def test_a_new_node_is_shown_as_one_that_will_not_vote_until_it_is_trusted(
         assert [node.votes for node in read_nodes(redlock)] == [False, True, True]
         with Redlock([node.url for node in mortal_nodes], restart_guard="off") as unguarded:
             assert read_nodes(unguarded)[0].votes
-        told, failing = trust_nodes(redlock, names(mortal_nodes)[:1])
+        told, failing = trust_nodes(redlock.session.nodes, names(mortal_nodes)[:1], "redlock")
         assert (dict(told), dict(failing)) == ({names(mortal_nodes)[0]: ""}, {})
         assert all(node.votes for node in read_nodes(redlock))
 
@@ -201,7 +202,7 @@ def test_the_rights_that_the_page_names_are_enough_for_locks_and_for_looking_at_
         with Redlock([url], restart_guard="off", node_timeout=7.0) as redlock:
             (status,) = read_nodes(redlock)
             assert status.error == ""
-            trust_nodes(redlock, [status.node])
+            trust_nodes(redlock.session.nodes, [status.node], "redlock")
             with redlock.lock("r", wait=60, fencing=True):
                 sight = list_locks(redlock)
                 assert [lock.resource for lock in sight.locks] == ["r"]

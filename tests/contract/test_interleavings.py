@@ -363,7 +363,7 @@ def test_no_answer_counts_of_a_server_that_was_found_to_be_replaced(redlock: Red
     assert select.select([descriptor], [], [], 60)[0], "the answer has come"
     # which has to wait for the turn of the other thread
     redlock.session.guard._give_up(node, node.connection)
-    nodes.read_from([0])
+    nodes.read(nodes.all[:1])
     writing.go.set()
     other.join(60)
     settle(redlock)  # over a new connection

@@ -16,7 +16,7 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.options import ClientOptions
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool
-from celery_redlock.lock.server.guard import NodeCallbacks, RestartGuard
+from celery_redlock.lock.server.guard import RestartGuard
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.server.requests import Requests
 from celery_redlock.lock.transport.address import Address
@@ -50,8 +50,8 @@ class Core:
         self.threads = ThreadPool(platform)
         self.watchdog = Watchdog(platform, renew, run_maintenance, self._check_deadline)
         self.events = Events(client, self.identity, self.clock, self.watchdog)
-        told = NodeCallbacks(self.events.node_changed, self._node_connected, self._node_replaced)
-        self.guard = RestartGuard(addresses, options.node_timeout, platform, options.guard, told)
+        told = self.events.node_changed, self._node_connected, self._node_replaced
+        self.guard = RestartGuard(addresses, options.node_timeout, platform, options.guard, *told)
         self.nodes = self.guard.nodes
 
     def check_distinct(self) -> None:

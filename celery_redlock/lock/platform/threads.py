@@ -384,9 +384,9 @@ class JobQueue:
 
     def __init__(self, lock: TryLock, wake: Callable[[], None]) -> None:
         self.lock, self._wake = lock, wake
-        self.pending: deque[Callable[[], None]] = deque()
+        self.pending: deque[Callable[[], object]] = deque()
 
-    def do(self, job: Callable[[], None]) -> None:
+    def do(self, job: Callable[[], object]) -> None:
         """Do a job now, or queue it for the owner of the lock."""
         self.pending.append(job)
         self.go_on()

@@ -7,29 +7,27 @@ have served under its address since.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.threads import PAUSES
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
 from celery_redlock.lock.server.handshake import (
     ServerInfo,
     Tenure,
     Tenures,
     handshake,
-    noted_keys,
     tenures_of,
 )
 from celery_redlock.lock.server.requests import GUARD
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.command import Command
+from celery_redlock.lock.transport.command import Command, Question
 from celery_redlock.lock.transport.connection import Connection
 from celery_redlock.lock.transport.node import BUSY, Gate, Node
 from celery_redlock.lock.transport.nodes import Nodes
@@ -40,42 +38,13 @@ AGREES = 0.25  # s: the least difference for which a wall clock of our own is no
 MOST_REFUSALS = 100  # error texts that are remembered, so that each is logged once
 
 
-@dataclass(frozen=True)
-class NodeCallbacks:
-    """What the restart guard tells of the nodes. None of them may wait.
+class RestartGuard:
+    """The lock's `nodes`, of which a connection is used only if its server may vote.
 
     changed: called as (node, error) when a node stops answering, and as (node, None) when the node
     answers again. connected: called as (node, info) for each new connection. replaced: called with
-    the index of a node if its server was replaced by another server for a while.
+    the index of a node if its server was replaced by another server for a while. None may wait.
     """
-
-    changed: Callable[[Node, NodeError | None], None]
-    connected: Callable[[Node, ServerInfo], None]
-    replaced: Callable[[int], None]
-
-
-class TenureReply:
-    """The handler of a node's reply to the exchange of tenures.
-
-    learn: called with the node, the reply and the server's run id.
-    """
-
-    wanted = True
-
-    def __init__(self, learn: Callable[[int, Any, str], None]) -> None:
-        self._learn = learn
-
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Use what the node has recorded. Raises UnexpectedReplyError."""
-        if type(reply) is not hiredis.ReplyError:
-            self._learn(node, reply, run_id)
-
-    def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Do nothing: the handshake of the next connection exchanges tenures again."""
-
-
-class RestartGuard:
-    """The lock's `nodes`, of which a connection is used only if its server may vote."""
 
     def __init__(
         self,
@@ -83,11 +52,16 @@ class RestartGuard:
         timeout: float,
         platform: Platform,
         options: Guard,
-        callbacks: NodeCallbacks,
+        changed: Callable[[Node, NodeError | None], None],
+        connected: Callable[[Node, ServerInfo], None],
+        replaced: Callable[[int], None],
     ) -> None:
-        self._options, self._callbacks, self._clock = options, callbacks, platform.clock
+        self._options, self._clock = options, platform.clock
+        self._changed, self._connected, self._replaced = changed, connected, replaced
         servers = [address.server for address in addresses]
-        self._tenures = Tenures(servers, lambda node: self.nodes.all[node].error is not None)
+        self._tenures = Tenures(
+            options.prefix, servers, lambda node: self.nodes.all[node].error is not None
+        )
         # by node: seconds since 1970 by its clock, less the monotonic seconds; stays over a fork
         self._ahead: dict[int, float] = {}
         self.nodes = Nodes(
@@ -95,23 +69,20 @@ class RestartGuard:
             timeout,
             platform,
             Gate(
-                self._handshake,
+                lambda connection, node: handshake(connection, options, self._tenures, node),
                 self._admit,
                 self.on_error_reply,
                 self._on_down,
-                lambda node: callbacks.changed(node, None),
+                lambda node: changed(node, None),
             ),
             quorum=quorum_of(len(addresses)),
             longest_idle=math.inf if options.mode == "off" else LONGEST_IDLE * options.grace_period,
         )
-        self._forget_own()
+        self.forget()
 
     def forget(self) -> None:
         """Forget every connection after a fork, and all knowledge about servers."""
         self.nodes.forget()
-        self._forget_own()
-
-    def _forget_own(self) -> None:
         self._servers: dict[str, int] = {}  # run id -> the node that is connected to it
         self._refusals: set[tuple[int, str]] = set()
         self.replaced_at: dict[int, float] = {}  # monotonic seconds of detection, by node
@@ -144,22 +115,19 @@ class RestartGuard:
 
     # called by the nodes
 
-    def _handshake(self, connection: Any, node: int) -> ServerInfo:
-        return handshake(connection, self._options, self._tenures, node)
-
     def _admit(self, node: int, info: ServerInfo, use: Callable[[], None]) -> None:
         self._refuse_same_server(node, info.run_id)
         # in the turn: no vote is counted between the check of tenures and its consequences
-        if not self.nodes.run_in_turn(self._let_in, node, info, use):
+        if not self.nodes.reading.run_within(PAUSES, self._let_in, node, info, use):
             raise NodeError(self.nodes.all[node].name, BUSY)  # the node connects again
         self.nodes.report_broken()
-        self._callbacks.connected(self.nodes.all[node], info)
+        self._connected(self.nodes.all[node], info)
 
     def on_error_reply(self, node: Node, text: str) -> bool:
         """Report each kind of error of a node once; return whether the server is a replica now."""
         cause = strip_args(text)
         if self._is_news(node.index, cause):
-            self._callbacks.changed(node, NodeError(node.name, cause))
+            self._changed(node, NodeError(node.name, cause))
         return is_of_a_replica(text)
 
     def _on_down(self, node: Node, error: NodeError, was_down: bool) -> None:
@@ -168,7 +136,7 @@ class RestartGuard:
         Such an error is reported also if the node was down for another cause.
         """
         if self._is_news(node.index, error.cause) if hint_of(error.cause) else not was_down:
-            self._callbacks.changed(node, error)
+            self._changed(node, error)
 
     def _is_news(self, node: int, text: str) -> bool:
         """Return whether a node reports this error for the first time.
@@ -210,7 +178,7 @@ class RestartGuard:
         connection.discarded = REPLACED
         self.replaced_at[node.index] = self._clock.now()
         self.nodes.lose_replies(node, connection, REPLACED)
-        self._callbacks.replaced(node.index)
+        self._replaced(node.index)
         node.drop(connection, REPLACED)
 
     def _exchange_tenures(self, every: float | None = None) -> None:
@@ -232,16 +200,14 @@ class RestartGuard:
             if is_told and (every is None or now - server.sent_at <= every):
                 continue
             server.sent_tenures, server.sent_at = told, now
-            keys = noted_keys(self._options.prefix, self._tenures, node.index)
-            request = GUARD.call(keys, *server.arguments, *told)
-            node.send([(Command(request, TenureReply(self._on_tenures), GUARD), now, request)])
+            request = GUARD.call(self._tenures.keys(node.index), *server.arguments, *told)
+            learn = functools.partial(self._on_tenures, node.index, server)
+            command = Command(request, Question([node.index], learn), GUARD)
+            node.send([(command, now, request)])
 
-    def _on_tenures(self, index: int, reply: Any, run_id: str) -> None:
-        _, own, others = tenures_of(reply, len(self._tenures.told(index)))
-        connection = self.nodes.all[index].connection
-        if connection is not None and connection.run_id == run_id:
-            connection.peer.tenure = own
-        self._learn(index, own, others)
+    def _on_tenures(self, index: int, server: ServerInfo, reply: Any) -> None:
+        _, server.tenure, others = tenures_of(reply, len(self.nodes.all) + 1)
+        self._learn(index, server.tenure, others)
         self._exchange_tenures()
 
     def _refuse_same_server(self, index: int, run_id: str) -> None:

@@ -80,13 +80,15 @@ class Tenures:
     last holders reached. But it never counts against more nodes than a quorum can do without: a
     forged record on a few nodes must not stop the others.
 
-    servers: of the nodes, as in `Address.server`. is_failing: whether a node by index cannot be
-    reached now. Only one thread may change the tenures at a time.
+    prefix: of the keys. servers: of the nodes, as in `Address.server`. is_failing: whether a node
+    by index cannot be reached now. Only one thread may change the tenures at a time.
     """
 
-    def __init__(self, servers: Sequence[str], is_failing: Callable[[int], bool]) -> None:
-        self.addresses = [noted_address(server) for server in servers]
-        self._is_failing = is_failing
+    def __init__(
+        self, prefix: str, servers: Sequence[str], is_failing: Callable[[int], bool]
+    ) -> None:
+        self._prefix, self._is_failing = prefix, is_failing
+        self._records = [tenure_key(prefix, noted_address(server)) for server in servers]
         nodes = len(servers)
         self._quorum = quorum_of(nodes)
         self._own: list[Tenure | None] = [None] * nodes  # the newest that each node said of itself
@@ -96,6 +98,11 @@ class Tenures:
     def others(self, node: int) -> list[int]:
         """Return the other nodes, in the order of their records on this node."""
         return [other for other in range(len(self._own)) if other != node]
+
+    def keys(self, node: int) -> tuple[str, ...]:
+        """Return the keys of the script `guard` on a node."""
+        others = (self._records[other] for other in self.others(node))
+        return *guard_keys(self._prefix), tenure_key(self._prefix), *others
 
     def learn(self, node: int, own: Tenure | None, others: Sequence[Tenure | None]) -> None:
         """Keep what a node says: its own tenure if it is newer, and its notes of the others."""
@@ -206,8 +213,17 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
         evicts if facts.get("maxmemory", "0") != "0" and evicts != "noeviction" else "",
         int(time_us) / 1e6 if time_us.isdecimal() else None,
     )
-    if guard.mode != "off":
-        _note_run(connection, guard, info, tenures, node)
+    if guard.mode == "off":
+        return info
+    keys, told = tenures.keys(node), tenures.told(node)
+    script = "EVAL", GUARD.source, str(len(keys)), *map(encoded, keys)
+    try:
+        connection.send_command(*script, *arguments, *told)
+        reply = connection.read_response()
+    except redis.ResponseError:
+        return info  # a replica, a full memory, no permission: each grant gets the same error
+    info.abstains_for, info.tenure, info.others = tenures_of(reply, len(told))
+    info.sent_tenures = told
     return info
 
 
@@ -216,23 +232,10 @@ def read_info(
 ) -> dict[str, str]:
     """Return the fields of some sections of INFO. If the server refuses, return only "error".
 
-    before: requests that are sent in the same write; an error reply to them is ignored.
+    before: requests that are sent in the same write; an error reply to them is ignored. A server
+    that refuses a client sends one error and closes the connection: raises that error.
     """
     requests = [*before, *(encode_command("INFO", section) for section in sections)]
-    facts: dict[str, str] = {}
-    for reply in _ask(connection, requests)[len(before) :]:
-        if isinstance(reply, redis.ResponseError):
-            return {"error": str(reply)}
-        pairs = (line.partition(":") for line in text_of(reply).splitlines())
-        facts |= {name: value.strip() for name, colon, value in pairs if colon}
-    return facts
-
-
-def _ask(connection: Any, requests: Sequence[bytes]) -> list[Any]:
-    """Write requests in one go, and return their replies; an error reply as an exception.
-
-    A server that refuses a client sends one error and closes the connection: raises that error.
-    """
     connection.send_packed_command([b"".join(requests)])  # a second write might fail
     replies: list[Any] = []
     for _ in requests:
@@ -244,25 +247,13 @@ def _ask(connection: Any, requests: Sequence[bytes]) -> list[Any]:
             if replies and isinstance(replies[0], redis.ResponseError):
                 raise replies[0] from None
             raise
-    return replies
-
-
-def _note_run(connection: Any, guard: Guard, info: ServerInfo, tenures: Tenures, node: int) -> None:
-    """Let a server record its run id, so that its grace period begins now."""
-    names, words = noted_keys(guard.prefix, tenures, node), tenures.told(node)
-    sent = "EVAL", GUARD.source, str(len(names)), *map(encoded, names), *info.arguments, *words
-    try:
-        connection.send_command(*sent)
-        reply = connection.read_response()
-    except redis.ResponseError:
-        return  # a replica, a full memory, no permission: each grant gets the same error
-    info.abstains_for, info.tenure, info.others = tenures_of(reply, len(words))
-    info.sent_tenures = words
-
-
-def noted_keys(prefix: str, tenures: Tenures, node: int) -> tuple[str, ...]:
-    others = (tenure_key(prefix, tenures.addresses[other]) for other in tenures.others(node))
-    return *guard_keys(prefix), tenure_key(prefix), *others
+    facts: dict[str, str] = {}
+    for reply in replies[len(before) :]:
+        if isinstance(reply, redis.ResponseError):
+            return {"error": str(reply)}
+        pairs = (line.partition(":") for line in text_of(reply).splitlines())
+        facts |= {name: value.strip() for name, colon, value in pairs if colon}
+    return facts
 
 
 def tenures_of(reply: Any, length: int) -> tuple[float, Tenure | None, list[Tenure | None]]:

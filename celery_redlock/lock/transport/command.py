@@ -233,13 +233,6 @@ IGNORE_REPLY = IgnoreReply()
 Entry = tuple[Command, float, bytes]  # command, monotonic seconds of the write, request
 
 
-def still_wanted(entries: Sequence[Entry]) -> Sequence[Entry]:
-    for command, _, _ in entries:
-        if not command.handler.wanted:
-            return [entry for entry in entries if entry[0].handler.wanted]
-    return entries
-
-
 class Round:
     """One request that a caller waits for. A subclass calls `decide`.
 

@@ -19,6 +19,7 @@ from celery_redlock.lock.platform.threads import keeping_gil
 from celery_redlock.lock.transport.command import INCOMPLETE, Entry, ReplyReader
 
 POISONED = "an exception struck in the middle of a command"
+ENDED = "connection closed by the server"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
 MOST_AT_ONCE = 65536  # bytes of a read
 
@@ -58,7 +59,12 @@ class Connection:
         self.socket.setblocking(False)
         # reading and writing share one TLS state, which two threads must not use at once
         self.is_tls = hasattr(self.socket, "pending")
-        self._ways = self.socket, _unyielding(self.socket)
+        unyielding = self.socket
+        if self.is_tls:
+            unyielding = UnyieldingTlsSocket(self.socket)
+        elif isinstance(self.socket, socket.socket):  # not a simulated one
+            unyielding = UnyieldingSocket(self.socket)
+        self._ways = self.socket, unyielding  # by `keeps_gil`
         self._reader = ReplyReader()
         self.in_flight: deque[Entry] = deque()
         self.replies: deque[tuple[Entry, Any]] = deque()
@@ -73,7 +79,7 @@ class Connection:
         try:
             self.in_flight.extend(entries)
             if self.poisoned:
-                self._refuse()
+                _refuse(POISONED)
             suffix = self.suffix
             if len(entries) == 1:
                 command, _, text = entries[0]
@@ -94,17 +100,14 @@ class Connection:
             self.poisoned = True
             raise
 
-    def _refuse(self) -> None:
-        raise OSError(POISONED)
-
     def read(self, *, keeps_gil: bool = True) -> None:
         """Read, and move complete replies to `replies`. Raises OSError at the connection's end."""
         if self.poisoned:
-            self._refuse()
+            _refuse(POISONED)
         try:
             reader, in_flight, done = self._reader, self.in_flight, self.replies.append
             way = self._ways[keeps_gil]
-            reader.feed(receive(way) if self.is_tls else way.recv(MOST_AT_ONCE) or _ended())
+            reader.feed(receive(way) if self.is_tls else way.recv(MOST_AT_ONCE) or _refuse(ENDED))
             gets = reader.gets
             while (reply := gets()) is not INCOMPLETE:
                 done((in_flight[0], reply))
@@ -130,33 +133,34 @@ class Connection:
         self.socket.close()  # again, if an exception interrupted the line above
 
 
+_send, _recv = keeping_gil.send, keeping_gil.recv
+for _call in (_send, _recv):
+    _call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
+    _call.restype = ctypes.c_ssize_t
+
+
 class UnyieldingSocket:
     """`send` and `recv` of a socket that keep the interpreter's lock (GIL).
 
     Python's own calls release the GIL and then wait for it. If C code in another thread keeps the
-    GIL for a second, each call takes a second. These calls take a microsecond longer instead.
-    sock: non-blocking, so that a call only copies bytes.
+    GIL for a second, each call takes a second. These calls take a microsecond longer instead. Both
+    raise OSError; BlockingIOError if no byte goes or has come. sock: non-blocking, so that a call
+    only copies bytes.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._send, self._recv = keeping_gil.send, keeping_gil.recv
-        for call in (self._send, self._recv):
-            call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
-            call.restype = ctypes.c_ssize_t
 
     def send(self, data: bytes) -> int:
-        """Return how many bytes the system accepted. Raises OSError; BlockingIOError for none."""
         flags = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
-        return _checked(self._send(self._socket.fileno(), data, len(data), flags))
+        return _checked(_send(self._socket.fileno(), data, len(data), flags))
 
     def recv(self, size: int) -> bytes:
-        """Return the received bytes. Raises OSError; BlockingIOError if there are none."""
         return self._received(size, socket.MSG_DONTWAIT)
 
     def _received(self, size: int, flags: int) -> bytes:
         buffer = ctypes.create_string_buffer(size)
-        count = _checked(self._recv(self._socket.fileno(), buffer, size, flags))
+        count = _checked(_recv(self._socket.fileno(), buffer, size, flags))
         return buffer.raw[:count]
 
 
@@ -166,40 +170,26 @@ class UnyieldingTlsSocket(UnyieldingSocket):
     _socket: ssl.SSLSocket
 
     def send(self, data: bytes) -> int:
-        """Return how many bytes TLS accepted. Raises OSError, also for none."""
         return self._socket.send(data)
 
     def recv(self, size: int) -> bytes:
-        """Return the received bytes. Raises OSError; BlockingIOError if there are none."""
         if not self._socket.pending():
             self._received(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         return self._socket.recv(size)
 
     def pending(self) -> int:
-        """Return how many decrypted bytes are not read yet."""
         return self._socket.pending()
 
 
 def _checked(count: int) -> int:
-    """Return the result of a C library call; raises OSError if the call failed."""
     if count < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return count
 
 
-def _unyielding(sock: Any) -> Any:
-    """Return a socket that keeps the GIL; the same object if it is no system socket."""
-    if hasattr(sock, "pending"):
-        return UnyieldingTlsSocket(sock)
-    return UnyieldingSocket(sock) if isinstance(sock, socket.socket) else sock
-
-
 def receive(sock: Any) -> bytes:
-    """Return the bytes that a non-blocking socket has received, b"" if there are none.
-
-    Raises OSError at the connection's end.
-    """
+    """Return what a non-blocking socket has received, perhaps b""; raise OSError at its end."""
     data: bytes | None = None
     try:
         data = sock.recv(MOST_AT_ONCE)
@@ -208,11 +198,11 @@ def receive(sock: Any) -> bytes:
                 data += sock.recv(MOST_AT_ONCE)
     except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
         return data or b""
-    return data or _ended()
+    return data or _refuse(ENDED)
 
 
-def _ended() -> NoReturn:
-    raise OSError("connection closed by the server")
+def _refuse(cause: str) -> NoReturn:
+    raise OSError(cause)
 
 
 # Seconds for each step of a connect, and in all for an acquire that has to connect. A first acquire

@@ -18,7 +18,7 @@ from celery_redlock.label import escaped
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import PAUSES, DeadlineTimer, JobQueue
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.command import Entry, still_wanted
+from celery_redlock.lock.transport.command import Entry
 from celery_redlock.lock.transport.connection import Connection, Peer, connect_budget
 
 LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
@@ -63,7 +63,7 @@ class Report(NamedTuple):
 
 
 class Mailbox:
-    """The reports of all nodes, for the next turn of reading. Any thread may call each method.
+    """The reports of all nodes, for the next turn of reading.
 
     rearm: makes every waiter look at the connections again, because one has changed.
     """
@@ -199,20 +199,19 @@ class Node:
     def connect(self) -> None:
         """Begin to connect in the background, unless connected or in backoff."""
         if self.connection is None and not self._connecting:
-            self.jobs.do(self._begin_to_connect)
+            self.jobs.do(self._start_connecting)
 
     # the jobs: each is idempotent, because an interrupted job is done again
 
     def _write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
-        connection = self.connection
-        if (
-            connection is not None
-            and entries
-            and entries[-1][1] - connection.used_at > self._longest_idle
-        ):
+        connection, wanted = self.connection, entries
+        if connection is not None and entries[-1][1] - connection.used_at > self._longest_idle:
             self._give_up(connection, IDLE)
             connection = None
-        wanted = still_wanted(entries)
+        for command, _, _ in entries:
+            if not command.handler.wanted:
+                wanted = [entry for entry in entries if entry[0].handler.wanted]
+                break
         if connection is not None:
             try:
                 if wanted:
@@ -223,7 +222,7 @@ class Node:
             else:
                 if connection.write_buffer:
                     self._mailbox.rearm()
-        elif self._connecting or self._start_connecting():
+        elif self._start_connecting():
             self._queued += wanted
         else:
             why = self.error or NodeError(self.name, "not connected")
@@ -258,11 +257,10 @@ class Node:
         if self._connector is not None:  # last: ends its thread
             self._connector.wake()
 
-    def _begin_to_connect(self) -> None:
-        if self.connection is None and not self._connecting:
-            self._start_connecting()
-
     def _start_connecting(self) -> bool:
+        """Return whether a connection is there or on its way: False if closed, or in backoff."""
+        if self._connecting or self.connection is not None:
+            return True
         now = self._clock.now()
         if self._closed or now < self._retry_at:
             return False
@@ -315,19 +313,19 @@ class Node:
                 self._connect()
         self.jobs.do(functools.partial(self._end_connector, connector))
 
-    def _begin_to_use(self, connection: Connection) -> None:
-        """Use a connection now. Not as a job: the connection may be refused before a job runs."""
-        if not self.jobs.lock.run_within(PAUSES, self._use, connection):
-            raise NodeError(self.name, BUSY)
-        self.jobs.go_on()
-
     def adopt(self, dialled: Any, info: Any) -> None:
         """Use a connection whose handshake is done, if the gate admits the connection.
 
         dialled: a result of `Address.dial`. info: the `Peer` of the handshake. Raises NodeError.
         """
         connection = Connection(dialled, info)
-        self._gate.admit(self.index, info, functools.partial(self._begin_to_use, connection))
+
+        def use() -> None:  # not as a job: the connection may be refused before a job runs
+            if not self.jobs.lock.run_within(PAUSES, self._use, connection):
+                raise NodeError(self.name, BUSY)
+            self.jobs.go_on()
+
+        self._gate.admit(self.index, info, use)
 
     def _connect(self) -> None:
         dialled = None

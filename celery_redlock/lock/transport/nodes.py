@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import hiredis
@@ -44,7 +44,7 @@ class Nodes:
     """The connections of one process to some nodes: broadcast, query, wait.
 
     all: the nodes, by index. quorum: number of replies that make a round useful. timeout,
-    longest_idle: as in `Node`.
+    longest_idle: as in `Node`. reading: the turn in which replies are read and handled.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Nodes:
             Node(index, address, timeout, longest_idle, platform, self._mailbox, gate)
             for index, address in enumerate(addresses)
         ]
-        self._forget_own()
+        self.forget()
 
     def forget(self) -> None:
         """Reset after a fork: connections, waiters and turns stay with the parent."""
@@ -74,10 +74,7 @@ class Nodes:
             node.forget()
         self.pollers.forget()
         self._mail.clear()
-        self._forget_own()
-
-    def _forget_own(self) -> None:
-        self._reading = self._platform.try_lock()
+        self.reading = self._platform.try_lock()
         self._down: set[int] = set()
         self._closed = False
 
@@ -116,8 +113,7 @@ class Nodes:
 
     def send_to(self, node: int, command: Command, sent: float | None = None) -> None:
         """Write one command to one node. sent: monotonic seconds of its first try."""
-        sent = self.clock.now() if sent is None else sent
-        self.all[node].send([(command, sent, command.request)])
+        self.all[node].send([(command, sent or self.clock.now(), command.request)])
 
     def query(
         self,
@@ -162,7 +158,7 @@ class Nodes:
         thread, also if greenlets are in use. It reads all nodes each time: next to code that keeps
         the GIL it may not run again soon.
         """
-        if (self._reading.taken or any(map(_jobs_of, self.all))) and self._is_cut_off:
+        if (self.reading.taken or any(map(_jobs_of, self.all))) and self._is_cut_off:
             return
         pollers = self.pollers
         poller = pollers.take(native=native) or pollers.wait_for_one(
@@ -228,7 +224,7 @@ class Nodes:
     @property
     def _is_cut_off(self) -> bool:
         """Whether the caller interrupts its own thread, so that no round could end."""
-        if self._reading.is_interrupted:
+        if self.reading.is_interrupted:
             return True
         interrupted = [node for node in self.all if node.jobs.lock.is_interrupted]
         return len(interrupted) > len(self.all) - self.quorum
@@ -250,14 +246,6 @@ class Nodes:
         for node in self.all:
             node.close()
 
-    def run_in_turn(self, work: Callable[..., object], *arguments: object) -> bool:
-        """Call a function in the turn of reading; return False if the turn stays taken."""
-        return self._reading.run_within(PAUSES, work, *arguments)
-
-    def read_from(self, nodes: Iterable[int]) -> None:
-        """Read the replies of some nodes, by index. Never waits."""
-        self.read([self.all[node] for node in nodes])
-
     def drain(self) -> None:
         """Read from all nodes, and drop connections with an overdue reply. Never waits."""
         now = self.clock.now()  # before reading: a reply may have come while the process was paused
@@ -274,7 +262,7 @@ class Nodes:
         """Read and handle replies; return False if other threads had the turn at each try."""
         if not nodes and not self._mail:
             return True
-        if not self._reading.run_within(tries, self._dispatch_all, nodes, keeps_gil):
+        if not self.reading.run_within(tries, self._dispatch_all, nodes, keeps_gil):
             return False
         if self._mail:
             self.report_broken()
@@ -301,18 +289,18 @@ class Nodes:
     def _dispatch_replies(self, node: Node, connection: Connection) -> str:
         """Call the handlers of replies; return the error that requires a reconnect, else "".
 
-        A reply is removed after its handler has returned. If an asynchronous exception interrupts
-        the handler, it is called again. A second exception is taken for the handler's own.
+        A handler that an asynchronous exception interrupts is called again. A second exception is
+        taken for the handler's own.
         """
         replies, index, run_id, demoted = connection.replies, node.index, connection.run_id, ""
         if connection.discarded and replies:
             self.lose_replies(node, connection, connection.discarded)
         try:
             while replies:
-                found = (command, sent, text), reply = replies[0]
+                found = (command, sent, request), reply = replies[0]
                 if type(reply) is not hiredis.ReplyError:
                     command.handler.on_reply(index, sent, reply, run_id)
-                elif text is command.request and str(reply).startswith("NOSCRIPT"):
+                elif request is command.request and str(reply).startswith("NOSCRIPT"):
                     self._send_source(node, command, sent)
                 else:
                     demoted = self._dispatch_error(node, found[0], reply, run_id) or demoted
@@ -333,11 +321,10 @@ class Nodes:
     def _dispatch_error(self, node: Node, entry: Entry, reply: Any, run_id: str) -> str:
         """Call a handler with an error reply; return its text if the node must be reconnected."""
         command, sent, _ = entry
-        text = str(reply)
         is_hint = command.handler is IGNORE_REPLY  # costs no vote
-        demoted = text if not is_hint and self._gate.error_reply(node, text) else ""
+        is_demoted = not is_hint and self._gate.error_reply(node, str(reply))
         command.handler.on_reply(node.index, sent, reply, run_id)
-        return demoted
+        return str(reply) if is_demoted else ""
 
     def lose_replies(self, node: Node, connection: Connection, cause: str) -> None:
         """Report the replies that are not handled yet as lost. None of them counts."""
@@ -351,16 +338,14 @@ class Nodes:
         script = command.script
         if script is None:
             return
-        if not command.dated:
-            sent = self.clock.now()
-        if command.handler.wanted:
-            node.send([(command, sent, script.with_source(command.request))])
-        else:  # otherwise a node that always replies last would never get the script again
-            node.send([(Command(script.load, IGNORE_REPLY), sent, script.load)])
+        request, again = script.with_source(command.request), command
+        if not command.handler.wanted:  # else a node that replies last would never get the script
+            request, again = script.load, Command(script.load, IGNORE_REPLY)
+        node.send([(again, sent if command.dated else self.clock.now(), request)])
 
     def report_broken(self) -> None:
         """Call the handlers of commands whose connection broke. Never waits."""
-        while self._mail and self._reading.run(self._deliver):
+        while self._mail and self.reading.run(self._deliver):
             pass  # again: a report may have been queued as the turn ended
 
     def _deliver(self) -> None:

@@ -1,12 +1,14 @@
-"""One subscriber connection to a node, in its own thread: a stalled node delays no caller."""
+"""One subscriber connection to a node, in its own thread: a stalled node delays no caller.
+
+It shares no code with `node.py`: there no caller waits, and each command has one reply. Here the
+thread may wait, and messages come unasked.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import select
-import ssl
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from celery_redlock.lock.platform.clock import Platform
@@ -23,7 +25,8 @@ class Subscriber:
     """The subscriber connection to one node, in a thread that lives while a channel is wanted.
 
     channels: returns the channels to subscribe to. heard: called with a channel and a message. When
-    a subscription begins the message is "", because earlier messages may have been missed.
+    a subscription begins the message is "", because earlier messages may have been missed. asked,
+    confirmed: the channels of this connection.
     """
 
     def __init__(
@@ -44,16 +47,25 @@ class Subscriber:
         self._connection: Any = None
         self._reader = ReplyReader()
         self.asked: set[str] = set()
+        self.confirmed: set[str] = set()
         # whether a PING waits for its reply; monotonic seconds of that PING, or of the last data
         self._pinged, self._spoke_at = False, 0.0
-        self._tries = 0
-        self.confirmed: set[str] = set()
+        self._failures = 0
 
     def resubscribe(self) -> None:
         """Subscribe to the channels that are wanted now. Never waits."""
         self._calls.append(None)
         self._ensure_running()
         self._wake()
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        waker = self._waker
+        if waker is not None:
+            waker.wake()
 
     def _ensure_running(self) -> None:
         while self._calls and self._turn.run(self._start):
@@ -65,35 +77,26 @@ class Subscriber:
             self._platform.start_thread(self._run)
             self._running = True
 
-    def close(self) -> None:
-        self._closed = True
-        self._wake()
-
-    def _wake(self) -> None:
-        waker = self._waker
-        if waker is not None:
-            waker.wake()
+    # the thread
 
     def _run(self) -> None:
         while not self._closed:
-            idle = False
             try:
-                idle = not self._listen()
-                self._tries = 0
+                if self._waker is None:
+                    self._waker = self._platform.new_waker()
+                is_idle = not self._listen()  # a call before there was a waker has woken nobody
+                self._failures = 0
             except Exception:  # any error of a connection, or of the user's credential provider
                 self._drop()
-                pause = RECONNECT.compute(self._tries)
-                self._tries = min(self._tries + 1, 16)
+                pause, is_idle = RECONNECT.compute(self._failures), False
+                self._failures = min(self._failures + 1, 16)
                 self._wait(pause)
-            if idle and self._ends():
+            if is_idle and self._ends():
                 return
         self._drop()
 
     def _ends(self) -> bool:
-        """Return whether the thread ends, because no channel is wanted any more.
-
-        The next caller starts a new thread.
-        """
+        """Return whether the thread ends, because no channel is wanted any more."""
         over = False
 
         def end() -> None:
@@ -110,59 +113,48 @@ class Subscriber:
 
     def _listen(self) -> bool:
         """Subscribe to the wanted channels and handle messages; return False after a timeout."""
-        if self._waker is None:
-            self._waker = self._platform.new_waker()
-            return True  # what was asked for before has woken nobody: look again at all
         wanted = self._channels()
-        if wanted and self._connection is None:
+        if self._connection is None:
+            if not wanted:
+                return self._wait(LINGER)
             self._connection = self._address.dial(connect_budget(self._timeout), self._timeout)
-            self._connection._sock.setblocking(False)
             self._reader = ReplyReader()
             self._pinged, self._spoke_at = False, self._clock.now()
-        if self._connection is None:
-            return self._wait(LINGER)
-        for channel in sorted(wanted - self.asked):  # one each: a user may have no right to one
-            self._send("SUBSCRIBE", [channel])
-        self._send("UNSUBSCRIBE", self.asked - wanted)
+        for channel in wanted - self.asked:  # one each: a user may have no right to one
+            self._send("SUBSCRIBE", channel)
+        for channel in self.asked - wanted:
+            self._send("UNSUBSCRIBE", channel)
         self.asked = wanted
         if not self._channels() <= wanted:  # who wants another one since has seen the old ones
             return True
         came = self._wait(self._timeout if self._pinged else LINGER)
+        self._connection._sock.setblocking(False)
         data = receive(self._connection._sock)
         if data or wanted:
-            self._see_there(heard=bool(data), came=came)
+            self._check_silence(heard=bool(data), came=came)
         self._reader.feed(data)
         while (reply := self._reader.gets()) is not INCOMPLETE:
             self._take(reply)
         return came
 
-    def _see_there(self, *, heard: bool, came: bool) -> None:
+    def _check_silence(self, *, heard: bool, came: bool) -> None:
         """Send PING to a node that sends nothing; raise OSError if it does not reply.
 
         Checks the clock, too: frequent wake-ups keep every wait shorter than its timeout.
         """
         now = self._clock.now()
-        silent_for = now - self._spoke_at
+        is_over = not came or now - self._spoke_at >= (self._timeout if self._pinged else LINGER)
         if heard:
             self._pinged, self._spoke_at = False, now
-        elif self._pinged and (not came or silent_for >= self._timeout):
+        elif is_over and self._pinged:
             raise OSError("no answer")
-        elif not self._pinged and (not came or silent_for >= LINGER):
-            self._send("PING", ("",))
+        elif is_over:
+            self._send("PING", "")
             self._pinged, self._spoke_at = True, now
 
-    def _send(self, command: str, words: Iterable[str]) -> None:
-        """Send a whole command. A command with many channels needs more than one `send`."""
-        words = list(words)
-        data = encode_command(command, *words) if words else b""
-        while data:
-            sent = 0  # that is also what gevent's TLS socket returns if it accepts nothing
-            with contextlib.suppress(BlockingIOError, ssl.SSLWantWriteError):
-                sent = self._connection._sock.send(data)
-            data = data[sent:]
-            awaited = [(self._connection._sock.fileno(), select.POLLOUT)]
-            if data and not sent and not _poll(awaited, self._timeout):
-                raise OSError("the node does not read what is sent")
+    def _send(self, *words: str) -> None:
+        self._connection._sock.settimeout(self._timeout)  # for a node that does not read
+        self._connection._sock.sendall(encode_command(*words))
 
     def _take(self, reply: Any) -> None:
         kind, name = reply[:2] if isinstance(reply, list) else (b"", b"")
@@ -177,13 +169,14 @@ class Subscriber:
 
     def _wait(self, seconds: float) -> bool:
         """Wait for bytes, a wake-up or the timeout; return False for the timeout."""
-        waker, connection = self._waker, self._connection
-        descriptors = [] if waker is None else [waker.descriptor]
-        if connection is not None:
-            descriptors.append(connection._sock.fileno())
-        ready = _poll([(descriptor, select.POLLIN) for descriptor in descriptors], seconds)
-        if waker is not None and any(descriptor == waker.descriptor for descriptor, _ in ready):
-            waker.clear()
+        poll = original("select", "poll")()  # of a real thread, also if greenlets are in use
+        if self._waker is not None:  # it is, if no descriptor was left
+            poll.register(self._waker.descriptor, select.POLLIN)
+        if self._connection is not None:
+            poll.register(self._connection._sock.fileno(), select.POLLIN)
+        ready = poll.poll(max(1, int(seconds * 1000)))
+        if self._waker is not None:
+            self._waker.clear()
         return bool(ready)
 
     def _drop(self) -> None:
@@ -191,15 +184,3 @@ class Subscriber:
         self.asked, self.confirmed = set(), set()
         if connection is not None:
             connection.disconnect()
-
-
-def _poll(awaited: Iterable[tuple[int, int]], seconds: float) -> list[tuple[int, int]]:
-    """Return which descriptors are ready for their events, after this many seconds at most.
-
-    For a real thread, also if greenlets are in use.
-    """
-    poll = original("select", "poll")()
-    for descriptor, events in awaited:
-        poll.register(descriptor, events)
-    ready: list[tuple[int, int]] = poll.poll(max(1, int(seconds * 1000)))
-    return ready

@@ -24,8 +24,8 @@ from celery_redlock.lock.node_status import (
     missing_rights,
     read_shared_settings,
     shared_settings_of,
-    trust_nodes,
 )
+from celery_redlock.lock.server.admin import trust_nodes
 from celery_redlock.operate.cli.group import (
     EXIT_UNKNOWN,
     Table,
@@ -268,7 +268,7 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
             "that they lost, two tasks can run together."
         )
         click.confirm(escaped(text), abort=True, err=as_json)
-    trusted, failing = trust_nodes(made, chosen)
+    trusted, failing = trust_nodes(made.session.nodes, chosen, made.prefix)
     lines = [
         f"{node} grants locks from now on{name and f'; it has the key {name}'}"
         for node, name in trusted.items()

@@ -196,7 +196,7 @@ class Claim:
         every = set(range(len(nodes.all)))
         unchanged = every - self._changed
         if unchanged:
-            nodes.read_from(unchanged)  # replies that came meanwhile
+            nodes.read([nodes.all[node] for node in unchanged])  # replies that came meanwhile
             unchanged = every - self._changed
         now = session.clock.now()
         left = self._opened_at + self._unique_for - now

@@ -48,7 +48,7 @@ def settled(nodes: Pairs, handler: Kept, count: int = 1) -> None:
     """Read until a handler was told the end of so many commands."""
 
     def is_settled() -> bool:
-        nodes.read_from(range(len(nodes.all)))
+        nodes.read(nodes.all)
         nodes.report_broken()
         return len(handler.replies) + len(handler.errors) >= count
 
@@ -62,7 +62,7 @@ class TestScripts:
         digest = server.read_command()
         assert digest[0] == b"EVALSHA"
         server.say(b"-NOSCRIPT No matching script\r\n")
-        node.read_from([0])
+        node.read(node.all)
         assert server.read_command() == [b"EVAL", SCRIPT.source, *digest[2:]]
         assert handler.replies == [], "the handler is not told of the first try"
         server.say(b":42\r\n")
@@ -75,7 +75,7 @@ class TestScripts:
         server.read_command()
         handler.wanted = False
         server.say(b"-NOSCRIPT No matching script\r\n")
-        node.read_from([0])
+        node.read(node.all)
         assert server.read_command() == [b"SCRIPT", b"LOAD", SCRIPT.source]
 
     def test_one_that_is_refused_with_its_text_too_is_an_error(self, node: Pairs) -> None:
@@ -85,7 +85,7 @@ class TestScripts:
             assert server.read_command()[0] == verb
             assert handler.replies == []
             server.say(b"-NOSCRIPT No matching script\r\n")
-            node.read_from([0])
+            node.read(node.all)
         assert [str(reply) for _, reply in handler.replies] == ["NOSCRIPT No matching script"]
 
 
@@ -125,7 +125,7 @@ class TestErrors:
         node.send(echo("a", handler))
         server = node.server()
         server.say(said)
-        eventually(lambda: node.read_from([0]) or node.all[0].connection is None)
+        eventually(lambda: node.read(node.all) and node.all[0].connection is None)
         settled(node, handler)
         assert cause in node.changes[0][1]
         server.wait_closed()
