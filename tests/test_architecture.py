@@ -129,16 +129,9 @@ OVERRIDING = {
     *("FakeServer", "Unlocked"),
 }
 # Files that use a private name of another class of ours.
-OF_OTHERS = {
-    *("lock/lock.py", "tasks/wrapping.py"),
-}
+OF_OTHERS = {"lock/lock.py", "tasks/wrapping.py"}
 # They decide, and no clock, thread, socket or log decides with them.
-PURE = [
-    "lock.model.*",
-    "tasks.settings.*",
-    "tasks.waiting.queues",
-    "tasks.execution.deferral",
-]
+PURE = ["lock.model.*", "tasks.settings.*", "tasks.waiting.queues", "tasks.execution.deferral"]
 IMPURE = {"time", "threading", "socket", "select", "logging"}
 BANNED = {"utils", "helpers", "manager", "base", "common", "misc"}
 MODULES = sorted(
@@ -399,11 +392,9 @@ class Classes:
         self.attributes = {node.name: set(attributes_of(node)) for node in nodes}
 
     def above(self, name: str) -> set[str]:
-        """Return the bases of a class, and theirs."""
         return set(self.bases[name]).union(*(self.above(base) for base in self.bases[name]))
 
     def has(self, name: str) -> set[str]:
-        """Return the names that instances of a class have."""
         return set().union(
             *(self.methods[n] | self.attributes[n] for n in {name} | self.above(name))
         )
@@ -505,32 +496,3 @@ def test_tests_use_private_names_of_the_package_only_as_listed() -> None:
         (f, name) for f, (names, _) in PRIVATE_NAMES_IN_TESTS.items() for name in names.split()
     }
     assert not table - used, "no test uses these any more: take them off the list"
-
-
-@pytest.mark.parametrize(
-    ("source", "used"),
-    [
-        ("room._lines_of", ["_lines_of"]),
-        ("from celery_redlock.rooms import _hidden", ["_hidden"]),
-        ("from rooms import _hidden", []),
-        ("monkeypatch.setattr(room, '_lines_of', None)", ["_lines_of"]),
-        ("patched(Room, _lines_of=None)", ["_lines_of"]),
-        ("print('_lines_of')", []),
-        ("SCRIPT = 'assert room._lines_of'", ["_lines_of"]),
-        ("monkeypatch.setattr('celery_redlock.rooms._hidden', None)", ["_hidden"]),
-        ("os._exit(room.__dict__)", []),
-        ("class Own:\n def __init__(self):\n  self._lines_of = 1", []),
-        ("class Own:\n def _lines_of(self):\n  super()._lines_of()", []),
-        ("class Odd(Room):\n def f(self):\n  self._lines_of = 1", ["_lines_of"]),
-        ("class Odd(Room):\n def _lines_of(self): ...", ["_lines_of"]),
-        ("class Odd(rooms.Hall):\n def f(self):\n  super()._lines_of", ["_lines_of"]),
-        ("class A(Hall): ...\nclass B(A):\n def f(self):\n  self._lines_of", ["_lines_of"]),
-        ("class Odd(Room):\n def f(self):\n  self._hidden = 1", []),
-    ],
-)
-def test_a_private_name_of_the_package_is_told_from_a_tests_own(
-    tmp_path: Path, source: str, used: list[str]
-) -> None:
-    rooms = "_hidden = 1\nclass Room:\n def __init__(self): self._lines_of = []\n"
-    (tmp_path / "rooms.py").write_text(rooms + "class Hall(Room): ...\n")
-    assert [name for _, name in uses_in(source, PrivateNames(tmp_path))] == used

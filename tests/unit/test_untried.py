@@ -128,7 +128,6 @@ class Worker:
 
 
 def take(connection: Connection) -> Any:
-    """Return the message that was sent last."""
     queue = connection.SimpleQueue("celery")
     try:
         message = queue.get(timeout=5)
@@ -199,7 +198,6 @@ def test_a_message_whose_lock_was_refused_just_now_waits_without_a_try(
 
 
 def deferrals(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the lines of deferrals so far."""
     records = [one for one in caplog.records if one.__dict__.get("event") == "run_deferred"]
     return [one.getMessage() for one in records]
 
