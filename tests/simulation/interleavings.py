@@ -168,7 +168,7 @@ def a_proposal_from_before_the_loss(stage: Stage) -> None:
     a = stage.actor("A", wall_error=0.5)
     b = stage.actor("B", wall_error=-0.5)
     stage.at(10)
-    b.process.stop_after(2, 101.8)
+    b.process.stop_after(3, 101.8)
     b.tries(fencing=True)  # it has read its calendar
     stage.at(10.5)
     a.tries(fencing=True)  # its token is from now

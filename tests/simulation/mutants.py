@@ -587,6 +587,7 @@ def clock_before_sent() -> Iterator[None]:
 
     def early(self: Acquirer, *what: Any) -> Any:
         clock = here().clock
+        clock.wall_us()  # as for the key's value
         wall = clock.wall_us()
         clock.sleep(0.001)
         with patched(Clock, wall_us=lambda self: wall):
