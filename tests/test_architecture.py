@@ -85,11 +85,14 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
     ),
     "simulation/mutants.py": (
         "_check_loss _clock _confirm_others _core _ended_at _ends _give_up _has_ended _lease "
-        "_leases _lock_key _quorum _reclaim_at _recount _run _runs _span _unwritten "
+        "_leases _lock_key _quorum _reclaim_at _recount _runs _span _unwritten "
         "_write",
         "a mutant replaces a step",
     ),
-    "simulation/nodes.py": ("_engine _loaded _run _scripts", "is a fake node, with other faults"),
+    "simulation/nodes.py": (
+        "_call _loaded _lua _run _scripts",
+        "is a fake node, with other faults",
+    ),
     "simulation/schedules.py": ("_options", "draws what a worker decides by a message"),
     "unit/test_compatibility.py": ("_announce_revoked", "is Celery's, not ours"),
     "unit/test_dispatch.py": ("_eta_timer_entry _limit_move_to_pool", "is Celery's, not ours"),
@@ -97,11 +100,11 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 20_600, 86
+LINES, FILES = 20_180, 84
 WALKS = {
-    "a plain lock": (23, 111, 28),
-    "a message in a worker": (42, 169, 38),
-    "a refused message until it waits": (52, 307, 58),
+    "a plain lock": (23, 99, 28),
+    "a message in a worker": (42, 157, 38),
+    "a refused message until it waits": (52, 293, 58),
     "from the release to its end": (41, 220, 48),
 }
 MOST_WALKS = 3  # a busy machine lets threads come between
