@@ -271,17 +271,15 @@ def completion_marker(
         here_for = clock.now() - came
         # later: an id may be sent again once its result is stored, just before its run is marked
         since = redlock_of(app).session.clock.now() - here_for + LATER_MARKED
-    is_redelivered = may_return and delivery.is_redelivered
-    run = str(delivery.run_id)
-    marker = CompletionMarker(run, kept_for, since, is_redelivered=is_redelivered)
-    if not is_unique:
-        return marker
-    return replace(
-        marker,
-        # a later send may have replaced it
-        asks_since=since if may_have_run and since is not None else -math.inf,
+    if is_unique and not (may_have_run and since is not None):
+        since = -math.inf  # a later send may have replaced it
+    return CompletionMarker(
+        str(delivery.run_id),
+        kept_for,
+        since,
         # a redelivery heeds that under its lock: the first delivery may run, and has stored a state
-        heeds_later=not delivery.is_redelivered,
+        heeds_later=is_unique and not delivery.is_redelivered,
+        is_redelivered=may_return and delivery.is_redelivered,
     )
 
 
