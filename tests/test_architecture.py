@@ -24,14 +24,10 @@ TESTS = Path(__file__).parent
 # A group imports only groups named before it, and itself without a circle. The first group that
 # matches a module is its own: a folder of the lock, a file of its model, one of its faces.
 GROUPS: list[tuple[str, list[str]]] = [
-    ("errors", ["anchors", "label", "errors", "compatibility"]),
-    ("platform", ["lock.platform.*"]),
-    ("transport", ["lock.transport.*"]),
-    ("model", ["lock.model.*"]),
-    ("server", ["lock.server.*"]),
-    ("engine", ["lock.engine.*"]),
-    ("face of the lock", ["lock.*"]),
-]
+    ("errors", ["anchors", "label", "errors", "compatibility"]), ("platform", ["lock.platform.*"]),
+    ("transport", ["lock.transport.*"]), ("model", ["lock.model.*"]), ("server", ["lock.server.*"]),
+    ("engine", ["lock.engine.*"]), ("face of the lock", ["lock.*"]),
+]  # fmt: skip
 # Above the lock each folder is a group, and each file beside the folders is one, too.
 ORDER = [
     *("tasks.settings.*", "tasks.per_app", "tasks.declaration", "tasks.body"),
@@ -52,14 +48,10 @@ FACES = [
 ]
 # Folders that are small and say what lives there, relative to the package.
 FOLDERS = [
-    "lock",
-    *(f"lock/{name}" for name in ("platform", "transport", "model", "server", "engine")),
-    "tasks",
-    *(f"tasks/{name}" for name in ("settings", "children", "delivery", "unique")),
-    *("tasks/waiting", "tasks/execution"),
-    *("operate", "operate/cli"),
-    "testing",
-]
+    "lock", *(f"lock/{name}" for name in ("platform", "transport", "model", "server", "engine")),
+    "tasks", *(f"tasks/{name}" for name in ("settings", "children", "delivery", "unique")),
+    *("tasks/waiting", "tasks/execution"), *("operate", "operate/cli"), "testing",
+]  # fmt: skip
 # Public functions with more parameters than others: each is an option.
 PUBLIC_OPTIONS = {
     ("lock/client.py", "Redlock.lock"),
