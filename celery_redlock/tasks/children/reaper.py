@@ -357,7 +357,7 @@ class ChildReaper:
             sender=self._app.tasks.get(first.task_name),
             marker=marker,
         )
-        keys = [OrphanedKey(one.resource, one.permit, one.value) for one in entries]
+        keys = [OrphanedKey(one.resource, one.limit, one.value) for one in entries]
         acquisition = session.release_orphans(options, keys, first.requested_at)
         extra["resource"] = acquisition.resource
         if HELD in states:
