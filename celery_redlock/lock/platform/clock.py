@@ -66,11 +66,9 @@ class SystemClock:
             self.resolution = time.clock_getres(which)
 
     def wall_us(self) -> int:
-        """Return microseconds since 1970 by the wall clock."""
         return time.time_ns() // 1000
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for this many seconds; under gevent, other greenlets run meanwhile."""
         gevent = gevent_here()
         (time if gevent is None else gevent).sleep(seconds)
 
@@ -121,15 +119,11 @@ def install_platform(server: str, platform: Platform) -> None:
 
 
 def uninstall_platform(server: str) -> None:
-    """Undo `install_platform`; nothing happens if there is none."""
     _of_servers.pop(server, None)
 
 
 def platform_for(addresses: Iterable[Any]) -> Platform:
-    """Return the platform of the first address that has one, else the machine's.
-
-    addresses: each has a `server`, and a `platform` if it has its own.
-    """
+    """Return the platform of the first address that has one, else the machine's."""
     for address in addresses:
         found = getattr(address, "platform", None) or _of_servers.get(address.server)
         if found is not None:

@@ -43,7 +43,6 @@ class ThreadPool:
         self.count = self.unfinished = 0  # threads, and steps that are queued or running
 
     def add(self, step: WorkItem[Any]) -> None:
-        """Queue a step for the next free thread."""
         self._steps.put(step)
         with self._mutex:
             self.unfinished += 1
@@ -155,7 +154,6 @@ class StepRunner:
         self._step: WorkItem[Any] | None = None
 
     async def do(self, call: Callable[[], T]) -> T:
-        """Make a call in a thread. Return its result or raise its error."""
         loop = asyncio.get_running_loop()
         over = loop.create_future()
         step = WorkItem(call, functools.partial(_call_in, loop, functools.partial(_settle, over)))
@@ -170,7 +168,7 @@ class StepRunner:
         return step.result()
 
     def then(self, do: Callable[[], object]) -> None:
-        """Run `do` after the last step: now, or in the thread if that step is still running."""
+        """As `WorkItem.then`, after the last step."""
         if self._step is None:
             do()
         else:

@@ -134,8 +134,7 @@ class Address:
     def _primary(self, timeout: float) -> tuple[str, int]:
         """Return host and port of the primary, as the first Sentinel says that knows it.
 
-        redis-py's own query tries a dead Sentinel many times, and waits for a frozen one without
-        an end if the user's client has no timeout.
+        redis-py's own query tries a dead Sentinel many times, and a frozen one for ever.
         """
         manager, errors = self.pool.sentinel_manager, []
         service, least = self.pool.service_name, manager.min_other_sentinels
@@ -184,10 +183,7 @@ class Address:
             return plain.recv(1) in (b"+", b"-")
 
     def _alert(self, timeout: float) -> str:
-        """Return the TLS alert of a server that ends a connection after its handshake.
-
-        A write that fails on a closed connection hides it.
-        """
+        """Return the TLS alert after a handshake, which a failing write on the connection hides."""
         connection = self._connect(timeout, **dict.fromkeys(_LOGIN))
         try:
             connection._sock.recv(1)
@@ -210,15 +206,14 @@ def _words_of_refusal(error: redis.RedisError) -> str:
 
 
 def _named_primary(connection: Any, service: str, least: int) -> tuple[str, int]:
-    """Return host and port of a service's primary, as the Sentinel at this connection says.
+    """Return host and port of a service's primary that is up, as this Sentinel says.
 
-    The command is redis-py's own, so the same rights suffice. least: how many other Sentinels it
-    must know. Raises redis.ConnectionError if it names no primary that is up.
+    By redis-py's own command, so the same rights suffice. least: how many Sentinels it must know.
     """
     connection.send_command("SENTINEL", "MASTERS")
     reply = connection.read_response()
-    for entry in read_list(reply, len(reply) if isinstance(reply, list) else -1):
-        words = [text_of(word) for word in read_list(entry, len(entry))]
+    for entry in read_list(reply):
+        words = [text_of(word) for word in read_list(entry)]
         state = dict(zip(words[::2], words[1::2], strict=True))
         flags = state["flags"].split(",")
         is_up = "master" in flags and not {"s_down", "o_down"}.intersection(flags)
@@ -291,10 +286,7 @@ def _place_of(options: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _watched_address(pool: Any) -> Address:
-    """Return the address of a service that Sentinels watch.
-
-    The address also names the Sentinels: two groups of them may use the same service name.
-    """
+    """Name the Sentinels, too: two groups of them may use the same service name."""
     sentinels = [_address_of(one.connection_pool) for one in pool.sentinel_manager.sentinels]
     name = f"sentinel://{','.join(one.name for one in sentinels)}/{pool.service_name}"
     each = ",".join(sorted(one.server for one in sentinels))
@@ -312,10 +304,7 @@ def _canonical(host: str) -> str:
 
 
 def _wrong_query(query: str) -> str:
-    """Return what is wrong with the query of a sentinel:// URL; "" if all of it is used.
-
-    Raises ValueError for what is no query.
-    """
+    """Return what is wrong with the query of a sentinel:// URL; "" if all of it is used."""
     if "@" in query:
         raise ValueError("the rest of a password")
     given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) if query else {}
@@ -332,7 +321,6 @@ def _wrong_query(query: str) -> str:
 
 
 def _sentinel_address(url: str) -> Address:
-    """Return the address of a sentinel:// URL; raises ValueError."""
     # by hand: urlsplit takes the brackets of one IPv6 address, not those of a list
     place, _, query = url.partition("://")[2].partition("?")
     netloc, _, service = place.partition("/")
@@ -349,7 +337,7 @@ def _sentinel_address(url: str) -> Address:
 
 
 def _place_in(entry: str) -> tuple[str, int]:
-    """Return host and port of "host:port" or "[IPv6 address]:port"; raises ValueError."""
+    """Return the parts of "host:port" or "[IPv6 address]:port"; raises ValueError."""
     found = re.fullmatch(r"(?:\[(?P<address>[^][]+)\]|(?P<host>[^][:]+)):(?P<port>[0-9]+)", entry)
     if found is None:
         raise ValueError("not host:port")

@@ -131,11 +131,10 @@ class Node:
         return self.connection is not None or self._connector is not None
 
     def send(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
-        """Write commands in order, or keep them until a connection that is being made is ready.
+        """Write commands that are wanted, or keep them for a connection that is being made.
 
-        Never waits. Commands that cannot be written are reported. Commands that are not wanted any
-        more are left out. keeps_gil: do not release the GIL in the system call, so that C code in
-        another thread cannot take it. Such a call is a little slower.
+        Never waits. Commands that cannot be written are reported. keeps_gil: do not release the GIL
+        in the system call, so that C code in another thread cannot take it. It is a little slower.
         """
         jobs = self.jobs
         if jobs.pending or not jobs.lock.run(self._write, entries, keeps_gil):
@@ -144,11 +143,7 @@ class Node:
             jobs.go_on()
 
     def receive(self, *, keeps_gil: bool = True) -> Connection | None:
-        """Read received replies into the `replies` of the connection, and return the connection.
-
-        Never waits. None if there is no connection, or if another thread uses it. keeps_gil: as
-        in `send`.
-        """
+        """Return the connection, with what has come in its `replies`; None if there is none."""
         connection = self.connection
         if connection is None:
             return None
@@ -302,10 +297,7 @@ class Node:
     # the connecting thread
 
     def _serve_connects(self, connector: DeadlineTimer) -> None:
-        """Connect at each request, in a separate thread.
-
-        The thread stays for later requests: under gevent, a new thread costs an event loop.
-        """
+        """Keep the thread for later requests: under gevent, a new one costs an event loop."""
         while connector.sleep(LINGER):
             if self._closed:
                 return
@@ -314,9 +306,9 @@ class Node:
         self.jobs.do(functools.partial(self._end_connector, connector))
 
     def adopt(self, dialled: Any, info: Any) -> None:
-        """Use a connection whose handshake is done, if the gate admits the connection.
+        """Use a connection if the gate admits it; raises NodeError.
 
-        dialled: a result of `Address.dial`. info: the `Peer` of the handshake. Raises NodeError.
+        dialled: a result of `Address.dial`. info: that of the handshake.
         """
         connection = Connection(dialled, info)
 

@@ -211,9 +211,8 @@ class Nodes:
     def wait_keeping_gil(self, round_: Round) -> None:
         """Return when a round is decided, or after a few ms in which no other Python thread runs.
 
-        For a caller that waited for the GIL because of C code. If the caller released the GIL, it
-        would wait as long again. Nearby nodes reply within this time. Python itself lets a thread
-        keep the GIL for 5 ms.
+        For a caller that waited for the GIL because of C code: if it released the GIL, it would
+        wait as long again. Nearby nodes reply by then. Python lets a thread keep the GIL for 5 ms.
         """
         for _ in range(LOOKS):
             self.read(self.all)
@@ -230,10 +229,7 @@ class Nodes:
         return len(interrupted) > len(self.all) - self.quorum
 
     def connect(self, until: float) -> set[int]:
-        """Connect to every node; return those that answer by the monotonic second `until`.
-
-        Waits longer for nodes that no connect has failed to yet.
-        """
+        """Return the nodes that answer by then; waits longer if no connect has failed yet."""
         pinged = Question(range(len(self.all)), lambda reply: reply)
         sent = self.clock.now()
         self.broadcast(Command(PING, pinged), sent)
@@ -319,7 +315,7 @@ class Nodes:
         return demoted
 
     def _dispatch_error(self, node: Node, entry: Entry, reply: Any, run_id: str) -> str:
-        """Call a handler with an error reply; return its text if the node must be reconnected."""
+        """As `_dispatch_replies`, for one error reply."""
         command, sent, _ = entry
         is_hint = command.handler is IGNORE_REPLY  # costs no vote
         is_demoted = not is_hint and self._gate.error_reply(node, str(reply))
@@ -327,7 +323,7 @@ class Nodes:
         return str(reply) if is_demoted else ""
 
     def lose_replies(self, node: Node, connection: Connection, cause: str) -> None:
-        """Report the replies that are not handled yet as lost. None of them counts."""
+        """Report the replies that are not handled yet as lost."""
         entries = deque(entry for entry, _ in connection.replies)
         error = NodeError(node.name, cause, lost=True)
         self._mailbox.put(Report(node.index, entries, error, None))
