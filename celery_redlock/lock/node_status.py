@@ -16,12 +16,7 @@ import redis
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.core import one_server
-from celery_redlock.lock.model.keys import (
-    completion_key,
-    guard_keys,
-    inbox_channel,
-    votes_channel,
-)
+from celery_redlock.lock.model.keys import completion_key, guard_keys, inbox_channel, votes_channel
 from celery_redlock.lock.server.admin import ask_each, reply_of
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.transport.command import (

@@ -33,14 +33,12 @@ LINGER = 30.0  # seconds that the connecting thread waits for its next use
 class Gate:
     """Which connections are used, and who hears of the nodes. Any thread may call each function.
 
-    handshake: returns the `Peer` of a new connection, a result of `Address.dial` to the node with
-    this index, before any command is written. May wait. Raises an error to refuse the connection.
-    admit: is called with what `handshake` returned; calls `use` to let the connection be used, or
-    raises NodeError to refuse it.
-    error_reply: takes note of an error reply, before the command's handler does; returns whether to
-    reconnect, because the address may lead to another server by now.
-    down: takes note of a node's error; the last argument is whether it was down before. up: takes
-    note that the node answers again. Neither may wait.
+    handshake: returns the `Peer` of a result of `Address.dial` to a node, before any command is
+    written, or raises an error to refuse it. May wait. admit: gets this `Peer`; calls the function
+    that lets the connection be used, or raises NodeError to refuse it. error_reply: hears of an
+    error reply before its handler does; returns whether to reconnect, because the address may lead
+    to another server by now. down: hears of a node's error, and whether the node was down before.
+    up: hears that the node answers again. The last three may not wait.
     """
 
     handshake: Callable[[Any, int], Peer]
@@ -51,15 +49,12 @@ class Gate:
 
 
 class Report(NamedTuple):
-    """A connection that broke or could not be made.
-
-    entries: the commands that get no reply. connection: to be closed in the turn of reading.
-    """
+    """A connection that broke or could not be made."""
 
     node: int
-    entries: deque[Entry]
+    entries: deque[Entry]  # the commands that get no reply
     error: NodeError
-    connection: Connection | None
+    connection: Connection | None  # to be closed in the turn of reading
 
 
 class Mailbox:

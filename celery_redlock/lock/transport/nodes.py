@@ -130,11 +130,8 @@ class Nodes:
         """
         asked, sent = range(len(self.all)) if nodes is None else nodes, self.clock.now()
         question = Question(asked, read)
-        command = Command(request, question, script)
-        if nodes is None:
-            self.broadcast(command, sent)
-        for node in nodes or ():
-            self.send_to(node, command, sent)
+        entries = [(Command(request, question, script), sent, request)]
+        self.scatter([entries if node.index in asked else () for node in self.all], sent)
         if asked:
             self.wait(question, sent + self.timeout)
             self.wait_for_connects(question, sent)
