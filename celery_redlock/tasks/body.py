@@ -144,10 +144,7 @@ class SignalInterrupter(Interrupter):
         self._handler = self._raise_loss  # one object, for it is compared at each run
 
     def is_ready(self) -> bool:
-        """Return whether the handler is installed; install it for a signal that is free.
-
-        In the main thread only.
-        """
+        """Return whether the handler is installed; install it for a signal that is free."""
         number = self._number
         if number is not None and getsignal(number) is self._handler:
             return True

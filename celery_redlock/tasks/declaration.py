@@ -66,12 +66,11 @@ def _compile(task: Any) -> TaskLockConfig:
     signature = signature_of(bodies[0])
     pattern = type(task).__dict__.get(ENTRY)
     if pattern is None:
-        names = [name for name in dir(task) if name.startswith("lock_")]
-        found = {name: inspect.getattr_static(task, name) for name in names}
-        attributes = {
-            name: value.__func__ if isinstance(value, staticmethod) else value
-            for name, value in found.items()
-        }
+        attributes = {}
+        for name in dir(task):
+            if name.startswith("lock_"):
+                value = inspect.getattr_static(task, name)
+                attributes[name] = value.__func__ if isinstance(value, staticmethod) else value
         config = compile_config(settings, task.name, attributes, signature)
     else:
         config = compile_adopted_config(settings, task.name, pattern, signature)
@@ -92,10 +91,7 @@ def is_wrapper(body: Any) -> bool:
 
 
 def is_async(function: Any) -> bool:
-    """Return whether a function is an `async def`.
-
-    What wraps one is not, though inspect may say so: only what that returns can tell.
-    """
+    """Return whether a function is an `async def`; of what wraps one only its result can tell."""
     while type(function) in (functools.partial, types.MethodType):
         is_partial = type(function) is functools.partial
         function = function.func if is_partial else function.__func__
@@ -104,10 +100,7 @@ def is_async(function: Any) -> bool:
 
 
 def signature_of(function: Body) -> inspect.Signature:
-    """Return what a function takes; if a decorator wraps it, what the decorator takes.
-
-    A decorator that passes everything on takes what the function takes.
-    """
+    """Return what a function takes, or its decorator, unless that passes everything on."""
     if type(function) is functools.partial and hasattr(function, "__wrapped__"):
         # as asgiref binds what it wraps: inspect would give the first parameter, too
         function = functools.partial(function.__wrapped__, *function.args, **function.keywords)

@@ -16,8 +16,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery import states
 from celery.backends.base import DisabledBackend
@@ -36,22 +35,16 @@ PATIENCE = 120.0  # seconds for which a final state is tried again: as long as C
 LINGER = 30.0  # seconds that the storing thread, and its connection, wait for the next state
 
 
-@dataclass(frozen=True)
-class _Pending:
+class _Pending(NamedTuple):
     """A state that waits to be stored.
 
     store: raises what the result backend raises. lost: called with why it is not stored. until:
-    monotonic seconds; a final state is tried again until then, other states once.
+    monotonic seconds; a final state is tried again until then, other states (-inf) once.
     """
 
     store: Callable[[], object]
     lost: Callable[[object], object]
-    until: float = -math.inf
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the message does not run after that."""
-        return self.until > -math.inf
+    until: float
 
 
 class StoringThread:
@@ -71,13 +64,9 @@ class StoringThread:
         self._runs = False
 
     def put(
-        self,
-        id_: str,
-        store: Callable[[], object],
-        lost: Callable[[object], object],
-        *,
+        self, id_: str, store: Callable[[], object], lost: Callable[[object], object], *,
         is_final: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Have a state stored, in place of one that waits. lost: called with why it is not."""
         until = self._clock.now() + PATIENCE if is_final else -math.inf
         with self._changed:
@@ -100,7 +89,7 @@ class StoringThread:
         if not self._runs:
             return True
         with self._changed:
-            if id_ in self._pending and not self._pending[id_].is_final:
+            if id_ in self._pending and self._pending[id_].until == -math.inf:
                 del self._pending[id_]
             if self._stored != id_:
                 return True
@@ -110,7 +99,8 @@ class StoringThread:
     def forget(self) -> None:
         """Forget the states of messages that wait: these come anew, to this worker or another."""
         with self._changed:
-            self._pending = {id_: one for id_, one in self._pending.items() if one.is_final}
+            states_ = self._pending.items()
+            self._pending = {id_: one for id_, one in states_ if one.until > -math.inf}
 
     def flush(self) -> None:
         """Wait until all states are stored, for `DEADLINE` at most."""
@@ -128,7 +118,13 @@ class StoringThread:
                 self._stored = next(iter(self._pending))
                 pending = self._pending.pop(self._stored)
                 self._began = self._clock.now()
-            is_again = not self._is_done(pending)
+            is_again = False
+            try:
+                pending.store()
+            except Exception as error:
+                is_again = self._clock.now() < pending.until
+                if not is_again:
+                    pending.lost(error)
             with self._changed:
                 if is_again:  # last, unless the message has another state by now
                     self._pending.setdefault(self._stored, pending)
@@ -138,16 +134,6 @@ class StoringThread:
                 call()
             if is_again:
                 self._clock.sleep(1.0)
-
-    def _is_done(self, pending: _Pending) -> bool:
-        """Store a state; return False if it is to be tried again."""
-        try:
-            pending.store()
-        except Exception as error:
-            if self._clock.now() < pending.until:
-                return False
-            pending.lost(error)
-        return True
 
     def _limit_waits(self, backend: Any) -> None:
         """Let each wait for a Redis end by the deadline; other result backends have their own.
@@ -213,29 +199,17 @@ class StateReporter:
             return bool(self._task.store_errors_even_if_ignored)
         return not self._request.is_eager or bool(self._task.store_eager_result)
 
-    def _is_aborted(self) -> bool:
-        """Return whether celery.contrib's ABORTED is stored; no state on the way goes over it."""
-        is_aborted = getattr(self._task, "is_aborted", None)
-        return is_aborted is not None and bool(is_aborted(task_id=self._request.id))
-
-    def has_final_state_if_wanted(self) -> bool:
-        """Return whether a final state is stored, or none is wanted; reads the result backend.
-
-        False if the result backend cannot be read.
-        """
-        if not self.stores or isinstance(self._task.backend, DisabledBackend):
-            return True
-        return self.has_final_state()
-
-    def has_final_state(self) -> bool:
+    def has_final_state(self, *, if_none_wanted: bool = False) -> bool:
         """Return whether a final state is stored; reads the result backend.
 
-        False if the result backend cannot be read.
+        False if the result backend cannot be read. if_none_wanted: what to return if nobody wants
+        a state.
         """
         backend = self._task.backend
-        if isinstance(backend, DisabledBackend):
-            return False
-        if not backend.persistent:  # rpc: the result is in the queue of its caller
+        if if_none_wanted and (not self.stores or isinstance(backend, DisabledBackend)):
+            return True
+        # rpc is not persistent: the result is in the queue of its caller
+        if isinstance(backend, DisabledBackend) or not backend.persistent:
             return False
         try:
             meta = backend.get_task_meta(self._request.id, cache=False)
@@ -247,15 +221,17 @@ class StateReporter:
     def deferred(self, info: Mapping[str, Any], why: str) -> None:
         """Store and send DEFERRED. info, why: as of `Deferral`."""
         if self.stores:
-            self._store(functools.partial(self._store_deferred, info))
+            self._store(functools.partial(self._store_on_way, DEFERRED, info))
         text = "{resource}: {why}; deferrals: {deferrals}; waited: {waited:.1f} s; next try: "
         text = f"{text}{{next_try}}".format(why=why, **info)
         self._send("task-deferred", result=text, **info)
 
-    def _store_deferred(self, fields: Mapping[str, Any]) -> None:
+    def _store_on_way(self, state: str, meta: Mapping[str, Any]) -> None:
+        """Store a state that is not final, but never over ABORTED, which is celery.contrib's."""
         task, request = self._task, self._request
-        if not self._is_aborted():
-            task.backend.store_result(request.id, fields, DEFERRED, request=request)
+        is_aborted = getattr(task, "is_aborted", None)
+        if is_aborted is None or not is_aborted(task_id=request.id):
+            task.backend.store_result(request.id, meta, state, request=request)
 
     def revoked_untried(self, reason: str, *, store_result: bool) -> None:
         """Store REVOKED for a message that no run has seen, as Celery does.
@@ -277,16 +253,12 @@ class StateReporter:
         Source: celery.events.state: a task-started after a custom event does not change the state,
         a task-retried does.
         """
-        task, request = self._task, self._request
-        if self.stores and not self._is_aborted():
-            meta = {"pid": os.getpid(), "hostname": request.hostname}
-            store = task.backend.store_result
-            self._attempt(
-                lambda: store(request.id, meta, states.STARTED, request=request),
-                # the body is about to begin, and must not now
-                let_through=(SoftTimeLimitExceeded,),
-            )
-        if was_deferred and not request.is_eager:
+        if self.stores:
+            meta = {"pid": os.getpid(), "hostname": self._request.hostname}
+            store = functools.partial(self._store_on_way, states.STARTED, meta)
+            # let through: the body is about to begin, and must not now
+            self._attempt(store, let_through=(SoftTimeLimitExceeded,))
+        if was_deferred and not self._request.is_eager:
             reason = "lock acquired after a deferral"
             self._send("task-retried", exception=reason, traceback="")
             # clear the reason of DEFERRED: a run that got its lock has no exception
@@ -346,8 +318,8 @@ class StateReporter:
         if self._thread is None:
             self._attempt(store)
         else:
-            id_, lost = str(self._request.id), self._warn_not_shown
-            self._thread.put(id_, store, lost, is_final=is_final)
+            lost = self._warn_not_shown
+            self._thread.put(str(self._request.id), store, lost, is_final=is_final)
 
     def _send(self, event: str, **fields: Any) -> None:
         self._attempt(functools.partial(self._send_event, event, **fields))
@@ -367,5 +339,5 @@ class StateReporter:
 
     def _warn(self, event: str, text: str, cause: object) -> None:
         name, task_id = self._task.name, self._request.id
-        extra: Mapping[str, Any] = {"event": event, "task": name, "task_id": task_id}
+        extra = {"event": event, "task": name, "task_id": task_id}
         logger.warning(text, name, task_id, cause, extra=extra)

@@ -76,8 +76,7 @@ def locks_tasks(app: Any) -> bool:
 def must_lock(app: Any) -> bool:
     """Return whether an app that locks tasks does so by its own declaration.
 
-    The others only have locked tasks that Celery shares among all apps of a process, and need no
-    nodes until they send or run one.
+    The others have locked tasks that all apps share, and need no nodes until they use one.
     """
     return app in per_app.owners or bool(app.conf.get("redlock_tasks"))
 
@@ -90,9 +89,8 @@ def locked_tasks(app: Any) -> list[LockedTask]:
 class AdoptingRegistry(TaskRegistry):
     """An app's tasks; those that `redlock_tasks` names become LockedTasks as they are added.
 
-    Celery adds a task here before it binds it: with the app, as a shared task, or when a module is
-    imported late. What is wrong with a task is raised when it is added, but not while the app
-    finalizes: see `check_app`.
+    Celery adds a task here before it binds it: with the app, as a shared task, or late. What is
+    wrong with a task is raised then, but not while the app finalizes: see `check_app`.
     """
 
     @classmethod
@@ -135,27 +133,20 @@ class AdoptingRegistry(TaskRegistry):
 
     def check(self, name: str, task: Any) -> None:
         """Raise SettingsError if a task has options of a lock and takes none, or has them twice."""
-        if not isinstance(task, LockedTask):
-            self._check_unlocked(name, task)
+        if isinstance(task, LockedTask):
+            if self.pattern_for(name) == name and ENTRY not in type(task).__dict__:
+                hint = (
+                    f"{name} is a LockedTask already: set lock_* on it, or from outside by "
+                    f'Celery\'s task_annotations = {{{name!r}: {{"lock_ttl": 30}}}}'
+                )
+                entry = self.app.conf.redlock_tasks[name]
+                raise OptionSource.at("app", f"tasks[{name!r}]").wrong(entry, hint)
             return
-        pattern = self.pattern_for(name)
-        if pattern == name and ENTRY not in type(task).__dict__:
-            hint = (
-                f"{name} is a LockedTask already: set lock_* on it, or from outside by Celery's "
-                f'task_annotations = {{{name!r}: {{"lock_ttl": 30}}}}'
-            )
-            entry = self.app.conf.redlock_tasks[name]
-            raise OptionSource.at("app", f"tasks[{name!r}]").wrong(entry, hint)
-
-    def _check_unlocked(self, name: str, task: Any) -> None:
-        """Raise SettingsError if a task without a lock has an option of one.
-
-        Other names, and those that another base declares, are not ours. Annotations are set on all
-        tasks that they match.
-        """
+        # other names, and those that another base declares, are not ours
         found = {one for one in lock_names(task) if one.removeprefix("lock_") in OPTION}
         if not found or name.startswith(CELERY_PREFIX):
             return
+        # annotations are set on all tasks that they match
         found.difference_update(*resolve_all(self.app.annotations, type(task)))
         for written in sorted(found):
             value = vars(type(task))[written]
@@ -167,9 +158,9 @@ class AdoptingRegistry(TaskRegistry):
 def adopt_task(task: Any, pattern: str) -> None:
     """Make a task of others a LockedTask, which goes by an entry of `redlock_tasks`.
 
-    The task keeps its identity, for others may hold it. It gets a new class that derives from
-    LockedTask and from its own class, which stays as it is. LockedTask comes first, for the task's
-    own `apply_async` need not know `lock`. An attribute `lock` of the task's own stays.
+    The task keeps its identity, for others may hold it, and gets a new class. LockedTask comes
+    first, for the task's own `apply_async` need not know `lock`. An attribute `lock` of its own
+    stays.
     """
     cls = type(task)
     own = task.__dict__.pop("run", None)  # autoretry's, or one that its __init__ has set
@@ -198,7 +189,7 @@ def adopt_task(task: Any, pattern: str) -> None:
 class RefuseToStart(bootsteps.Step):
     """Ends a worker at its start if it could not lock its tasks, or would not.
 
-    Raises SettingsError: what `finalize` has raised, too, for a caller may have swallowed that.
+    Raises SettingsError; again what `finalize` has raised, for a caller may have swallowed that.
     Source: celery.bootsteps; receivers of `worker_init` cannot end a worker.
     """
 
@@ -224,8 +215,8 @@ class RefuseToStart(bootsteps.Step):
 def connect_child(**_: Any) -> None:
     """Begin to connect to the nodes in a new child of a pool, so that its first task need not.
 
-    Waits for nothing: Celery kills a child that is not up within 4 s. An app that has not finalized
-    is not the one of this child. Source: celery.concurrency.prefork; celery.concurrency.asynpool.
+    Waits for nothing: celery.concurrency.asynpool kills a child that is not up within 4 s. An app
+    that has not finalized is not the one of this child.
     """
     app = current_app._get_current_object()
     if app.finalized and locked_tasks(app):
@@ -263,8 +254,10 @@ def _log_report(report: NodeReport) -> None:
         level = logging.INFO
     elif report.voting < report.quorum and report.failing:
         level = logging.ERROR  # without a failing node the wait ends by itself
-    fields = {"event": "nodes_answer", "answering": report.answering, "voting": report.voting}
-    fields |= {"nodes": report.nodes, "quorum": report.quorum}
+    fields = {
+        "event": "nodes_answer", "answering": report.answering, "voting": report.voting,
+        "nodes": report.nodes, "quorum": report.quorum,
+    }  # fmt: skip
     text = _report_as_text(report)
     if level == logging.ERROR:
         text = anchors.see(text, anchors.NO_QUORUM)

@@ -150,29 +150,24 @@ class LockedTask(Task):
             _write_header(config, options, more[0] if more else options["task_id"])
         if unique is None:
             return super().apply_async(args, kwargs, *more, **options)
-        resources, lock_options = unique
+        publish = functools.partial(super().apply_async, args, kwargs)
         return send_claimed(
-            self.app, self.name, resources, lock_options, options,
-            publish=functools.partial(super().apply_async, args, kwargs),
-            result_of=self.AsyncResult,
-        )  # fmt: skip
+            self.app, self.name, *unique, options, publish=publish, result_of=self.AsyncResult
+        )
 
     def _unique(
         self, config: TaskLockConfig, args: Any, kwargs: Any, options: Mapping[str, Any]
     ) -> tuple[tuple[str, ...], TaskLockOptions] | None:
-        """Return resources and options of a send that is to be deduplicated, else None.
-
-        An eager send is not: its run has ended when it returns.
-        """
+        """Return resources and options of a send that is to be deduplicated, else None."""
         call_options = _call_options(options.get("lock", {}))
         may_be_unique = config.may_be_unique or "unique_for" in call_options
+        # an eager send is not: its run has ended when it returns
         if not may_be_unique or is_awaited(options) or self.app.conf.task_always_eager:
             return None
         queue = ""
         if config.app.queues or config.may_name_queue(call_options):
-            queue = queue_of_send(
-                self, args, kwargs, {k: options[k] for k in options if k != "lock"}
-            )
+            celerys = {name: options[name] for name in options if name != "lock"}
+            queue = queue_of_send(self, args, kwargs, celerys)
         lock_options = config.options_for(queue, call_options)
         if lock_options.unique_for is None:
             return None
@@ -194,8 +189,7 @@ class LockedTask(Task):
     ) -> Any:  # fmt: skip
         """Return a retry's signature, as Celery does, with the `lock` options of the call.
 
-        They are kept beside headers that the retry is given. A message that came with a header
-        called "headers" keeps the headers beside it, too.
+        Also beside headers that the retry is given, or that came in one called "headers".
         """
         retried = self.request if request is None else request
         carried, own = retried.get(HEADER), own_headers(retried)
@@ -238,11 +232,9 @@ def _write_header(config: TaskLockConfig, options: dict[str, Any], task_id: str)
 
 
 class _CombinedRequest:
-    """Gives the class of a task's requests if the task has one of the user's own.
+    """Gives the class of a task's requests, which derives from ours and from the user's own.
 
-    That class derives from ours and from the user's; it is made in a worker, at its first use.
-    user_class: a class or its name, as Celery takes it.
-    Source: celery.worker.strategy asks for it.
+    It is made in a worker, as celery.worker.strategy asks for it. user_class: a class or its name.
     """
 
     def __init__(self, user_class: Any) -> None:
@@ -266,7 +258,7 @@ def keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: 
     """Keep a run's arguments as they came, for a deferral.
 
     Source: celery.app.trace hands the very same mapping to receivers of task_prerun, to
-    `before_start` and to the body, and the usual idiom is to take from it what is not the body's.
+    `before_start` and to the body, and they take from it what is not the body's.
     """
     if isinstance(task, LockedTask):
         task.request.__dict__[ARGUMENTS] = tuple(args), dict(kwargs)

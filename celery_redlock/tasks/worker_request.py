@@ -35,7 +35,6 @@ from celery_redlock.tasks.delivery.delivery import (
     NAMED_AT,
     NESTED,
     RECEIVED,
-    Deferral,
     Delivery,
     LockHeader,
     received_at,
@@ -70,7 +69,7 @@ class Request(celery.worker.request.Request):
             RECEIVED: received_at(self.eta),
             QUEUE: info.get(QUEUE),
             NAMED_AT: None,
-            HAS_ROOM: next(rooms_of(self.app), None) is not None,
+            HAS_ROOM: any(rooms_of(self.app)),
             NESTED: "headers" in carried and not options.get("decoded"),
         }
         if self.content_type is not None:  # most brokers' properties leave it out
@@ -79,24 +78,22 @@ class Request(celery.worker.request.Request):
         if HEADER in carried:
             self._ask(self._restore_route)
 
-    def _restore_route(self) -> bool:
+    def _restore_route(self) -> None:
         """Let the run see the exchange and routing key that its message was sent to, if noted."""
         origin, info = LockHeader.of(self._context).origin, self.delivery_info
         if origin is None or not origin.exchange or not origin.queue:
-            return False
-        is_back = not info["exchange"] and info["routing_key"] == origin.queue
-        if is_back:
+            return
+        if not info["exchange"] and info["routing_key"] == origin.queue:
             info.update(exchange=origin.exchange, routing_key=origin.routing_key)
-        return is_back
 
-    def _ask(self, question: Callable[[], bool]) -> bool:
+    def _ask(self, question: Callable[[], object]) -> bool:
         """Return an answer from the lock header; after an error the message goes on without it.
 
         Celery handles no error here: the worker would end, and the broker would give the message to
         the next worker, which would end as well.
         """
         try:
-            return question()
+            return bool(question())
         except Exception:
             extra = {"event": "header_unread", "task": self.name, "task_id": self.id}
             text = "cannot read the lock header of %s[%s], which goes on without it. See %s"
@@ -123,7 +120,7 @@ class Request(celery.worker.request.Request):
         return bool(self.task.acks_late) and self._ask(lambda: self.delivery.may_have_run_elsewhere)
 
     def maybe_expire(self) -> bool:
-        """Return whether the message has expired, if this process decides that; else the run does.
+        """Return whether the message has expired, unless the run decides that.
 
         Source: celery.worker.request: Request.revoked asks, and writes REVOKED.
         """
@@ -132,7 +129,7 @@ class Request(celery.worker.request.Request):
         return bool(super().maybe_expire())
 
     def revoked(self) -> bool:
-        """Return whether the message has ended before its run, if this process decides that.
+        """Return whether the message has ended before its run, unless the run decides that.
 
         Source: celery.worker.strategy and celery.worker.request: Request.execute_using_pool ask.
         """
@@ -143,8 +140,7 @@ class Request(celery.worker.request.Request):
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         """Have REVOKED stored; if the message may have run elsewhere, leave that to the run.
 
-        Source: celery.worker.request: Request.revoked calls it with what it has found out. Celery's
-        own method stores REVOKED in the event loop, which a result backend that hangs would stop.
+        Celery's own stores it in the event loop, which a result backend that hangs would stop.
         """
         if not (terminated or expired) and self._is_left_to_run:
             self.is_revoked = True
@@ -166,55 +162,44 @@ class Request(celery.worker.request.Request):
     def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> None:
         """Handle a run's error, with which Celery may acknowledge the message.
 
-        Source: celery.concurrency.prefork: TaskPool.on_stop fires the timers of hard time limits
-        while it waits for children, also for one that is killed already. celery.worker.request:
-        on_success calls this, too, for each error that a run has ended with.
+        Source: celery.worker.request: on_success calls this, too. celery.concurrency.prefork:
+        TaskPool.on_stop fires timers of hard time limits, also of a child that is killed already.
         """
         error = exc_info.exception
         if isinstance(error, ExceptionWithTraceback):  # of a pool in this process
             error = error.exc
         if isinstance(error, Deferred):
             for room in rooms_of(self.app):
-                room.note_refusal(error.deferral)
+                room.note_refusal(error.header.deferral)
             if error.stays:
-                self._stay(error.deferral)
+                self._stay(error.header)
                 return
         if not (exc_info.type is TimeLimitExceeded and self._is_killed_by_shutdown):
             super().on_failure(exc_info, *args, **kwargs)
 
-    def _stay(self, deferral: Deferral) -> None:
-        """Let the message wait here, unacknowledged, as one that was never in the pool.
-
-        Celery would kill the process of the run that has ended if the message were terminated.
-        """
+    def _stay(self, header: LockHeader) -> None:
+        """Let the message wait here, unacknowledged, as one that was never in the pool."""
         state.task_ready(self)
-        for name in ("time_start", "worker_pid", "_apply_result"):  # back to the class' own
+        # back to the class' own: if the message were terminated, Celery would kill that process
+        for name in ("time_start", "worker_pid", "_apply_result"):
             self.__dict__.pop(name, None)
         if self.acknowledged or self._already_cancelled:
             return  # it has ended meanwhile, or stays with the broker
-        self.carry(deferral)
+        self.carry(header)
         for room in rooms_of(self.app):
-            room.take_back(self, deferral)
+            room.take_back(self, header.deferral)
 
-    def carry(self, deferral: Deferral) -> None:
-        """Let the message carry a deferral and its countdown, as one that came back would.
-
-        Source: celery.worker.request: `Request.eta` is what the worker goes by, and `request_dict`
-        is what a pool gets of the message.
-        """
-        delivery = self.delivery
-        self.request_dict[HEADER] = delivery.header.deferred(
-            delivery.request, deferral
-        ).to_message()
+    def carry(self, header: LockHeader) -> None:
+        """Let the message carry a deferral and its countdown, as one that came back would."""
+        self.request_dict[HEADER] = header.to_message()  # which a pool gets
         self.__dict__.pop("_context", None)  # made from that
-        self._eta = utc_now() + timedelta(seconds=deferral.countdown)
+        self._eta = utc_now() + timedelta(seconds=header.deferral.countdown)
         self.is_deferred_here = True
 
     def publish_again(self) -> bool:
-        """Publish a message that waits here, with its deferrals, and acknowledge it.
+        """Publish a message that waits here, with its deferrals, as its worker stops.
 
-        For a worker that stops: what it leaves unacknowledged has lost its deferrals. Return
-        whether the broker has taken it; if not, the message stays with the broker as it came.
+        Return whether the broker has taken it; if not, the message stays there as it came.
         """
         delivery, left = self.delivery, self.eta - utc_now()
         delivery.request.__dict__[ARGUMENTS] = self.args, self.kwargs
@@ -241,10 +226,7 @@ class Request(celery.worker.request.Request):
 
     @property
     def _is_killed_by_shutdown(self) -> bool:
-        """Whether a cold shutdown is to give the message back to the broker.
-
-        Source: celery.worker.request: on_failure and on_timeout acknowledge, and store nothing.
-        """
+        """Whether a cold shutdown is to give the message back; Celery would acknowledge it."""
         return bool(self.task.acks_late and state.should_terminate)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
@@ -264,8 +246,7 @@ class Request(celery.worker.request.Request):
             return
         if self.task.acks_late:
             self._on_ack = noop
-        # A shutdown's handler runs in the event loop, where nothing may wait for a socket. An error
-        # raised there would skip the requests that come after this one.
+        # the handler runs in the event loop: nothing may wait there, nor raise past later requests
         pool.spawn_n(super().cancel, pool, signal, **how)
 
     def _announce_end(self) -> None:

@@ -35,23 +35,19 @@ def wrap_run(body: Any) -> Body:
     body: the attribute as it stands in the class: a function, or any other descriptor. No
     `__wrapped__` is left, for `task_annotations` with "@run" unwraps it, and would drop the lock.
     """
-    is_function, plain = type(body) is types.FunctionType, None
-    if type(body) is staticmethod:  # what Celery makes of a function without `bind`
-        plain = body.__func__
+    kind = type(body)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = self.request
-        if plain is not None:
-            call = plain
+        if kind is staticmethod:  # what Celery makes of a function without `bind`
+            call = body.__func__
         else:
+            is_function = kind is types.FunctionType
             call = types.MethodType(body, self) if is_function else bound_to(self, body)
-        if (
-            request.called_directly
-            or RUN in request.__dict__
-            or self.name.startswith(CELERY_PREFIX)
-        ):
-            if request.called_directly:
-                refuse_map(self)
+        if request.called_directly:
+            refuse_map(self)
+            return call(*args, **kwargs)
+        if RUN in request.__dict__ or self.name.startswith(CELERY_PREFIX):
             return call(*args, **kwargs)
         try:
             return LockedRun(Delivery(self, request), args, kwargs).execute(call)
@@ -61,7 +57,7 @@ def wrap_run(body: Any) -> Body:
 
     functools.update_wrapper(run, body)
     run.__dict__.pop("__wrapped__", None)
-    if type(body) in (types.FunctionType, staticmethod):
+    if kind in (types.FunctionType, staticmethod):
         run.__signature__ = with_self(body)  # type: ignore[attr-defined]
     run.redlock_wrapper, run.redlock_body = run, body  # type: ignore[attr-defined]
     return run
@@ -70,9 +66,8 @@ def wrap_run(body: Any) -> Body:
 def wrap_hook(hook: Any) -> Body:
     """Return a hook of the user's, as it stands in the class; the run learns that it was called.
 
-    Source: celery.app.trace calls `on_success`, `on_failure`, `on_retry` and `after_return` when
-    the outcome is stored and the links and the retry are published. An error of such a hook passes
-    through the tracer, which does not say where it comes from.
+    Source: celery.app.trace calls hooks when the outcome is stored and links and retry are
+    published. Their errors pass through the tracer, which does not say where they come from.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,9 +102,8 @@ _BETWEEN = frozenset(
 def hide_own_frames(error: BaseException) -> None:
     """Leave of our frames in a traceback the wrapper's alone; called there, with what passes it.
 
-    A body's own error then shows its own frames, and its chain. What ends a run without its body
-    shows that alone, so that its traceback is always the same. An unforeseen error of ours stays
-    whole.
+    A body's own error shows its own frames, and its chain. What ends a run without its body shows
+    that alone: its traceback is always the same. An unforeseen error of ours stays whole.
     """
     first = error.__traceback__
     inner = None if first is None else first.tb_next
@@ -136,10 +130,7 @@ def keep_tracebacks(**_: Any) -> None:
 
 
 class _CountsBilliards(type):
-    """The class of `QuickExceptionInfo`: billiard's instances and subclasses are its own as well.
-
-    Other code may look for them by the name that Celery's tracer has.
-    """
+    """Counts billiard's instances and subclasses: other code may look for them by this name."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return cls.__subclasscheck__(type(instance))
@@ -152,9 +143,8 @@ class QuickExceptionInfo(ExceptionInfo, metaclass=_CountsBilliards):
     """billiard's ExceptionInfo, made at little cost for an error that ends a run without a body.
 
     It took half of the time of a deferral: billiard copies the position of each instruction of
-    Celery's tracer, which are thousands, and prefork pickles them for the main process. Here the
-    text is the same, but it is made once for each way to raise such an error. `tb`, which Celery
-    does not read, leaves out the tracer's frame.
+    Celery's tracer, and prefork pickles them. Here the same text is made once for each way to raise
+    such an error. `tb`, which Celery does not read, leaves out the tracer's frame.
     """
 
     def __new__(cls, *given: Any, **options: Any) -> Any:
@@ -166,8 +156,7 @@ class QuickExceptionInfo(ExceptionInfo, metaclass=_CountsBilliards):
         if error is None or way is None:
             return ExceptionInfo(*given, **options)
         last_line = "".join(traceback.format_exception_only(type(error), error))
-        kept = _kept.get(way)
-        if kept is None:
+        if way not in _kept:
             made = ExceptionInfo(**options)
             made.tb = made.tb.tb_next
             if made.traceback.endswith(last_line) and len(_kept) < _MOST_KEPT:
@@ -175,7 +164,8 @@ class QuickExceptionInfo(ExceptionInfo, metaclass=_CountsBilliards):
             return made
         info = ExceptionInfo.__new__(ExceptionInfo)
         info.type, info.internal = type(error), options.get("internal", False)
-        info.tb, info.traceback = kept[0], kept[1] + last_line
+        info.tb, before = _kept[way]
+        info.traceback = before + last_line
         info.exception = ExceptionWithTraceback(error, info.traceback)
         return info
 

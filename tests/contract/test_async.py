@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
-import os
 import random
 import statistics
 import threading
@@ -43,6 +42,7 @@ from tests.conftest import (
     see_renewal,
     settle,
 )
+from tests.contract.conftest import in_child
 
 WAIT = 60.0  # s
 TICK = 0.01  # s
@@ -559,13 +559,11 @@ class TestThreads:
 
     def test_of_a_forked_child_are_its_own(self, redlock: Redlock, nodes: Nodes) -> None:
         run(lambda: hold(redlock.lock("r")))
-        child = os.fork()
-        if child == 0:
-            status = 1
-            with contextlib.suppress(BaseException):
-                run(lambda: hold(redlock.lock("s", wait=WAIT)))
-                status = 0 if redlock.session.threads.count else 2
-            os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def has_its_own() -> bool:
+            run(lambda: hold(redlock.lock("s", wait=WAIT)))
+            return redlock.session.threads.count > 0
+
+        in_child(has_its_own)
         run(lambda: hold(redlock.lock("r")))
         see_nothing_left(redlock, nodes)

@@ -172,7 +172,7 @@ def tick():
         sleep(0.001)
 holder = redlock.lock("r", ttl=TTL).acquire(wait=60)
 def wait():
-    done.append(redlock.lock("r").try_acquire(wait=7))
+    done.append(redlock.lock("r").try_acquire(wait=2))
 join([spawn(tick), spawn(wait)])
 holder.release()
 told = {"ticked": ticks[0] > 50, "done": done}

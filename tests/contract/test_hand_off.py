@@ -6,13 +6,10 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 from typing import Any
 
@@ -24,15 +21,14 @@ from celery_redlock import Redlock
 from celery_redlock.lock.engine.callers import Caller
 from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.inspection import break_lock, list_locks
-from celery_redlock.lock.model.handoff import MOST_TURNS, Place
+from celery_redlock.lock.model.handoff import Place
 from celery_redlock.lock.model.keys import inbox_channel, lock_key, waiting_key
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.retry import LONGEST_DEAF
-from celery_redlock.lock.server.requests import BREAK, MOST_ASKED, REGISTER, REGISTERED_FOR, RELEASE
+from celery_redlock.lock.server.requests import BREAK, MOST_ASKED, REGISTER, RELEASE
 from celery_redlock.lock.transport.command import Round, Script, text_of
 from celery_redlock.lock.transport.poller import Poller
 from tests.conftest import FREED, NODE_TIMEOUT, Nodes, eventually, hearing, settle
-from tests.contract.contention import PROCESSES
+from tests.contract.conftest import in_child
 from tests.contract.points import interrupt
 from tests.pages import ROOT
 
@@ -290,130 +286,7 @@ def take(redlock: Redlock) -> float:
         return now()
 
 
-def wait_in_process(line: Connection, urls: list[str]) -> None:
-    """Wait for the lock; say when it was got, and keep it until a word comes."""
-    with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock, redlock.lock("r", wait=WAIT):
-        line.send(now())
-        line.recv()
-
-
-class OtherProcess:
-    """A process that waits for the lock."""
-
-    def __init__(self, nodes: Nodes) -> None:
-        self.line, other_end = PROCESSES.Pipe()
-        urls = [node.url for node in nodes]
-        before = set(waiting(nodes[0].client()))
-        self.process = PROCESSES.Process(
-            target=wait_in_process, args=(other_end, urls), daemon=True
-        )
-        self.process.start()
-        for node in nodes:
-            eventually(lambda node=node: set(waiting(node.client())) - before)
-        (self.name,) = set(waiting(nodes[0].client())) - before
-
-    def has(self, within: float = WAIT) -> bool:
-        """Return whether it gets the lock in time."""
-        return self.line.poll(within)
-
-    def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
-@pytest.fixture
-def others(nodes: Nodes) -> Iterator[Any]:
-    """Give a way to start processes that wait."""
-    made: list[OtherProcess] = []
-
-    def start() -> OtherProcess:
-        made.append(OtherProcess(nodes))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.end()
-
-
-class TestProcesses:
-    def test_get_the_lock_in_the_order_in_which_they_came(
-        self, redlock: Redlock, others: Any
-    ) -> None:
-        with redlock.lock("r"):
-            first, second, third = (others() for _ in range(3))
-            assert not first.has(0)
-        for one, behind in ((first, second), (second, third)):
-            assert one.has()
-            assert not behind.has(0)
-            one.line.send("release")
-        assert third.has()
-
-    def test_leave_a_stopped_one_behind_after_its_turn(self, redlock: Redlock, others: Any) -> None:
-        with redlock.lock("r"):
-            first, second = others(), others()
-            first.stop()
-        assert second.has(LONGEST_DEAF)
-        first.go_on()
-        second.line.send("release")
-        assert first.has()
-
-    def test_leave_a_dead_one_behind_at_once(
-        self, redlock: Redlock, others: Any, nodes: Nodes
-    ) -> None:
-        with redlock.lock("r"):
-            first, second = others(), others()
-            first.end()
-            eventually(lambda: not nodes[0].client().pubsub_numsub(INBOX + first.name)[0][1])
-        assert second.has()
-        eventually(lambda: waiting(nodes[0].client()) == [])
-
-    def test_that_a_node_forgot_are_registered_again_after_a_look(
-        self, redlock: Redlock, others: Any, nodes: Nodes
-    ) -> None:
-        with redlock.lock("r"):
-            first = others()
-            nodes[1].client().delete(WAITING)
-            eventually(lambda: waiting(nodes[1].client()) == [first.name])
-        assert first.has()
-
-    def test_that_lost_their_subscription_are_registered_again_with_the_next_one(
-        self, redlock: Redlock, others: Any, nodes: Nodes
-    ) -> None:
-        with redlock.lock("r"):
-            first = others()
-            node = nodes[1].client()
-            node.delete(WAITING)
-            eventually(lambda: node.client_kill_filter(_type="pubsub"))
-            eventually(lambda: waiting(node) == [first.name])
-        assert first.has()
-
-
 class TestRegistered:
-    def test_who_waits_no_more_is_not_registered_any_more(
-        self, redlock: Redlock, rival: Redlock, nodes: Nodes, pool: ThreadPoolExecutor
-    ) -> None:
-        lock = redlock.lock("r").acquire()
-        taking: Future[float] = pool.submit(take, rival)
-        for node in nodes:
-            eventually(lambda node=node: waiting(node.client()))
-        assert not rival.lock("r").try_acquire(wait=0.3)
-        assert len(waiting(nodes[0].client())) == 1
-        lock.release()
-        assert taking.result(FREED)
-        for node in nodes:
-            eventually(lambda node=node: not node.client().exists(WAITING))
-
     def test_a_thread_that_begins_to_wait_as_another_one_ends_is_registered(
         self, redlock: Redlock, client: Redis
     ) -> None:
@@ -447,15 +320,6 @@ class TestRegistered:
         callers.leave(keeps_the_inbox_open)
         assert point > 10
 
-    def test_the_set_of_those_that_die_expires(
-        self, redlock: Redlock, rival: Redlock, client: Redis, pool: ThreadPoolExecutor
-    ) -> None:
-        with redlock.lock("r"):
-            taking = pool.submit(take, rival)
-            eventually(lambda: waiting(client))
-            assert 0 < client.pttl(WAITING) <= REGISTERED_FOR * 1000
-        assert taking.result(FREED)
-
     def test_an_operator_that_breaks_the_lock_names_the_first(
         self, redlock: Redlock, rival: Redlock, client: Redis, pool: ThreadPoolExecutor, ears: Ears
     ) -> None:
@@ -476,31 +340,12 @@ class TestRegistered:
         lock = redlock.lock("r").acquire()
         taking = pool.submit(take, rival)
         (name,) = eventually(lambda: waiting(client))
-        child = os.fork()
-        if child == 0:
-            status = 1
-            with contextlib.suppress(BaseException):
-                take(rival)
-                status = 0
-            os._exit(status)
+        child = pool.submit(in_child, functools.partial(take, rival))
         eventually(lambda: len(waiting(client)) == 2)
         assert name in waiting(client)
         lock.release()
         assert taking.result(FREED)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        eventually(lambda: waiting(client) == [])
-
-    def test_threads_that_wait_are_one_waiter(
-        self, redlock: Redlock, rival: Redlock, client: Redis, pool: ThreadPoolExecutor
-    ) -> None:
-        lock = redlock.lock("r").acquire()
-        taking = [pool.submit(take, rival) for _ in range(4)]
-        eventually(lambda: len(rival.session.callers.line("r")) == 4)
-        eventually(lambda: waiting(client))
-        assert len(waiting(client)) == 1
-        lock.release()
-        moments = [one.result(FREED) for one in taking]
-        assert max(moments) - min(moments) < LONGEST_DEAF * MOST_TURNS
+        child.result(FREED)
         eventually(lambda: waiting(client) == [])
 
 

@@ -11,6 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,6 +53,7 @@ from tests.conftest import (
     see_renewal,
     settle,
 )
+from tests.contract.conftest import at_once, in_child
 
 KEY = "{redlock}:lock:r"
 WAIT = 20.0  # s
@@ -228,10 +231,6 @@ class TestAcquireAndRelease:
         with over_urls(*clients) as made, made.lock("r", wait=60) as lock:
             assert lock.held
 
-    def test_one_node_is_a_quorum_of_one(self, nodes: Nodes) -> None:
-        with over(nodes[:1]) as made, made.lock("r") as lock:
-            assert lock.held
-
 
 class TestRelease:
     def test_it_does_not_touch_a_key_that_another_token_took(
@@ -297,10 +296,10 @@ class TestRelease:
 
     @pytest.mark.slow
     def test_a_release_that_a_broken_connection_took_along_is_sent_again(
-        self, redlock: Redlock, nodes: Nodes
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
-        lock = redlock.lock("r").acquire()
-        settle(redlock)
+        lock = brisk_redlock.lock("r").acquire()
+        settle(brisk_redlock)
         for node in nodes:
             node.client().client_kill_filter(_type="normal", skipme=True)
         lock.release()
@@ -308,9 +307,10 @@ class TestRelease:
 
     @pytest.mark.slow
     def test_a_grant_that_runs_after_its_release_is_taken_back_when_it_is_met(
-        self, redlock: Redlock, nodes: Nodes
+        self, brisk_redlock: Redlock, nodes: Nodes
     ) -> None:
         """One whose connection broke behind them both: nobody knows in which order they run."""
+        redlock = brisk_redlock
         settle(redlock)
         nodes[2].pause()
         try:
@@ -674,61 +674,32 @@ class TestOneProcess:
         self, redlock: Redlock
     ) -> None:
         inside, most, total = 0, 0, 0
-        errors: list[BaseException] = []
 
         def work() -> None:
             nonlocal inside, most, total
-            try:
-                for _ in range(20):
-                    with redlock.lock("r", wait=200):
-                        inside += 1
-                        most = max(most, inside)
-                        total += 1
-                        inside -= 1
-            except BaseException as error:
-                errors.append(error)
+            for _ in range(20):
+                with redlock.lock("r", wait=200):
+                    inside += 1
+                    most = max(most, inside)
+                    total += 1
+                    inside -= 1
 
-        threads = [threading.Thread(target=work) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(250)
-        assert (errors, most, total) == ([], 1, 120)
+        at_once(*[work] * 6)
+        assert (most, total) == (1, 120)
 
     def test_many_threads_with_locks_of_their_own_all_get_them(self, redlock: Redlock) -> None:
-        errors: list[BaseException] = []
-
         def work(name: str) -> None:
-            try:
-                for _ in range(50):
-                    with redlock.lock(name) as lock:
-                        assert lock.held
-            except BaseException as error:
-                errors.append(error)
+            for _ in range(50):
+                with redlock.lock(name) as lock:
+                    assert lock.held
 
-        threads = [threading.Thread(target=work, args=(f"r{n}",)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(250)
-        assert errors == []
+        at_once(*(partial(work, f"r{n}") for n in range(8)))
 
     def test_another_threads_call_is_an_error(self, redlock: Redlock) -> None:
-        lock = redlock.lock("r").acquire()
-        caught: list[Exception] = []
-
-        def release() -> None:
-            try:
-                lock.release()
-            except RedlockError as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=release)
-        thread.start()
-        thread.join()
-        assert "another thread" in str(caught[0])
-        assert lock.held
-        lock.release()
+        with redlock.lock("r") as lock:
+            with pytest.raises(RedlockError, match="another thread"):
+                at_once(lock.release)
+            assert lock.held
 
     def test_a_forked_child_neither_holds_nor_releases_its_parents_lock(
         self, brisk_redlock: Redlock, nodes: Nodes
@@ -738,27 +709,19 @@ class TestOneProcess:
         settle(redlock)
 
         def ports() -> set[int]:
-            connections = [node.connection for node in redlock.session.nodes.all]
-            return {
-                connection.socket.getsockname()[1]
-                for connection in connections
-                if connection is not None
-            }
+            connections = filter(None, (node.connection for node in redlock.session.nodes.all))
+            return {connection.socket.getsockname()[1] for connection in connections}
+
+        def has_its_own() -> bool:
+            held = lock.held
+            lock.release()
+            gc.collect()
+            with redlock.lock("s", wait=60) as own:
+                return own.held and not held and not ports() & parents
 
         parents = ports()
         assert parents
-        child = os.fork()
-        if child == 0:
-            status = 1
-            with contextlib.suppress(BaseException):
-                held = lock.held
-                lock.release()
-                gc.collect()
-                with redlock.lock("s", wait=60) as own:
-                    shared = ports() & parents
-                    status = 0 if own.held and not held and not shared else 2
-            os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        in_child(has_its_own)
         see_renewal(lock)  # the parent's watchdog still runs
         assert lock.held
         eventually(lambda: keys_on(nodes) == [[KEY]] * 3)
@@ -768,36 +731,25 @@ class TestOneProcess:
         self, redlock: Redlock, nodes: Nodes
     ) -> None:
         lock = redlock.lock("r", wait=60)
-        child = os.fork()
-        if child == 0:
-            status = 1
-            with contextlib.suppress(BaseException), lock:
+
+        def is_named() -> bool:
+            with lock:
                 settle(redlock)
                 holders = [str(node.client().get(KEY)) for node in nodes]
-                status = 0 if all(f"pid {os.getpid()} on " in one for one in holders) else 2
-            os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+                return all(f"pid {os.getpid()} on " in one for one in holders)
+
+        in_child(is_named)
 
     def test_a_caller_that_waits_is_told_at_once_that_its_redlock_is_closed(
-        self, redlock: Redlock, nodes: Nodes
+        self, redlock: Redlock, nodes: Nodes, pool: ThreadPoolExecutor
     ) -> None:
-        errors: list[BaseException] = []
-
-        def wait() -> None:
-            try:
-                closed.lock("r", wait=4 * WAIT).acquire()
-            except RedlockError as error:
-                errors.append(error)
-
         with redlock.lock("r"), over(nodes) as closed:
-            thread = threading.Thread(target=wait)
-            thread.start()
+            waiting = pool.submit(closed.lock("r", wait=4 * WAIT).acquire)
             eventually(lambda: closed.session.callers.inbox.is_listening)
             closed.close()
-            thread.join(WAIT)
+            error = waiting.exception(WAIT)
             with pytest.raises(QuorumUnreachable, match="closed"):
                 closed.lock("r", wait=4 * WAIT).acquire()
-        (error,) = errors
         assert isinstance(error, QuorumUnreachable)
         assert "is closed" in str(error)
         assert "Bring" not in str(error)

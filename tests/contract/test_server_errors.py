@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,62 +46,61 @@ from tests.conftest import (
     see_renewal,
     settle,
 )
+from tests.contract.conftest import at_once
 from tests.contract.proxy import Weather, proxies
 from tests.contract.test_greenlets import GEVENT, tell
 
 KEYS = [f"{{redlock}}:{name}" for name in ("lock:r", "run", "quiet", "fence")]  # of a grant
 KEY = KEYS[0]
 PASSWORD = "s3cret-word"
+SET_PASSWORD = "CONFIG SET requirepass"
+SLOTS = " ".join(map(str, range(16384)))
 STALLED = "timed out|no answer|Timeout reading"
 Address = Any  # a URL or a redis-py client
 Befall = Callable[[EmbeddedNode], Iterator[Address]]
+Pair = tuple[EmbeddedNode, EmbeddedNode]
+Watched = tuple["SentinelNode", EmbeddedNode, EmbeddedNode]
 
 
-@dataclass(frozen=True)
 class Trouble:
     """One way in which a server cannot vote.
 
-    words: a pattern of its reply, or of the system's words where there is none. befall: brings it
-    about, gives the address at which the server is to be reached, and ends it again. config: of
-    the server. in_use: it strikes while the server is connected, else before. ends: whether it can
-    end while the server lives. since: the Redis version from which on it can be provoked.
+    words: a pattern of its reply, or of the system's words where there is none. end: the command
+    that ends it; None where it does not end while the server lives. begin: the command that brings
+    it about, "" where config does. user, database: as of the URL. befall: does what no command can.
+    in_use: it strikes while the server is connected, else before. since: the Redis version from
+    which on it can be provoked.
     """
 
-    misconfigured: bool
-    words: str
-    befall: Callable[[EmbeddedNode], contextlib.AbstractContextManager[Address]]
-    config: Mapping[str, str]
-    in_use: bool
-    ends: bool
-    since: int
+    def __init__(
+        self, words: str, end: str | None = "", begin: str = "", *, misconfigured: bool = False,
+        user: str | None = None, database: int = 0, befall: Befall | None = None,
+        in_use: bool = False, since: int = 6, **config: str,
+    ) -> None:  # fmt: skip
+        self.words, self.misconfigured, self.config = words, misconfigured, config
+        self.in_use, self.ends, self.since = in_use, end is not None, since
+        self._begin, self._end, self._befall = begin, end, befall
+        self._login = "" if user is None else f"{user}:{PASSWORD}@"
+        self._database = database
 
     @property
     def timeout(self) -> float:
         """The node timeout: what is told of a node that stalls by itself is another line."""
         return NODE_TIMEOUT if self.words is STALLED else PATIENCE
 
-
-TROUBLES: dict[str, Trouble] = {}
-
-
-def trouble(
-    words: str,
-    *,
-    misconfigured: bool = False,
-    in_use: bool = False,
-    ends: bool = True,
-    since: int = 6,
-    **config: str,
-) -> Callable[[Befall], Befall]:
-    """Enter a trouble in the table under its function's name."""
-
-    def enter(befall: Befall) -> Befall:
-        within = contextlib.contextmanager(befall)
-        made = Trouble(misconfigured, words, within, config, in_use, ends, since)
-        TROUBLES[befall.__name__] = made
-        return befall
-
-    return enter
+    @contextlib.contextmanager
+    def striking(self, node: EmbeddedNode) -> Iterator[Address]:
+        """Bring it about, give the address at which the server is to be reached, and end it."""
+        if self._befall is not None:
+            yield from self._befall(node)
+            return
+        password = self.config.get("requirepass")
+        with redis.Redis(port=node.port, password=password) as client:
+            if self._begin:
+                client.execute_command(*self._begin.split(" "))
+            yield f"redis://{self._login}127.0.0.1:{node.port}/{self._database}"
+            if self._end:
+                client.execute_command(*self._end.split(" "))
 
 
 @functools.cache
@@ -184,21 +183,18 @@ def lines_of(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
     return [r.getMessage() for r in ours if r.levelno >= logging.ERROR and name in r.getMessage()]
 
 
-@trouble("refused")
 def nobody_listens(node: EmbeddedNode) -> Iterator[Address]:
     node.kill()
     yield node.url
     node.start()
 
 
-@trouble(STALLED, in_use=True)
 def it_is_frozen(node: EmbeddedNode) -> Iterator[Address]:
     node.pause()
     yield node.url
     node.resume()
 
 
-@trouble(STALLED, since=7, in_use=True, ends=False, enable_debug_command="local")
 def it_sleeps(node: EmbeddedNode) -> Iterator[Address]:
     with socket.create_connection(("127.0.0.1", node.port)) as wire:
         wire.sendall(b"DEBUG SLEEP 3600\r\n")
@@ -206,12 +202,6 @@ def it_sleeps(node: EmbeddedNode) -> Iterator[Address]:
         yield node.url
 
 
-@trouble(
-    "is loading the dataset",
-    since=7,
-    key_load_delay="2000",
-    loading_process_events_interval_bytes="1024",
-)
 def loading(node: EmbeddedNode) -> Iterator[Address]:
     node.client().mset({f"key {number}": "x" * 64 for number in range(30_000)})  # 60 s to load
     node.client().save()
@@ -221,7 +211,6 @@ def loading(node: EmbeddedNode) -> Iterator[Address]:
     node.client().config_set("key-load-delay", 0)
 
 
-@trouble("BUSY", in_use=True, lua_time_limit="1")
 def busy_with_a_script(node: EmbeddedNode) -> Iterator[Address]:
     with socket.create_connection(("127.0.0.1", node.port)) as wire:
         wire.sendall(b'EVAL "while true do end" 0\r\n')
@@ -230,7 +219,6 @@ def busy_with_a_script(node: EmbeddedNode) -> Iterator[Address]:
         node.client().script_kill()
 
 
-@trouble("max number of clients", maxclients="3")
 def no_room_for_a_client(node: EmbeddedNode) -> Iterator[Address]:
     clients = [redis.Redis(port=node.port) for _ in range(3)]
     for client in clients:  # whoever saw the server start may still be there
@@ -246,30 +234,6 @@ def answers(client: redis.Redis) -> bool:
     return False
 
 
-@trouble("read only replica", misconfigured=True, replicaof="127.0.0.1 1")
-def a_replica(node: EmbeddedNode) -> Iterator[Address]:
-    yield node.url
-    node.client().replicaof("NO", "ONE")
-
-
-@trouble(
-    "Link with MASTER is down",
-    misconfigured=True,
-    replicaof="127.0.0.1 1",
-    replica_serve_stale_data="no",
-)
-def a_replica_without_its_primary(node: EmbeddedNode) -> Iterator[Address]:
-    yield node.url
-    node.client().replicaof("NO", "ONE")
-
-
-@trouble("NOREPLICAS", min_replicas_to_write="1")
-def a_primary_without_its_replicas(node: EmbeddedNode) -> Iterator[Address]:
-    yield node.url
-    node.client().config_set("min-replicas-to-write", 0)
-
-
-@trouble("MISCONF", save="3600 1000000")
 def it_cannot_save(node: EmbeddedNode) -> Iterator[Address]:
     client = node.client()
     blocked = Path(client.config_get("dir")["dir"], "dump.rdb", "in the way")
@@ -281,75 +245,15 @@ def it_cannot_save(node: EmbeddedNode) -> Iterator[Address]:
     client.save()
 
 
-@trouble("used memory > 'maxmemory'")
-def out_of_memory(node: EmbeddedNode) -> Iterator[Address]:
-    node.client().config_set("maxmemory", 1)
-    yield node.url
-    node.client().config_set("maxmemory", 0)
-
-
-@trouble("Authentication required", misconfigured=True, requirepass=PASSWORD)
-def no_password(node: EmbeddedNode) -> Iterator[Address]:
-    yield node.url
-    client_of(with_login(node, "default")).config_set("requirepass", "")
-
-
-@trouble("invalid username-password pair", misconfigured=True, requirepass="another")
-def a_wrong_password(node: EmbeddedNode) -> Iterator[Address]:
-    yield with_login(node, "default")
-    redis.Redis(port=node.port, password="another").config_set("requirepass", PASSWORD)
-
-
-@trouble("without any password configured", misconfigured=True)
-def a_password_too_many(node: EmbeddedNode) -> Iterator[Address]:
-    yield f"redis://:{PASSWORD}@127.0.0.1:{node.port}/0"
-    node.client().config_set("requirepass", PASSWORD)
-
-
 def with_login(node: EmbeddedNode, user: str) -> str:
     return f"redis://{user}:{PASSWORD}@127.0.0.1:{node.port}/0"
 
 
 def allow(node: EmbeddedNode, *rules: str, user: str = "app") -> None:
-    client = node.client()
     fresh = ("reset", "resetchannels", "on", f">{PASSWORD}")
-    client.execute_command("ACL", "SETUSER", user, *fresh, *rules)
+    node.client().execute_command("ACL", "SETUSER", user, *fresh, *rules)
 
 
-@trouble("o permissions to access", misconfigured=True)
-def no_right_to_the_keys(node: EmbeddedNode) -> Iterator[Address]:
-    allow(node, "~other:*", "&*", "+@all")
-    yield with_login(node, "app")
-    allow(node, "~*", "&*", "+@all")
-
-
-@trouble("permissions to run the 'eval", misconfigured=True)
-def no_right_to_scripts(node: EmbeddedNode) -> Iterator[Address]:
-    allow(node, "~*", "&*", "+@all", "-eval", "-evalsha")
-    yield with_login(node, "app")
-    allow(node, "~*", "&*", "+@all")
-
-
-@trouble("can't run this command|ACL failure in script", misconfigured=True)
-def no_right_to_a_command_in_a_script(node: EmbeddedNode) -> Iterator[Address]:
-    allow(node, "~*", "&*", "+@all", "-set")
-    yield with_login(node, "app")
-    allow(node, "~*", "&*", "+@all")
-
-
-@trouble("WRONGTYPE", misconfigured=True)
-def a_key_of_another_type(node: EmbeddedNode) -> Iterator[Address]:
-    node.client().lpush(KEY, "x")
-    yield node.url
-    node.client().delete(KEY)
-
-
-@trouble("unknown command", misconfigured=True, ends=False, rename_command='EVALSHA ""')
-def a_command_is_renamed(node: EmbeddedNode) -> Iterator[Address]:
-    yield node.url
-
-
-@trouble("protected mode", misconfigured=True, since=7, protected_mode="yes")
 def protected_mode(node: EmbeddedNode) -> Iterator[Address]:
     pool = redis.ConnectionPool(FromAfar, host="127.0.0.1", port=node.port)
     yield redis.Redis(connection_pool=pool)
@@ -368,15 +272,68 @@ class FromAfar(redis.Connection):
         pytest.skip("this machine has no address but loopback")
 
 
-@trouble("DB index is out of range", misconfigured=True, ends=False)
-def no_such_database(node: EmbeddedNode) -> Iterator[Address]:
-    yield f"redis://127.0.0.1:{node.port}/99"
-
-
-@trouble("Hash slot not served", cluster_enabled="yes")
-def a_cluster_without_its_slots(node: EmbeddedNode) -> Iterator[Address]:
-    yield node.url
-    node.client().execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+ALLOW = f"ACL SETUSER app reset resetchannels on >{PASSWORD} ~* &* +@all"
+Wrong = functools.partial(Trouble, misconfigured=True)  # until somebody mends its settings
+TROUBLES: dict[str, Trouble] = {
+    "nobody listens": Trouble("refused", befall=nobody_listens),
+    "frozen": Trouble(STALLED, befall=it_is_frozen, in_use=True),
+    "asleep": Trouble(
+        STALLED, None, befall=it_sleeps, since=7, in_use=True, enable_debug_command="local"
+    ),
+    "loading": Trouble(
+        "is loading the dataset",
+        befall=loading,
+        since=7,
+        key_load_delay="2000",
+        loading_process_events_interval_bytes="1024",
+    ),
+    "busy with a script": Trouble(
+        "BUSY", befall=busy_with_a_script, in_use=True, lua_time_limit="1"
+    ),
+    "no room for a client": Trouble(
+        "max number of clients", befall=no_room_for_a_client, maxclients="3"
+    ),
+    "cannot save": Trouble("MISCONF", befall=it_cannot_save, save="3600 1000000"),
+    "out of memory": Trouble(
+        "used memory > 'maxmemory'", "CONFIG SET maxmemory 0", "CONFIG SET maxmemory 1"
+    ),
+    "a primary without its replicas": Trouble(
+        "NOREPLICAS", "CONFIG SET min-replicas-to-write 0", min_replicas_to_write="1"
+    ),
+    "a cluster without its slots": Trouble(
+        "Hash slot not served", f"CLUSTER ADDSLOTS {SLOTS}", cluster_enabled="yes"
+    ),
+    "a replica": Wrong("read only replica", "REPLICAOF NO ONE", replicaof="127.0.0.1 1"),
+    "a replica without its primary": Wrong(
+        "Link with MASTER is down",
+        "REPLICAOF NO ONE",
+        replicaof="127.0.0.1 1",
+        replica_serve_stale_data="no",
+    ),
+    "no password": Wrong("Authentication required", f"{SET_PASSWORD} ", requirepass=PASSWORD),
+    "a wrong password": Wrong(
+        "invalid username-password pair",
+        f"{SET_PASSWORD} {PASSWORD}",
+        user="default",
+        requirepass="another",
+    ),
+    "a password too many": Wrong(
+        "without any password configured", f"{SET_PASSWORD} {PASSWORD}", user=""
+    ),
+    "no right to the keys": Wrong(
+        "o permissions to access", ALLOW, ALLOW.replace("~*", "~other:*"), user="app"
+    ),
+    "no right to scripts": Wrong(
+        "permissions to run the 'eval", ALLOW, f"{ALLOW} -eval -evalsha", user="app"
+    ),
+    "no right to a command in a script": Wrong(
+        "can't run this command|ACL failure in script", ALLOW, f"{ALLOW} -set", user="app"
+    ),
+    "a key of another type": Wrong("WRONGTYPE", f"DEL {KEY}", f"LPUSH {KEY} x"),
+    "a command is renamed": Wrong("unknown command", None, rename_command='EVALSHA ""'),
+    "no such database": Wrong("DB index is out of range", None, database=99),
+    "protected mode": Wrong("protected mode", befall=protected_mode, since=7, protected_mode="yes"),
+}
 
 
 @dataclass(frozen=True)
@@ -403,9 +360,9 @@ def struck(kind: str, healthy: Nodes, guard: str = "off") -> Iterator[Case]:
             made = life.enter_context(over([node.url, *others], guard, node_timeout=timeout))
             made.trust()
             hold_everywhere(made, node)
-            address = plight.enter_context(trouble.befall(node))
+            address = plight.enter_context(trouble.striking(node))
         else:
-            address = plight.enter_context(trouble.befall(node))
+            address = plight.enter_context(trouble.striking(node))
             made = life.enter_context(over([address, *others], guard, node_timeout=timeout))
         yield Case(made, address, f"127.0.0.1:{node.port}", plight.close)
 
@@ -508,7 +465,7 @@ class TestForgottenScripts:
     def test_are_no_fault_of_the_node_and_cost_no_vote(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with EmbeddedNode() as node, over([node.url]) as made:
+        with EmbeddedNode() as node, over([node.url], node_timeout=NODE_TIMEOUT) as made:
             with socket.create_connection(("127.0.0.1", node.port)) as wire:
                 words = str(ask(wire, "EVALSHA", "f" * 40, "0"))
             assert words.startswith("NOSCRIPT")
@@ -579,7 +536,7 @@ def ask_as(user: str, node: EmbeddedNode, *command: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[tuple[EmbeddedNode, EmbeddedNode]]:
+def cluster() -> Iterator[Pair]:
     """Give two members of one cluster: the first serves every slot, the second none."""
     with EmbeddedNode(cluster_enabled="yes") as owner, EmbeddedNode(cluster_enabled="yes") as other:
         run_on(owner, "CLUSTER", "ADDSLOTS", *map(str, range(16384)))
@@ -590,9 +547,7 @@ def cluster() -> Iterator[tuple[EmbeddedNode, EmbeddedNode]]:
 
 
 @pytest.fixture
-def moving_slot(
-    cluster: tuple[EmbeddedNode, EmbeddedNode],
-) -> Iterator[tuple[EmbeddedNode, EmbeddedNode]]:
+def moving_slot(cluster: Pair) -> Iterator[Pair]:
     """Give the two of `cluster` while the first hands the slot of our keys over to the second."""
     owner, other = cluster
     slot = run_on(owner, "CLUSTER", "KEYSLOT", KEY)
@@ -609,9 +564,7 @@ def run_on(node: EmbeddedNode, *command: str) -> str:
 
 
 class TestClusterMembers:
-    def test_send_elsewhere_and_that_is_one_lost_vote(
-        self, cluster: tuple[EmbeddedNode, EmbeddedNode], nodes: Nodes
-    ) -> None:
+    def test_send_elsewhere_and_that_is_one_lost_vote(self, cluster: Pair, nodes: Nodes) -> None:
         _, other = cluster
         assert is_misconfigured(words_of(other.url))
         three = [other.url, nodes[0].url, nodes[1].url]
@@ -621,7 +574,7 @@ class TestClusterMembers:
             cause_with("^MOVED", made, f"127.0.0.1:{other.port}")
 
     def test_that_hand_a_slot_over_send_elsewhere_too(
-        self, moving_slot: tuple[EmbeddedNode, EmbeddedNode], nodes: Nodes
+        self, moving_slot: Pair, nodes: Nodes
     ) -> None:
         owner, _ = moving_slot
         words = words_of(owner.url)
@@ -630,9 +583,7 @@ class TestClusterMembers:
         with over([owner.url, nodes[0].url]) as made:
             cause_with("^ASK", made, f"127.0.0.1:{owner.port}")
 
-    def test_that_take_a_slot_over_say_to_try_again(
-        self, moving_slot: tuple[EmbeddedNode, EmbeddedNode]
-    ) -> None:
+    def test_that_take_a_slot_over_say_to_try_again(self, moving_slot: Pair) -> None:
         _, other = moving_slot
         with socket.create_connection(("127.0.0.1", other.port)) as wire:
             ask(wire, "ASKING")
@@ -640,7 +591,7 @@ class TestClusterMembers:
         assert words.startswith("TRYAGAIN")
         assert not is_misconfigured(words)
 
-    def test_refuse_keys_of_two_slots(self, cluster: tuple[EmbeddedNode, EmbeddedNode]) -> None:
+    def test_refuse_keys_of_two_slots(self, cluster: Pair) -> None:
         words = run_on(cluster[0], "MGET", "a", "b")
         assert words.startswith("CROSSSLOT")
         assert is_misconfigured(words)
@@ -857,23 +808,13 @@ class TestTls:
             eventually(lambda: is_free([tls_node.node], "r"))
 
     def test_many_threads_share_the_connection(self, tls_node: TlsNode) -> None:
-        errors: list[BaseException] = []
-
         def work(name: str) -> None:
-            try:
-                for _ in range(50):
-                    with made.lock(name, wait=30) as lock:
-                        assert lock.held
-            except BaseException as error:
-                errors.append(error)
+            for _ in range(50):
+                with made.lock(name, wait=30) as lock:
+                    assert lock.held
 
         with over([tls_node.trusted_url]) as made:
-            threads = [threading.Thread(target=work, args=(f"r{n}",)) for n in range(6)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(120)
-        assert errors == []
+            at_once(*(functools.partial(work, f"r{n}") for n in range(6)))
 
     def test_a_certificate_of_nobody_we_trust_is_refused_and_the_hint_said(
         self, tls_node: TlsNode, nodes: Nodes, caplog: pytest.LogCaptureFixture
@@ -1041,7 +982,7 @@ class SentinelNode(EmbeddedNode):
 
 
 @pytest.fixture
-def watched() -> Iterator[tuple[SentinelNode, EmbeddedNode, EmbeddedNode]]:
+def watched() -> Iterator[Watched]:
     """Give a Sentinel, the primary that it watches, and the replica that it knows."""
     with (
         EmbeddedNode(repl_diskless_sync_delay="0") as primary,
@@ -1072,16 +1013,12 @@ def is_demoted(primary: EmbeddedNode, sentinel: SentinelNode) -> bool:
 
 
 class TestSentinel:
-    def test_it_names_the_node_that_is_locked(
-        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
-    ) -> None:
+    def test_it_names_the_node_that_is_locked(self, watched: Watched) -> None:
         sentinel, primary, _ = watched
         with over([sentinel.of_locks]) as made, made.lock("r", wait=30):
             assert not is_free([primary], "r")
 
-    def test_it_is_reached_by_ipv6(
-        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
-    ) -> None:
+    def test_it_is_reached_by_ipv6(self, watched: Watched) -> None:
         sentinel, primary, _ = watched
         try:
             socket.create_connection(("::1", sentinel.port)).close()
@@ -1116,7 +1053,7 @@ class TestSentinel:
 
     @pytest.mark.parametrize("end", ["dead", "frozen"])
     def test_one_of_three_that_does_not_answer_costs_a_node_timeout_and_no_more(
-        self, end: str, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+        self, end: str, watched: Watched
     ) -> None:
         first, primary, _ = watched
         took = [0.0, 0.0]  # s: of the first connections, and of the next ones
@@ -1136,9 +1073,7 @@ class TestSentinel:
         assert took[0] < (3 if end == "dead" else 6) * NODE_TIMEOUT
         assert took[1] < 2.5 * NODE_TIMEOUT  # the one that answered is asked first
 
-    def test_a_frozen_one_costs_no_connect_budget(
-        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
-    ) -> None:
+    def test_a_frozen_one_costs_no_connect_budget(self, watched: Watched) -> None:
         second, primary, _ = watched
         with SentinelNode(primary) as first:
             places = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
@@ -1163,9 +1098,7 @@ class TestSentinel:
         assert len(line) < 500
         assert PASSWORD not in said
 
-    def test_to_ask_it_takes_one_round_trip(
-        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
-    ) -> None:
+    def test_to_ask_it_takes_one_round_trip(self, watched: Watched) -> None:
         with proxies([watched[0]]) as [proxy]:
             proxy.weather = Weather(delay=(0.01, 0.01))  # else two answers might seem to be one
             url = f"sentinel://127.0.0.1:{proxy.port}/locks"
@@ -1174,9 +1107,7 @@ class TestSentinel:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("end", ["death", "command"])
-    def test_after_a_failover_the_new_primary_is_locked(
-        self, end: str, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
-    ) -> None:
+    def test_after_a_failover_the_new_primary_is_locked(self, end: str, watched: Watched) -> None:
         sentinel, primary, replica = watched
         with over([sentinel.of_locks]) as made:
             with made.lock("before", wait=30):
@@ -1193,7 +1124,7 @@ class TestSentinel:
                 assert not is_free([replica], "r")
 
     def test_a_primary_that_became_a_replica_is_left_for_the_new_one(
-        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+        self, watched: Watched
     ) -> None:
         sentinel, primary, replica = watched
         with over([sentinel.of_locks]) as made:
@@ -1208,7 +1139,7 @@ class TestSentinel:
                 assert not is_free([replica], "r")
 
     def test_one_that_knows_no_such_name_is_a_node_that_is_down(
-        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode], nodes: Nodes
+        self, watched: Watched, nodes: Nodes
     ) -> None:
         sentinel, _, _ = watched
         with over([sentinel.of_locks.replace("locks", "others"), nodes[0].url]) as made:
@@ -1219,7 +1150,7 @@ class TestSentinel:
 
     @pytest.mark.slow
     def test_a_primary_that_comes_back_does_not_vote_beside_its_dead_successor(
-        self, watched: tuple[SentinelNode, EmbeddedNode, EmbeddedNode]
+        self, watched: Watched
     ) -> None:
         sentinel, primary, replica = watched
         options = {"guard": "strict", "max_ttl": 10.0, "node_timeout": 2.0}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from tests.conftest import (
     settled,
     trust_nodes,
 )
+from tests.contract.conftest import at_once
 from tests.contract.contention import PROCESSES
 
 FENCE = "{redlock}:fence"
@@ -41,15 +41,6 @@ def rivals(nodes: Nodes) -> Iterator[list[Redlock]]:
     """Give four clients, each as of a process of its own."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(settled(nodes)) for _ in range(4)]
-
-
-def in_a_thread(do: Callable[[], object]) -> object:
-    """Return what a function gives in another thread."""
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(do()))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def locks_on(nodes: Nodes) -> list[list[str]]:
@@ -88,7 +79,7 @@ class TestNested:
 
     def test_another_thread_does_not_share_it(self, redlock: Redlock) -> None:
         with redlock.lock("r", wait=60):
-            assert in_a_thread(lambda: redlock.lock("r").try_acquire()) is False
+            assert at_once(redlock.lock("r").try_acquire) == [False]
 
     def test_an_asyncio_task_does_not_share_it_with_another(self, redlock: Redlock) -> None:
         async def hold(held: asyncio.Event, done: asyncio.Event) -> bool:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from celery_redlock.tasks.unique.rounds import UNIQUE, EarlierSend
 from celery_redlock.tasks.unique.send import add_token
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, eventually, settle
+from tests.contract.conftest import at_once
 from tests.contract.proxy import FAIR, Way, Weather, proxies
 
 NAME = "shop.settle:7"
@@ -255,29 +257,27 @@ class TestSendersThatDie:
         assert list(sender.published) == [sent]
 
     def test_it_is_not_taken_for_an_earlier_send(
-        self, redlock: Redlock, sender: Sender, nodes: Nodes
+        self, redlock: Redlock, sender: Sender, nodes: Nodes, pool: ThreadPoolExecutor
     ) -> None:
         dead = a_claim(redlock)
         dead.open()
         before = scripts_run(nodes[0])
-        waiting = threading.Thread(target=sender.send)
-        waiting.start()
+        waiting = pool.submit(sender.send)
         eventually(lambda: scripts_run(nodes[0]) > before + 3)  # it has met the key, and waits
         assert not sender.published
         dead.give_up()
-        waiting.join(60)
+        waiting.result(60)
         assert len(sender.published) == 1
 
     def test_no_try_asks_for_a_window_by_a_token_that_was_released(
-        self, redlock: Redlock, sender: Sender, nodes: Nodes
+        self, redlock: Redlock, sender: Sender, nodes: Nodes, pool: ThreadPoolExecutor
     ) -> None:
         """A node that was away hears of a release late: then it would end the next try's window."""
         dead = a_claim(redlock)
         dead.open()
         nodes[2].client().delete(KEY)  # so that each try takes this one, and releases it
         with nodes[2].client().monitor() as monitor:
-            waiting = threading.Thread(target=sender.send)
-            waiting.start()
+            waiting = pool.submit(sender.send)
             taken, released = list[str](), list[str]()
             while len(released) < 3:
                 words = monitor.next_command()["command"].split(" ")
@@ -288,20 +288,18 @@ class TestSendersThatDie:
                     else:
                         released.append(believed)
         dead.give_up()
-        waiting.join(60)
+        waiting.result(60)
         assert [value.partition(":")[0] for value in taken[:3]] == released
         assert len(set(released)) == 3
 
     def test_who_waits_for_a_sender_gets_its_message_once_it_is_sent(
-        self, redlock: Redlock, sender: Sender
+        self, redlock: Redlock, sender: Sender, pool: ThreadPoolExecutor
     ) -> None:
-        slow, found = a_claim(redlock), []
+        slow = a_claim(redlock)
         slow.open()
-        waiting = threading.Thread(target=lambda: found.append(sender.send()))
-        waiting.start()
+        waiting = pool.submit(sender.send)
         slow.confirm()
-        waiting.join(60)
-        assert found == [id_of(slow)]
+        assert waiting.result(60) == id_of(slow)
         assert not sender.published
 
     def test_a_send_whose_claim_expires_before_it_is_published_says_so(
@@ -330,7 +328,7 @@ class TestManySenders:
         for _ in range(10):
             published = senders[0].published
             published.clear()
-            found = at_once([each.send for each in senders])
+            found = at_once(*(each.send for each in senders))
             assert len(published) == 1
             assert set(found) == set(published)
             senders[0].end(found[0])
@@ -345,9 +343,7 @@ class TestManySenders:
         for _ in range(10):
             published.clear()
             first = senders[0].send()
-            found = at_once(
-                [lambda each=each: each.send(on_duplicate="replace") for each in senders]
-            )
+            found = at_once(*(partial(each.send, on_duplicate="replace") for each in senders))
             assert set(found) == set(published) - {first}  # each was sent
             left = [task_id for task_id in published if not superseded(nodes, task_id)]
             assert left  # mostly one: who finds the nodes at odds for too long is sent beside it
@@ -355,23 +351,6 @@ class TestManySenders:
             for task_id, ticket in published.items():
                 if ticket is not None:  # else it has no window of its own: see above
                     senders[0].end(task_id)
-
-
-def at_once(calls: list[Callable[[], str]]) -> list[str]:
-    """Return what these return, called in threads of their own, at the same moment."""
-    barrier, found = threading.Barrier(len(calls)), []
-
-    def run(call: Callable[[], str]) -> None:
-        barrier.wait()
-        found.append(call())
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert len(found) == len(calls)
-    return found
 
 
 def superseded(nodes: Nodes, task_id: str) -> bool:
@@ -486,7 +465,7 @@ class TestFaults:
         self, nodes: Nodes, make_sender: Callable[..., Sender]
     ) -> None:
         with proxies(nodes) as made:
-            sender = make_sender(made)
+            sender = make_sender(made, NODE_TIMEOUT)
             settle(sender.redlock)
             first = sender.send()
             made[2].weather = Weather(refuses=True)
@@ -506,7 +485,7 @@ class TestFaults:
     ) -> None:  # fmt: skip
         monkeypatch.setattr(rounds, "DELIVER_FOR", 0.1)
         with proxies(nodes) as made:
-            sender = make_sender(made)
+            sender = make_sender(made, NODE_TIMEOUT)
             settle(sender.redlock)
             first = sender.send()
             for proxy in made[1:]:

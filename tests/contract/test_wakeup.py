@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection
 
 import pytest
 from redis import Redis
@@ -29,7 +28,6 @@ from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, NODE_TIMEOUT, Journal, Nodes, eventually, hearing, settle
 from tests.contract.conftest import over
-from tests.contract.contention import PROCESSES
 
 WAIT = 60.0  # s
 
@@ -174,19 +172,6 @@ class TestWoken:
 
 
 class TestNotWoken:
-    def test_when_the_holder_was_killed_it_gets_the_lock_at_the_end_of_the_lease(
-        self, rival: Redlock, nodes: Nodes
-    ) -> None:
-        line, other_end = PROCESSES.Pipe()
-        urls = [node.url for node in nodes]
-        process = PROCESSES.Process(target=hold, args=(other_end, urls), daemon=True)
-        process.start()
-        assert line.poll(WAIT)
-        valid_until = line.recv()
-        process.kill()
-        process.join()
-        assert take(rival) > valid_until
-
     @pytest.mark.parametrize(
         "rights",
         [
@@ -275,13 +260,6 @@ class TestSeveral:
                 assert tries < 20, "it tries again and again"
         lock.release()
         waiting.result(WAIT)
-
-
-def hold(line: Connection, urls: list[str]) -> None:
-    """Hold the lock in a process of its own until it is killed; says until when it is valid."""
-    with Redlock(urls) as redlock, redlock.lock("r", ttl=2, wait=WAIT) as lock:
-        line.send(now() + lock.remaining)
-        threading.Event().wait()
 
 
 class Slow(Subscriber):

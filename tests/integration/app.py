@@ -587,7 +587,7 @@ class TellingRequest(celery_redlock.tasks.worker_request.Request):
     def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> None:
         error = getattr(exc_info.exception, "exc", exc_info.exception)
         if isinstance(error, Deferred):
-            deferral = error.deferral
+            deferral = error.header.deferral
             what = {name: getattr(deferral, name) for name in ("holder", "limit", "expires_in")}
             write("told", deferral.resource, text=str(error), **what)
         super().on_failure(exc_info, *args, **kwargs)

@@ -404,8 +404,8 @@ def test_an_eager_run_follows_the_tasks_own_routing(app: Celery) -> None:
 
 
 def test_a_message_that_rabbitmq_kept_back_is_still_of_its_queue(app: Celery) -> None:
-    assert queue_of(app, Route(None, "slow")) == "slow"
-    assert queue_of(app, Route("elsewhere", "slow")) == "slow"
+    assert queue_of(app, Route(None, "slow"), {}) == "slow"
+    assert queue_of(app, Route("elsewhere", "slow"), {}) == "slow"
 
 
 def test_a_message_of_a_fan_out_is_not_put_back(app: Celery) -> None:

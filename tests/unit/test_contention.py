@@ -23,7 +23,7 @@ from celery_redlock.tasks.execution.deferral import (
 )
 from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.settings.task_config import compile_config
+from celery_redlock.tasks.settings.task_config import TaskCall, compile_config
 
 TAKEN = LockTaken("stock:7", "the other", expires_in=9.0)
 AWAY = QuorumUnreachable("stock:7", ["a:1: refused"], 2)
@@ -43,8 +43,9 @@ def past(deferrals: int = 0, waited: float = 0.0) -> Deferral:
     return Deferral(count=deferrals, since=NOW - waited, at=NOW)
 
 
-def refusal(error: NotAcquired = TAKEN, **lock: Any) -> Refusal:
-    return Refusal(error, NOW, rules(**lock), (error.resource,), None, (), {})
+def refusal(error: NotAcquired = TAKEN, before: Deferral = NEVER_DEFERRED, **lock: Any) -> Refusal:
+    call = TaskCall(None, (), {}, "q")
+    return Refusal(error, NOW, rules(**lock), (error.resource,), call, before)
 
 
 def decided(
@@ -55,7 +56,7 @@ def decided(
     cap: float = 900.0,
     **lock: Any,
 ) -> Decision:
-    return decide(refusal(error, **lock), before, cap, uniform)
+    return decide(refusal(error, before, **lock), cap, uniform)
 
 
 def countdown(decision: Decision) -> float:
@@ -127,7 +128,7 @@ def test_the_last_delay_is_cut_to_max_wait(
 def test_a_spent_wait_ends_as_failure_with_what_happened() -> None:
     before = past(3, waited=7.5)
     assert decided(TAKEN, before, max_wait=7.5) == "fail"
-    error = with_history(refusal(TAKEN), before)
+    error = with_history(refusal(TAKEN, before))
     assert isinstance(error, LockTaken)
     assert (error.resource, error.holder, error.waited, error.deferrals) == (
         "stock:7", "the other", 7.5, 3,
@@ -138,7 +139,7 @@ def test_a_spent_wait_ends_as_failure_with_what_happened() -> None:
 def test_giving_up_counts_the_wait_whatever_its_cause_and_names_the_last_one() -> None:
     before = past(waited=7.5)
     assert decided(AWAY, before, max_wait=7.5) == "fail"
-    error = with_history(refusal(AWAY), before)
+    error = with_history(refusal(AWAY, before))
     assert isinstance(error, QuorumUnreachable)
     assert (error.causes, error.waited) == (["a:1: refused"], 7.5)
 

@@ -41,9 +41,14 @@ from celery_redlock.tasks.delivery.route import (
     delay_options,
     is_kept_by_broker,
     send_options,
-    supported_countdown,
+    whole_seconds,
 )
-from celery_redlock.tasks.execution.outcomes import LONGEST_PAUSE, Deferred, WaitInSlot, ran_since
+from celery_redlock.tasks.execution.outcomes import (
+    LONGEST_PAUSE,
+    Deferred,
+    pause_in_slot,
+    ran_since,
+)
 from celery_redlock.tasks.per_app import redlock_of
 
 STRANGE: dict[str, dict[str, Any]] = {
@@ -235,7 +240,8 @@ def test_what_ends_a_deferred_run_comes_through_to_the_main_process_as_it_was(
     holder: str, expires_in: float | None
 ) -> None:
     deferral = Deferral(1, NOW, NOW, 1.0, "stock:7", holder=holder, expires_in=expires_in, why="?")
-    error = Deferred(deferral)
+    header = LockHeader({"ttl": 9}, deferral=deferral, unique={"name": "t:k"})
+    error = Deferred(header)
     try:
         raise error
     except Ignore:
@@ -246,14 +252,13 @@ def test_what_ends_a_deferred_run_comes_through_to_the_main_process_as_it_was(
     assert get_pickleable_exception(error) is error
     for one in back:
         assert type(one) is Deferred
-        assert (one.deferral, one.stays) == (deferral, False)
+        assert (one.header, one.stays) == (header, False)
         assert str(one) == "deferred: ?"
 
 
 def test_a_broker_without_delays_of_its_own_takes_any_countdown() -> None:
     app = Celery("t", broker="memory://", set_as_default=False)
     assert not is_kept_by_broker(app, Route("celery", "celery"))
-    assert supported_countdown(0.05, is_kept=False) == 0.05
     home = send_options(app, Route("celery", "celery", queue="celery"))
     assert (home["exchange"], home["routing_key"]) == ("", "celery")
     assert home["declare"] == [app.amqp.queues["celery"]]
@@ -273,7 +278,7 @@ def quorum_app() -> Celery:
 
 def test_a_quorum_queue_takes_whole_seconds_from_one_upwards(quorum_app: Celery) -> None:
     assert is_kept_by_broker(quorum_app, Route("tasks", "celery"))
-    assert [supported_countdown(s, is_kept=True) for s in (0.05, 1.0, 1.2)] == [1.0, 1.0, 2.0]
+    assert [whole_seconds(s) for s in (0.05, 1.0, 1.2)] == [1.0, 1.0, 2.0]
 
 
 def test_what_rabbitmq_would_not_bring_back_waits_in_the_worker(quorum_app: Celery) -> None:
@@ -410,10 +415,9 @@ def test_a_broker_that_is_away_for_long_is_asked_now_and_then() -> None:
     app = Celery("t", broker="memory://", set_as_default=False)
     delivery = Delivery(app.tasks["celery.backend_cleanup"], request({}))
     error = NotRepublishedError(LockHeader(), OperationalError("away"))
-    slots = [WaitInSlot(error, None)]
+    pauses = [pause_in_slot(delivery, error, 0.0)]
     for _ in range(12):
-        slots.append(WaitInSlot(error, slots[-1]))
-    pauses = [slot.begin(delivery) for slot in slots]
+        pauses.append(pause_in_slot(delivery, error, pauses[-1]))
     assert min(pauses) > 0
     assert max(pauses) == LONGEST_PAUSE
 
@@ -421,10 +425,10 @@ def test_a_broker_that_is_away_for_long_is_asked_now_and_then() -> None:
 def test_a_message_whose_queue_stays_away_waits_for_it_for_a_while() -> None:
     app = Celery("t", broker="memory://", set_as_default=False)
     delivery = Delivery(app.tasks["celery.backend_cleanup"], request({}))
-    error = NotRepublishedError(LockHeader(), QueueGoneError("q"))
-    slot, waited = WaitInSlot(error, None), 0.0
+    error = NotRepublishedError(LockHeader(), QueueGoneError("queue 'q' is gone"))
+    pause = waited = 0.0
     while waited < 10.0:  # a worker that lost a queue declares it again within seconds
-        waited += slot.begin(delivery)
-        slot = WaitInSlot(error, slot)
+        pause = pause_in_slot(delivery, error, pause)
+        waited += pause
     with pytest.raises(RedlockError, match="queue 'q' is gone"):
-        slot.begin(delivery)
+        pause_in_slot(delivery, error, pause)

@@ -79,7 +79,7 @@ def test_of_a_backend_that_cannot_be_read_no_message_is_dropped(make_task: Make)
     """An end that nobody knows of is none: else the only delivery would be let go of."""
     reporter = StateReporter(make_task(OSError("backend")), a_request())
     assert not reporter.has_final_state()
-    assert not reporter.has_final_state_if_wanted()
+    assert not reporter.has_final_state(if_none_wanted=True)
 
 
 def test_receivers_hear_of_what_the_gate_revokes_as_of_what_celery_does(make_task: Make) -> None:

@@ -344,7 +344,8 @@ def test_the_end_of_a_refused_run_lets_the_next_message_wait(worker: Worker) -> 
     task = worker.task()
     first = worker.receive(task, args=("other",))
     assert first.eta is None
-    deferred = Deferred(Deferral(resource="k:other", holder=HOLDER, expires_in=LEASE))
+    deferral = Deferral(resource="k:other", holder=HOLDER, expires_in=LEASE)
+    deferred = Deferred(LockHeader(deferral=deferral))
     first.on_failure(SimpleNamespace(type=Deferred, exception=deferred))
     request = worker.receive(task, args=("other",))
     assert request.eta is not None

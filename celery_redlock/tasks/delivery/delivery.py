@@ -48,11 +48,10 @@ class Deferral:
     refused, by the clocks of the lock nodes: those of two workers may be an hour apart. countdown:
     seconds from `at` to its next try. resource: the one that refused, of all `resources` of its
     lock. holder: the holder's label, "" if unknown. expires_in: seconds from `at` to the end of the
-    holder's lease, None if unknown. limit: the `limit` by which it asked. is_taken: False if no
-    quorum voted. why: for people. waits_for_release: the message has no budget and no callable to
-    ask, so it may wait for longer than its countdown.
-    A redelivery that waits for its first delivery has `at` and `countdown` alone. `holder` and
-    `expires_in` are for the worker that deferred the message, and not carried.
+    holder's lease, None if unknown; no message carries these two. limit: that of the lock asked
+    for. is_taken: False if no quorum voted. why: for people. waits_for_release: the message has no
+    budget and no callable to ask, so it may wait for longer than its countdown.
+    A redelivery that waits for its first delivery has `at` and `countdown` alone.
     """
 
     count: int = 0
@@ -166,16 +165,18 @@ NO_HEADER = LockHeader()
 def _deaths(request: Any) -> int:
     """Return how often a message was dead-lettered since it was sent or republished.
 
-    Source: RabbitMQ, "Dead Letter Exchanges": `x-death` has an entry for each queue. It is younger
-    than the last republication, which leaves it out. RabbitMQ's delay adds entries of its own.
+    Source: RabbitMQ, "Dead Letter Exchanges": `x-death` has an entry for each queue, also of its
+    delay. A republication leaves it out.
     """
     deaths = request.__dict__.get(DEATHS)
     if not isinstance(deaths, (list, tuple)):
         return 0
-    own = [death for death in deaths if isinstance(death, Mapping)
-           and not str(death.get("queue")).startswith(DELAY_QUEUES)]  # fmt: skip
-    counts = [death.get("count") for death in own]
-    return sum(count if _fits(count, _COUNT) and count else 1 for count in counts)
+    total = 0
+    for death in deaths:
+        if isinstance(death, Mapping) and not str(death.get("queue")).startswith(DELAY_QUEUES):
+            count = death.get("count")
+            total += count if _fits(count, _COUNT) and count else 1
+    return total
 
 
 _COUNT, _LIMIT = range(10**9), range(1, MOST_PERMITS + 1)
@@ -220,12 +221,10 @@ def is_moment(value: object) -> bool:
 
 
 ARGUMENTS = "_redlock_arguments"  # the name on the request of the arguments as they came
-NESTED = "redlock_nested"  # the property of a delivery that has a header called "headers"
-RECEIVED = "redlock_received"  # the property of a delivery, never of a message, that says when
-# the property of a delivery, never of a message: when a release was announced that dispatched it
-NAMED_AT = "redlock_named_at"
-# the property of a delivery, never of a message: its worker has a waiting room for it
-HAS_ROOM = "redlock_has_room"
+# properties of a delivery, never of a message: it has a header called "headers"; when it came; when
+# a release was announced that dispatched it; and whether its worker has a waiting room for it
+NESTED, RECEIVED = "redlock_nested", "redlock_received"
+NAMED_AT, HAS_ROOM = "redlock_named_at", "redlock_has_room"
 
 clock = SystemClock()  # of `Delivery.received_at`
 _ON_REQUEST = "_redlock_"  # what our names on a request begin with
@@ -291,8 +290,7 @@ class Delivery:
     def is_for_another_queue(self) -> bool:
         """Whether RabbitMQ brought a copy of a deferral to a queue that it was not meant for.
 
-        RabbitMQ goes by the topic, for each queue that is bound to it; each queue that has a run of
-        this message republishes its own copy.
+        It goes by the topic, to each queue that is bound to it; each of them has its own copy.
         """
         origin = self.header.origin
         if origin is None or origin.queue is None:
@@ -303,11 +301,8 @@ class Delivery:
 
     @property
     def cancelled(self) -> str | None:
-        """Why a message that may have run elsewhere is not to run: "expired" or "revoked".
-
-        None: it is to run; or it acknowledges early, so the main process has ended it already.
-        """
-        if not self.acks_late:
+        """Why a message that may have run elsewhere is not to run: "expired" or "revoked"."""
+        if not self.acks_late:  # the main process has ended it already
             return None
         if self.header.is_revoked:
             return "revoked"
@@ -315,10 +310,7 @@ class Delivery:
 
     @property
     def expires_in(self) -> float:
-        """Seconds until the message's `expires`, below 0 after it; inf if it has none.
-
-        Source: celery.worker.request.Request.
-        """
+        """Seconds until the message's `expires`, below 0 after it; inf if it has none."""
         expires = self.request.expires
         if not expires:
             return math.inf
@@ -327,11 +319,7 @@ class Delivery:
 
     @property
     def can_republish(self) -> bool:
-        """Whether the message can be republished.
-
-        An eager run has none: it has waited up to `wait`, and gives up. And if a copy could only go
-        to every queue of its exchange again, one message would become many.
-        """
+        """Whether there is a message, and it would not go to every queue of its exchange again."""
         request = self.request
         if request.is_eager:
             return False
@@ -341,19 +329,13 @@ class Delivery:
 
     @property
     def named_at(self) -> float | None:
-        """Seconds since 1970 at which a release was announced that let this message be dispatched.
-
-        None if it was dispatched without a release.
-        """
+        """When a release was announced that dispatched this message, in seconds since 1970."""
         at = self._properties.get(NAMED_AT)
         return at if isinstance(at, float) else None
 
     @property
     def has_room(self) -> bool:
-        """Whether the message may wait in its worker's memory if its run is refused the lock.
-
-        Not if it is to leave: it was evicted, as more messages wait than the worker has space for.
-        """
+        """Whether it may wait in its worker's memory if refused; an evicted message may not."""
         return self._properties.get(HAS_ROOM) is True
 
     def log_extra(self, event: str, **more: Any) -> dict[str, Any]:
@@ -389,9 +371,6 @@ def own_headers(request: Any) -> dict[str, Any]:
 
 
 def received_at(eta: datetime | None) -> float:
-    """Return when a run could begin of a message that is received now, in monotonic seconds.
-
-    eta: when its countdown is over. All processes of a worker share the clock.
-    """
+    """Return when a run of a message that comes now can begin, in monotonic seconds."""
     left = 0.0 if eta is None else max(0.0, (eta - utc_now()).total_seconds())
     return clock.now() + left

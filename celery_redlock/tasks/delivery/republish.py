@@ -64,17 +64,20 @@ class Requeue(Reject, Ignore):
     """
 
 
+class QueueGoneError(OperationalError):
+    """RabbitMQ has no queue of this name any more, and this process cannot declare it."""
+
+
 class NotRepublishedError(Exception):
     """The broker does not take a message, and has no copy of it: only this process has it.
 
-    header: what the message would have carried. reason: for people. is_gone: the message's queue is
-    gone, and this process cannot declare it.
+    header: what the message would have carried. reason: for people. is_gone: its queue is gone.
     """
 
     def __init__(self, header: LockHeader, cause: Exception) -> None:
-        self.reason = _reason(cause)
+        self.header, self.reason = header, _reason(cause)
+        self.is_gone = isinstance(cause, QueueGoneError)
         super().__init__(self.reason)
-        self.header, self.is_gone = header, isinstance(cause, QueueGoneError)
 
 
 def republish(
@@ -111,9 +114,8 @@ def _reason(error: Exception) -> str:
 
 
 def _republish_early(delivery: Delivery, header: LockHeader, send: Callable[..., object]) -> None:
-    """Publish once, or twice.
+    """Publish once; again on a fresh connection after an error that is not `OperationalError`.
 
-    An error that is not `OperationalError` is retried once on a fresh connection, then raised:
     kombu's transports raise anything if a connection breaks in the middle of a publish.
     """
     is_sent, anew = False, False
@@ -144,8 +146,7 @@ def publish(
 ) -> None:
     """Publish past a user's `apply_async`, the task's routes and `task_always_eager`.
 
-    Those are for sends. Receivers of `before_task_publish` are called, as for a retry.
-    at_head: as of `republish`. anew: over a fresh connection.
+    Those are for sends. at_head: as of `republish`. anew: over a fresh connection.
     Source: celery.app.base: Celery.send_task makes and sends a message by the same two calls.
     """
     task, request, route = delivery.task, delivery.request, delivery.route
@@ -185,10 +186,7 @@ def publish(
 def _send_by_delay(
     app: Any, route: Route, producer: Any, send: Callable[..., object], countdown: float
 ) -> bool:
-    """Let RabbitMQ keep a message for its countdown; return whether RabbitMQ does so.
-
-    Otherwise the message goes to its queue, and waits in a worker, as its `eta` says.
-    """
+    """Let RabbitMQ keep a message for its countdown; return whether RabbitMQ does so."""
     if not is_kept_by_broker(app, route):
         return False
     declared = producer.connection.declared_entities  # kombu empties it at each connect
@@ -203,10 +201,10 @@ def _send_by_delay(
 
 
 def _send_to_queue(app: Any, route: Route, producer: Any, send: Callable[..., object]) -> None:
-    """Send a message to its queue, which is declared again if it is gone.
+    """Send a message to its queue, or raise QueueGoneError.
 
-    Raises QueueGoneError. A queue of the app goes as it does if its last consumer goes, it expires,
-    or an operator deletes it; kombu declares it only once over a connection.
+    A queue may go with its last consumer, expire, or be deleted by an operator; then it is declared
+    again, for kombu does that only once over a connection.
     """
     options = send_options(app, route)
     if route.home is None or driver_of(app) != "amqp":
@@ -219,7 +217,7 @@ def _send_to_queue(app: Any, route: Route, producer: Any, send: Callable[..., ob
         if not returned:
             return
         if is_last or queue is None or queue.exclusive:
-            raise QueueGoneError(route.home)
+            raise QueueGoneError(f"queue {route.home!r} is gone, and this worker cannot declare it")
         on_own_channel(app, producer, lambda channel: queue(channel).declare())
 
 
@@ -255,17 +253,6 @@ def _fields_of_message(delivery: Delivery) -> dict[str, Any]:
     }
 
 
-class QueueGoneError(OperationalError):
-    """RabbitMQ has no queue of this name any more."""
-
-    def __init__(self, queue: str) -> None:
-        super().__init__(queue)
-        self.queue = queue
-
-    def __str__(self) -> str:
-        return f"queue {self.queue!r} is gone, and this worker cannot declare it"
-
-
 @contextlib.contextmanager
 def without_soft_limit() -> Iterator[None]:
     """Let a soft time limit pass unheard: of a publish that it cuts nobody knows whether it left.
@@ -287,31 +274,28 @@ def without_soft_limit() -> Iterator[None]:
 def confirming_producer(app: Any, *, anew: bool = False) -> Iterator[Any]:
     """Give a producer whose publish returns once the broker has the message.
 
-    RabbitMQ says so only where it is asked to, and else a message that never left this machine's
+    RabbitMQ says so only where it is asked to: else a message that never left this machine's
     buffers counts as published. Source: kombu.transport.pyamqp, `confirm_publish`.
     anew: over a connection of its own, where nobody knows what is left of those that are kept.
     """
     confirms = driver_of(app) == "amqp"
-    if not confirms and not anew:
+    options = {"transport_options": {"confirm_publish": True}} if confirms else {}
+    if anew:
+        with app.connection_for_write(**options) as connection:
+            yield Producer(connection)
+    elif confirms:
+        with producers[app.connection_for_write(**options)].acquire(block=True) as producer:
+            yield producer
+    else:
         with app.producer_or_acquire() as producer:
             yield producer
-        return
-    options = {"transport_options": {"confirm_publish": True}} if confirms else {}
-    connection = app.connection_for_write(**options)
-    if anew:
-        with connection:
-            yield Producer(connection)
-        return
-    with producers[connection].acquire(block=True) as producer:
-        yield producer
 
 
 @contextlib.contextmanager
 def noting_returns(producer: Any) -> Iterator[list[Exception]]:
-    """Give a list of the messages that RabbitMQ returns because no queue takes them.
+    """Give a list of the `mandatory` messages that RabbitMQ returns as no queue takes them.
 
-    It returns those that are published with `mandatory`, and confirms them all the same.
-    Source: kombu.messaging: a channel that is made meanwhile calls `on_return`, too.
+    It confirms them all the same. Source: kombu.messaging: a new channel calls `on_return`, too.
     """
     returned: list[Exception] = []
 

@@ -13,6 +13,7 @@ topic. Those that it was not put back to let it go.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ _DELAYED = re.compile(r"^(?:(?:[01]\.){28})+")
 class Route:
     """Where a message was published to, before RabbitMQ may have kept it back.
 
-    exchange: its name, "" for the default one; None where RabbitMQ kept the message back and nobody
-    noted it. queue: the one that it came through, None where nobody knows.
+    exchange: its name, "" for the default one; None if RabbitMQ kept the message back and nobody
+    noted it. queue: the one that it came through, None if unknown.
     """
 
     exchange: str | None = None
@@ -52,19 +53,19 @@ class Route:
         noted: the exchange of a message that RabbitMQ kept back.
         """
         where = where or {}
-        exchange, key = where.get("exchange") or "", where.get("routing_key") or ""
+        exchange, key = where.get("exchange") or "", str(where.get("routing_key") or "")
         exchange = str(getattr(exchange, "name", exchange))
         if exchange == CAME_BACK:
             return cls(noted, _DELAYED.sub("", key), queue)
-        return cls(exchange, str(key), queue)
+        return cls(exchange, key, queue)
 
     @property
     def home(self) -> str | None:
-        """The one queue that a message came through; None where nobody knows."""
+        """The one queue that a message came through; None if unknown."""
         return self.routing_key if self.queue is None and self.exchange == "" else self.queue
 
     def reaches(self, queue: Queue) -> bool:
-        """Tell whether a message to here comes into a queue, by its declared bindings."""
+        """Return whether a message to here comes into a queue, by its declared bindings."""
         if self.exchange == "":
             return bool(queue.name == self.routing_key)
         return any(self._fits(*binding) for binding in bindings_of(queue))
@@ -77,10 +78,8 @@ class Route:
         return (exchange.type == "fanout" and self.exchange is not None) or self.has_topic(binding)
 
     def has_topic(self, binding: str) -> bool:
-        """Tell whether its routing key fits a binding of a topic exchange.
-
-        Word by word: a pattern with several "#" would try each way to part the words among them.
-        """
+        """Return whether its routing key fits a binding of a topic exchange."""
+        # word by word: a pattern with several "#" would try each way to part the words among them
         words, parts = (key.split(".") if key else [] for key in (self.routing_key, binding))
         begun = {0}  # how many words the binding may have taken so far
         for part in parts:
@@ -99,27 +98,23 @@ def bindings_of(queue: Queue) -> Iterator[tuple[Exchange, str]]:
         yield binding.exchange, str(binding.routing_key or "")
 
 
-def queue_of(
-    app: Any, address: Route, known: dict[tuple[str | None, str], str] | None = None
-) -> str:
+def queue_of(app: Any, route: Route, known: dict[tuple[str | None, str], str]) -> str:
     """Return the queue that a message came through, or the first one that a send to here reaches.
 
-    Of declared queues one that is bound by this very key goes before those whose topic fits; where
-    there is none it is the routing key. known: queues found before, by exchange and routing key;
-    for those that come with each run.
+    A declared queue that is bound by this very key goes before those whose topic fits; if there is
+    none, it is the routing key. known: queues found before, by exchange and routing key.
     """
-    if address.queue is not None:
-        return address.queue
-    exchange, key = address.exchange, address.routing_key
-    if known and (found := known.get((exchange, key))) is not None:
+    if route.queue is not None:
+        return route.queue
+    key = route.routing_key
+    found = known.get((route.exchange, key))
+    if found is not None:
         return found
-    reached = [queue for queue in app.amqp.queues.values() if address.reaches(queue)]
+    reached = [queue for queue in app.amqp.queues.values() if route.reaches(queue)]
     if not reached:
         return key
     exact = (queue for queue in reached if key in [bound for _, bound in bindings_of(queue)])
-    name = str(next(exact, reached[0]).name)
-    if known is not None:
-        known[exchange, key] = name
+    name = known[route.exchange, key] = str(next(exact, reached[0]).name)
     return name
 
 
@@ -131,17 +126,15 @@ def queue_of_send(
     call_options: Celery's options of the send; None: the task's own routing.
     """
     options = {**task._get_exec_options(), **(call_options or {})}
-    if options.get("routing_key") and not options.get("queue"):
-        return queue_of(task.app, Route.of(options))
-    options = task.app.amqp.router.route(options, task.name, args, kwargs, task)
-    queue = options.get("queue")
-    if queue is None:
-        return queue_of(task.app, Route.of(options))
-    return str(getattr(queue, "name", queue))
+    if not options.get("routing_key") or options.get("queue"):
+        options = task.app.amqp.router.route(options, task.name, args, kwargs, task)
+        if options.get("queue") is not None:
+            return str(getattr(options["queue"], "name", options["queue"]))
+    return queue_of(task.app, Route.of(options), {})
 
 
 def has_quorum_queues(app: Any) -> bool:
-    """Tell whether Celery lets the broker, a RabbitMQ, keep delayed messages."""
+    """Return whether Celery lets the broker, a RabbitMQ, keep delayed messages."""
     driver = driver_of(app)
     return driver == "amqp" and bool(detect_quorum_queues(app, driver)[0])
 
@@ -151,32 +144,32 @@ def driver_of(app: Any) -> str:
     return str(app.producer_pool.connections.connection.transport.driver_type)
 
 
-def is_kept_by_broker(app: Any, address: Route) -> bool:
-    """Tell whether RabbitMQ can keep a delayed message to here, and bring it back."""
-    return bool(_bindings_of_delay(app, address))
+def is_kept_by_broker(app: Any, route: Route) -> bool:
+    """Return whether RabbitMQ can keep a delayed message to here, and bring it back."""
+    return bool(_bindings_of_delay(app, route))
 
 
-def _bindings_of_delay(app: Any, address: Route) -> list[tuple[Queue, Exchange, str]]:
+def _bindings_of_delay(app: Any, route: Route) -> list[tuple[Queue, Exchange, str]]:
     """Return the bindings by which RabbitMQ brings a delayed message back to here.
 
     Source: kombu.transport.native_delayed_delivery, celery.worker.consumer.delayed_delivery: a
     queue is bound by its own exchange, else by its other bindings; direct exchanges and broadcasts
     are left out. What fits no queue would be dropped in silence.
     """
-    if not address.routing_key or not has_quorum_queues(app):
+    if not route.routing_key or not has_quorum_queues(app):
         return []
     return [
         (queue, exchange, key)
         for queue in app.amqp.queues.values()
-        if not isinstance(queue, Broadcast) and address.queue in (None, queue.name)
+        if not isinstance(queue, Broadcast) and route.queue in (None, queue.name)
         for exchange, key in list(bindings_of(queue))[: 1 if queue.exchange else None]
         if exchange.type != "direct"
-        and address.exchange in (None, exchange.name)
-        and address.has_topic(key)
+        and route.exchange in (None, exchange.name)
+        and route.has_topic(key)
     ]
 
 
-def bind_to_delay(app: Any, address: Route, channel: Any) -> None:
+def bind_to_delay(app: Any, route: Route, channel: Any) -> None:
     """Bind the queues that a delayed message to here is brought back to.
 
     A worker does so at its start, but not for a queue that is added later, and not if its user may
@@ -184,53 +177,50 @@ def bind_to_delay(app: Any, address: Route, channel: Any) -> None:
     Raises a channel error if a queue or the delay is not there, or may not be bound.
     Source: kombu.transport.native_delayed_delivery, which leaves its channel open.
     """
-    for queue, exchange, key in _bindings_of_delay(app, address):
+    for queue, exchange, key in _bindings_of_delay(app, route):
         topic = key if key.startswith("#") else f"#.{key}"
         exchange(channel).bind_to(CAME_BACK, routing_key=topic)
         queue(channel).bind_to(exchange.name, routing_key=topic)
 
 
-def has_way_back(app: Any, address: Route) -> bool:
-    """Tell whether a message can be put back without a copy of it for other queues.
+def has_way_back(app: Any, route: Route) -> bool:
+    """Return whether a message can be put back without a copy of it for other queues.
 
-    kombu's virtual transports carry a fan-out past all queues: there it is in none that another
-    message could be put into. Where nobody knows the queue, it goes back to its exchange.
+    kombu's virtual transports carry a fan-out past all queues. A message whose queue is unknown
+    goes back to its exchange.
     """
     is_fanned_out = any(
-        exchange.type == "fanout" and exchange.name == address.exchange
+        exchange.type == "fanout" and exchange.name == route.exchange
         for queue in app.amqp.queues.values()
         for exchange, _ in bindings_of(queue)
     )
-    return not is_fanned_out or (address.queue is not None and driver_of(app) == "amqp")
+    return not is_fanned_out or (route.queue is not None and driver_of(app) == "amqp")
 
 
-def supported_countdown(countdown: float, *, is_kept: bool) -> float:
-    """Return a countdown, s, as the broker can keep it.
-
-    is_kept: RabbitMQ keeps the message itself, in whole seconds from 1 upwards.
-    """
-    return float(max(1, -int(-countdown // 1))) if is_kept else countdown
+def whole_seconds(countdown: float) -> float:
+    """Return a countdown, s, as RabbitMQ can keep it: whole seconds from 1 upwards."""
+    return float(max(1, math.ceil(countdown)))
 
 
-def delay_options(address: Route, countdown: float) -> dict[str, Any]:
+def delay_options(route: Route, countdown: float) -> dict[str, Any]:
     """Return the options of a publish that has RabbitMQ keep a message and bring it back.
 
-    countdown: s, as of `supported_countdown`. Source: celery.app.base: Celery.send_task.
+    countdown: s, as of `whole_seconds`. Source: celery.app.base: Celery.send_task.
     """
-    kept = calculate_routing_key(int(countdown), address.routing_key)
+    kept = calculate_routing_key(int(countdown), route.routing_key)
     first = Exchange(level_name(MAX_LEVEL), type="topic")
     return {"exchange": first, "routing_key": kept, "exchange_type": "topic", "declare": []}
 
 
-def send_options(app: Any, address: Route) -> dict[str, Any]:
+def send_options(app: Any, route: Route) -> dict[str, Any]:
     """Return the options of a publish that bring a message back to where it came from, at once.
 
     A queue that goes with its consumer is not declared anew, nor one that the app does not know: it
     is there in most cases, for the message came through it. Source: celery.app.amqp.
     """
-    key, home = address.routing_key, address.home
+    key, home = route.routing_key, route.home
     if home is None:
-        exchange = CAME_BACK if address.exchange is None else address.exchange
+        exchange = CAME_BACK if route.exchange is None else route.exchange
         # said to be a topic: by a direct exchange Celery would take an empty key for none
         return {"exchange": exchange, "routing_key": key, "exchange_type": "topic", "declare": []}
     declared = app.amqp.queues.get(home)

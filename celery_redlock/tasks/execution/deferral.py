@@ -20,6 +20,7 @@ from celery_redlock.errors import (
 )
 from celery_redlock.tasks.delivery.delivery import Deferral
 from celery_redlock.tasks.settings.options import Backoff, TaskLockOptions
+from celery_redlock.tasks.settings.task_config import TaskCall
 
 STRATEGIES = ("defer", "skip", "fail")
 OF_REDELIVERIES = Backoff(first=1.0, cap=30.0)  # between the tries of a redelivered message
@@ -51,15 +52,15 @@ class Refusal:
     """A run's failed acquire.
 
     at: seconds since 1970, by the clocks of the lock nodes. resources: all that it asked for.
+    before: the last deferral of its message.
     """
 
     error: NotAcquired
     at: float
     options: TaskLockOptions
     resources: tuple[str, ...]
-    task: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    call: TaskCall
+    before: Deferral
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,18 @@ class Skip:
 Decision = Deferral | Skip | Literal["fail", "run"]
 
 
-def decide(refusal: Refusal, before: Deferral, countdown_cap: float, uniform: Uniform) -> Decision:
+def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision:
     """Return what becomes of the message; calls a callable `on_conflict`.
 
-    before: its last deferral. countdown_cap: seconds, the longest countdown, whatever the backoff
-    gives. Raises SettingsError for what a callable raises, or if it returns no strategy.
+    countdown_cap: seconds, the longest countdown, whatever the backoff gives. Raises SettingsError
+    for what a callable raises, or if it returns no strategy.
     """
-    error, options = refusal.error, refusal.options
+    error, options, before = refusal.error, refusal.options, refusal.before
     taken = error if isinstance(error, LockTaken) else None
     waited, max_wait = before.waited(refusal.at), options.max_wait
-    strategy = options.on_unreachable if taken is None else _strategy(refusal, taken, before)
+    strategy = options.on_unreachable if taken is None else options.on_conflict
+    if taken is not None and callable(strategy):
+        strategy = _asked(refusal, taken, waited)
     if strategy == "skip":
         return Skip(f"{error.resource!r} is {describe_refusal(error)}")
     if strategy == "run":
@@ -96,6 +99,7 @@ def decide(refusal: Refusal, before: Deferral, countdown_cap: float, uniform: Un
     countdown = countdown_of(options.backoff, before.count, error, countdown_cap, uniform)
     if max_wait is not None:
         countdown = min(countdown, max_wait - waited)
+    waits = taken is not None and options.on_conflict == "defer" and max_wait is None
     return Deferral(
         count=before.count + 1,
         since=before.since or refusal.at,
@@ -108,38 +112,36 @@ def decide(refusal: Refusal, before: Deferral, countdown_cap: float, uniform: Un
         limit=options.limit,
         is_taken=taken is not None,
         why=describe_refusal(error),
-        waits_for_release=(
-            taken is not None and options.on_conflict == "defer" and max_wait is None
-        ),
+        waits_for_release=waits,
     )
 
 
-def _strategy(refusal: Refusal, taken: LockTaken, before: Deferral) -> str:
-    on_conflict = refusal.options.on_conflict
-    if not callable(on_conflict):
-        return str(on_conflict)
-    level, allowed = f"resource {taken.resource!r}", ", ".join(map(repr, STRATEGIES))
-    found, waited = (taken.resource, taken.holder, before.count), before.waited(refusal.at)
+def _asked(refusal: Refusal, taken: LockTaken, waited: float) -> str:
+    """Return what a callable `on_conflict` decides."""
+    on_conflict, call = refusal.options.on_conflict, refusal.call
+    contention = Contention(
+        taken.resource, taken.holder, refusal.before.count, waited,
+        call.task, tuple(call.args), dict(call.kwargs),
+    )  # fmt: skip
+    cause: Exception | None = None
     try:
-        strategy = on_conflict(
-            Contention(*found, waited, refusal.task, refusal.args, refusal.kwargs)
-        )
-    except Exception as error:
-        hint = f"the callable raised {type(error).__name__}: {error}"
-        raise SettingsError(level, "on_conflict", repr(on_conflict), hint) from error
-    if strategy not in STRATEGIES:
+        strategy = on_conflict(contention)
+        if strategy in STRATEGIES:
+            return str(strategy)
+        allowed = ", ".join(map(repr, STRATEGIES))
         hint = f"the callable returned {strategy!r}, and must return one of {allowed}"
-        raise SettingsError(level, "on_conflict", repr(on_conflict), hint)
-    return str(strategy)
+    except Exception as error:
+        cause, hint = error, f"the callable raised {type(error).__name__}: {error}"
+    level = f"resource {taken.resource!r}"
+    raise SettingsError(level, "on_conflict", repr(on_conflict), hint) from cause
 
 
 def countdown_of(
     backoff: Backoff, tries: int, refusal: Exception, cap: float, uniform: Uniform
 ) -> float:
-    """Return the seconds until the next try of a message.
+    """Return the seconds until the next try of a message, `cap` at most.
 
-    They end with the lease that refused: a dead holder announces nothing. refusal: why the message
-    does not run now. cap: the longest countdown, whatever the backoff gives.
+    They end with the lease that refused: a dead holder announces nothing.
     """
     countdown = min(backoff.delay(tries, uniform), cap)
     if not isinstance(refusal, LockTaken) or refusal.expires_in is None:
@@ -147,14 +149,15 @@ def countdown_of(
     return min(countdown, refusal.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))
 
 
-def with_history(refusal: Refusal, before: Deferral) -> NotAcquired:
+def with_history(refusal: Refusal) -> NotAcquired:
     """Return the error with how long the message has waited, and how often it was deferred."""
-    error, waited = refusal.error, before.waited(refusal.at)
+    error, deferrals = refusal.error, refusal.before.count
+    waited = refusal.before.waited(refusal.at)
     if isinstance(error, QuorumUnreachable):
-        return QuorumUnreachable(error.resource, error.causes, error.quorum, waited, before.count)
+        return QuorumUnreachable(error.resource, error.causes, error.quorum, waited, deferrals)
     if isinstance(error, LockTaken):
         found = error.resource, error.holder, error.expires_in
-        return LockTaken(*found, waited, before.count, error.ttl, error.limit)
+        return LockTaken(*found, waited, deferrals, error.ttl, error.limit)
     return error
 
 

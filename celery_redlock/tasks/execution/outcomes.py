@@ -27,12 +27,19 @@ from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.server.requests import MARKER
 from celery_redlock.lock.transport.command import read_number
-from celery_redlock.tasks.delivery.delivery import CLOCKS_DIFFER, Deferral, Delivery, clock, utc_now
+from celery_redlock.tasks.delivery.delivery import (
+    CLOCKS_DIFFER,
+    Deferral,
+    Delivery,
+    LockHeader,
+    clock,
+    utc_now,
+)
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
 from celery_redlock.tasks.delivery.route import (
     has_quorum_queues,
     is_kept_by_broker,
-    supported_countdown,
+    whole_seconds,
 )
 from celery_redlock.tasks.execution.deferral import (
     OF_REDELIVERIES,
@@ -51,41 +58,32 @@ logger = logging.getLogger(__name__)
 # the name on the request of a run that goes on in another delivery, so that its claim stays
 CONTINUES = "_redlock_continues"
 
+ANOTHER = "another delivery of its message"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to republish a message in its slot
+LATER_MARKED = 1.0  # s: for which a run may go on after its result is stored
 
 
-class WaitInSlot:
-    """The wait of a message that the broker did not take back, until the next try to republish it.
+def pause_in_slot(delivery: Delivery, unsent: NotRepublishedError, before: float) -> float:
+    """Return for how many seconds a message waits that the broker did not take back.
 
-    error: of the last try. before: the wait before that try, None for the first.
+    It tries to be republished again then. before: its last pause, 0.0 for the first. Raises
+    RedlockError if its queue stays away: only that of a worker comes back.
     """
-
-    def __init__(self, error: NotRepublishedError, before: WaitInSlot | None) -> None:
-        self.error, self._pause = error, FIRST_PAUSE
-        if before is not None:
-            self._pause = min(LONGEST_PAUSE, 2 * before._pause)
-
-    def begin(self, delivery: Delivery) -> float:
-        """Return for how many seconds the message waits for its lock.
-
-        Raises RedlockError if its queue stays away: only that of a worker comes back.
-        """
-        reason = self.error.reason
-        if self.error.is_gone and self._pause == LONGEST_PAUSE:
-            raise RedlockError(f"cannot be deferred: {reason}") from self.error
-        text = "cannot republish %s: %s; it waits in its slot, and tries again soon"
-        logger.warning(text, delivery, reason, extra=delivery.log_extra("republish_failed"))
-        return self._pause
+    pause = min(LONGEST_PAUSE, 2 * before or FIRST_PAUSE)
+    if unsent.is_gone and pause == LONGEST_PAUSE:
+        raise RedlockError(f"cannot be deferred: {unsent.reason}") from unsent
+    text = "cannot republish %s: %s; it waits in its slot, and tries again soon"
+    logger.warning(text, delivery, unsent.reason, extra=delivery.log_extra("republish_failed"))
+    return pause
 
 
 def end_refused(delivery: Delivery, refusal: Refusal, cancelled: str | None) -> None:
     """Do what the options say of a run without its lock; return only if it is to run without one.
 
-    cancelled: as of `Delivery.cancelled`. Such a message ends, unless it may run already. One that
-    has expired by now, in its slot, is not republished either: another delivery may have been
-    revoked for that, and DEFERRED would be stored over its final state.
-    Raises Ignore, Requeue, or the error that ends the run as FAILURE.
+    cancelled: as of `Delivery.cancelled`. Such a message ends, unless it may run already.
     """
+    # one that has expired by now, in its slot, is not republished: another delivery may have been
+    # revoked for that, and DEFERRED would be stored over its final state
     cancelled = cancelled or ("expired" if delivery.expires_in < 0 else None)
     error = refusal.error
     is_taken = isinstance(error, LockTaken)
@@ -96,8 +94,7 @@ def end_refused(delivery: Delivery, refusal: Refusal, cancelled: str | None) -> 
         wait_for_first_delivery(delivery, error)
     if cancelled is not None:
         end_cancelled(delivery, cancelled)
-    before, cap = delivery.header.deferral, settings_of(delivery.task.app).countdown_cap
-    decision = decide(refusal, before, cap, random.uniform)
+    decision = decide(refusal, settings_of(delivery.task.app).countdown_cap, random.uniform)
     _end_if_completed_meanwhile(delivery, refusal)
     if decision == "run":
         extra = delivery.log_extra("run_unlocked", resource=error.resource)
@@ -107,16 +104,11 @@ def end_refused(delivery: Delivery, refusal: Refusal, cancelled: str | None) -> 
     elif isinstance(decision, Deferral) and delivery.can_republish:
         defer(delivery, refusal, decision)
     else:
-        raise with_history(refusal, before)
+        raise with_history(refusal)
 
 
 def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
-    """Discard a message that another delivery of it has completed since the refusal.
-
-    What this one would store, such as DEFERRED, would stay over the final state. If a final state
-    is stored and the run is not marked as completed yet, its hooks still run, or its process died:
-    then this one looks again later.
-    """
+    """Discard a message that another delivery has completed: DEFERRED would stay over its state."""
     options = refusal.options
     took_its_time = callable(options.on_conflict) and delivery.may_have_run_elsewhere
     if took_its_time and is_completed_since(delivery, ran_since(delivery)):
@@ -124,6 +116,7 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
     if not delivery.is_redelivered or not delivery.can_republish:
         return
     stores_a_state = isinstance(refusal.error, LockTaken) or options.on_unreachable != "run"
+    # not marked as completed yet: its hooks still run, or its process died
     if stores_a_state and delivery.reporter.has_final_state():
         wait_for_first_delivery(delivery, refusal.error)
 
@@ -131,41 +124,36 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
 class Deferred(Ignore):
     """Ends a run without its lock, once its message is published again or is to stay.
 
-    It reaches the worker's main process: see `tasks/worker_request.py`. stays: the message is not
-    published again; it stays unacknowledged, and waits in the main process.
+    It reaches the worker's main process: see `tasks/worker_request.py`. header: what the message is
+    to carry. stays: the message is not published again; it stays unacknowledged, and waits in the
+    main process.
     """
 
-    def __init__(self, deferral: Deferral, stays: bool = False) -> None:
-        super().__init__(deferral, stays)  # pickle makes a copy of that
-        self.deferral, self.stays = deferral, stays
+    def __init__(self, header: LockHeader, stays: bool = False) -> None:
+        super().__init__(header, stays)  # pickle makes a copy of that
+        self.header, self.stays = header, stays
 
     def __str__(self) -> str:
-        return f"deferred: {self.deferral.why}"
+        return f"deferred: {self.header.deferral.why}"
 
 
 def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
     """Let the message wait: DEFERRED stored, sent, published, Deferred raised, in this order.
 
-    A message that stays in its worker is not published: at the tail of the broker's queue no
-    release would reach it. One that was acknowledged before its run goes to the queue's head, if
-    the broker has one to publish to.
-
-    It stays unless it has been here for long: a broker delivers a message anew that stays
-    unacknowledged. And it goes with quorum queues: Celery cannot raise the prefetch, so a message
-    that stays would keep out others.
+    A message that acknowledges late stays in its worker: at the tail of the broker's queue no
+    release would reach it. Not if it has been here for long, for the broker would deliver it anew;
+    nor with quorum queues: Celery cannot raise the prefetch, so it would keep out others.
     """
-    request, app, came = delivery.request, delivery.task.app, delivery.received_at
-    stays = False
+    app, came, stays = delivery.task.app, delivery.received_at, False
     if delivery.acks_late and delivery.has_room and came is not None:
         is_new = clock.now() - came < settings_of(app).countdown_cap / 2
         stays = is_new and not has_quorum_queues(app)
-    deferral = report(delivery, refusal, deferral, delivery.reporter, stays=stays)
+    header = report(delivery, refusal, deferral, delivery.reporter, stays=stays)
     if not stays:
-        header = delivery.header.deferred(request, deferral)
-        republish(delivery, header, deferral.countdown, at_head=delivery.has_room)
-    request.__dict__[CONTINUES] = True
-    signals.lock_deferred.send(delivery.task, event=deferral.event())
-    raise Deferred(deferral, stays)
+        republish(delivery, header, header.deferral.countdown, at_head=delivery.has_room)
+    delivery.request.__dict__[CONTINUES] = True
+    signals.lock_deferred.send(delivery.task, event=header.deferral.event())
+    raise Deferred(header, stays)
 
 
 def report(
@@ -175,30 +163,24 @@ def report(
     reporter: StateReporter,
     *,
     stays: bool,
-) -> Deferral:
+) -> LockHeader:
     """Log a deferral, store DEFERRED, and send its event; return what the message is to carry.
 
     stays: in its worker; otherwise its countdown is one that the broker can keep.
     """
-    is_kept = False
-    if not stays:
-        app, route = delivery.task.app, delivery.route
-        is_kept = is_kept_by_broker(app, route)
-        countdown = supported_countdown(deferral.countdown, is_kept=is_kept)
-        deferral = replace(deferral, countdown=countdown)
+    is_kept = not stays and is_kept_by_broker(delivery.task.app, delivery.route)
+    if is_kept:
+        deferral = replace(deferral, countdown=whole_seconds(deferral.countdown))
     info, waits = deferral.info(utc_now()), _describe_wait(delivery, refusal, deferral, is_kept)
     text, verb = "Task %s deferred: lock %r %s %s; it %s", "is" if deferral.is_taken else "has"
     extra = delivery.log_extra("run_deferred", **info)
     logger.info(text, delivery, deferral.resource, verb, deferral.why, waits, extra=extra)
     reporter.deferred(info, deferral.why)
-    return deferral
+    return delivery.header.deferred(delivery.request, deferral)
 
 
 def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral, is_kept: bool) -> str:
-    """Return in few words what ends the wait of a message.
-
-    is_kept: RabbitMQ keeps it back, so that it hears of no release.
-    """
+    """Return in few words what ends a wait. is_kept: in RabbitMQ, where it hears of no release."""
     error, countdown = refusal.error, deferral.countdown
     if not isinstance(error, LockTaken) or is_kept:
         return f"tries again in {countdown:.2f} s"
@@ -207,12 +189,6 @@ def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral, is_
     if error.unrenewed_for is not None:
         return f"waits for a release, or for the end of the lease in {error.expires_in:.0f} s"
     return "waits for a release"
-
-
-def end_superseded(delivery: Delivery, resource: str) -> NoReturn:
-    """Skip a run whose message a later send has replaced; its lock shows that no other runs."""
-    _discard_if_ended(delivery)
-    skip(delivery, resource, "a later send of the same took its place")
 
 
 def skip(delivery: Delivery, resource: str, reason: str) -> NoReturn:
@@ -227,27 +203,27 @@ def skip(delivery: Delivery, resource: str, reason: str) -> NoReturn:
 def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     """Republish a redelivered message, to look again whether its first delivery has ended or died.
 
-    refusal: why it does not run now; a soft time limit, too. Writes no state and sends no event:
-    both would overwrite what the first delivery has stored. For the same reason it ignores the
-    conflict strategy and all budgets. Raises Ignore or Requeue.
+    refusal: why it does not run now; a soft time limit, too. Writes no state, sends no event and
+    ignores strategy and budgets: that would overwrite what the first delivery has stored.
     """
-    task, request = delivery.task, delivery.request
-    tries, cap = delivery.header.waits, settings_of(task.app).countdown_cap
+    app, tries = delivery.task.app, delivery.header.waits
+    cap = settings_of(app).countdown_cap
     countdown = countdown_of(OF_REDELIVERIES, tries, refusal, cap, random.uniform)
-    is_kept = is_kept_by_broker(task.app, delivery.route)
-    countdown = supported_countdown(countdown, is_kept=is_kept)
-    first = "another delivery of its message"
-    reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
-    why = f"waits: whether it runs already, by {first}, is not known yet ({reason})"
-    if isinstance(refusal, LockTaken):
-        runs = is_held_by_own_run(delivery, refusal)
-        why = f"runs already, by {first}" if runs else f"has ended already, by {first}"
+    if is_kept_by_broker(app, delivery.route):
+        countdown = whole_seconds(countdown)
+    if not isinstance(refusal, LockTaken):
+        reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
+        why = f"waits: whether it runs already, by {ANOTHER}, is not known yet ({reason})"
+    elif is_held_by_own_run(delivery, refusal):
+        why = f"runs already, by {ANOTHER}"
+    else:
+        why = f"has ended already, by {ANOTHER}"
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)
     logger.info("%s %s: this one looks again in %.2f s", delivery, why, countdown, extra=extra)
-    now = time_of_nodes(task.app)
-    header = delivery.header.waiting_for_first_delivery(request, now, countdown)
+    now = time_of_nodes(app)
+    header = delivery.header.waiting_for_first_delivery(delivery.request, now, countdown)
     republish(delivery, header, countdown)
-    request.__dict__[CONTINUES] = True
+    delivery.request.__dict__[CONTINUES] = True
     raise Ignore("runs already")
 
 
@@ -259,32 +235,19 @@ def discard_redelivery(delivery: Delivery) -> NoReturn:
     raise Ignore("done already")
 
 
-def _discard_if_ended(delivery: Delivery) -> None:
+def discard_if_ended(delivery: Delivery) -> None:
     """Discard a redelivery whose first delivery died after it had stored its final state."""
     if delivery.is_redelivered and delivery.reporter.has_final_state():
         discard_redelivery(delivery)
 
 
-def discard_copy(delivery: Delivery) -> NoReturn:
-    """Discard a copy of a deferred message that was republished to another queue."""
-    delivery.request.__dict__[CONTINUES] = True
-    logger.debug("%s is for another queue", delivery, extra=delivery.log_extra("copy_astray"))
-    raise Ignore("for another queue")
-
-
 def end_cancelled(delivery: Delivery, reason: str) -> NoReturn:
-    """Store REVOKED for an expired or revoked message; the main process has left that to the run.
-
-    reason: "expired" or "revoked". Source: celery.worker.request: Request._announce_revoked.
-    """
-    _discard_if_ended(delivery)
+    """Store REVOKED for an "expired" or "revoked" message that was left to the run."""
+    discard_if_ended(delivery)
     extra = delivery.log_extra("run_cancelled", reason=reason)
     logger.info("%s is not run: %s", delivery, reason, extra=extra)
     delivery.reporter.revoked(reason)
     raise Ignore(reason)
-
-
-LATER_MARKED = 1.0  # s: for which a run may go on after its result is stored
 
 
 def completion_marker(
@@ -292,11 +255,10 @@ def completion_marker(
 ) -> CompletionMarker | None:
     """Return the marker of a run that may be delivered again; None for one that may not.
 
-    kept_for: seconds. is_unique: the message is one of a deduplicated send.
-    A task that acknowledges early may run twice if its message was republished and the broker's
-    reply was lost: it was published twice. Each copy of a broadcast message is to run, though all
-    of them have one task id.
+    kept_for: seconds. is_unique: the message is one of a deduplicated send. Each copy of a
+    broadcast message is to run, though all of them have one task id.
     """
+    # one that acknowledges early was published twice if the broker's reply to a deferral was lost
     may_have_run = delivery.may_have_run_elsewhere
     may_return = (may_have_run or delivery.acks_late) and delivery.can_republish
     if not (may_return or is_unique):
@@ -323,9 +285,9 @@ def completion_marker(
 
 
 def ran_since(delivery: Delivery) -> float:
-    """Return since when another delivery of this message may have run, in monotonic seconds.
+    """Return since when another delivery may have run, in monotonic seconds; -inf: at any time.
 
-    -inf: at any time. An older marker is that of an earlier message with the same task id.
+    An older marker is that of an earlier message with the same task id.
     """
     if delivery.is_redelivered:
         return -math.inf
@@ -337,9 +299,8 @@ def ran_since(delivery: Delivery) -> float:
 def check_not_superseded(delivery: Delivery) -> None:
     """Raise SupersededError if a later send has replaced the message of a redelivery or a copy.
 
-    Under the lock no first delivery of a redelivery runs. The sender of a copy knows no queue, so
-    it marked the run without one, for which the copy does not ask with its lock. Under the lock is
-    not too early: the later send marks before it asks for the lock.
+    Under the lock: no first delivery of a redelivery runs then, and the later send marks before it
+    asks for the lock. The sender of a copy knows no queue, so it marked the run without one.
     """
     run = delivery.run_id
     if not (run.queue or run.life or delivery.is_redelivered) or run.retries:
@@ -351,9 +312,9 @@ def check_not_superseded(delivery: Delivery) -> None:
 
 
 def read_markers(session: Session, run: str) -> list[float]:
-    """Return how old the completion marker is on each node that answers within one node timeout.
+    """Return how old the completion marker is on each node that answers in time, in seconds.
 
-    Seconds; 0 if the node has none, below 0 if a later send has replaced the run.
+    0 if the node has none, below 0 if a later send has replaced the run.
     """
     request = MARKER.call([completion_key(session.options.prefix, run)])
     ages = session.nodes.query(request, read_number, script=MARKER).values()
@@ -361,10 +322,7 @@ def read_markers(session: Session, run: str) -> list[float]:
 
 
 def is_completed_since(delivery: Delivery, since: float) -> bool:
-    """Return whether a node knows that the run was completed after that, in monotonic seconds.
-
-    False if no node can tell.
-    """
+    """Return whether a node knows that the run was completed after that, in monotonic seconds."""
     session = redlock_of(delivery.task.app).session
     ages = read_markers(session, str(delivery.run_id))
     now = session.clock.now()

@@ -52,20 +52,22 @@ Body = Callable[..., Any]
 class LockedRun:
     """One execution of a task's body; registered on the request until its lock is released.
 
-    lock: what it holds, None before it asks for it. unlocked: it runs without a lock, as
+    lock: what it holds, unset before it asks for it. unlocked: it runs without a lock, as
     on_unreachable="run" says. outcome_stored: set once a hook of the user's is called, and so after
     Celery has stored the outcome.
     """
 
     __slots__ = (
-        "args", "cancelled", "delivery", "done_ttl", "kwargs", "lock", "options", "outcome_stored",
-        "resources", "token", "unlocked",
+        "args", "call", "cancelled", "delivery", "done_ttl", "kwargs", "lock", "options",
+        "outcome_stored", "resources", "token", "unlocked",
     )  # fmt: skip
 
+    call: TaskCall
+    cancelled: str | None
+    done_ttl: float
     lock: Lock
     options: TaskLockOptions
     resources: tuple[str, ...]
-    cancelled: str | None
 
     def __init__(self, delivery: Delivery, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.delivery, self.args, self.kwargs = delivery, args, kwargs
@@ -83,76 +85,72 @@ class LockedRun:
         or what the body raises end the run as FAILURE.
         """
         delivery = self.delivery
-        if delivery.is_for_another_queue:
-            outcomes.discard_copy(delivery)
+        if delivery.is_for_another_queue:  # a copy of a deferred message
+            delivery.request.__dict__[CONTINUES] = True
+            logger.debug(
+                "%s is for another queue", delivery, extra=delivery.log_extra("copy_astray")
+            )
+            raise Ignore("for another queue")
         self._resolve_options()
         self.cancelled = delivery.cancelled
         if self.resources:
+            if "celery_aio_pool.pool" in sys.modules:
+                refuse_aio_pool(delivery.task)
             self._acquire_or_end()
         if self.cancelled is not None:  # no other delivery ran it, as the lock has shown
             outcomes.end_cancelled(delivery, self.cancelled)
         return self._run_body(body) if self.resources else body(*self.args, **self.kwargs)
 
     def _resolve_options(self) -> None:
-        delivery, args, kwargs = self.delivery, self.args, self.kwargs
-        task = delivery.task
-        config = config_of(task)
+        delivery, task = self.delivery, self.delivery.task
+        config, carried = config_of(task), delivery.header.options
         self.done_ttl = config.app.done_ttl
         if delivery.request.is_eager:
-            queue = queue_of_send(task, args, kwargs)
+            queue = queue_of_send(task, self.args, self.kwargs)
         else:
             queue = delivery.queue(config.queues)
-        carried = delivery.header.options
+        heeded = config.heeded(carried) if carried else {}
+        self.options = config.options_for(queue, heeded)
         if carried:
-            heeded = config.heeded(carried)
-            self.options = config.options_for(queue, heeded)
             log_call_options(delivery, heeded, config.overridden(queue, self.options))
-        else:
-            self.options = config.options_for(queue)
-        call = TaskCall(task, args, kwargs, queue)
-        self.resources = in_order(config.resources(self.options, call))
+        self.call = TaskCall(task, self.args, self.kwargs, queue)
+        self.resources = in_order(config.resources(self.options, self.call))
 
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
 
-        A message that this process alone has, as the broker does not take it back, stays in its
-        slot: it waits for its lock there between the tries to republish it. A soft time limit is
-        one on the body, which has not begun. If the worker stops, the message ends as FAILURE, so
-        that whoever waits for the result learns of it.
+        A message that the broker does not take back stays in its slot: it waits for its lock there
+        between the tries to republish it. A soft time limit is one on the body, which has not
+        begun. If the worker stops, the message ends as FAILURE, for whoever waits for the result.
         """
-        if "celery_aio_pool.pool" in sys.modules:
-            refuse_aio_pool(self.delivery.task)
         if self.token is not None:
             task = self.delivery.task
             self.token.mark_superseded(redlock_of(task.app).session, task.name)
-        slot: outcomes.WaitInSlot | None = None
+        unsent: NotRepublishedError | None = None
+        pause, is_over = 0.0, False
         try:
-            is_over = False
             while not is_over:
                 try:
-                    self._try_to_acquire(0.0 if slot is None else slot.begin(self.delivery))
+                    if unsent is not None:
+                        pause = outcomes.pause_in_slot(self.delivery, unsent, pause)
+                    self._try_to_acquire(pause)
                     is_over = True
                 except NotRepublishedError as error:
-                    slot = outcomes.WaitInSlot(error, slot)
+                    unsent, delivery = error, self.delivery
                     # it goes on in its slot as if the message had come back
-                    delivery = self.delivery
                     self.delivery = Delivery(delivery.task, delivery.request, error.header)
                 except SoftTimeLimitExceeded:
-                    if slot is None:
+                    if unsent is None:
                         raise
-        except Exception:
-            raise
-        except BaseException as end:  # the worker stops, or this greenlet is killed
-            if slot is not None:  # nobody else has the message
-                lost = f"republished nowhere: {type(end).__name__}, and {slot.error.reason}"
+        except BaseException as end:
+            # the worker stops, or this greenlet is killed, and nobody else has the message
+            if unsent is not None and not isinstance(end, Exception):
+                lost = f"republished nowhere: {type(end).__name__}, and {unsent.reason}"
                 self.delivery.reporter.message_lost(RedlockError(lost))
             raise
 
     def _try_to_acquire(self, wait_in_slot: float) -> None:
-        """Do what `_acquire_or_end` says, once. Raises NotRepublishedError.
-
-        wait_in_slot: seconds, of a message that the broker did not take back.
-        """
+        """Do so once; wait_in_slot: seconds, of a message that the broker did not take back."""
         delivery = self.delivery
         marker = completion_marker(delivery, self.done_ttl, is_unique=self.token is not None)
         label = label_of_run(str(delivery.run_id), delivery.request.hostname)
@@ -167,9 +165,8 @@ class LockedRun:
         except NotAcquired as refusal:
             registered.pop(RUN, None)
             release_all(self.lock)  # it may have been granted, and a node failed after that
-            task, call = delivery.task, (tuple(self.args), dict(self.kwargs))
-            at = time_of_nodes(task.app)
-            found = Refusal(refusal, at, self.options, self.resources, task, *call)
+            before, at = delivery.header.deferral, time_of_nodes(delivery.task.app)
+            found = Refusal(refusal, at, self.options, self.resources, self.call, before)
             outcomes.end_refused(delivery, found, self.cancelled)
             self.unlocked = True
             registered[RUN] = self
@@ -179,7 +176,8 @@ class LockedRun:
             outcomes.discard_redelivery(delivery)
         except SupersededError as newer:
             self.release()
-            outcomes.end_superseded(delivery, str(newer))
+            outcomes.discard_if_ended(delivery)
+            outcomes.skip(delivery, str(newer), "a later send of the same took its place")
         except SoftTimeLimitExceeded as error:
             self.release()
             if delivery.is_redelivered and delivery.can_republish:
@@ -207,10 +205,7 @@ class LockedRun:
         self.lock.acquire()
 
     def _end_claim_at_start(self) -> None:
-        """End the claim of a send that lasts until the body starts, before the body reads anything.
-
-        A retry has no claim any more: the task has started.
-        """
+        """End the claim of a send that lasts until the body starts; a retry has none any more."""
         if self.token is not None and not self.delivery.request.retries:
             self.token.release_at_start(redlock_of(self.delivery.task.app).session)
 
@@ -235,9 +230,8 @@ class LockedRun:
     def _run_monitored(self, body: Body) -> Any:
         """Run a body that learns of its lock's loss, and does not succeed without its lock.
 
-        What the body raises stands: its own error says more, a retry takes the lock anew, and after
-        Ignore or Reject no SUCCESS is stored. But if the message was delivered again meanwhile, and
-        that delivery has ended, then its outcome stands and this one is discarded.
+        What the body raises stands, for its own error says more; unless the message was delivered
+        again meanwhile, and that delivery has ended: then this one is discarded.
         """
         delivery, aborts = self.delivery, self.options.on_lost == "abort"
         acks_late = delivery.acks_late
@@ -256,24 +250,20 @@ class LockedRun:
             if not self.lock.held:
                 monitored.report_loss()
                 if aborts:
-                    self._ensure_held_to_the_end()
+                    try:
+                        self.lock.ensure()
+                    except LockLost as lost:
+                        raise LockLost(lost.resource, lost.reason, True) from None
         except (Ignore, Reject, Retry):
             raise
         except Exception:
             is_lost = acks_late and loss_of(self.lock) is not None
             is_done = is_lost and outcomes.is_completed_since(delivery, began)
             # if none is stored, this body stored a state of its own over it: a final one follows
-            if is_done and delivery.reporter.has_final_state_if_wanted():
+            if is_done and delivery.reporter.has_final_state(if_none_wanted=True):
                 outcomes.discard_redelivery(delivery)
             raise
         return result
-
-    def _ensure_held_to_the_end(self) -> None:
-        """Raise LockLost, which says that the body had ended, if the lock is not held any more."""
-        try:
-            self.lock.ensure()
-        except LockLost as lost:
-            raise LockLost(lost.resource, lost.reason, True) from None
 
     @uninterruptible
     def release(self, *, completed: bool = False) -> None:
@@ -290,11 +280,7 @@ class LockedRun:
 def log_call_options(
     delivery: Delivery, heeded: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> None:
-    """Log what a sender changes of what the task's author has set.
-
-    heeded: the options of the message without those that no message may carry. changed: what they
-    change of what is excluded.
-    """
+    """Log what a sender changes of what the task's author has set, and what is not heeded of it."""
     ignored = [name for name in delivery.header.options if name not in heeded]
     if ignored:
         extra = delivery.log_extra("call_options_ignored", options=ignored)
@@ -325,8 +311,7 @@ def lock_of(
 ) -> Lock:
     """Return the lock that a run with these options takes.
 
-    resources: as of `in_order`. label: what the nodes show of its holder. wait: seconds, instead of
-    the options'. marker: of a run that may be delivered again.
+    label: what the nodes show of its holder. wait: seconds, instead of the options'.
     """
     lock_options = LockOptions(
         resources=resources,
@@ -361,9 +346,9 @@ def refuse_aio_pool(task: Any) -> None:
 def is_completed(state: str | None, outcome: object) -> bool:
     """Return whether a run that ended like this is completed: its message does not come back.
 
-    state: the tracer's word, None if an exception passed it. outcome: the result or the error.
-    Source: celery.worker.request: Request.on_success, on_failure and on_retry acknowledge, or
-    reject without requeue. A MemoryError ends the worker with the message unacknowledged.
+    state: the tracer's word, None if an exception passed it.
+    Source: celery.worker.request: Request.on_success, on_failure and on_retry. A MemoryError ends
+    the worker with the message unacknowledged.
     """
     if state == celery_states.REJECTED:
         return isinstance(outcome, Reject) and not outcome.requeue
@@ -389,10 +374,9 @@ def is_completed_before_hook(run: LockedRun | None, error: BaseException) -> boo
 def release_after_run(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
     """Release after the result, links and retry are stored or published: late acknowledgement.
 
-    Source: celery.app.trace sends task_postrun in a finally, with the request still in place, on
-    every way out of a run that the child itself can see. An exception that passes there meanwhile
-    is one of the result backend or of a link that could not be sent, and no end; or of a hook of
-    the user's, which comes after the end.
+    Source: celery.app.trace sends task_postrun in a finally, on every way out of a run that the
+    child itself can see. An exception that passes there is one of the result backend or of a link,
+    and no end; or of a hook of the user's, which comes after the end.
     """
     error = sys.exc_info()[1]  # nothing else before the `try`: an exception would leak the lock
     try:

@@ -56,13 +56,12 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
         return
     if refusal is None:
         return
-    cap = settings_of(sender.app).countdown_cap
-    decision = decide(refusal, header.deferral, cap, random.uniform)
+    decision = decide(refusal, settings_of(sender.app).countdown_cap, random.uniform)
     if isinstance(decision, Deferral):
         reporter = StateReporter(delivery.task, delivery.request, request.send_event, room.states)
-        deferral = report(delivery, refusal, decision, reporter, stays=True)
-        signals.lock_deferred.send(delivery.task, event=deferral.event())
-        request.carry(deferral)
+        header = report(delivery, refusal, decision, reporter, stays=True)
+        signals.lock_deferred.send(delivery.task, event=header.deferral.event())
+        request.carry(header)
 
 
 def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refusal | None:
@@ -72,10 +71,10 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
     options = config.options_for(queue, config.heeded(delivery.header.options))
     if options.on_conflict != "defer" or options.wait > 0 or callable(options.key):
         return None
-    args, kwargs = tuple(request.args), dict(request.kwargs)
-    resources = config.resources(options, TaskCall(delivery.task, args, kwargs, queue))
+    call = TaskCall(delivery.task, tuple(request.args), dict(request.kwargs), queue)
+    resources = config.resources(options, call)
     error = room.refusal_of(request, in_order(resources), options.limit)  # as a run asks for them
     if error is None:
         return None
     now = time_of_nodes(delivery.task.app)
-    return Refusal(error, now, options, tuple(resources), delivery.task, args, kwargs)
+    return Refusal(error, now, options, resources, call, delivery.header.deferral)

@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -95,9 +95,7 @@ class Dispatcher:
     def schedule(self, request: Any, countdown: float) -> None:
         """Do what Celery does for a message with a countdown, for one that was in the pool.
 
-        All but the prefetch, which the caller raises after the message is in: at its limit Celery
-        adds nothing.
-
+        All but the prefetch: at its limit Celery adds nothing, so the caller raises it at the end.
         Source: celery.worker.strategy; `task_scheduled` is new in 5.7.
         """
         self._dispatched.discard(request)
@@ -116,16 +114,16 @@ class Dispatcher:
         while True:
             with self.mutex:
                 heads = self.queues.heads(resource)
-            if not self.dispatch_cancelled(heads):
+            if not self._dispatch_cancelled(heads):
                 return [head for head in heads if not self.awaits_rate(head.queue)]
 
-    def dispatch_cancelled(self, waiters: list[WaitingMessage]) -> bool:
-        """Dispatch cancelled messages, for Celery to end them; return whether there was any."""
-        revoked = self._consumer.controller.state.revoked
-        cancelled = [waiter for waiter in waiters if is_cancelled(waiter.request, revoked)]
-        for waiter in cancelled:
-            self.dispatch(waiter)
-        return bool(cancelled)
+    def _dispatch_cancelled(self, waiters: list[WaitingMessage]) -> bool:
+        revoked, any_ = self._consumer.controller.state.revoked, False
+        for waiter in waiters:
+            if is_cancelled(waiter.request, revoked):
+                self.dispatch(waiter)
+                any_ = True
+        return any_
 
     def holds_back(self, waiter: WaitingMessage, *, is_named: bool) -> bool:
         """Let a message wait on that a run of this worker is before; return whether it does.
@@ -147,8 +145,8 @@ class Dispatcher:
     def dispatch(self, waiter: WaitingMessage, *, is_named: bool = False) -> None:
         """Give a message to Celery before its time, and survive what Celery raises there.
 
-        is_named: a release names this worker.
-        Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
+        is_named: a release names this worker. Source: kombu.asynchronous.hub: what a reader raises
+        ends the loop, and so the worker.
         """
         request = waiter.request
         try:
@@ -164,19 +162,20 @@ class Dispatcher:
         consumer = self._consumer
         return None if consumer.disable_rate_limits else consumer.task_buckets[task_name]
 
-    def note_in_bucket(self, request: Any, queues: list[QueueKey]) -> None:
-        """Note which locks a message is to ask for as soon as its rate allows.
+    def note_leaving(self, request: Any, queues: list[QueueKey]) -> None:
+        """Note which locks a message is to ask for, at once or as soon as its rate allows.
 
         Of a lock with more permits than one the next message may run as well.
         """
-        self._in_buckets[request] = [queue for queue in queues if queue.limit == 1]
-        for queue in self._in_buckets[request]:
-            self._awaiting_rate.setdefault(queue, request)
-
-    def _note_left_bucket(self, request: Any) -> None:
-        for queue in self._in_buckets.pop(request, ()):
-            if self._awaiting_rate.get(queue) is request:  # a cancelled one may leave before it
-                self._awaiting_rate.pop(queue, None)
+        alone = [queue for queue in queues if queue.limit == 1]
+        if self.bucket_of(request.name) is not None:
+            self._in_buckets[request] = alone
+            for queue in alone:
+                self._awaiting_rate.setdefault(queue, request)
+        elif self.has_slots:
+            for queue in alone:
+                if self.run_of(queue.resource) is None:
+                    self._runs[queue.resource] = request
 
     def awaits_rate(self, queue: QueueKey) -> bool:
         """Return whether a message of a queue waits for its rate: the next one would be refused."""
@@ -186,12 +185,6 @@ class Dispatcher:
     def has_slots(self) -> bool:
         """Whether two messages may run at once here; else each waits for the one before anyway."""
         return getattr(self._consumer.pool, "num_processes", 1) > 1
-
-    def note_run(self, request: Any, resources: Iterable[str]) -> None:
-        """Note which locks a message asks for that goes to the pool, each with one permit."""
-        if self.has_slots:
-            new = (resource for resource in resources if self.run_of(resource) is None)
-            self._runs.update(dict.fromkeys(new, request))
 
     def run_of(self, resource: str) -> Any:
         """Return the request of this worker that has a lock, or is about to ask for it; or None.
@@ -206,7 +199,7 @@ class Dispatcher:
         with self.mutex:
             self.queues.forget_empty(self._clock.now() - self._times.unsubscribe_after)
             waiters = self.queues.all()
-        self.dispatch_cancelled(waiters)
+        self._dispatch_cancelled(waiters)
         for resource, run in list(self._runs.items()):  # another thread may note one
             if run not in state.reserved_requests:
                 self._runs.pop(resource, None)
@@ -216,11 +209,13 @@ class Dispatcher:
         self._note_left_bucket(request)
         self._leave_bucket(request)
 
-    def has_succeeded(self, id_: str) -> bool:
-        """Return whether the run of a message has ended with success in this worker.
+    def _note_left_bucket(self, request: Any) -> None:
+        for queue in self._in_buckets.pop(request, ()):
+            if self._awaiting_rate.get(queue) is request:  # a cancelled one may leave before it
+                self._awaiting_rate.pop(queue, None)
 
-        Source: celery.worker.state: `successful_requests` holds the last thousand ids.
-        """
+    def has_succeeded(self, id_: str) -> bool:
+        """Return whether the run of a message has just ended with success in this worker."""
         return id_ in self._consumer.controller.state.successful_requests
 
     def on_eta(self, request: Any, *_limit: Any) -> None:
@@ -243,8 +238,7 @@ class Dispatcher:
         """Let a head look whether its lock is free; try if a message waits until its deadline."""
         with self.mutex:
             waiter = self.queues.of(request)
-            is_due = waiter is not None and self._clock.now() < waiter.deadline
-        if waiter is not None and is_due:
+        if waiter is not None and self._clock.now() < waiter.deadline:
             self._on_due(waiter)
         else:
             self._apply(request, waiter)
@@ -272,10 +266,7 @@ class Dispatcher:
                 return  # another thread was first, or the room was closed: the message comes again
             self._dispatched.add(request)
             if waiter is not None:
-                if self.bucket_of(request.name) is not None:
-                    self.note_in_bucket(request, [waiter.queue])
-                elif waiter.queue.limit == 1 and waiter.queue.resource:
-                    self.note_run(request, [waiter.queue.resource])
+                self.note_leaving(request, [waiter.queue])
                 was_head = self.queues.head(waiter.queue) is waiter
                 following = self.queues.remove(waiter, self._clock.now(), is_named=is_named)
                 if following is not None:
@@ -289,8 +280,9 @@ class Dispatcher:
     def _pass_on(self, request: Any) -> None:
         """Let Celery run a message; first its DEFERRED is stored, else it could stay for ever."""
         # in the timer, which survives errors
-        later = self._loop.call_after, 0.0, self._pass_on, request
-        again = functools.partial(self._loop.call_soon, *later)
+        again = functools.partial(
+            self._loop.call_soon, self._loop.call_after, 0.0, self._pass_on, request
+        )
         if request not in self._dispatched or not self.states.withdraw(str(request.id), again):
             return  # the room was closed, or a result backend is slow
         bucket = self.bucket_of(request.name)
@@ -320,9 +312,9 @@ class Dispatcher:
         self._loop.cancel(celerys if waiter.timer_entry is None else waiter.timer_entry)
 
     def _update_prefetch(self) -> None:
-        """Take back what Celery adds to its prefetch for messages above the capacity.
+        """Take back what Celery adds to its prefetch, without a bound, for each message that waits.
 
-        Celery adds one for each message with an ETA, without a bound, and would take further ones.
+        Above the capacity, for Celery would take further ones.
         """
         before, qos = self._above, self._consumer.qos
         self._above = max(0, self.queues.waiting_for_release - self.capacity)
@@ -337,8 +329,7 @@ class Dispatcher:
     def _evict(self) -> None:
         """Dispatch the message that is needed last: if refused, it goes to its queue's end.
 
-        Another one of that queue comes in. So messages that have nothing to do with a crowd get
-        past it.
+        So messages that have nothing to do with a crowd get past it.
         """
         with self.mutex:
             self._eviction = None

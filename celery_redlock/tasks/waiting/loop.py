@@ -62,11 +62,9 @@ class EventLoop:
         return self._consumer.timer.call_after(seconds, callback, args, priority=priority)
 
     def call_repeatedly(self, seconds: float, callback: Callback) -> Callable[[], None]:
-        """Call a function again and again, with so many seconds between two calls.
+        """Call a function again and again; return what ends that, with a call that runs then.
 
-        Returns what ends that: a call that runs then is the last one.
-        Source: celery.concurrency.gevent: what its `call_repeatedly` returns cancels the first call
-        alone.
+        Source: celery.concurrency.gevent: what its own returns cancels the first call alone.
         """
         entry, is_cancelled = None, False
 
@@ -94,10 +92,7 @@ class EventLoop:
             self._consumer.timer.cancel(entry)
 
     def _run_calls(self) -> None:
-        """Make the calls that are due, and survive what they raise.
-
-        Source: kombu.asynchronous.hub: what a reader raises ends the loop, and so the worker.
-        """
+        """Make the calls that are due, and survive what they raise: it would end the worker."""
         if self._waker is not None:
             self._waker.clear()  # first: a call that comes meanwhile wakes the hub again
         while True:

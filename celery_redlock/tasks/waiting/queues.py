@@ -122,9 +122,9 @@ class MessageQueue:
     def turn_of(self, waiter: WaitingMessage, times: WaitingTimes) -> float:
         """Return the monotonic second from which a waiter may try by itself; inf: not the head.
 
-        The head may try at once. If a head before it has just been dispatched, it may try only
-        after `retry_next_after` without its return; later, if the releases that name this worker
-        come less often. With many workers each head would look in vain otherwise.
+        If a head before it has just been dispatched, it may try only after `retry_next_after`
+        without its return; later, if the releases that name this worker come less often. With many
+        workers each head would look in vain otherwise.
         """
         if self.waiters[0] is not waiter:
             return math.inf
@@ -133,7 +133,7 @@ class MessageQueue:
 
 
 class MessageQueues:
-    """All messages that wait in one worker.
+    """All messages that wait in one worker; `add` and `remove` are those of `MessageQueue`.
 
     A resource is remembered for a while without waiters: how often its releases name this worker,
     and that the worker listens.
@@ -151,11 +151,9 @@ class MessageQueues:
         return set(self._queues)
 
     def of(self, request: Any) -> WaitingMessage | None:
-        """Return the waiter of a request."""
         return self._by_request.get(request)
 
     def all(self) -> list[WaitingMessage]:
-        """Return all waiters."""
         return list(self._by_request.values())
 
     def heads(self, resource: str) -> list[WaitingMessage]:
@@ -169,7 +167,6 @@ class MessageQueues:
         return [waiter for queue in queues for waiter in queue.waiters]
 
     def add(self, waiter: WaitingMessage) -> WaitingMessage | None:
-        """Do what that of `MessageQueue` does."""
         self._by_request[waiter.request] = waiter
         self.waiting_for_release += waiter.waits_for_release
         resource = waiter.queue.resource
@@ -180,7 +177,6 @@ class MessageQueues:
     def remove(
         self, waiter: WaitingMessage, now: float, *, is_named: bool = False
     ) -> WaitingMessage | None:
-        """Do what that of `MessageQueue` does."""
         del self._by_request[waiter.request]
         self.waiting_for_release -= waiter.waits_for_release
         resource = waiter.queue.resource
@@ -192,8 +188,8 @@ class MessageQueues:
     def retry_in(self, waiter: WaitingMessage, now: float) -> float | None:
         """Return the seconds after which a waiter is to try without a release; 0: now.
 
-        None if that is at its ETA, for which Celery has set a timer. A waiter behind the head tries
-        at its deadline: the broker would deliver its message anew soon after.
+        None: at its ETA, for which Celery has set a timer. A waiter behind the head tries at its
+        deadline: the broker would deliver its message anew soon after.
         """
         if not waiter.waits_for_release or (waiter.eta > now and not waiter.is_postponed):
             return None
@@ -232,10 +228,7 @@ class QuorumHistory:
         self._at, self._receivers = at, receivers
 
     def claim(self, receiver: Hashable, refused_at: float) -> bool:
-        """Return whether a message missed that moment on its way here, and note that.
-
-        refused_at: monotonic seconds.
-        """
+        """Return whether a message missed that moment on its way here, and note that."""
         is_missed = receiver not in self._receivers and self._at >= refused_at
         if is_missed:
             self._receivers.add(receiver)

@@ -73,8 +73,7 @@ NEVER_REFUSED = -math.inf, NEVER_DEFERRED
 class WaitingRoom(bootsteps.StartStopStep):
     """The consumer's step that keeps the messages that have come back to this worker.
 
-    Other parts use `states`, `admit`, `take_back`, `waiting`, `refusal_of` and `note_refusal`.
-    Everything else runs in the worker's event loop.
+    All but `states`, `take_back`, `waiting` and `note_refusal` runs in the worker's event loop.
     Source: celery.worker.strategy binds `consumer.apply_eta_task` when the consumer starts, which
     is after its steps are made; the timer calls that at the end of a message's countdown.
     """
@@ -165,16 +164,15 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def admit(self, request: Any, deferral: Deferral) -> None:
         """Queue a message whose countdown is about to begin."""
-        inbox = self._connect()
+        inbox, now = self._connect(), self._clock.now()
         waiter = self._waiter_of(request, deferral)
         since_refusal = max(0.0, time_of_nodes(self._consumer.app) - deferral.at)
-        refused_at = self._clock.now() - since_refusal
         with self._dispatcher.mutex:
             has_missed = not deferral.is_taken and self._quorum_history.claim(
-                request.id, refused_at - self._times.clocks_differ
+                request.id, now - since_refusal - self._times.clocks_differ
             )
         self._dispatcher.add(waiter)
-        if has_missed and waiter.eta >= self._clock.now() + self._times.imminent:
+        if has_missed and waiter.eta >= now + self._times.imminent:
             self._loop.call_soon(self._dispatcher.dispatch, waiter)
         inbox.listen()
 
@@ -211,11 +209,9 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def may_refuse(self, task_name: str) -> bool:
         """Return whether `refusal_of` may know of any refusal, or is to note a message."""
-        if self._refusals or self._dispatcher.queues.waiting_for_release > 0:
-            return True
-        if self._dispatcher.has_slots:
-            return True
-        return self._dispatcher.bucket_of(task_name) is not None
+        dispatcher = self._dispatcher
+        is_known = self._refusals or dispatcher.queues.waiting_for_release > 0
+        return bool(is_known or dispatcher.has_slots or dispatcher.bucket_of(task_name) is not None)
 
     def refusal_of(self, request: Any, resources: tuple[str, ...], limit: int) -> LockTaken | None:
         """Return the refusal that a new message may take for its own; None: it tries.
@@ -245,10 +241,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             elif expires_in is not None:
                 expires_in = max(0.0, at + expires_in - now)
             return LockTaken(resource, known.holder, expires_in, limit=limit)
-        if self._dispatcher.bucket_of(request.name) is not None:
-            self._dispatcher.note_in_bucket(request, queues)
-        elif limit == 1:
-            self._dispatcher.note_run(request, resources)
+        self._dispatcher.note_leaving(request, queues)
         return None
 
     def _queue_of(self, resource: str, limit: int, task_name: str = "") -> QueueKey:
@@ -357,7 +350,9 @@ def waiters_of(consumer: Any) -> list[WaitingMessage]:
 
 def rooms_of(app: Any) -> Iterator[WaitingRoom]:
     """Yield the rooms of an app's workers in this process."""
-    return (room for consumer, room in list(_rooms.items()) if consumer.app is app)
+    for consumer, room in list(_rooms.items()):
+        if consumer.app is app:
+            yield room
 
 
 def thread_of(app: Any) -> StoringThread | None:
@@ -366,7 +361,6 @@ def thread_of(app: Any) -> StoringThread | None:
 
 
 def room_of(consumer: Any) -> WaitingRoom | None:
-    """Return the room of a consumer, None if it has none."""
     return _rooms.get(consumer)
 
 
@@ -380,9 +374,15 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
         return
     came_back = (request.delivery_info or {}).get("exchange") == CAME_BACK
     try:
-        left = 0.0 if came_back else _countdown_left(sender.app, deferral)
+        left = 0.0
+        if not came_back:
+            left = deferral.countdown - max(0.0, time_of_nodes(sender.app) - deferral.at)
+        if left <= 0 and not came_back and deferral.waits_for_release:
+            # its queue takes longer than the countdown, and at each turn of the queue it would only
+            # be refused again
+            left = deferral.countdown
         # whatever the clock of its sender says. celery.worker.strategy reads this after the signal
-        request._eta = utc_now() + timedelta(seconds=left)
+        request._eta = utc_now() + timedelta(seconds=max(0.0, left))
         # one that is due is run by Celery now; from here it would run once more
         if deferral.resources and not came_back and request.eta > utc_now():
             room.admit(request, deferral)
@@ -390,15 +390,3 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
         extra = {"event": "not_woken", "task": request.name, "task_id": request.id}
         text = "%s[%s] is not woken: %s"
         logger.warning(text, request.name, request.id, error, extra=extra)
-
-
-def _countdown_left(app: Any, deferral: Deferral) -> float:
-    """Return the seconds that are left of the countdown of a message that the broker gives now.
-
-    One that has come later than its countdown waits as long from now on, if it may: its queue takes
-    longer than the countdown, and at each turn of the queue it would only be refused again.
-    """
-    since_refusal = max(0.0, time_of_nodes(app) - deferral.at)
-    if since_refusal < deferral.countdown:
-        return deferral.countdown - since_refusal
-    return deferral.countdown if deferral.waits_for_release else 0.0

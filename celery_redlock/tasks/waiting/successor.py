@@ -37,7 +37,6 @@ from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, WaitingMessage, WaitingTimes
 
 NAMED_AT_MOST = 3  # workers, by one release: as in lua/announce.lua
-NAMED = HANDOFF_STEPS[0]
 
 
 class Successor:
@@ -68,10 +67,8 @@ class Successor:
     # as a `Line`, in any thread
 
     def since(self, resource: str) -> float | None:
-        """Return since when the first waiter of a resource waits; None if none waits.
-
-        Not since when a head does: an urgent one would put its worker behind all others.
-        """
+        """Return since when the first waiter of a resource waits; None if none waits."""
+        # not since when a head does: an urgent one would put its worker behind all others
         with self.dispatcher.mutex:
             waiters = self.dispatcher.queues.on(resource)
         return min((waiter.since for waiter in waiters), default=None)
@@ -103,7 +100,7 @@ class Successor:
             return
         if step.why != FALLBACK:
             for head in heads:
-                self._tell(head, NAMED)
+                self._tell(head, HANDOFF_STEPS[0])
         now = self._clock.now()
         if not step.passed and now - due < TURN:
             self._cancel_turn(resource)
@@ -114,11 +111,9 @@ class Successor:
         self._ask_after(due - now, resource, step)
 
     def _ask_after(self, seconds: float, resource: str, step: Step) -> None:
-        """Ask for the heads of a resource in a while, or before if that is planned already.
-
-        If it were put off by each release, a stopped worker in front would stay there for as long
-        as releases follow each other faster than turns.
-        """
+        """Ask for the heads of a resource in a while, or before if that is planned already."""
+        # no release puts that off: a stopped worker in front would stay there for as long as
+        # releases follow each other faster than turns
         seconds = max(0.0, seconds)
         due, planned = self._clock.now() + seconds, self._turns.get(resource)
         if planned is not None and planned[0] <= due and planned[1].unless in ("", step.unless):
@@ -177,10 +172,8 @@ class Successor:
             self._dispatch(head, step)
 
     def _wait_on(self, head: WaitingMessage, place: Place) -> None:
-        """Let a head wait until the holder's lease ends, or for its next look.
-
-        The more workers are before it, the longer: they look as well.
-        """
+        """Let a head wait until the holder's lease ends, or for its next look."""
+        # the more workers are before it, the longer: they look as well
         pause = min(head.pause * (1 + place.rank // NAMED_AT_MOST), self._times.longest_pause)
         pause *= random.uniform(0.5, 1.0)  # noqa: S311
         after_lease = place.free_in + random.uniform(0.0, self._times.after_lease)  # noqa: S311
@@ -214,34 +207,25 @@ class Successor:
     # the registrations
 
     def on_head(self, resource: str, first: WaitingMessage | None = None) -> None:
-        """Let the nodes know since when the head of a resource waits; ask for the first one.
-
-        While the inbox is closed nothing is asked yet: `look_again` does, as it opens.
-        """
+        """Let the nodes know since when the head of a resource waits; ask for the first one."""
         if self.inbox is None or resource == WITHOUT_QUORUM:
             return
-        if first is not None and self.inbox.is_listening:
+        if first is not None and self.inbox.is_listening:  # else `look_again` asks, as it opens
             self.ask(first, Step(LOOK))
         else:
             self.inbox.changed(resource)
 
     def look_again_if_due(self) -> None:
-        """Ask for each head from time to time: registrations expire, and a release may be missed.
-
-        Also if this is late: the loop was blocked or the process stopped, and others have passed
-        this worker by.
-        """
+        """Ask for each head now and then: registrations expire, and a release may be missed."""
         now = self._clock.now()
+        # by the loop, or as the process was stopped: others have passed this worker by
         was_blocked = now - self._looked_at > 2 * self._times.sweep_interval
         self._looked_at = now
         if was_blocked or now - self._refreshed_at > self._times.refresh_after:
             self.look_again(FALLBACK)
 
     def look_again(self, why: str = LOOK) -> None:
-        """Register and ask for each head: a node may have forgotten this worker, or passed it by.
-
-        why: of heads that are dispatched then.
-        """
+        """Register and ask for each head; why: of those that are dispatched then."""
         self._refreshed_at = self._clock.now()
         for resource in self.resources():
             for head in self.dispatcher.heads_to_run(resource):

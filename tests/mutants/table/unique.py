@@ -87,11 +87,11 @@ MUTANTS = (
     Mutant("a deferral ends its send's window",
            "tasks.execution.outcomes:defer",
            "integration/test_unique.py::is_the_first_one_until or returns_the_result",
-           "    request.__dict__[CONTINUES] = True\n", ""),
+           "    delivery.request.__dict__[CONTINUES] = True\n", ""),
     Mutant("a message that can never be republished leaves the claim of its send",
            "tasks.execution.outcomes:defer",
            "integration/test_put_back.py::what_is_refused_for_good_is_the_end_of_its_sends_window",
-           "    deferral = report(delivery",
-           "    request.__dict__[CONTINUES] = True\n    deferral = report(delivery"),
+           "    header = report(delivery",
+           "    delivery.request.__dict__[CONTINUES] = True\n    header = report(delivery"),
 )
 # fmt: on
