@@ -105,7 +105,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 20_600, 86
+LINES, FILES = 20_440, 86
 WALKS = {
     "a plain lock": (23, 111, 28),
     "a message in a worker": (42, 169, 38),
